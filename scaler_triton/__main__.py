@@ -1,0 +1,7 @@
+"""`python -m scaler_triton`."""
+
+import sys
+
+from scaler_triton.cli import main
+
+sys.exit(main())

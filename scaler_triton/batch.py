@@ -1,0 +1,127 @@
+"""Gradients as an op sees them: local tensors of one device and one dtype, checked before any is written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class LayoutKey(NamedTuple):
+    """What all tensors of a batch share."""
+
+    device: torch.device
+    dtype: torch.dtype
+    dense: bool  # every element of memory between first and last belongs to the tensor, once
+    plain: bool  # not a tensor subclass
+
+
+@dataclass
+class Layout:
+    """The part of a batch that stays from step to step: one slot a tensor, and what a backend caches for it."""
+
+    key: LayoutKey
+    numels: list[int] = field(default_factory=list)
+    cache: dict[str, Any] = field(default_factory=dict)
+
+
+class Batch(NamedTuple):
+    """One launch's worth of gradients: `tensors[i]` fills slot i of `layout`, None where there is no gradient."""
+
+    layout: Layout
+    tensors: Sequence[Tensor | None]
+
+    @property
+    def present(self) -> list[Tensor]:
+        """The gradients there are, in slot order."""
+        return [tensor for tensor in self.tensors if tensor is not None]
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Tell whether `tensor` is a DTensor, without importing DTensor: no instance can exist before that."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of `tensor`: a DTensor's shard (waited for if still in flight), else itself."""
+    if type(tensor) is Tensor or not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # under grad, to_local would record an autograd node
+        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor has wait, Tensor has not
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether the tensor's elements fill one span of memory without gaps or overlap, in any order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def layout_key(tensor: Tensor) -> LayoutKey:
+    """Return what `tensor` must share with others to enter the same batch."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return LayoutKey(tensor.device, tensor.dtype, plain and is_dense(tensor), plain)
+
+
+def check_gradient(gradient: Tensor, name: str, *, allow_fp16: bool = True) -> None:
+    """Raise if `gradient` (local, strided or sparse COO) cannot be unscaled; nothing is written.
+
+    Raises: torch's own errors for an fp16 gradient where those are refused and for overlapping memory;
+    NotImplementedError naming dtype or layout, ValueError naming the device, for what no backend serves.
+    """
+    if gradient.dtype not in DTYPES:
+        raise NotImplementedError(f"{name} has dtype {gradient.dtype}; only {_names(DTYPES)} can be unscaled")
+    if gradient.dtype is torch.float16 and not allow_fp16:
+        raise ValueError("Attempting to unscale FP16 gradients.")
+    if gradient.layout not in (torch.strided, torch.sparse_coo):
+        raise NotImplementedError(
+            f"{name} has layout {gradient.layout}; only strided and sparse COO gradients can be unscaled"
+        )
+    if gradient.device.type == "meta":
+        raise ValueError(f"{name} is on device {gradient.device}, where there is nothing to unscale")
+    if gradient.layout is torch.strided and _repeats_memory(gradient):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+            "location. Please clone() the tensor before performing the operation."
+        )
+
+
+def sparse_values(gradient: Tensor) -> Tensor:
+    """Return the values of a sparse COO gradient, sharing its memory: what an op reads and writes."""
+    values: Tensor = gradient._values()
+    return values
+
+
+def coalesce_fp16(gradient: Tensor) -> Tensor:
+    """Return a sparse fp16 gradient with its duplicates summed in fp32: the sums may overflow fp16."""
+    return gradient.float().coalesce().half()
+
+
+def group(tensors: Iterable[Tensor]) -> list[Batch]:
+    """Return `tensors` (local, already checked) as batches, one for each layout key, in order of appearance."""
+    groups: dict[LayoutKey, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(layout_key(tensor), []).append(tensor)
+    return [Batch(Layout(key, [t.numel() for t in members]), members) for key, members in groups.items()]
+
+
+def _repeats_memory(tensor: Tensor) -> bool:
+    # torch's own criterion for a definite internal overlap
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

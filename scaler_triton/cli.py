@@ -1,0 +1,40 @@
+"""The command line: `python -m scaler_triton COMMAND`.
+
+A command is a module with `HELP`, `add_arguments(parser)` and `run(arguments) -> exit status`. None of them
+imports torch before `run`, so that `--help` answers at once.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from scaler_triton._version import __version__
+from scaler_triton.demo import command as demo
+
+COMMANDS = {"demo": demo}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scaler_triton", description="A gradient scaler for fp16 training whose ranks agree."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        command.add_arguments(own)
+        own.set_defaults(run=command.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0 good, 1 a failed check, 2 wrong usage.
+
+    Args:
+        arguments: the words after the program's name; those of this process by default.
+    """
+    parsed = build_parser().parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,188 @@
+"""Which ranks must agree that a step is skipped, and the one reduction that makes them agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scaler_triton.batch import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class GroupRanks:
+    """Stands where a scaler's process group was before it was pickled: groups do not outlive their process."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The ranks one optimizer's flag must be equal on.
+
+    Args:
+        group: their process group.
+    """
+
+    group: ProcessGroup
+
+    def maximum_(self, signals: Tensor) -> None:
+        """Replace `signals` by their elementwise maximum over the ranks: one all-reduce, no host wait.
+
+        Args:
+            signals: fp32, shape (n,), any device; written. It travels on a device the group's backend serves.
+        """
+        device = _serving_device(self.group, signals.device)
+        if device == signals.device:
+            dist.all_reduce(signals, op=dist.ReduceOp.MAX, group=self.group)
+        else:
+            carrier = signals.to(device)
+            dist.all_reduce(carrier, op=dist.ReduceOp.MAX, group=self.group)
+            signals.copy_(carrier)
+
+
+def default_group() -> ProcessGroup | None:
+    """Return the default process group of this moment, None before `init_process_group`."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agreement | None:
+    """Return the agreement of all ranks of `process_group`, or of the default group where it is None.
+
+    Returns: None for a group of one rank.
+
+    Raises: torch's ValueError without a default group; ValueError if this rank is not in the group or a
+        parameter's mesh reaches beyond it.
+    """
+    if isinstance(process_group, GroupRanks):
+        raise ValueError(
+            f"process_group is unset: this scaler was unpickled, and its group of ranks {list(process_group.ranks)} "
+            "did not come along; set scaler.process_group"
+        )
+    rank = dist.get_rank()  # raises torch's error without a default group
+    group = default_group() if process_group is None else process_group
+    return _covering(group, rank, _meshes(parameters))
+
+
+def inferred_agreement(parameters: Iterable[Tensor]) -> Agreement | None:
+    """Return who must agree as the parameters' meshes tell: nobody without DTensors, else all who hold a part.
+
+    One 1-D mesh: its group. Otherwise the ranks of the root mesh, since no smaller set is the same on all ranks.
+
+    Raises: ValueError if there are several root meshes over different ranks: only the caller knows then.
+    """
+    meshes = _meshes(parameters)
+    if not meshes:
+        return None
+    one_dimensional = len(meshes) == 1 and meshes[0].ndim == 1
+    group = meshes[0].get_group() if one_dimensional else _group_of(_root_ranks(meshes))
+    return _covering(group, dist.get_rank(), meshes)
+
+
+def has_fsdp1(parameters: Iterable[Tensor]) -> bool:
+    """Tell whether parameters are shards of `FullyShardedDataParallel`, which look like plain tensors."""
+    return any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters)
+
+
+def several_ranks() -> bool:
+    """Tell whether this process is one of several ranks."""
+    return default_group() is not None and dist.get_world_size() > 1
+
+
+def picklable(process_group: Any) -> Any:
+    """Return what of `process_group` can be pickled: None for the default group, else its ranks."""
+    if process_group is None or isinstance(process_group, GroupRanks):
+        return process_group
+    if process_group is default_group():
+        return None
+    return GroupRanks(tuple(dist.get_process_group_ranks(process_group)))
+
+
+def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
+    found = (p.device_mesh for p in parameters if is_dtensor(p))  # type: ignore[attr-defined]
+    return list(dict.fromkeys(found))
+
+
+def _mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the mesh that `mesh` was sliced from, None where this torch does not tell."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    return find() if find is not None else None
+
+
+def _root_ranks(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
+    roots = [_root_of(mesh) for mesh in meshes]
+    if any(root is None for root in roots):
+        return tuple(range(dist.get_world_size()))
+    ranks = {_mesh_ranks(root) for root in roots if root is not None}
+    if len(ranks) > 1:
+        raise ValueError(
+            f"process_group is needed: the parameters' meshes span different ranks {sorted(map(list, ranks))}, "
+            "so which ranks must agree cannot be told from one of them"
+        )
+    return ranks.pop()
+
+
+# One group for each set of ranks and life of the default group: making one is a rendezvous of its members.
+_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _group_of(ranks: tuple[int, ...]) -> Any:
+    world = dist.group.WORLD
+    if len(ranks) == dist.get_world_size():
+        return world
+    owner, group = _groups.get(ranks, (None, None))
+    if owner is not world or group is None:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        _groups[ranks] = (world, group)
+    return group
+
+
+def _covering(group: Any, rank: int, meshes: Iterable[DeviceMesh]) -> Agreement | None:
+    """Return the group as an agreement if `rank` and every rank of the meshes is in it."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        raise ValueError(f"process_group must contain this rank, {rank}, got {_described(group)}")
+    members = dist.get_process_group_ranks(group)
+    for mesh in meshes:
+        missing = sorted(set(_mesh_ranks(mesh)) - set(members))
+        if missing:
+            raise ValueError(
+                f"process_group must contain every rank of {mesh}, which shards a parameter, "
+                f"got a group of ranks {sorted(members)} without {missing}"
+            )
+    return Agreement(group) if len(members) > 1 else None
+
+
+def _described(group: Any) -> str:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return "a group made for other ranks"
+    return f"a group of ranks {dist.get_process_group_ranks(group)}"
+
+
+def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Return `device` if the group's backend reduces there, else one where it does."""
+    served = _served_types(group)
+    if device.type in served:
+        return device
+    accelerator = next((kind for kind in served if kind != "cpu"), None)
+    if accelerator is None:
+        return torch.device("cpu")
+    index = torch.get_device_module(accelerator).current_device()
+    return torch.device(accelerator, index)
+
+
+def _served_types(group: ProcessGroup) -> list[str]:
+    """Return the device types of a backend configuration such as "cpu:gloo,cuda:nccl"."""
+    config = dist.get_backend_config(group)
+    return [entry.split(":")[0] for entry in config.split(",")]

@@ -1,0 +1,317 @@
+"""GradScaler, and the state machine of a step that it shares with ShardedGradScaler."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import defaultdict
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from scaler_triton import collectives, dispatch, ops, optimizers, policy
+from scaler_triton.plan import PlanCache
+from scaler_triton.unscaling import State, UnscalingMixin
+from scaler_triton.verdict import Verdict, any_flag, as_flag
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class ScalerMixin(UnscalingMixin):
+    """One step of dynamic loss scaling.
+
+    READY --unscale_--> UNSCALED --step--> STEPPED --update--> READY, for each optimizer, where
+
+        unscale_: flag = any gradient is NaN or Inf, on any rank that must agree; g *= 1 / scale
+        step:     optimizer.step() unless flag; a fused optimizer gets scale and flag and does both itself
+        update:   scale *= backoff if any flag, scale *= growth after growth_interval steps without one
+
+    Mixed in before a torch scaler class, which supplies `scale`, `get_scale`, `state_dict` and the getters.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        enabled: bool,
+        process_group: ProcessGroup | None,
+        backend: str | None,
+    ) -> None:
+        self._backend = dispatch.check_backend(backend)
+        super().__init__(
+            device=policy.device_type(device),
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        if self._enabled:
+            init_scale = policy.check_scale(init_scale, "init_scale")
+            growth_factor = policy.check_growth_factor(growth_factor)
+            backoff_factor = policy.check_backoff_factor(backoff_factor)
+            growth_interval = policy.check_growth_interval(growth_interval)
+        self.process_group: Any = process_group
+        # torch leaves these unset on a disabled scaler, where its getters then raise.
+        self._init_scale = init_scale
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._init_growth_tracker = 0
+        self._scale: Tensor | None = None
+        self._growth_tracker: Tensor | None = None
+        self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
+        self._plans = PlanCache()
+        self._warned_fsdp1 = False
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
+
+        Gradients are unscaled first if `unscale_` was not called. Waits for the flag on the host, unless the
+        optimizer takes it on the device (`fused=True`): that one is always called and skips by itself.
+
+        Returns: what `optimizer.step` returns, None when skipped.
+
+        Raises: torch's errors for a wrong order of calls and for a closure; RuntimeError if another rank failed
+            to check its gradients; whatever `optimizer.step` raises, the stage being UNSCALED then.
+        """
+        if not self._enabled:
+            return cast("float | None", optimizer.step(*args, **kwargs))
+        if "closure" in kwargs or (args and callable(args[0])):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._initialised_scale("step", optimizer)
+        state = self._state(optimizer)
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            return self._step_with_scale(optimizer, state, args, kwargs)
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: State, *args: Any, **kwargs: Any) -> float | None:
+        if self._host_flag(optimizer_state):
+            return None
+        return cast("float | None", optimizer.step(*args, **kwargs))
+
+    def _step_with_scale(self, optimizer: Any, state: State, args: Any, kwargs: Any) -> float | None:
+        """Step an optimizer that takes scale and flag on the device, by attributes or by the older argument."""
+        if state["stage"] is OptState.READY:
+            state["found_inf_per_device"] = {}  # checked afresh, however often it was asked before
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            warnings.warn(
+                "GradScaler is going to stop passing itself as a keyword argument to the passed "
+                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            result = optimizer.step(*args, **kwargs, grad_scaler=self)
+        else:
+            result = self._step_fused(optimizer, state, args, kwargs)
+        state["stage"] = OptState.STEPPED
+        return cast("float | None", result)
+
+    def _step_fused(self, optimizer: Any, state: State, args: Any, kwargs: Any) -> Any:
+        inner = optimizers.unwrap(optimizer)
+        ready = state["stage"] is OptState.READY
+        if ready:
+            self._check_inf_per_device(optimizer)
+        if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
+            return None
+        before = self._plans.get(optimizer).versions() if ready else None
+        with optimizers.lent(inner, self._scale if ready else None, self._flag(state)):
+            try:
+                return optimizer.step(*args, **kwargs)
+            except BaseException:
+                if ready:
+                    with suppress(Exception):  # the optimizer's error is the one to see
+                        self._settle(optimizer, state, before)
+                raise
+
+    def _settle(self, optimizer: Any, state: State, before: list[int] | None) -> None:
+        """After a fused step that raised half-way, make the stage UNSCALED and true.
+
+        Such an optimizer divides the gradients itself. If it wrote none, they are unscaled here; if it wrote some,
+        nobody knows which, and the step is skipped.
+        """
+        plan = self._plans.get(optimizer)
+        agreed = {key: state[key] for key in ("verdict", "found_inf_per_device")}
+        self._skip(state, plan)
+        after = plan.versions()
+        if after is None or before is None or len(after) != len(before):
+            return
+        moved = [new != old for new, old in zip(after, before, strict=True)]
+        if not any(moved):
+            self._unscale_grads_(optimizer, None, torch.zeros_like(self._flag(state)), True)
+        if all(moved) or not any(moved):
+            state.update(agreed)
+
+    def _verdict(self, state: State) -> Verdict | None:
+        """Return the verdict behind the state's flags, None if somebody else stored them."""
+        verdict: Verdict | None = state.get("verdict")
+        return verdict if verdict is not None and verdict.per_device is state["found_inf_per_device"] else None
+
+    def _flag(self, state: State) -> Tensor:
+        """Return this optimizer's flag, fp32 `()`, 0.0 or 1.0, on the scale's device."""
+        assert self._scale is not None
+        verdict = self._verdict(state)
+        if verdict is not None:
+            return verdict.found_inf
+        device = self._scale.device
+        return any_flag([as_flag(flag, device) for flag in state["found_inf_per_device"].values()], device)
+
+    def _host_flag(self, state: State) -> bool:
+        verdict = self._verdict(state)
+        if verdict is not None:
+            return verdict.on_host()
+        return any(flag.item() for flag in state["found_inf_per_device"].values())
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Back the scale off if any optimizer's flag was set, let it grow after `growth_interval` good updates.
+
+        Args:
+            new_scale: sets the scale instead: a number, or a one-element tensor on a device of the scaler's type,
+                whose value is checked with one host wait.
+
+        Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
+            kind; ValueError for a scale outside [2^-126, fp32 max]. Scale and tracker are as before then.
+        """
+        if not self._enabled:
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            scale.fill_(self._checked_scale(new_scale))
+        else:
+            ops.update_scalars_(
+                scale,
+                growth_tracker,
+                self._combined_flag(scale.device),
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+                self._backend,
+            )
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _combined_flag(self, device: torch.device) -> Tensor:
+        states = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
+        if not states:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        return any_flag([self._flag(state) for state in states], device)
+
+    def _checked_scale(self, new_scale: Any) -> float:
+        if isinstance(new_scale, Tensor) and (
+            new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad
+        ):
+            raise AssertionError(
+                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                "torch.FloatTensor with requires_grad=False."
+            )
+        return policy.check_scale(new_scale, "new_scale")
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor the scale grows by: finite, >= 1 (1: it stays)."""
+        self._growth_factor = policy.check_growth_factor(new_factor, "new_factor")
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor the scale is multiplied by after an overflow: in (0, 1] (1: it stays)."""
+        self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many updates in a row without overflow the scale grows: >= 1."""
+        self._growth_interval = policy.check_growth_interval(new_interval, "new_interval")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class or of torch's returned; nothing on a disabled scaler.
+
+        Raises: torch's RuntimeError for an empty dict and KeyError for a missing field; ValueError or TypeError
+            naming a wrong field and its value. The scaler is as before then.
+        """
+        if self._enabled and len(state_dict) > 0:
+            state_dict = policy.check_state_dict(state_dict)
+        super().load_state_dict(state_dict)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
+        """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
+        device = torch.device(dev)
+        if self._scale is None:
+            self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
+        if self._growth_tracker is None:
+            self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
+
+    def __getstate__(self) -> State:
+        state = super().__getstate__()
+        state.update(_plans=PlanCache(), process_group=collectives.picklable(self.process_group))
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScalerMixin:
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        clone.process_group = self.process_group  # a group is shared, it cannot be copied
+        return clone
+
+
+class GradScaler(ScalerMixin, torch.amp.GradScaler):
+    """Drop-in for `torch.amp.GradScaler`: dynamic loss scaling for fp16 training.
+
+        scaler = GradScaler(device.type)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    Ranks agree where DTensor parameters (FSDP2, tensor parallel) say that they must; for FSDP1 use
+    `ShardedGradScaler`. DDP's ranks hold equal gradients and need nothing.
+
+    Args:
+        device: device type the scale will live on, a string or a `torch.device`.
+        init_scale: first scale, in [2^-126, fp32 max].
+        growth_factor: > 1; factor after `growth_interval` good steps.
+        backoff_factor: in (0, 1); factor after an overflow.
+        growth_interval: steps, >= 1.
+        enabled: False makes every method a pass-through.
+        process_group: the ranks that must agree, instead of those that the parameters' meshes tell.
+        backend: "auto" (Triton for CUDA, torch elsewhere), "triton" or "torch"; default: the environment's
+            SCALER_TRITON_BACKEND, else "auto".
+
+    Raises: torch's AssertionErrors for its own limits; ValueError or TypeError naming another illegal argument.
+    """
+
+    _allow_fp16 = False
+    _is_sharded = False
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        process_group: ProcessGroup | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+            process_group,
+            backend,
+        )

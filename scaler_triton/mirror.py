@@ -1,0 +1,33 @@
+"""A host copy of a few device numbers, started early and waited for only when somebody reads it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostMirror:
+    """Copies `source` to the host without waiting.
+
+    Args:
+        source: a small tensor on any device, not written. On CUDA the copy goes to pinned memory and an event marks
+            its end; elsewhere the source is read when asked for.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+        self._version = source._version
+        self._event: torch.cuda.Event | None = None
+        if source.is_cuda:
+            with torch.cuda.device(source.device):
+                self._copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                self._copy.copy_(source, non_blocking=True)
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the values, waiting for the copy only; afresh if the source was written since."""
+        if self._event is None or self._source._version != self._version:
+            return [float(value) for value in self._source.tolist()]
+        self._event.synchronize()
+        return [float(value) for value in self._copy.tolist()]

@@ -1,0 +1,215 @@
+"""The ops of a gradient scaler on lists of tensors: checked, grouped by device and dtype, run by one backend each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from scaler_triton import batch as batching
+from scaler_triton import policy, reference
+from scaler_triton.batch import Batch
+from scaler_triton.dispatch import Backend, check_backend, choose
+
+if TYPE_CHECKING:
+    from scaler_triton.kernels.table import GradTable
+
+__all__ = ["check_nonfinite", "unscale_", "update_scale_"]
+
+
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, backend: str | None = None) -> None:
+    """Multiply gradients by `inv_scale` in place and set `found_inf` to 1 if one held NaN or Inf before.
+
+    Equivalent PyTorch: `torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)`, for
+    tensors of any mix of devices and dtypes. Products are taken in fp32 (fp64 for fp64) and rounded once.
+
+    Args:
+        grads: fp16, bf16, fp32 or fp64 tensors, strided or sparse COO, DTensors as their local shards; written.
+        inv_scale: fp32, one element, any device; read.
+        found_inf: fp32, one element, any device; set to 1.0 on overflow, else left as it is.
+        backend: "auto", "triton" or "torch"; default: SCALER_TRITON_BACKEND, else "auto".
+
+    Raises: what `batch.check_gradient` raises, naming `grads[i]`; TypeError or ValueError for wrong scalars.
+        Nothing is written then.
+    """
+    _check_scalar(inv_scale, "inv_scale")
+    _check_scalar(found_inf, "found_inf")
+
+    def unscale_one(batch: Batch, flag: Tensor, name: Backend) -> None:
+        unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, name, inverse=True)
+
+    _run(grads, found_inf, backend, unscale_one)
+
+
+def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str | None = None) -> None:
+    """Set `found_inf` to 1 if a gradient holds NaN or Inf; gradients are read, not written.
+
+    Equivalent PyTorch: `if not all(g.isfinite().all() for g in grads): found_inf.fill_(1)`.
+
+    Args and raises: as `unscale_`.
+    """
+    _check_scalar(found_inf, "found_inf")
+    _run(grads, found_inf, backend, check_batch)
+
+
+def update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Back the scale off after an overflow, let it grow after `growth_interval` good steps; no host wait.
+
+    Equivalent PyTorch: `torch._amp_update_scale_`, but the tracker is compared by >= and the scale stays in
+    [2^-126, fp32 max].
+
+    Args:
+        scale: fp32, one element; written.
+        growth_tracker: int32, one element, same device, counts good steps; written.
+        found_inf: fp32, one element, same device; anything but 0 is an overflow.
+        growth_factor, backoff_factor, growth_interval: >= 1; in (0, 1]; steps, >= 1.
+        backend: as `unscale_`.
+
+    Raises: TypeError or ValueError naming a wrong argument.
+    """
+    _check_scalar(scale, "scale")
+    _check_scalar(growth_tracker, "growth_tracker", torch.int32)
+    _check_scalar(found_inf, "found_inf")
+    for name, other in (("growth_tracker", growth_tracker), ("found_inf", found_inf)):
+        if other.device != scale.device:
+            raise ValueError(f"{name} must be on the scale's device, {scale.device}, got {other.device}")
+    numbers = (
+        policy.check_growth_factor(growth_factor),
+        policy.check_backoff_factor(backoff_factor),
+        policy.check_growth_interval(growth_interval),
+    )
+    update_scalars_(scale, growth_tracker, found_inf, *numbers, check_backend(backend))
+
+
+def update_scalars_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    requested: str,
+) -> None:
+    """`update_scale_` for arguments that are known to be right."""
+    launch: Callable[..., None] = reference.update_scale_
+    if choose(scale.device, requested) == "triton":
+        from scaler_triton.kernels.update_scale import launch_update_scale as launch
+    launch(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+
+
+def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
+    """Pair every batch with its backend; whatever fails to compile or load shows here, before any write."""
+    return [(b, choose(b.layout.key.device, requested) if b.layout.key.plain else "torch") for b in batches]
+
+
+def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Backend, *, inverse: bool) -> None:
+    """`unscale_` for one batch.
+
+    Args:
+        factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
+        found_inf: fp32, one element, the batch's device.
+    """
+    if backend == "torch":
+        inv_scale = factor if inverse else reference.inverse(factor)
+        _reference_unscale_(batch, inv_scale, found_inf)
+        return
+    from scaler_triton.kernels.unscale import launch_unscale
+
+    with _table(batch, write_back=True) as table:
+        launch_unscale(table, factor, found_inf, inverse=inverse)
+
+
+def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
+    """`check_nonfinite` for one batch, `found_inf` on its device."""
+    if backend == "torch":
+        if batch.layout.key.plain:
+            reference.check_nonfinite(batch.present, found_inf)
+        else:
+            _reference_unscale_(batch, torch.ones_like(found_inf), found_inf)
+        return
+    from scaler_triton.kernels.nonfinite import launch_check_nonfinite
+
+    with _table(batch, write_back=False) as table:
+        launch_check_nonfinite(table, found_inf)
+
+
+def _reference_unscale_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> None:
+    if batch.layout.key.plain:
+        reference.unscale_(batch.present, inv_scale, found_inf)
+    else:  # a tensor subclass knows itself what torch's op means for it
+        torch._amp_foreach_non_finite_check_and_unscale_(batch.present, found_inf, inv_scale)
+
+
+@contextmanager
+def _table(batch: Batch, *, write_back: bool) -> Iterator[GradTable]:
+    """Give the kernels' table of a batch, filled with this step's addresses.
+
+    Tensors with gaps enter as dense copies, written back afterwards where that is asked for.
+    """
+    table = _cached_table(batch)
+    tensors = batch.tensors
+    if not batch.layout.key.dense:
+        tensors = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    yield table
+    if write_back and not batch.layout.key.dense:
+        for original, copy in zip(batch.tensors, tensors, strict=True):
+            if original is not None and copy is not None:
+                original.copy_(copy)
+
+
+def _cached_table(batch: Batch) -> GradTable:
+    from scaler_triton.kernels.table import GradTable
+
+    layout = batch.layout
+    if "table" not in layout.cache:
+        layout.cache["table"] = GradTable(layout.numels, layout.key.dtype, layout.key.device)
+    table: GradTable = layout.cache["table"]
+    return table
+
+
+def _run(
+    grads: Sequence[Tensor], found_inf: Tensor, backend: str | None, op: Callable[[Batch, Tensor, Backend], None]
+) -> None:
+    """Check and group `grads`, run `op` on each batch with a flag on its device, gather the flags."""
+    requested = check_backend(backend)
+    with torch.no_grad():
+        batches = choose_backends(batching.group(_checked(grads)), requested)
+        for batch, name in batches:
+            device = batch.layout.key.device
+            if device == found_inf.device:
+                op(batch, found_inf, name)
+            else:
+                flag = torch.zeros((), dtype=torch.float32, device=device)
+                op(batch, flag, name)
+                found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+
+
+def _checked(grads: Sequence[Tensor]) -> list[Tensor]:
+    locals_ = []
+    for index, grad in enumerate(grads):
+        if not isinstance(grad, Tensor):
+            raise TypeError(f"grads[{index}] must be a Tensor, got {type(grad).__name__}")
+        local = batching.local_tensor(grad)
+        batching.check_gradient(local, f"grads[{index}]")
+        locals_.append(local if local.layout is torch.strided else batching.sparse_values(local))
+    return locals_
+
+
+def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.numel() != 1 or tensor.dtype is not dtype:
+        raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")

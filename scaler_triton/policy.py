@@ -1,0 +1,100 @@
+"""The rules of dynamic loss scaling: which numbers are legal, and the bounds of the scale."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+
+# 1 / scale is finite for every scale from the smallest normal fp32 number up to the largest.
+MIN_SCALE = 2.0**-126
+MAX_SCALE = torch.finfo(torch.float32).max
+MAX_TRACKER = 2**31 - 1
+
+
+def check_scale(value: Any, name: str) -> float:
+    """Return `value` as a float if it can be a loss scale, i.e. lies in [2^-126, fp32 max].
+
+    Raises: ValueError naming `name` and the value; TypeError if it is not a number.
+    """
+    number = _as_float(value, name)
+    if not MIN_SCALE <= number <= MAX_SCALE:
+        raise ValueError(f"{name} must be a positive finite fp32 number in [2**-126, {MAX_SCALE}], got {value!r}")
+    return number
+
+
+def check_growth_factor(value: Any, name: str = "growth_factor") -> float:
+    """Return `value` as a float if it is finite and at least 1 (1 never grows)."""
+    number = _as_float(value, name)
+    if not 1.0 <= number < math.inf:
+        raise ValueError(f"{name} must be finite and >= 1, got {value!r}")
+    return number
+
+
+def check_backoff_factor(value: Any, name: str = "backoff_factor") -> float:
+    """Return `value` as a float if it lies in (0, 1] (1 never backs off)."""
+    number = _as_float(value, name)
+    if not 0.0 < number <= 1.0:
+        raise ValueError(f"{name} must be in (0, 1], got {value!r}")
+    return number
+
+
+def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
+    """Return `value` as an int if it is a number of steps, at least 1."""
+    number = _as_int(value, name)
+    if not 1 <= number < 2**63:
+        raise ValueError(f"{name} must be an int >= 1 (steps), got {value!r}")
+    return number
+
+
+def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
+    """Return `value` as an int if it can be a count of good steps, which is kept in int32."""
+    number = _as_int(value, name)
+    if not 0 <= number <= MAX_TRACKER:
+        raise ValueError(f"{name} must be an int in [0, {MAX_TRACKER}], got {value!r}")
+    return number
+
+
+_STATE_CHECKS = {
+    "scale": check_scale,
+    "growth_factor": check_growth_factor,
+    "backoff_factor": check_backoff_factor,
+    "growth_interval": check_growth_interval,
+    "_growth_tracker": check_growth_tracker,
+}
+
+
+def check_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the five fields of a scaler's checkpoint as plain Python numbers; other keys are left out.
+
+    Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
+    """
+    return {name: check(state_dict[name], name) for name, check in _STATE_CHECKS.items()}
+
+
+def device_type(device: str | torch.device) -> str:
+    """Return the type ("cuda", "cpu", ...) of a device given as a string or a `torch.device`."""
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must name a torch device, got {device!r}") from error
+
+
+def _as_float(value: Any, name: str) -> float:
+    if isinstance(value, str):  # float() would read it
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a number, got {value!r}") from error
+    except OverflowError as error:
+        raise ValueError(f"{name} must be a positive finite fp32 number, got {value!r}") from error
+
+
+def _as_int(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an int, got {value!r}") from error

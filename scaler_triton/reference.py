@@ -1,0 +1,156 @@
+"""The ops in plain torch: the path of every device without kernels of ours, and the oracle of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from scaler_triton.policy import MAX_SCALE, MAX_TRACKER, MIN_SCALE
+
+# From this size on, a tensor is checked where it lies; smaller ones are gathered and checked together.
+_LARGE_BYTES = 1 << 16
+_GATHER_BYTES = 1 << 18
+
+
+def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply every gradient by `inv_scale` and set `found_inf` to 1 if one held NaN or Inf before.
+
+    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, for tensors of one device and dtype, also for
+    bf16 where that op has none.
+
+    Args:
+        tensors: fp16, bf16, fp32 or fp64, any shape and layout torch's op takes; written.
+        inv_scale: fp32, one element, on the same device.
+        found_inf: fp32, one element, on the same device; written only to become 1.
+    """
+    if not tensors:
+        return
+    if tensors[0].dtype is torch.bfloat16 and tensors[0].device.type != "cpu":
+        _unscale_bf16_(tensors, inv_scale, found_inf)
+    else:
+        torch._amp_foreach_non_finite_check_and_unscale_(merge_adjacent(tensors), found_inf, inv_scale)
+
+
+def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Set `found_inf` to 1 if a gradient holds NaN or Inf.
+
+    On the CPU gradients are only read. Elsewhere torch has no read-only op: its own writes back what it read.
+
+    Args: as `unscale_`.
+    """
+    if not tensors:
+        return
+    if tensors[0].device.type != "cpu":
+        unscale_(tensors, torch.ones_like(found_inf), found_inf)
+    elif _any_nonfinite(merge_adjacent(tensors)):
+        found_inf.fill_(1.0)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return float(1 / double(scale)): for fp32 the correctly rounded reciprocal, which one division gives."""
+    return scale.reciprocal()
+
+
+def update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """Back the scale off after an overflow, let it grow after `growth_interval` good steps.
+
+    if found_inf: scale *= backoff_factor; tracker = 0
+    else: tracker += 1; if tracker >= growth_interval: scale *= growth_factor unless not finite; tracker = 0
+    and scale stays in [2^-126, fp32 max]. Equivalent: `torch._amp_update_scale_`, but for >= and the bounds.
+
+    Args:
+        scale: fp32, one element; written.
+        growth_tracker: int32, one element, same device; written.
+        found_inf: fp32, one element, same device; anything but 0 is an overflow.
+    """
+    # torch grows at tracker + 1 == interval: capped below it, the tracker cannot have passed.
+    growth_tracker.clamp_(max=min(growth_interval, MAX_TRACKER) - 1)
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+    scale.clamp_(MIN_SCALE, MAX_SCALE)
+
+
+def merge_adjacent(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same memory in fewer tensors: neighbours in one storage become one flat view.
+
+    DDP's bucket views are such neighbours. Only exact adjacency is merged: a gap belongs to somebody.
+    """
+    merged: list[Tensor] = []
+    for run in _adjacent_runs(tensors):
+        first = run[0]
+        if len(run) == 1:
+            merged.append(first)
+        else:
+            numel = sum(tensor.numel() for tensor in run)
+            merged.append(first.detach().as_strided((numel,), (1,), first.storage_offset()))
+    return merged
+
+
+def _adjacent_runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    run: list[Tensor] = []
+    end = None
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        if run and not (address == end and _same_span(run[-1], tensor)):
+            yield run
+            run = []
+        run.append(tensor)
+        end = address + tensor.numel() * tensor.element_size()
+    if run:
+        yield run
+
+
+def _same_span(left: Tensor, right: Tensor) -> bool:
+    return (
+        left.is_contiguous()
+        and right.is_contiguous()
+        and left.numel() > 0
+        and left.dtype == right.dtype
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    )
+
+
+def _unscale_bf16_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    # inv_scale as a bf16 operand would be rounded: multiply in fp32, round once.
+    for tensor in tensors:
+        wide = tensor.float()
+        found_inf.copy_(torch.maximum(found_inf, (~wide.isfinite().all()).to(found_inf.dtype)))
+        tensor.copy_(wide.mul_(inv_scale))
+
+
+def _any_nonfinite(tensors: Sequence[Tensor]) -> bool:
+    return any(_nonfinite_alone(piece) for piece in _gathered(tensors))
+
+
+def _gathered(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield large tensors as they are and small ones copied together: an op a tensor costs more than the copy."""
+    small: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes >= _LARGE_BYTES:
+            yield tensor
+        elif nbytes:
+            small.append(tensor.reshape(-1))
+            size += nbytes
+        if size >= _GATHER_BYTES:
+            yield torch.cat(small)
+            small, size = [], 0
+    if small:
+        yield torch.cat(small)
+
+
+def _nonfinite_alone(tensor: Tensor) -> bool:
+    # A finite sum proves every term finite. fp16 sums overflow too soon to be worth the attempt.
+    if tensor.dtype is not torch.float16 and tensor.sum().isfinite().item():
+        return False
+    low, high = tensor.aminmax()  # both propagate NaN
+    return not bool((low.isfinite() & high.isfinite()).item())

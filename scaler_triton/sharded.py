@@ -1,0 +1,59 @@
+"""ShardedGradScaler: the scaler for FSDP, whose ranks agree on every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import sharded_grad_scaler as _torch_sharded
+
+from scaler_triton.grad_scaler import ScalerMixin
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
+    """Drop-in for `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and for FSDP2 too.
+
+        scaler = ShardedGradScaler(device.type)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    If any rank's gradients overflow, no rank steps, whatever the optimizer: plain, foreach or fused.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, backend: as `GradScaler`; mind
+            torch's order, backoff before growth.
+        process_group: the ranks that must agree; None: the default group, looked up whenever it is used.
+
+    Raises: as `GradScaler`; at the first unscale or step, torch's ValueError without an initialised default group,
+        ValueError if this rank is not in the group or a parameter's mesh reaches beyond it.
+    """
+
+    _allow_fp16 = True
+    _is_sharded = True
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroup | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+            process_group,
+            backend,
+        )

@@ -1,0 +1,226 @@
+"""The first half of a step: gradients are checked and unscaled, and the ranks agree on what was found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from scaler_triton import collectives, dispatch, ops, optimizers, reference
+from scaler_triton.plan import GradPlan, PlanCache
+from scaler_triton.verdict import Verdict
+
+if TYPE_CHECKING:
+    from scaler_triton.batch import Batch
+    from scaler_triton.collectives import Agreement
+
+    _Base = torch.amp.GradScaler
+else:
+    _Base = object
+
+State = dict[str, Any]
+Flags = dict[torch.device, Tensor]
+
+
+class UnscalingMixin(_Base):
+    """`unscale_` and the check for optimizers that unscale themselves; what goes wrong here splits no ranks."""
+
+    process_group: Any
+    _allow_fp16: bool  # whether unscale_ takes fp16 gradients
+    _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
+    _backend: str
+    _plans: PlanCache
+    _warned_fsdp1: bool
+    _per_optimizer_states: Any
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the optimizer's gradients by the scale, and agree with the other ranks on whether one overflowed.
+
+        Equivalent PyTorch: `for p in params: p.grad.mul_(1 / scale)`, after a check of every gradient for NaN and
+        Inf; one reduction of the flag where ranks must agree; no host wait.
+
+        Args:
+            optimizer: whatever has `param_groups`; its gradients (fp16 only for ShardedGradScaler, bf16, fp32, fp64,
+                strided or sparse COO, DTensors) are written.
+
+        Raises: torch's errors for a wrong order of calls; `check_gradient`'s for a gradient that cannot be
+            unscaled. The stage stays READY then, unless gradients were written or other ranks have already been
+            told: then it is UNSCALED with the flag set, so that the step is skipped.
+        """
+        if not self._enabled:
+            return
+        scale = self._initialised_scale("unscale_", optimizer)
+        state = self._state(optimizer)
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+
+        def unscale(found_inf: Tensor) -> Flags:
+            inv_scale = reference.inverse(scale) if self._unscale_is_overridden() else None
+            return self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16)
+
+        verdict = self._examine(optimizer, state, unscale)
+        state["stage"] = OptState.UNSCALED
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            verdict.start_mirror()  # step will ask for the flag on the host
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool = True
+    ) -> Flags:
+        """Unscale on this rank only, and return a flag for each device that holds gradients.
+
+        Args:
+            inv_scale: fp32, one element; None: take 1 / scale where the gradients are unscaled.
+            found_inf: fp32, shape (), zero; becomes the flag of its own device.
+            allow_fp16: False refuses fp16 gradients as torch does.
+        """
+        state = self._state(optimizer)
+        state["written"] = False
+        factor = self._scale if inv_scale is None else inv_scale
+        assert factor is not None
+
+        def unscale(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
+            state["written"] = True
+            local = factor.to(flag.device, non_blocking=True)
+            ops.unscale_batch_(batch, local, flag, backend, inverse=inv_scale is not None)
+
+        return self._for_each_batch(optimizer, found_inf, allow_fp16, unscale)
+
+    def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
+        """Check the optimizer's gradients, read-only, and agree with the other ranks; once a step.
+
+        Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
+        """
+        self._initialised_scale("_check_inf_per_device", optimizer)
+        state = self._state(optimizer)
+        if not state["found_inf_per_device"]:
+            self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, found_inf))
+        return cast(Flags, state["found_inf_per_device"])
+
+    def _check_grads(self, optimizer: Any, found_inf: Tensor) -> Flags:
+        if self._unscale_is_overridden():  # the override may know gradients that we do not
+            return self._unscale_grads_(optimizer, torch.ones_like(found_inf), found_inf, True)
+        return self._for_each_batch(optimizer, found_inf, True, ops.check_batch)
+
+    def _for_each_batch(
+        self, optimizer: Any, found_inf: Tensor, allow_fp16: bool, op: Callable[[Batch, Tensor, dispatch.Backend], None]
+    ) -> Flags:
+        flags: Flags = {}
+        with torch.no_grad():
+            batches = self._plans.get(optimizer).collect(allow_fp16=allow_fp16)
+            for batch, backend in ops.choose_backends(batches, self._backend):
+                device = batch.layout.key.device
+                if device not in flags:
+                    flags[device] = found_inf if device == found_inf.device else found_inf.to(device, copy=True)
+                op(batch, flags[device], backend)
+        return flags
+
+    def _unscale_is_overridden(self) -> bool:
+        return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_
+
+    def _examine(self, optimizer: Any, state: State, examine: Callable[[Tensor], Flags]) -> Verdict:
+        """Run `examine` with a fresh flag, agree with the other ranks, keep the verdict in `state`.
+
+        Whatever fails here, the other ranks are told, never left waiting.
+        """
+        plan = self._plans.get(optimizer)
+        agreement = self._agreement(plan)
+        verdict = self._new_verdict(plan)
+        state.pop("written", None)
+        try:
+            flags = examine(verdict.found_inf)
+        except BaseException as error:
+            self._fail(state, plan, agreement if isinstance(error, Exception) else None)
+            raise
+        try:
+            with torch.no_grad():
+                verdict.add(flags.values())
+                verdict.agree(agreement)
+        except BaseException:
+            self._skip(state, plan)
+            raise
+        expected = agreement is not None or self._is_sharded  # others follow this flag, even without gradients here
+        self._keep(state, verdict, [*flags, *plan.devices] if flags or expected else [])
+        return verdict
+
+    def _fail(self, state: State, plan: GradPlan, agreement: Agreement | None) -> None:
+        """Tell the other ranks that this one failed; have the step skipped if it can no longer be taken back."""
+        written = state.pop("written", self._unscale_is_overridden())  # an override may have written anything
+        if written or agreement is not None:
+            self._skip(state, plan)
+        if agreement is not None:
+            self._new_verdict(plan).fail(agreement)
+
+    def _skip(self, state: State, plan: GradPlan) -> None:
+        verdict = self._new_verdict(plan)
+        verdict.skip()
+        self._keep(state, verdict, plan.devices)
+        state["stage"] = OptState.UNSCALED
+
+    def _keep(self, state: State, verdict: Verdict, devices: list[torch.device]) -> None:
+        state["verdict"] = verdict
+        state["found_inf_per_device"] = verdict.serve(devices)
+
+    def _new_verdict(self, plan: GradPlan) -> Verdict:
+        return Verdict(plan.devices[0] if self._scale is None else self._scale.device)
+
+    def _agreement(self, plan: GradPlan) -> Agreement | None:
+        """Return who must agree, None if nobody else; fixed by the plan's parameters, never by gradients."""
+        groups = (self.process_group, collectives.default_group())
+        if plan.agreement is None or any(new is not old for new, old in zip(groups, plan.agreement[0], strict=True)):
+            plan.agreement = (groups, self._new_agreement(plan))
+        return cast("Agreement | None", plan.agreement[1])
+
+    def _new_agreement(self, plan: GradPlan) -> Agreement | None:
+        if self._is_sharded or self.process_group is not None:
+            return collectives.sharded_agreement(plan.parameters, self.process_group)
+        self._warn_of_fsdp1(plan)
+        return collectives.inferred_agreement(plan.parameters)
+
+    def _warn_of_fsdp1(self, plan: GradPlan) -> None:
+        if self._warned_fsdp1 or not collectives.several_ranks() or not collectives.has_fsdp1(plan.parameters):
+            return
+        self._warned_fsdp1 = True
+        warnings.warn(
+            "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
+            "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+    def _initialised_scale(self, funcname: str, optimizer: Any) -> Tensor:
+        """Return the scale; without one, tell the ranks that wait for this one's flag before raising torch's error."""
+        try:
+            return self._check_scale_growth_tracker(funcname)[0]
+        except AssertionError:
+            with suppress(Exception):  # torch's error is the one to see
+                self._fail_unscaled(optimizer)
+            raise
+
+    def _fail_unscaled(self, optimizer: Any) -> None:
+        plan = self._plans.get(optimizer)
+        agreement = self._agreement(plan)
+        if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
+            self._fail(self._state(optimizer), plan, agreement)
+
+    def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
+        """Return the flags that this step's check of the optimizer left, by device; empty before it."""
+        return cast(Flags, self._state(optimizer)["found_inf_per_device"])
+
+    def _state(self, optimizer: Any) -> State:
+        """Return the optimizer's state of this step; one left by a dead optimizer at the same id is set aside."""
+        inner = optimizers.unwrap(optimizer)
+        states = self._per_optimizer_states
+        state = states[id(inner)]
+        owner = state.setdefault("owner", optimizers.weak(inner))
+        if owner() is not inner:
+            states[owner] = state  # its flag still counts in update()
+            del states[id(inner)]
+            return self._state(inner)
+        return cast(State, state)
