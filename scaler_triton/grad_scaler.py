@@ -6,7 +6,6 @@ import copy
 import inspect
 import warnings
 from collections import defaultdict
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -81,7 +80,8 @@ class ScalerMixin(UnscalingMixin):
         Returns: what `optimizer.step` returns, None when skipped.
 
         Raises: torch's errors for a wrong order of calls and for a closure; RuntimeError if another rank failed
-            to check its gradients; whatever `optimizer.step` raises, the stage being UNSCALED then.
+            to check its gradients; whatever `optimizer.step` raises. The stage is UNSCALED then: the call may be
+            repeated, and steps, unless a fused optimizer was to unscale: that step can only be skipped.
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
@@ -131,33 +131,13 @@ class ScalerMixin(UnscalingMixin):
             self._check_inf_per_device(optimizer)
         if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
             return None
-        before = self._plans.get(optimizer).versions() if ready else None
         with optimizers.lent(inner, self._scale if ready else None, self._flag(state)):
             try:
                 return optimizer.step(*args, **kwargs)
             except BaseException:
-                if ready:
-                    with suppress(Exception):  # the optimizer's error is the one to see
-                        self._settle(optimizer, state, before)
+                if ready:  # the kernels divide gradients, and nobody can tell which they reached
+                    self._skip(state, self._plans.get(optimizer))
                 raise
-
-    def _settle(self, optimizer: Any, state: State, before: list[int] | None) -> None:
-        """After a fused step that raised half-way, make the stage UNSCALED and true.
-
-        Such an optimizer divides the gradients itself. If it wrote none, they are unscaled here; if it wrote some,
-        nobody knows which, and the step is skipped.
-        """
-        plan = self._plans.get(optimizer)
-        agreed = {key: state[key] for key in ("verdict", "found_inf_per_device")}
-        self._skip(state, plan)
-        after = plan.versions()
-        if after is None or before is None or len(after) != len(before):
-            return
-        moved = [new != old for new, old in zip(after, before, strict=True)]
-        if not any(moved):
-            self._unscale_grads_(optimizer, None, torch.zeros_like(self._flag(state)), True)
-        if all(moved) or not any(moved):
-            state.update(agreed)
 
     def _verdict(self, state: State) -> Verdict | None:
         """Return the verdict behind the state's flags, None if somebody else stored them."""

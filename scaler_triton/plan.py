@@ -67,13 +67,6 @@ class GradPlan:
         batches = [Batch(layout, row) for layout, row in zip(self._layouts, filled, strict=True)]
         return [b for b in batches if any(t is not None for t in b.tensors)] + batching.group(loose)
 
-    def versions(self) -> list[int] | None:
-        """Return the gradients' version counters, which writes move on; None where inference tensors have none."""
-        try:
-            return [grad._version for parameter in self.parameters if (grad := parameter.grad) is not None]
-        except RuntimeError:
-            return None
-
     def _gather(self, allow_fp16: bool) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
         """Split the gradients into strided ones, which have slots, and sparse values, which change size."""
         dense: list[tuple[int, Tensor]] = []

@@ -1,0 +1,43 @@
+# make demo    train a small transformer across two ranks, one of which overflows
+# make test    every test; without a GPU the kernels run under Triton's interpreter
+# make lint    ruff and mypy
+# make gpu     the whole suite natively, with the python3 and packages of a GPU machine; OUT names a folder
+PYTHON ?= python3
+OUT ?= out
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint style gpu clean
+
+demo: $(VENV)/ready
+	$(BIN)/python -m scaler_triton demo --out demo.png
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: $(VENV)/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch comes first and alone: a looser request would fetch the largest build there is.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch setuptools
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .[dev]
+	touch $@
+
+# Nothing is installed here. What runs where is recorded first; 600 s is the limit of the whole.
+gpu:
+	mkdir -p $(OUT)
+	python3 -m scaler_triton.demo.device 2>&1 | tee $(OUT)/ranks.txt
+	python3 -c "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())" \
+		| tee $(OUT)/versions.txt
+	bash -o pipefail -c 'timeout 570 python3 -m pytest --durations=20 --junitxml=$(OUT)/junit.xml 2>&1 | tee $(OUT)/tests.log'
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,81 @@
+"""What the tests share: optimizers with known gradients, bitwise comparison, a torch scaler beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a test runs: a device and the backend that serves it there."""
+
+    device: str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.backend}"
+
+
+def places() -> list[Place]:
+    """Return every device and backend of this machine; without a GPU Triton's interpreter serves the CPU."""
+    if torch.cuda.is_available():
+        return [Place("cpu", "torch"), Place("cuda", "triton"), Place("cuda", "torch")]
+    return [Place("cpu", "torch"), Place("cpu", "triton")]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the tensor's bits as integers, all NaNs made one."""
+    tensor = tensor.detach().cpu().clone()
+    tensor[tensor.isnan()] = float("nan")
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.element_size()]) if tensor.dim() else bits(tensor.reshape(1))
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    """Assert equality to the bit, NaN as NaN."""
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    assert torch.equal(bits(ours), bits(theirs))
+
+
+def parameters(grads: Iterable[Tensor | None], device: str) -> list[torch.nn.Parameter]:
+    """Return a parameter for each gradient, on `device`, with a copy of it (same strides) as `.grad`."""
+    made = []
+    for grad in grads:
+        like = torch.zeros(3) if grad is None else grad
+        shape, dtype = like.shape, like.dtype
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        if grad is not None:
+            parameter.grad = on_device(grad, device)
+        made.append(parameter)
+    return made
+
+
+def on_device(grad: Tensor, device: str) -> Tensor:
+    """Return a copy of `grad` with its strides and its place within its storage."""
+    if grad.layout is not torch.strided:
+        return grad.clone().to(device)
+    storage = torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())
+    return storage.clone().to(device).as_strided(grad.shape, grad.stride(), grad.storage_offset())
+
+
+def started(cls: type, device: str, **kwargs: Any) -> Any:
+    """Return a scaler that has scaled a loss, as every scaler has before `unscale_`."""
+    scaler = cls(device, **kwargs)
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
+def flags(scaler: Any, optimizer: Any) -> list[float]:
+    """Return the flags a scaler recorded for an optimizer."""
+    return [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()]
+
+
+def sgd(grads: Sequence[Tensor | None], device: str = "cpu", **kwargs: Any) -> torch.optim.SGD:
+    """Return SGD over one parameter a gradient."""
+    return torch.optim.SGD(parameters(grads, device), lr=0.5, **kwargs)

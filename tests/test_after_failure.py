@@ -1,0 +1,179 @@
+"""After a failure the stage tells the truth, and the same step again gives the right parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, flags, places, started
+from torch.amp.grad_scaler import OptState
+
+from scaler_triton import GradScaler, ops
+
+
+def two_dtypes(place: Place, **kwargs: Any) -> tuple[Any, Any]:
+    """Return a started scaler and an optimizer with a gradient in each of two dtypes, scaled by 4."""
+    made = []
+    for dtype in (torch.float32, torch.float64):
+        parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype, device=place.device))
+        made.append(parameter)
+    optimizer = torch.optim.SGD(made, lr=1.0, **kwargs)
+    backward(optimizer)
+    return started(GradScaler, place.device, init_scale=4.0, growth_interval=1000, backend=place.backend), optimizer
+
+
+def backward(optimizer: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, 8.0)
+
+
+def values(optimizer: Any) -> list[float]:
+    return [parameter[0].item() for parameter in optimizer.param_groups[0]["params"]]
+
+
+def grads(optimizer: Any) -> list[float]:
+    return [parameter.grad[0].item() for parameter in optimizer.param_groups[0]["params"]]
+
+
+def fail_on_second_call(function: Any) -> Any:
+    calls = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("in the second launch")
+        return function(*args, **kwargs)
+
+    return failing
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_second_dtype_fails_while_unscaling(place: Place, fused: bool, monkeypatch: Any) -> None:
+    scaler, optimizer = two_dtypes(place, fused=fused)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "unscale_batch_", fail_on_second_call(ops.unscale_batch_))
+        with pytest.raises(MemoryError):
+            scaler.unscale_(optimizer)
+    assert grads(optimizer) == [2.0, 8.0]
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+    assert flags(scaler, optimizer) == [1.0]
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (4.0, 0)
+    scaler.step(optimizer)  # skips
+    assert values(optimizer) == [0.0, 0.0]
+    scaler.update(4.0)
+    backward(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_second_dtype_fails_while_checking(place: Place, monkeypatch: Any) -> None:
+    scaler, optimizer = two_dtypes(place, fused=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "check_batch", fail_on_second_call(ops.check_batch))
+        with pytest.raises(MemoryError):
+            scaler.step(optimizer)
+    assert grads(optimizer) == [8.0, 8.0]
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    scaler.step(optimizer)  # nothing was touched: the same call again
+    assert values(optimizer) == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_plain_step_raises_and_is_called_again(place: Place, explicit: bool) -> None:
+    scaler, optimizer = two_dtypes(place)
+    if explicit:
+        scaler.unscale_(optimizer)
+    hook = optimizer.register_step_pre_hook(raising)
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+    hook.remove()
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [-2.0, -2.0]
+    assert scaler._get_growth_tracker() == 1
+
+
+def raising(*args: Any) -> None:
+    raise MemoryError("in the optimizer")
+
+
+@pytest.mark.parametrize("own", [None, 2.0])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_fused_step_of_unscaled_gradients_raises_and_is_called_again(place: Place, own: float | None) -> None:
+    scaler, optimizer = two_dtypes(place, fused=True)
+    if own is not None:
+        optimizer.grad_scale = torch.tensor(own, device=place.device)
+    scaler.unscale_(optimizer)
+    hook = optimizer.register_step_pre_hook(raising)
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+    assert not hasattr(optimizer, "found_inf")
+    assert hasattr(optimizer, "grad_scale") == (own is not None)
+    hook.remove()
+    scaler.step(optimizer)
+    assert values(optimizer) == [-2.0 / (own or 1.0)] * 2
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize("where", ["before", "half-way", "after"])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_fused_step_that_unscales_raises_and_can_only_be_skipped(place: Place, where: str, monkeypatch: Any) -> None:
+    scaler, optimizer = two_dtypes(place, fused=True)
+    with monkeypatch.context() as patch:
+        if where == "half-way":
+            patch.setattr(torch, "_fused_sgd_", fail_on_second_call(torch._fused_sgd_))
+        register = optimizer.register_step_pre_hook if where == "before" else optimizer.register_step_post_hook
+        hook = register(raising)
+        with pytest.raises(MemoryError):
+            scaler.step(optimizer)
+        hook.remove()
+    divided = {"before": 0, "half-way": 1, "after": 2}[where]
+    assert sorted(grads(optimizer)) == [2.0] * divided + [8.0] * (2 - divided)
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
+    before = values(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == before
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    if where == "before":
+        scaler.update(4.0)
+        backward(optimizer)
+        scaler.step(optimizer)
+        assert values(optimizer) == [-2.0, -2.0]
+
+
+def test_an_override_that_raises_may_have_written_anything() -> None:
+    class Own(GradScaler):
+        def _unscale_grads_(self, *args: Any) -> Any:
+            raise KeyError("in the override")
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = started(Own, "cpu", init_scale=4.0)
+    with pytest.raises(KeyError):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert parameter.item() == 0.0
+
+
+def test_an_override_that_returns_flags_of_its_own_is_heard() -> None:
+    class Own(GradScaler):
+        def _unscale_grads_(self, *args: Any) -> Any:
+            super()._unscale_grads_(*args)
+            return {torch.device("cpu"): torch.tensor([math.nan])}
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = started(Own, "cpu", init_scale=4.0)
+    scaler.unscale_(optimizer)
+    assert flags(scaler, optimizer) == [1.0]

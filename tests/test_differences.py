@@ -1,0 +1,358 @@
+"""Where we differ from torch: the complete list, by number, each beside what torch does (README, "Differences")."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, flags, parameters, places, sgd, started
+from torch.amp.grad_scaler import OptState
+
+from scaler_triton import GradScaler, ShardedGradScaler, ops
+
+TINY, HUGE = 2.0**-126, torch.finfo(torch.float32).max
+
+# Number 1, flags that agree on every path, is tests/distributed.
+
+BAD_SCALES = [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-39, 1e39]
+BAD_NUMBERS: list[tuple[str, Any]] = [
+    *(("init_scale", value) for value in BAD_SCALES),
+    *(("growth_factor", value) for value in (math.nan, math.inf)),
+    *(("backoff_factor", value) for value in (math.nan, 0.0, -1.0)),
+    *(("growth_interval", value) for value in (0, -1, 2**63)),
+]
+
+
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize(("name", "value"), BAD_NUMBERS)
+def test_2_constructor_refuses_what_cannot_work(cls: type, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be .* got {value!r}".replace("+", r"\+")):
+        cls("cpu", **{name: value})
+
+
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+def test_2_constructor_keeps_torchs_asserts(cls: type) -> None:
+    with pytest.raises(AssertionError, match=r"^The growth factor must be > 1\.0\.$"):
+        cls("cpu", growth_factor=1.0)
+    with pytest.raises(AssertionError, match=r"^The backoff factor must be < 1\.0\.$"):
+        cls("cpu", backoff_factor=1.0)
+
+
+@pytest.mark.parametrize(
+    ("setter", "bad", "legal"),
+    [
+        ("growth_factor", [math.nan, 0.5, math.inf], [1.0, 3.0]),
+        ("backoff_factor", [math.nan, 0.0, 1.5], [1.0, 0.1]),
+        ("growth_interval", [0, -3], [1, 10**12]),
+    ],
+)
+def test_2_setters_refuse_and_keep(setter: str, bad: list[Any], legal: list[Any]) -> None:
+    scaler = GradScaler("cpu")
+    for value in bad:
+        before = scaler.state_dict()
+        with pytest.raises(ValueError, match=f"must be .* got {value!r}"):
+            getattr(scaler, f"set_{setter}")(value)
+        assert scaler.state_dict() == before
+    for value in legal:
+        getattr(scaler, f"set_{setter}")(value)
+        assert getattr(scaler, f"get_{setter}")() == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("scale", math.nan, ValueError),
+        ("scale", 0.0, ValueError),
+        ("scale", "65536", TypeError),
+        ("scale", None, TypeError),
+        ("growth_factor", 0.5, ValueError),
+        ("backoff_factor", 2.0, ValueError),
+        ("growth_interval", 0, ValueError),
+        ("growth_interval", 2.5, TypeError),
+        ("_growth_tracker", -1, ValueError),
+        ("_growth_tracker", 2**31, ValueError),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda: GradScaler("cpu"), lambda: started(GradScaler, "cpu")])
+def test_2_checkpoint_with_a_wrong_field_changes_nothing(
+    make: Callable[[], Any], field: str, value: Any, error: type[Exception]
+) -> None:
+    scaler = make()
+    before = scaler.state_dict()
+    with pytest.raises(error, match=f"^{field} must be .* got {value!r}"):
+        scaler.load_state_dict({**GradScaler("cpu", init_scale=2.0, growth_interval=7).state_dict(), field: value})
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("field", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
+def test_2_checkpoint_without_a_field_is_torchs_keyerror_before_anything_changes(field: str) -> None:
+    saved = GradScaler("cpu", init_scale=2.0).state_dict()
+    del saved[field]
+    for cls in (torch.amp.GradScaler, GradScaler):
+        scaler = started(cls, "cpu")
+        before = scaler.state_dict()
+        with pytest.raises(KeyError, match=f"^'{field}'$"):
+            scaler.load_state_dict(saved)
+        if cls is GradScaler:
+            assert scaler.state_dict() == before
+
+
+def test_2_empty_checkpoint_is_torchs_error() -> None:
+    for cls in (torch.amp.GradScaler, GradScaler):
+        with pytest.raises(RuntimeError, match="^The source state dict is empty, possibly because"):
+            cls("cpu").load_state_dict({})
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_2_static_scale_by_setters(place: Place) -> None:
+    scaler = started(GradScaler, place.device, init_scale=8.0, growth_interval=1, backend=place.backend)
+    scaler.set_growth_factor(1.0)
+    scaler.set_backoff_factor(1.0)
+    for value in (1.0, math.inf):
+        scaler.step(sgd([torch.tensor([value])], place.device))
+        scaler.update()
+        assert scaler.get_scale() == 8.0
+
+
+def test_2_unknown_devices_are_refused_and_known_ones_normalised() -> None:
+    for device in ("banana", 3.5):
+        with pytest.raises(ValueError, match=f"^device must name a torch device, got {device!r}$"):
+            GradScaler(device)
+    for device in ("cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)):
+        scaler = started(GradScaler, device)
+        scaler.update(torch.tensor([2.0]))
+        assert scaler._device == "cpu"
+        assert scaler.get_scale() == 2.0
+
+
+def grown(cls: type, place: Place, **kwargs: Any) -> Any:
+    scaler = started(cls, place.device, init_scale=2.0, growth_interval=6, **kwargs)
+    for step in range(5):
+        if step == 4:
+            scaler.set_growth_interval(2)  # below the tracker
+        scaler.step(sgd([torch.tensor([1.0])], place.device))
+        scaler.update()
+    return scaler
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_3_lowered_interval_still_grows(place: Place) -> None:
+    assert grown(torch.amp.GradScaler, place).get_scale() == 2.0  # for good
+    scaler = grown(GradScaler, place, backend=place.backend)
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (4.0, 0)
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+def test_4_scale_stays_where_its_inverse_is_finite(cls: type, place: Place, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ShardedGradScaler, "_is_sharded", False)
+    scaler = started(cls, place.device, init_scale=2 * TINY, growth_interval=1, backend=place.backend)
+    for _ in range(3):
+        scaler.step(sgd([torch.tensor([math.inf])], place.device))
+        scaler.update()
+    assert scaler.get_scale() == TINY
+    scaler.update(HUGE)
+    scaler.step(sgd([torch.tensor([1.0])], place.device))
+    scaler.update()
+    assert scaler.get_scale() == HUGE
+    scaler._scale.fill_(math.inf)
+    scaler.step(sgd([torch.tensor([math.inf])], place.device))
+    scaler.update()
+    assert scaler.get_scale() == HUGE
+
+
+def test_4_torch_reaches_zero_and_makes_nan_of_zero_gradients() -> None:
+    scaler = started(torch.amp.GradScaler, "cpu", init_scale=1e-45)
+    for value in (math.inf, 0.0):
+        optimizer = sgd([torch.tensor([value])])
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.param_groups[0]["params"][0].isnan().all()
+
+
+def test_5_update_takes_an_int_and_checks_a_tensor() -> None:
+    scaler = started(GradScaler, "cpu")
+    scaler.update(1024)
+    assert scaler.get_scale() == 1024.0
+    scaler.update(torch.tensor([8.0], dtype=torch.float64))
+    assert scaler.get_scale() == 8.0
+    for bad in (*BAD_SCALES, torch.tensor(math.nan), torch.tensor([0.0])):
+        with pytest.raises(ValueError, match="^new_scale must be .* got"):
+            scaler.update(bad)
+    with pytest.raises(TypeError, match="^new_scale must be a number, got '8'$"):
+        scaler.update("8")
+    for wrong in (torch.ones(2), torch.ones(1, requires_grad=True), torch.ones(1, device="meta")):
+        for cls in (torch.amp.GradScaler, GradScaler):
+            with pytest.raises(AssertionError, match="^new_scale should be a float or a 1-element torch.cuda.Float"):
+                started(cls, "cpu").update(wrong)
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+def test_6_getters_work_when_disabled_and_lazy_init_repeats(cls: type) -> None:
+    scaler = cls("cpu", growth_factor=3.0, backoff_factor=0.25, growth_interval=9, enabled=False)
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 9)
+    assert scaler._get_scale_async() is None
+    assert scaler.process_group is None
+    enabled = cls("cpu", init_scale=4.0)
+    for device in ("cpu", torch.device("cpu")):
+        enabled._lazy_init_scale_growth_tracker(device)
+    assert enabled.get_scale() == 4.0
+
+
+def test_7_explicit_group_does_not_survive_pickling_unnoticed() -> None:
+    """Sharing and the default group are tests/distributed."""
+    from scaler_triton.collectives import GroupRanks
+
+    scaler = started(ShardedGradScaler, "cpu")
+    scaler.process_group = GroupRanks((0, 3))  # what pickling puts there
+    copied = pickle.loads(pickle.dumps(scaler))
+    assert copy.deepcopy(copied).process_group == GroupRanks((0, 3))
+    copied.scale(torch.ones(()))
+    optimizer = sgd([torch.tensor([4.0])])
+    with pytest.raises(ValueError, match=r"process_group is unset: .* ranks \[0, 3\].* set scaler\.process_group"):
+        copied.step(optimizer)
+    assert optimizer.param_groups[0]["params"][0].grad.item() == 4.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_8_a_closure_is_refused_by_position_too(fused: bool) -> None:
+    optimizer = sgd([torch.tensor([4.0])], fused=fused)
+    scaler = started(GradScaler, "cpu")
+    for args, kwargs in (((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})):
+        with pytest.raises(RuntimeError, match="^Closure use is not currently supported if GradScaler is enabled.$"):
+            scaler.step(optimizer, *args, **kwargs)
+    scaler.step(optimizer, None)
+    assert optimizer.param_groups[0]["params"][0].item() < 0
+
+
+@pytest.mark.gpu
+def test_9_bf16_gradients_on_the_gpu() -> None:
+    for backend in ("triton", "torch"):
+        optimizer = sgd([torch.tensor([3.0, math.inf]).bfloat16()], "cuda")
+        scaler = started(GradScaler, "cuda", init_scale=2.0, backend=backend)
+        scaler.unscale_(optimizer)
+        assert optimizer.param_groups[0]["params"][0].grad[0].item() == 1.5
+        assert flags(scaler, optimizer) == [1.0]
+
+
+# Number 9's other half, fp64 in double, is test_gradients.test_fp64_beyond_fp32_is_finite; number 10, the
+# warning about FSDP1, is tests/distributed; number 11 is test_contract.test_a_new_optimizer_at_an_old_id.
+
+
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("fused", [False, True])
+def test_12_without_a_reduction_no_gradients_raise_as_torch(cls: type, fused: bool) -> None:
+    optimizer = sgd([None], fused=fused)
+    scaler = started(cls, "cpu")
+    if fused:
+        scaler.step(optimizer)
+        with pytest.raises(AssertionError, match=r"^No inf checks were recorded prior to update\.$"):
+            scaler.update()
+    else:
+        with pytest.raises(AssertionError, match=r"^No inf checks were recorded for this optimizer\.$"):
+            scaler.step(optimizer)
+
+
+def test_13_extras_are_off_by_default() -> None:
+    assert set(GradScaler("cpu").state_dict()) == set(torch.amp.GradScaler("cpu").state_dict())
+    assert GradScaler("cpu").process_group is None
+
+
+ORDER: list[tuple[str, Callable[[Any, Any], None], type[Exception], str]] = [
+    ("unscale_ before scale", lambda s, o: s.unscale_(o), AssertionError, "Attempted unscale_ but _scale is None"),
+    ("step before scale", lambda s, o: s.step(o), AssertionError, "Attempted step but _scale is None"),
+    ("update before scale", lambda s, o: s.update(), AssertionError, "Attempted update but _scale is None"),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "error", "text"), ORDER, ids=[row[0] for row in ORDER])
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+def test_scaler_used_before_scale(cls: type, name: str, call: Any, error: type[Exception], text: str) -> None:
+    optimizer = sgd([torch.tensor([4.0])])
+    scaler = cls("cpu")
+    for _ in range(2):
+        with pytest.raises(error, match=text):
+            call(scaler, optimizer)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert optimizer.param_groups[0]["params"][0].item() < 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+def test_wrong_order_has_torchs_words(cls: type, fused: bool) -> None:
+    optimizer = sgd([torch.tensor([4.0])], fused=fused)
+    scaler = started(cls, "cpu")
+    with pytest.raises(AssertionError, match=r"^No inf checks were recorded prior to update\.$"):
+        scaler.update()
+    scaler.unscale_(optimizer)
+    text = r"^unscale_\(\) has already been called on this optimizer since the last update\(\)\.$"
+    with pytest.raises(RuntimeError, match=text):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"^unscale_\(\) is being called after step\(\)\.$"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"^step\(\) has already been called since the last update\(\)\.$"):
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables itself without CUDA only")
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+def test_without_cuda_the_default_disables_itself_with_torchs_warning(cls: type) -> None:
+    with pytest.warns(UserWarning, match=r"^torch.cuda.amp.GradScaler is enabled, but CUDA is not available"):
+        scaler = cls()
+    assert not scaler.is_enabled()
+
+
+def test_disabled_takes_anything_in_silence() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler = GradScaler(enabled=False, init_scale=-1.0)
+    scaler.load_state_dict({})
+    assert scaler.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"scale": torch.ones(2)}, ValueError, "scale must be one torch.float32 element, got shape"),
+        ({"growth_tracker": torch.zeros(())}, ValueError, "growth_tracker must be one torch.int32 element"),
+        ({"found_inf": torch.zeros((), device="meta")}, ValueError, "found_inf must be on the scale's device"),
+        ({"growth_factor": 0.0}, ValueError, "growth_factor must be"),
+        ({"found_inf": 0.0}, TypeError, "found_inf must be a Tensor, got float"),
+    ],
+)
+def test_update_op_names_the_wrong_argument(kwargs: dict[str, Any], error: type[Exception], text: str) -> None:
+    good: dict[str, Any] = {
+        "scale": torch.ones(()),
+        "growth_tracker": torch.zeros((), dtype=torch.int32),
+        "found_inf": torch.zeros(()),
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 1,
+    }
+    with pytest.raises(error, match=text):
+        ops.update_scale_(**{**good, **kwargs})
+    ops.update_scale_(**good)
+    assert good["scale"].item() == 2.0
+
+
+def test_parameters_that_are_no_tensors_raise_as_torch() -> None:
+    class Odd:
+        param_groups = [{"params": [3]}]  # noqa: RUF012
+
+        def step(self) -> None: ...
+
+    for cls in (GradScaler, torch.amp.GradScaler):
+        with pytest.raises(AssertionError, match="^expected param to be torch.Tensor, got int$"):
+            started(cls, "cpu").step(Odd())
+    assert parameters([], "cpu") == []

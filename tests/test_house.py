@@ -1,0 +1,127 @@
+"""The house: who may import whom, how little an import costs, what the public names promise."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import scaler_triton
+from scaler_triton import ShardedGradScaler, ops
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "scaler_triton"
+
+# module -> what of this project it may import when it is imported; kernels only inside functions
+ALLOWED = {
+    "_version": set(),
+    "batch": set(),
+    "policy": set(),
+    "mirror": set(),
+    "optimizers": set(),
+    "dispatch": set(),
+    "reference": {"policy"},
+    "collectives": {"batch"},
+    "plan": {"batch", "optimizers"},
+    "verdict": {"collectives", "mirror"},
+    "ops": {"batch", "dispatch", "policy", "reference"},
+    "unscaling": {"batch", "collectives", "dispatch", "ops", "optimizers", "plan", "reference", "verdict"},
+    "grad_scaler": {"collectives", "dispatch", "ops", "optimizers", "plan", "policy", "unscaling", "verdict"},
+    "sharded": {"grad_scaler"},
+}
+
+
+def imported(path: Path, *, everywhere: bool) -> set[str]:
+    """Return the modules that a file imports: all, or only those imported with it."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if everywhere else iter(top_level(tree))
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def top_level(tree: ast.Module) -> list[ast.stmt]:
+    guards = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    return [n for n in tree.body if n not in guards]
+
+
+def ours(names: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in names if name.startswith("scaler_triton.")}
+
+
+@pytest.mark.parametrize("module", ALLOWED)
+def test_imports_point_downwards(module: str) -> None:
+    assert ours(imported(PACKAGE / f"{module}.py", everywhere=False)) <= ALLOWED[module]
+
+
+def test_every_module_is_in_the_list() -> None:
+    known = set(ALLOWED) | {"__init__", "__main__", "cli"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == known
+
+
+def test_kernels_import_nothing_above_themselves() -> None:
+    for path in (ROOT / "kernels").glob("*.py"):
+        assert ours(imported(path, everywhere=True)) <= {"kernels"}, path
+
+
+MEASURE = """
+import json, sys, time, torch
+begin = time.perf_counter()
+import scaler_triton
+seconds = time.perf_counter() - begin
+heavy = [n for n in ("triton", "torch.distributed.fsdp", "scaler_triton.sharded", "numpy.testing") if n in sys.modules]
+print(json.dumps([seconds, heavy, torch.cuda.is_initialized()]))
+"""
+
+
+def test_import_is_light() -> None:
+    run = [sys.executable, "-c", MEASURE]
+    results = [json.loads(subprocess.check_output(run, cwd=ROOT, timeout=120)) for _ in range(3)]
+    assert min(seconds for seconds, *_ in results) < 0.05
+    assert results[0][1:] == [[], False]
+
+
+def public_functions() -> list[object]:
+    found: list[object] = [getattr(ops, name) for name in ops.__all__]
+    for cls in (scaler_triton.GradScaler, ShardedGradScaler):
+        found.append(cls)
+        found.extend(
+            member
+            for name, member in inspect.getmembers(cls, inspect.isfunction)
+            if not name.startswith("_") and member.__module__.startswith("scaler_triton")
+        )
+    return found
+
+
+@pytest.mark.parametrize("thing", public_functions(), ids=lambda thing: getattr(thing, "__qualname__", "?"))
+def test_public_names_are_documented(thing: object) -> None:
+    assert thing.__doc__
+    first = thing.__doc__.strip().splitlines()[0]
+    assert first.endswith((".", ";", ",", ":")) or len(first) > 60
+
+
+def functions(path: Path) -> list[tuple[str, int]]:
+    """Return each function's name and its length in lines, docstring left out."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            first = body[0].lineno if body else node.lineno
+            found.append((f"{path.name}:{node.name}", (node.end_lineno or first) - first + 1))
+    return found
+
+
+def test_functions_can_be_read_at_a_glance() -> None:
+    lengths = [entry for path in PACKAGE.glob("*.py") for entry in functions(path)]
+    assert sorted(length for _, length in lengths)[len(lengths) // 2] < 12
+    assert [entry for entry in lengths if entry[1] > 40] == []

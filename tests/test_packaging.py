@@ -1,0 +1,90 @@
+"""The wheel and the checkout hold what they should, and `import kernels` is never ours."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def tracked() -> list[str]:
+    """Return the project's files: what git tracks, or everything where there is no git."""
+    run = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if run.returncode == 0 and run.stdout:
+        return run.stdout.splitlines()
+    folders = ("scaler_triton", "kernels")
+    found = [str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return [*found, "pyproject.toml", "README.md", "LICENSE"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Build a wheel from a copy of the tree, without its link and with a tuned file, and return its names."""
+    pytest.importorskip("build", reason="the wheel is built where the development environment is")
+    source = tmp_path_factory.mktemp("source")
+    for name in tracked():
+        path = ROOT / name
+        if path.is_file() and not path.is_symlink():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, source / name)
+    (source / "kernels/tuned").mkdir(parents=True, exist_ok=True)
+    (source / "kernels/tuned/SomeGPU.json").write_text("{}")
+    out = source / "dist"
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
+    run = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as archive:
+        return archive.namelist()
+
+
+def test_wheel_holds_the_package_only(wheel: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"scaler_triton"}
+
+
+def test_wheel_holds_every_module_the_kernels_and_tuned_files(wheel: list[str]) -> None:
+    sources = [n for n in tracked() if n.endswith(".py") and n.startswith(("scaler_triton/", "kernels/"))]
+    wanted = {n if n.startswith("scaler_triton/") else f"scaler_triton/{n}" for n in sources}
+    assert {n for n in wheel if n.endswith(".py")} == wanted
+    assert "scaler_triton/kernels/tuned/SomeGPU.json" in wheel
+    assert "scaler_triton/py.typed" in wheel
+
+
+def test_kernels_folder_shadows_nothing() -> None:
+    assert not (ROOT / "kernels/__init__.py").exists()
+    link = ROOT / "scaler_triton/kernels"
+    assert link.is_symlink()
+    assert link.readlink() == Path("../kernels")
+    assert link.resolve() == (ROOT / "kernels").resolve()
+
+
+def test_an_installed_kernels_package_wins_over_our_folder(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text("theirs = True")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; assert kernels.theirs"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_listed_packages_are_the_folders_on_disk() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    host = {p.parent for p in (ROOT / "scaler_triton").rglob("*.py") if "kernels" not in p.relative_to(ROOT).parts}
+    names = {str(p.relative_to(ROOT)).replace("/", ".") for p in host}
+    assert listed == names | {"scaler_triton.kernels", "scaler_triton.kernels.tuned"}
+
+
+def test_version_comes_from_one_place() -> None:
+    import scaler_triton
+
+    metadata = pytest.importorskip("importlib.metadata")
+    try:
+        installed = metadata.version("scaler_triton")
+    except metadata.PackageNotFoundError:
+        pytest.skip("runs from a checkout that is not installed")
+    assert installed == scaler_triton.__version__

@@ -1,0 +1,136 @@
+"""Plans: who gets which slot, when a plan is made anew, and that it holds nothing alive."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import torch
+from helpers import parameters, sgd, started
+
+from scaler_triton import GradScaler
+from scaler_triton.plan import GradPlan, PlanCache
+
+
+def collected(plan: GradPlan) -> list[int]:
+    """Return the addresses of the gradients that a plan collects, in order."""
+    return sorted(t.data_ptr() for batch in plan.collect() for t in batch.present)
+
+
+def addresses(params: list[Any]) -> list[int]:
+    return sorted(p.grad.data_ptr() for p in params if p.grad is not None)
+
+
+def test_gradients_that_come_and_go_make_no_new_plan() -> None:
+    params = parameters([None] * 64, "cpu")
+    plan = GradPlan(params)
+    choose = random.Random(0)
+    for _ in range(50):
+        for parameter in params:
+            parameter.grad = torch.ones_like(parameter) if choose.random() < 0.3 else None
+        assert collected(plan) == addresses(params)
+    assert plan.rebuilds == 0
+
+
+def test_layouts_are_the_same_objects_from_step_to_step() -> None:
+    params = parameters([torch.ones(3), torch.ones(2).double(), None], "cpu")
+    plan = GradPlan(params)
+    first = [batch.layout for batch in plan.collect()]
+    params[2].grad = torch.ones(3)
+    second = [batch.layout for batch in plan.collect()]
+    assert [id(layout) for layout in first] == [id(layout) for layout in second]
+    assert [layout.numels for layout in first] == [[3, 3], [2]]
+
+
+def test_only_a_new_look_makes_a_new_plan_and_is_remembered() -> None:
+    params = parameters([torch.ones(4, 6), None], "cpu")
+    plan = GradPlan(params)
+    params[0].grad = torch.ones(6, 4).t()
+    for _ in range(3):
+        assert collected(plan) == addresses(params)
+    assert plan.rebuilds == 1
+    params[0].grad = None
+    plan.collect()
+    params[0].grad = torch.ones(6, 4).t()
+    assert collected(plan) == addresses(params)
+    assert plan.rebuilds == 1
+
+
+def test_frozen_parameters_have_no_slot_until_they_have_a_gradient() -> None:
+    params = parameters([None, None], "cpu")
+    params[1].requires_grad_(False)
+    plan = GradPlan(params)
+    assert [layout.numels for layout in plan._layouts] == [[3]]
+    params[1].grad = torch.ones(3)
+    assert collected(plan) == addresses(params)
+    assert plan.rebuilds == 1
+
+
+def test_sparse_gradients_change_size_without_a_new_plan() -> None:
+    params = parameters([torch.ones(5)], "cpu")
+    plan = GradPlan(params)
+    for n in (1, 3, 2):
+        indices = torch.arange(n).reshape(1, n)
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            params[0].grad = torch.sparse_coo_tensor(indices, torch.ones(n), (5,))
+        (batch,) = plan.collect()
+        assert batch.layout.numels == [n]
+    assert plan.rebuilds == 0
+
+
+def test_a_plan_keeps_no_gradient_alive() -> None:
+    optimizer = sgd([torch.ones(4), torch.ones(9)[::2]])
+    scaler = started(GradScaler, "cpu")
+    scaler.step(optimizer)
+    scaler.update()
+    references = [weakref.ref(p.grad) for p in optimizer.param_groups[0]["params"]]
+    optimizer.zero_grad()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_a_plan_dies_with_its_optimizer_and_keeps_no_scaler_alive() -> None:
+    optimizer = sgd([torch.ones(4)])
+    scaler = started(GradScaler, "cpu")
+    scaler.step(optimizer)
+    scaler.update()
+    assert len(scaler._plans) == 1
+    parameter = weakref.ref(optimizer.param_groups[0]["params"][0])
+    del optimizer
+    gc.collect()
+    assert len(scaler._plans) == 0
+    assert parameter() is None
+    optimizer = sgd([torch.ones(4)])
+    scaler.step(optimizer)
+    reference = weakref.ref(scaler)
+    del scaler
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_plan_at_a_reused_id_is_not_inherited() -> None:
+    cache = PlanCache()
+    old, new = sgd([torch.ones(4)]), sgd([torch.ones(7)])
+    stale = cache.get(old)
+    cache._plans[id(new)] = cache._plans.pop(id(old))
+    assert cache.get(new) is not stale
+    assert cache.get(new).parameters == new.param_groups[0]["params"]
+
+
+def test_added_and_swapped_parameters_make_a_new_plan() -> None:
+    optimizer = sgd([torch.ones(4)])
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.step(optimizer)
+    scaler.update()
+    (added,) = parameters([torch.full((2,), 8.0)], "cpu")
+    optimizer.add_param_group({"params": [added]})
+    scaler.unscale_(optimizer)
+    assert added.grad.tolist() == [2.0, 2.0]
+    scaler.step(optimizer)
+    scaler.update()
+    (swapped,) = parameters([torch.full((5,), 8.0)], "cpu")
+    optimizer.param_groups[1]["params"][0] = swapped
+    scaler.unscale_(optimizer)
+    assert swapped.grad.tolist() == [2.0] * 5

@@ -1,0 +1,140 @@
+"""The torch path: adjacent gradients merged, checks that only read, the scale's arithmetic."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from scaler_triton import reference
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def flag(value: float = 0.0) -> Tensor:
+    return torch.tensor(value)
+
+
+def bucket(sizes: list[int], gaps: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+    """Return a flat buffer and views of it in order, each followed by a gap."""
+    flat = torch.arange(1, sum(sizes) + sum(gaps) + 1).to(dtype)
+    views, offset = [], 0
+    for size, gap in zip(sizes, gaps, strict=True):
+        views.append(flat[offset : offset + size])
+        offset += size + gap
+    return flat, views
+
+
+def test_neighbours_are_merged_into_one_tensor_and_gaps_are_not_touched() -> None:
+    flat, views = bucket([3, 4, 2, 5], [0, 0, 1, 0])
+    assert [t.numel() for t in reference.merge_adjacent(views)] == [9, 5]
+    before = flat.clone()
+    reference.unscale_(views, torch.tensor(2.0), flag())
+    expected = before * 2
+    expected[9] = before[9]
+    assert_same(flat, expected)
+
+
+def test_neighbours_by_address_only_are_not_merged() -> None:
+    left, right = torch.ones(4), torch.ones(4)
+    with mock.patch.object(reference, "_same_span", wraps=reference._same_span) as same:
+        assert len(reference.merge_adjacent([left, right, left[::2], right[1:].view(3, 1).t()])) == 4
+    assert same.call_count <= 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=8), st.sampled_from(DTYPES), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_merged_or_not_torchs_op_does_the_same(pieces: list[tuple[int, int]], dtype: torch.dtype, rng: object) -> None:
+    sizes, gaps = [p[0] for p in pieces], [p[1] for p in pieces]
+    flat, views = bucket(sizes, gaps, dtype)
+    rng.shuffle(views)  # type: ignore[attr-defined]
+    same_flat = flat.clone()
+    same_views = [same_flat[v.storage_offset() : v.storage_offset() + v.numel()] for v in views]
+    ours, theirs = flag(), flag()
+    reference.unscale_(views, torch.tensor(1 / 3), ours)
+    torch._amp_foreach_non_finite_check_and_unscale_(same_views, theirs, torch.tensor(1 / 3))
+    assert_same(flat, same_flat)
+    assert_same(ours, theirs)
+
+
+SIZES = [1, 100, 40_000, 300_000]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.0])
+def test_check_is_exact_wherever_the_bad_element_is(dtype: torch.dtype, size: int, value: float) -> None:
+    for position in {0, size // 2, size - 1}:
+        tensor = torch.ones(size, dtype=dtype)
+        tensor[position] = value
+        found = flag()
+        reference.check_nonfinite([torch.ones(3, dtype=dtype), tensor], found)
+        assert found.item() == float(not math.isfinite(value))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_that_overflow_are_no_overflow(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+    found = flag()
+    reference.check_nonfinite([tensor, -tensor[: size // 2]], found)
+    assert found.item() == 0.0
+    mixed = torch.full((size + 1,), math.inf, dtype=dtype)
+    mixed[::2] = -math.inf
+    reference.check_nonfinite([mixed], found)
+    assert found.item() == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_check_reads_read_only_memory() -> None:
+    with mmap.mmap(-1, 400_000, prot=mmap.PROT_READ) as memory:  # a write would end the process
+        tensor = torch.from_numpy(np.frombuffer(memory, dtype=np.float32))
+        found = flag()
+        reference.check_nonfinite([tensor, tensor[:10], tensor[5:50:3]], found)
+        assert found.item() == 0.0
+        del tensor
+
+
+def test_inverse_is_the_double_inverse_rounded() -> None:
+    patterns = torch.randint(0x00800000, 0x7F7FFFFF, (200_000,), dtype=torch.int32, generator=torch.manual_seed(0))
+    scales = patterns.view(torch.float32)
+    assert_same(reference.inverse(scales), scales.double().reciprocal().float())
+    for one in scales[:2000]:
+        assert_same(reference.inverse(one), one.double().reciprocal().float())
+
+
+@given(
+    st.floats(2.0**-100, 2.0**127, width=32),
+    st.integers(0, 5),
+    st.sampled_from([0.0, 1.0]),
+    st.floats(1.0, 1e3),
+    st.floats(1e-3, 1.0),
+    st.integers(1, 6),
+)
+@settings(max_examples=300, deadline=None)
+def test_update_is_torchs_where_torch_is_right(
+    scale: float, tracker: int, found: float, growth: float, backoff: float, interval: int
+) -> None:
+    if tracker >= interval:
+        tracker = interval - 1
+    results = []
+    for update in (reference.update_scale_, torch._amp_update_scale_):
+        state = (torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32))
+        update(*state, flag(found), growth, backoff, interval)
+        results.append(state)
+    assert_same(results[0][0], results[1][0])
+    assert results[0][1].item() == results[1][1].item()
+
+
+def test_the_tracker_saturates() -> None:
+    tracker = torch.tensor(2**31 - 1, dtype=torch.int32)
+    reference.update_scale_(torch.tensor(2.0), tracker, flag(), 2.0, 0.5, 2**62)
+    assert tracker.item() == 2**31 - 1
