@@ -15,9 +15,11 @@ Backend = Literal["triton", "torch"]
 ENV_VARIABLE = "SCALER_TRITON_BACKEND"
 _CHOICES = ("auto", "triton", "torch")
 
+_warned: set[torch.device] = set()
+
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_chosen: dict[tuple[torch.device, str], Backend] = {}
+_chosen: dict[tuple[torch.device, torch.dtype, str], Backend] = {}
 
 
 def check_backend(backend: str | None) -> str:
@@ -32,48 +34,47 @@ def check_backend(backend: str | None) -> str:
     return value
 
 
-def choose(device: torch.device, requested: str) -> Backend:
-    """Return the backend for tensors on `device`, decided once and logged; Triton is tried out before it is chosen.
+def choose(device: torch.device, dtype: torch.dtype, requested: str) -> Backend:
+    """Return the backend for tensors of `dtype` on `device`, decided once; Triton is tried out before it is chosen.
 
     Args:
         device: with its index.
         requested: as `check_backend` returns it.
 
-    Raises: RuntimeError with the cause if "triton" was requested and does not work on this device.
+    Raises: RuntimeError with the cause if "triton" was requested and does not work there.
     """
     if requested == "torch":
         return "torch"
-    key = (device, requested)
+    key = (device, dtype, requested)
     with _lock:
         if key not in _chosen:
-            _chosen[key] = _decide(device, requested)
+            _chosen[key] = _decide(*key)
         return _chosen[key]
 
 
-def _decide(device: torch.device, requested: str) -> Backend:
+def _decide(device: torch.device, dtype: torch.dtype, requested: str) -> Backend:
+    place = f"{str(dtype).removeprefix('torch.')} on {device}"
     if requested == "auto" and device.type != "cuda":
-        return _logged(device, "torch", "Triton is chosen for CUDA only")
+        return _logged(place, "torch", "Triton is chosen for CUDA only")
     try:
         from scaler_triton.kernels.probe import probe
 
-        probe(device)
+        probe(device, [dtype])
     except Exception as cause:
-        return _without_triton(device, requested, cause)
-    return _logged(device, "triton", f"{requested}, and a trial run was right")
+        reason = f"{type(cause).__name__}: {cause}"
+        if requested == "triton":
+            raise RuntimeError(f"backend='triton' does not work for {place}: {reason}") from cause
+        _warn_once(device, f"Triton does not work for {place}, so torch's own ops are used there ({reason})")
+        return _logged(place, "torch", reason)
+    return _logged(place, "triton", f"{requested}, and a trial run was right")
 
 
-def _without_triton(device: torch.device, requested: str, cause: Exception) -> Backend:
-    reason = f"{type(cause).__name__}: {cause}"
-    if requested == "triton":
-        raise RuntimeError(f"backend='triton' does not work on {device}: {reason}") from cause
-    warnings.warn(
-        f"Triton does not work on {device}, so torch's own ops unscale there ({reason})",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return _logged(device, "torch", reason)
+def _warn_once(device: torch.device, text: str) -> None:
+    if device not in _warned:
+        _warned.add(device)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-def _logged(device: torch.device, backend: str, reason: str) -> Backend:
-    _log.debug("%s is served by %s: %s", device, backend, reason)
+def _logged(place: str, backend: str, reason: str) -> Backend:
+    _log.debug("%s is served by %s: %s", place, backend, reason)
     return cast(Backend, backend)

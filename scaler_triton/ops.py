@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scaler_triton import batch as batching
 from scaler_triton import policy, reference
-from scaler_triton.batch import Batch
+from scaler_triton.batch import Batch, LayoutKey
 from scaler_triton.dispatch import Backend, check_backend, choose
 
 if TYPE_CHECKING:
@@ -104,14 +104,14 @@ def update_scalars_(
 ) -> None:
     """`update_scale_` for arguments that are known to be right."""
     launch: Callable[..., None] = reference.update_scale_
-    if choose(scale.device, requested) == "triton":
+    if choose(scale.device, scale.dtype, requested) == "triton":
         from scaler_triton.kernels.update_scale import launch_update_scale as launch
     launch(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
 def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
     """Pair every batch with its backend; whatever fails to compile or load shows here, before any write."""
-    return [(b, choose(b.layout.key.device, requested) if b.layout.key.plain else "torch") for b in batches]
+    return [(b, _backend(b.layout.key, requested)) for b in batches]
 
 
 def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Backend, *, inverse: bool) -> None:
@@ -143,6 +143,10 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
 
     with _table(batch, write_back=False) as table:
         launch_check_nonfinite(table, found_inf)
+
+
+def _backend(key: LayoutKey, requested: str) -> Backend:
+    return choose(key.device, key.dtype, requested) if key.plain else "torch"
 
 
 def _reference_unscale_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> None:

@@ -16,7 +16,7 @@ from helpers import places, sgd, started
 from scaler_triton import GradScaler, dispatch
 from scaler_triton.kernels import probe as probe_module
 
-CPU = torch.device("cpu")
+CPU, FP32 = torch.device("cpu"), torch.float32
 ROOT = Path(__file__).parents[1]
 
 
@@ -24,30 +24,31 @@ ROOT = Path(__file__).parents[1]
 def fresh(monkeypatch: Any) -> None:
     """Forget what was decided, before and after each test."""
     monkeypatch.setattr(dispatch, "_chosen", {})
+    monkeypatch.setattr(dispatch, "_warned", set())
     monkeypatch.delenv(dispatch.ENV_VARIABLE, raising=False)
 
 
 def test_cpu_is_torchs_unless_asked_otherwise_and_one_line_says_why(caplog: Any) -> None:
     with caplog.at_level(logging.DEBUG, "scaler_triton"):
         for _ in range(3):
-            assert dispatch.choose(CPU, "auto") == "torch"
+            assert dispatch.choose(CPU, FP32, "auto") == "torch"
     assert [record.getMessage() for record in caplog.records] == [
-        "cpu is served by torch: Triton is chosen for CUDA only"
+        "float32 on cpu is served by torch: Triton is chosen for CUDA only"
     ]
 
 
 def test_xpu_and_the_rest_are_torchs() -> None:
-    assert dispatch.choose(torch.device("xpu", 0), "auto") == "torch"
+    assert dispatch.choose(torch.device("xpu", 0), FP32, "auto") == "torch"
 
 
 def test_triton_is_chosen_when_asked_for_and_tried() -> None:
     for place in places():
         device = torch.zeros(0, device=place.device).device
-        assert dispatch.choose(device, place.backend) == place.backend
+        assert dispatch.choose(device, FP32, place.backend) == place.backend
 
 
 def broken(cause: Exception) -> Any:
-    def probe(device: torch.device) -> None:
+    def probe(device: torch.device, dtypes: Any) -> None:
         raise cause
 
     return probe
@@ -56,18 +57,21 @@ def broken(cause: Exception) -> Any:
 def test_auto_falls_back_with_one_warning_that_carries_the_cause(monkeypatch: Any) -> None:
     monkeypatch.setattr(probe_module, "probe", broken(RuntimeError("Failed to find C compiler")))
     device = torch.device("cuda", 0)
-    with pytest.warns(RuntimeWarning, match=r"cuda:0.*torch's own ops.*RuntimeError: Failed to find C compiler"):
-        assert dispatch.choose(device, "auto") == "torch"
+    with pytest.warns(
+        RuntimeWarning, match=r"float32 on cuda:0.*torch's own ops.*RuntimeError: Failed to find C compiler"
+    ):
+        assert dispatch.choose(device, FP32, "auto") == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch.choose(device, "auto") == "torch"
+        for dtype in (FP32, torch.float16):
+            assert dispatch.choose(device, dtype, "auto") == "torch"
 
 
 def test_triton_asked_for_raises_before_any_gradient_is_written(monkeypatch: Any) -> None:
     monkeypatch.setattr(probe_module, "probe", broken(OSError("read-only file system")))
     optimizer = sgd([torch.tensor([4.0])])
     scaler = started(GradScaler, "cpu", backend="triton")
-    with pytest.raises(RuntimeError, match=r"backend='triton' does not work on cpu: OSError: read-only"):
+    with pytest.raises(RuntimeError, match=r"backend='triton' does not work for float32 on cpu: OSError: read-only"):
         scaler.unscale_(optimizer)
     assert optimizer.param_groups[0]["params"][0].grad.item() == 4.0
 
@@ -92,8 +96,8 @@ import torch
 from scaler_triton import GradScaler, dispatch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    assert dispatch.choose(torch.device("cuda", 0), "auto") == "torch"
-assert ["Triton does not work on cuda:0" in str(w.message) for w in caught] == [True], caught
+    assert dispatch.choose(torch.device("cuda", 0), torch.float32, "auto") == "torch"
+assert ["Triton does not work for float32 on cuda:0" in str(w.message) for w in caught] == [True], caught
 scaler = GradScaler("cpu", init_scale=4.0)
 parameter = torch.nn.Parameter(torch.zeros(1))
 optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -112,11 +116,11 @@ def test_without_triton_everything_works_on_the_torch_path() -> None:
 def test_natively_triton_refuses_cpu_tensors() -> None:
     code = (
         "import torch; from scaler_triton import dispatch\n"
-        "try: dispatch.choose(torch.device('cpu'), 'triton')\n"
+        "try: dispatch.choose(torch.device('cpu'), torch.float32, 'triton')\n"
         "except RuntimeError as error: print(error)\n"
     )
     environment = {"PATH": "/usr/bin:/bin", "TRITON_INTERPRET": "0"}
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
     )
-    assert "backend='triton' does not work on cpu" in run.stdout, run.stderr
+    assert "backend='triton' does not work for float32 on cpu" in run.stdout, run.stderr

@@ -147,7 +147,11 @@ def seeded(make: Callable[[], list[Tensor | None]]) -> Callable[[], list[Tensor 
 REFUSED: dict[str, tuple[Callable[[], Tensor], type[Exception], str]] = {
     "fp16": (lambda: dense(torch.float16), ValueError, r"^Attempting to unscale FP16 gradients\.$"),
     "expanded": (lambda: torch.ones(1).expand(9), RuntimeError, EXPANDED),
-    "complex": (lambda: torch.ones(3, dtype=torch.complex64), NotImplementedError, "parameter 1 has dtype torch.complex64"),
+    "complex": (
+        lambda: torch.ones(3, dtype=torch.complex64),
+        NotImplementedError,
+        "parameter 1 has dtype torch.complex64",
+    ),
     "meta": (lambda: torch.ones(3, device="meta"), ValueError, "parameter 1 is on device meta"),
 }
 
@@ -225,7 +229,11 @@ def test_lists_of_tensors_go_through_the_same_ops() -> None:
         (lambda: ops.unscale_([], torch.ones(2), torch.zeros(())), ValueError, "inv_scale must be one"),
         (lambda: ops.unscale_([], torch.ones(()), torch.zeros(()).double()), ValueError, "found_inf must be one"),
         (lambda: ops.check_nonfinite([torch.eye(2).to_sparse_csr()], torch.zeros(())), NotImplementedError, "csr"),
-        (lambda: ops.unscale_([], torch.ones(()), torch.zeros(()), backend="cuda"), ValueError, "backend must be one of"),
+        (
+            lambda: ops.unscale_([], torch.ones(()), torch.zeros(()), backend="cuda"),
+            ValueError,
+            "backend must be one of",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")

@@ -5,18 +5,24 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[1]
 
 
 def tracked() -> list[str]:
     """Return the project's files: what git tracks, or everything where there is no git."""
-    run = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if run.returncode == 0 and run.stdout:
         return run.stdout.splitlines()
     folders = ("scaler_triton", "kernels")
