@@ -87,7 +87,7 @@ class UnscalingMixin(_Base):
 
         def unscale(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
             state["written"] = True
-            local = factor.to(flag.device, non_blocking=True)
+            local = factor.to(flag.device, non_blocking=flag.device.type != "cpu")  # the CPU would read too early
             ops.unscale_batch_(batch, local, flag, backend, inverse=inv_scale is not None)
 
         return self._for_each_batch(optimizer, found_inf, allow_fp16, unscale)

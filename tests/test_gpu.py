@@ -1,0 +1,115 @@
+"""What only a GPU can show: no host waits, CPU-offloaded gradients beside device ones, several streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same, parameters, started
+
+from scaler_triton import GradScaler
+from scaler_triton.mirror import HostMirror
+
+pytestmark = pytest.mark.gpu
+
+
+@contextmanager
+def waits_raise() -> Iterator[None]:
+    """Make every operation that waits for the device raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def network(fused: bool) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)).cuda()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused, foreach=False if not fused else None)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_fused_step_never_waits(explicit: bool) -> None:
+    model, optimizer = network(fused=True)
+    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=2)
+    batch = torch.randn(4, 64, device="cuda")
+    for step in range(8):
+        with waits_raise() if step >= 3 else torch.enable_grad():  # plans and kernels are made in the first steps
+            optimizer.zero_grad()
+            scaler.scale(model(batch).square().mean()).backward()
+            if explicit:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 64.0
+
+
+def test_unscale_and_update_of_a_plain_optimizer_never_wait() -> None:
+    model, optimizer = network(fused=False)
+    scaler = GradScaler("cuda", init_scale=4.0)
+    batch = torch.randn(4, 64, device="cuda")
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        with waits_raise() if step >= 3 else torch.enable_grad():
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        with waits_raise():
+            scaler.update()
+
+
+def test_mirror_holds_the_value_of_the_moment_and_sees_later_writes() -> None:
+    source = torch.tensor([1.0, 0.0], device="cuda")
+    mirror = HostMirror(source)
+    assert mirror.read() == [1.0, 0.0]
+    source[1] = 3.0
+    assert mirror.read() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("bad", ["cpu", "cuda", None])
+def test_offloaded_gradients_beside_device_ones(bad: str | None) -> None:
+    params = [p for device in ("cpu", "cuda") for p in parameters([torch.full((5,), 8.0)], device)]
+    for parameter in params:
+        if parameter.device.type == bad:
+            parameter.grad[2] = math.inf
+    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    scaler.unscale_(optimizer)
+    assert {d.type: f.item() for d, f in scaler._found_inf_per_device(optimizer).items()} == {
+        "cpu": float(bad is not None),
+        "cuda": float(bad is not None),
+    }
+    scaler.step(optimizer)
+    scaler.update()
+    assert [p[0].item() for p in params] == [0.0 if bad else -2.0] * 2
+    assert scaler.get_scale() == (2.0 if bad else 4.0)
+
+
+def test_bf16_is_rounded_natively_as_on_the_cpu() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    for scale in (3.0, 1 / 3, 65536.0, 1e30, 2.0**-24):
+        reference = every.clone()
+        inverse = torch.tensor(scale).double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_([reference], torch.zeros(()), inverse)
+        (parameter,) = parameters([every], "cuda")
+        scaler = started(GradScaler, "cuda", init_scale=scale, backend="triton")
+        scaler.unscale_(torch.optim.SGD([parameter], lr=1.0))
+        assert_same(parameter.grad, reference)
+
+
+def test_a_scaler_on_a_side_stream_waits_for_nothing_but_its_own() -> None:
+    (parameter,) = parameters([torch.full((1 << 20,), 8.0)], "cuda")
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        scaler.step(optimizer)
+        scaler.update()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(parameter.detach(), torch.full_like(parameter, -2.0))
