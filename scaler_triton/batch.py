@@ -70,10 +70,24 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def is_plain(kind: type) -> bool:
+    """Tell whether a tensor of this type is no subclass with a meaning of its own."""
+    return kind in (Tensor, torch.nn.Parameter)
+
+
 def layout_key(tensor: Tensor) -> LayoutKey:
     """Return what `tensor` must share with others to enter the same batch."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    plain = is_plain(type(tensor))
     return LayoutKey(tensor.device, tensor.dtype, plain and is_dense(tensor), plain)
+
+
+def is_acceptable(gradient: Tensor) -> bool:
+    """Tell whether `check_gradient` lets a gradient pass."""
+    try:
+        check_gradient(gradient, "")
+    except (ValueError, RuntimeError):  # NotImplementedError is a RuntimeError
+        return False
+    return True
 
 
 def check_gradient(gradient: Tensor, name: str, *, allow_fp16: bool = True) -> None:

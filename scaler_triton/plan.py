@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaler_triton import batch as batching
-from scaler_triton.batch import Batch, Layout, LayoutKey
+from scaler_triton.batch import Batch, Layout
 from scaler_triton.optimizers import parameters_of, unwrap, weak
 
-
-class _Slot(NamedTuple):
-    """Where a parameter's gradient goes, and what that gradient must look like."""
-
-    signature: tuple[Any, ...]
-    layout: int
-    position: int
+_look = attrgetter("__class__", "layout", "dtype", "device", "shape")
 
 
-def _signature(local: Tensor) -> tuple[Any, ...]:
-    return (type(local), local.device, local.dtype, local.shape, local.stride())
+class _Form(NamedTuple):
+    """All that a launch relies on: a gradient of a form that was checked need not be checked again."""
+
+    look: tuple[Any, ...]
+    stride: tuple[int, ...]
 
 
 class GradPlan:
@@ -38,10 +36,10 @@ class GradPlan:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.devices = list(dict.fromkeys(parameter.device for parameter in self.parameters))
-        self.rebuilds = -1  # counts re-plans
+        self.rebuilds = 0
         self.agreement: Any = None  # whoever works out which ranks must agree keeps the answer here
-        self._layouts: list[Layout] = []
-        self._slots: dict[int, _Slot] = {}
+        self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
+        self._forms = [self._expected_form(parameter) for parameter in self.parameters]
         self._place()
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
@@ -57,35 +55,44 @@ class GradPlan:
 
         Raises: what `batch.check_gradient` raises, naming the parameter's position.
         """
-        dense, loose = self._gather(allow_fp16)
-        if any(self._misfits(index, local) for index, local in dense):
-            self._place(dict(dense))
-        filled: list[list[Tensor | None]] = [[None] * len(layout.numels) for layout in self._layouts]
-        for index, local in dense:
-            slot = self._slots[index]
-            filled[slot.layout][slot.position] = local
-        batches = [Batch(layout, row) for layout, row in zip(self._layouts, filled, strict=True)]
-        return [b for b in batches if any(t is not None for t in b.tensors)] + batching.group(loose)
+        gradients = self._local_gradients()
+        if not allow_fp16 and any(gradients[index] is not None for index in self._fp16):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        loose = self._admit(gradients, allow_fp16)
+        rows = [[gradients[index] for index in members] for members in self._members]
+        batches = [Batch(layout, row) for layout, row in zip(self._layouts, rows, strict=True)]
+        return [batch for batch in batches if any(t is not None for t in batch.tensors)] + batching.group(loose)
 
-    def _gather(self, allow_fp16: bool) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
-        """Split the gradients into strided ones, which have slots, and sparse values, which change size."""
-        dense: list[tuple[int, Tensor]] = []
-        loose: list[Tensor] = []
-        for index, gradient in self._gradients(allow_fp16):
+    def _local_gradients(self) -> list[Tensor | None]:
+        gradients = [parameter.grad for parameter in self.parameters]
+        for index in self._dtensors:
+            gradient = gradients[index]
+            if gradient is not None:
+                gradients[index] = batching.local_tensor(gradient)
+        return gradients
+
+    def _admit(self, gradients: list[Tensor | None], allow_fp16: bool) -> list[Tensor]:
+        """Check gradients of a new form and make room for them; take out and return sparse ones, which have no slot."""
+        strange = [
+            (index, batching.local_tensor(gradient))
+            for index, (gradient, form) in enumerate(zip(gradients, self._forms, strict=True))
+            if gradient is not None
+            and (form is None or _look(gradient) != form.look or gradient.stride() != form.stride)
+        ]
+        for index, gradient in strange:  # all of them, before the first is touched
+            batching.check_gradient(gradient, f"the gradient of parameter {index}", allow_fp16=allow_fp16)
+        loose = []
+        for index, gradient in strange:
             if gradient.layout is torch.strided:
-                dense.append((index, gradient))
+                gradients[index] = gradient
+                self._forms[index] = _form(gradient)
             else:
+                gradients[index] = None
                 loose.append(self._values(index, gradient))
-        return dense, loose
-
-    def _gradients(self, allow_fp16: bool) -> Iterator[tuple[int, Tensor]]:
-        found = []  # a list, so that all are checked before the caller touches the first
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                local = batching.local_tensor(parameter.grad)
-                batching.check_gradient(local, f"the gradient of parameter {index}", allow_fp16=allow_fp16)
-                found.append((index, local))
-        return iter(found)
+        if len(strange) > len(loose):
+            self.rebuilds += 1
+            self._place()
+        return loose
 
     def _values(self, index: int, gradient: Tensor) -> Tensor:
         if gradient.dtype is torch.float16:
@@ -94,34 +101,32 @@ class GradPlan:
             self.parameters[index].grad = gradient
         return batching.sparse_values(gradient)
 
-    def _misfits(self, index: int, local: Tensor) -> bool:
-        slot = self._slots.get(index)
-        return slot is None or slot.signature != _signature(local)
+    def _expected_form(self, parameter: Tensor) -> _Form | None:
+        """Return the form of the gradient that a parameter has or is likely to get; None if none is to be expected."""
+        if parameter.grad is None and not parameter.requires_grad:
+            return None  # frozen: a slot would cost a launch's chunks for nothing
+        local = batching.local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
+        return _form(local) if batching.is_acceptable(local) and local.layout is torch.strided else None
 
-    def _place(self, gradients: dict[int, Tensor] | None = None) -> None:
-        """Give every gradient a slot: those there are, those known from before, those to be expected."""
-        known = {index: slot.signature for index, slot in self._slots.items()}
-        known.update((index, _signature(local)) for index, local in (gradients or {}).items())
-        positions: dict[LayoutKey, int] = {}
-        self._layouts, self._slots = [], {}
-        for index, parameter in enumerate(self.parameters):
-            if index not in known and not parameter.requires_grad:
-                continue  # frozen: a slot would cost a launch's chunks for nothing
-            signature = known.get(index) or _signature(batching.local_tensor(parameter.detach()))
-            self._add_slot(index, signature, positions)
-        self.rebuilds += 1
+    def _place(self) -> None:
+        """Give every form a slot, one layout for each device, dtype and kind of memory."""
+        keys = [None if form is None else _layout_key(form) for form in self._forms]
+        self._layouts = [Layout(key) for key in dict.fromkeys(keys) if key is not None]
+        self._members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in self._layouts]
+        for layout, members in zip(self._layouts, self._members, strict=True):
+            layout.numels = [form.look[-1].numel() for i in members if (form := self._forms[i]) is not None]
+        self._fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
 
-    def _add_slot(self, index: int, signature: tuple[Any, ...], positions: dict[LayoutKey, int]) -> None:
-        kind, device, dtype, shape, stride = signature
-        model = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        plain = kind in (Tensor, torch.nn.Parameter)
-        key = LayoutKey(device, dtype, plain and batching.is_dense(model), plain)
-        if key not in positions:
-            positions[key] = len(self._layouts)
-            self._layouts.append(Layout(key))
-        layout = self._layouts[positions[key]]
-        self._slots[index] = _Slot(signature, positions[key], len(layout.numels))
-        layout.numels.append(shape.numel())
+
+def _form(tensor: Tensor) -> _Form:
+    return _Form(_look(tensor), tensor.stride())
+
+
+def _layout_key(form: _Form) -> batching.LayoutKey:
+    kind, _, dtype, device, shape = form.look
+    plain = batching.is_plain(kind)
+    dense = plain and batching.is_dense(torch.empty_strided(shape, form.stride, device="meta"))
+    return batching.LayoutKey(device, dtype, dense, plain)
 
 
 class PlanCache:

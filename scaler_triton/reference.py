@@ -79,33 +79,33 @@ def update_scale_(
 
 
 def merge_adjacent(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same memory in fewer tensors: neighbours in one storage become one flat view.
+    """Return the same memory in fewer tensors of one dtype: neighbours in one storage become one flat view.
 
     DDP's bucket views are such neighbours. Only exact adjacency is merged: a gap belongs to somebody.
     """
-    merged: list[Tensor] = []
-    for run in _adjacent_runs(tensors):
-        first = run[0]
-        if len(run) == 1:
-            merged.append(first)
-        else:
-            numel = sum(tensor.numel() for tensor in run)
-            merged.append(first.detach().as_strided((numel,), (1,), first.storage_offset()))
-    return merged
+    joints = _joints(tensors)
+    if not joints:
+        return list(tensors)
+    ends = [index for index in range(1, len(tensors)) if index not in joints] + [len(tensors)]
+    return [_merged(tensors[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _adjacent_runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    run: list[Tensor] = []
-    end = None
-    for tensor in tensors:
-        address = tensor.data_ptr()
-        if run and not (address == end and _same_span(run[-1], tensor)):
-            yield run
-            run = []
-        run.append(tensor)
-        end = address + tensor.numel() * tensor.element_size()
-    if run:
-        yield run
+def _joints(tensors: Sequence[Tensor]) -> set[int]:
+    """Return the positions of tensors that begin where the one before them ends."""
+    if not tensors:
+        return set()
+    itemsize = tensors[0].element_size()
+    starts = [tensor.data_ptr() for tensor in tensors]
+    ends = [start + tensor.numel() * itemsize for start, tensor in zip(starts, tensors, strict=True)]
+    touching = [index for index in range(1, len(tensors)) if starts[index] == ends[index - 1]]
+    return {index for index in touching if _same_span(tensors[index - 1], tensors[index])}
+
+
+def _merged(run: Sequence[Tensor]) -> Tensor:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    return first.detach().as_strided((sum(t.numel() for t in run),), (1,), first.storage_offset())
 
 
 def _same_span(left: Tensor, right: Tensor) -> bool:
@@ -113,7 +113,6 @@ def _same_span(left: Tensor, right: Tensor) -> bool:
         left.is_contiguous()
         and right.is_contiguous()
         and left.numel() > 0
-        and left.dtype == right.dtype
         and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     )
 
