@@ -1,21 +1,24 @@
 """A drop-in gradient scaler for fp16 training: every rank agrees on the flag, and it runs in Triton."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from scaler_triton import ops
 from scaler_triton._version import __version__
-from scaler_triton.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
+    from scaler_triton import ops
+    from scaler_triton.grad_scaler import GradScaler
     from scaler_triton.sharded import ShardedGradScaler
 
 __all__ = ["GradScaler", "ShardedGradScaler", "__version__", "ops"]
 
+_HOMES = {"GradScaler": "grad_scaler", "ShardedGradScaler": "sharded"}
+
 
 def __getattr__(name: str) -> Any:
-    # torch's FSDP takes about half a second to import: only those who ask for the class pay for it.
-    if name == "ShardedGradScaler":
-        from scaler_triton.sharded import ShardedGradScaler
-
-        return ShardedGradScaler
+    # Only those who ask pay: torch's FSDP takes half a second, and `--help` needs no torch at all.
+    if name == "ops":
+        return import_module("scaler_triton.ops")
+    if name in _HOMES:
+        return getattr(import_module(f"scaler_triton.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,6 +78,7 @@ MEASURE = """
 import json, sys, time, torch
 begin = time.perf_counter()
 import scaler_triton
+scaler_triton.GradScaler
 seconds = time.perf_counter() - begin
 heavy = [n for n in ("triton", "torch.distributed.fsdp", "scaler_triton.sharded", "numpy.testing") if n in sys.modules]
 print(json.dumps([seconds, heavy, torch.cuda.is_initialized()]))

@@ -1,0 +1,171 @@
+"""The registry of torch's known defects: `--prove` runs it, the README's table is made from it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from scaler_triton.demo import case_steps as steps
+from scaler_triton.demo.case_steps import RANKS, START, Outcome
+from scaler_triton.demo.scalers import Scalers
+
+HALVED = START / 2
+
+
+@dataclass(frozen=True)
+class Right:
+    """What every rank has to hold in the end.
+
+    Args:
+        stepped: whether the parameters must have changed.
+        scale: the scale.
+    """
+
+    stepped: bool
+    scale: float
+
+    def __str__(self) -> str:
+        return f"every rank {'steps' if self.stepped else 'skips the step'} and holds scale {self.scale:g}"
+
+    def wrong(self, outcomes: Sequence[Outcome]) -> str:
+        """What is not so, in words; empty if all is right.
+
+        Args:
+            outcomes: of every rank.
+        """
+        said = []
+        if len({(outcome.scale, outcome.stepped) for outcome in outcomes}) > 1:
+            said.append("the ranks split")
+        if bad := [str(rank) for rank, outcome in enumerate(outcomes) if not outcome.finite]:
+            said.append(f"NaN or Inf in the weights of rank {', '.join(bad)}")
+        if not said and outcomes[0].scale != self.scale:
+            said.append(f"the scale is {outcomes[0].scale:g} instead of {self.scale:g}")
+        if not said and outcomes[0].stepped != self.stepped:
+            said.append(f"the step was {'taken' if outcomes[0].stepped else 'skipped'}")
+        return "; ".join(said)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One defect.
+
+    Args:
+        name: what `--prove` takes.
+        summary: the situation, in one line.
+        torch: what torch does, in one line.
+        ours: what we do, in one line.
+        run: runs on every rank, `run(rank, scalers) -> Outcome`.
+        right: what must come out.
+        thread: address of torch's own issue, where there is one.
+        ranks: how many processes.
+    """
+
+    name: str
+    summary: str
+    torch: str
+    ours: str
+    run: Callable[[int, Scalers], Outcome]
+    right: Right
+    thread: str = ""
+    ranks: int = RANKS
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            "fsdp1-fused",
+            "FSDP1, fused AdamW, ShardedGradScaler; one rank's gradient shard overflows",
+            "the ranks split for good: one skips the step and backs off, the others step",
+            "every rank skips the step",
+            steps.fsdp1_fused,
+            Right(stepped=False, scale=HALVED),
+        ),
+        Case(
+            "fused-clip",
+            "FSDP1, fused SGD, `unscale_` and clipping; two ranks overflow in the same step",
+            "the step is taken: NaN or Inf in the weights",
+            "every rank skips the step",
+            steps.fused_clip,
+            Right(stepped=False, scale=HALVED),
+        ),
+        Case(
+            "fused-adam-unscale",
+            "fused AdamW, ShardedGradScaler, `unscale_` before the step; nothing overflows",
+            "`step` raises RuntimeError, always",
+            "every rank steps",
+            steps.fused_adam_unscale,
+            Right(stepped=True, scale=START),
+            thread="https://github.com/pytorch/pytorch/issues/140514",
+        ),
+        Case(
+            "tp-first-replicated",
+            "GradScaler on DTensors: the first parameter replicated, another one's shard overflows on one rank",
+            "the ranks split: one skips, the other steps",
+            "every rank skips the step",
+            steps.tp_first_replicated,
+            Right(stepped=False, scale=HALVED),
+        ),
+        Case(
+            "dtensor-beside-plain",
+            "GradScaler, sharded and plain parameters in one optimizer (FSDP2's `ignored_params`)",
+            "`step` raises RuntimeError about mixed tensors",
+            "every rank skips the bad step",
+            steps.dtensor_beside_plain,
+            Right(stepped=False, scale=HALVED),
+        ),
+        Case(
+            "rank-without-grads",
+            "fused AdamW, ShardedGradScaler; one rank got no gradients, another one's overflow",
+            "the ranks split: their scales differ from here on",
+            "every rank skips the step",
+            steps.rank_without_grads,
+            Right(stepped=False, scale=HALVED),
+        ),
+        Case(
+            "rank-without-grads-dtensor",
+            "GradScaler on sharded experts; one rank's got no gradients, another one's overflow",
+            "one rank raises AssertionError, the other hangs in a collective",
+            "every rank skips the step",
+            steps.rank_without_grads_dtensor,
+            Right(stepped=False, scale=HALVED),
+        ),
+        Case(
+            "scale-to-inf",
+            "ShardedGradScaler on the CPU; the scale grows for as long as nothing overflows",
+            "the scale becomes inf and every later step is skipped",
+            "the scale stays at the largest power of two, training goes on",
+            steps.scale_to_inf,
+            Right(stepped=True, scale=2.0**127),
+        ),
+        Case(
+            "tracker-past-interval",
+            "GradScaler; `set_growth_interval` to fewer good steps than were already counted",
+            "the scale never grows again until a step is skipped",
+            "the scale grows at the next good step",
+            steps.tracker_past_interval,
+            Right(stepped=True, scale=4 * START),
+        ),
+        Case(
+            "fused-then-plain",
+            "ShardedGradScaler; a fused optimizer steps before a plain one",
+            "`update` raises RuntimeError",
+            "both step on every rank",
+            steps.fused_then_plain,
+            Right(stepped=True, scale=START),
+        ),
+    )
+}
+
+
+def list_cases() -> str:
+    """The names and summaries, a line each."""
+    width = max(map(len, CASES))
+    return "\n".join(f"{case.name:{width}}  {case.summary}" for case in CASES.values())
+
+
+def cases_table() -> str:
+    """The registry as a Markdown table: the case, what happens with torch, with ours."""
+    rows = ["| case | with torch | with scaler_triton |", "| --- | --- | --- |"]
+    for case in CASES.values():
+        known = f" ([known]({case.thread}))" if case.thread else ""
+        rows.append(f"| `{case.name}`: {case.summary} | {case.torch}{known} | {case.ours} |")
+    return "\n".join(rows)

@@ -1,0 +1,96 @@
+"""`python -m scaler_triton demo`: the arguments, and what is checked before torch is imported."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+HELP = "train a small transformer and check that every rank agrees, or prove one of torch's defects"
+MODES = {
+    "single": "one process, nothing sharded",
+    "ddp": "DistributedDataParallel",
+    "fsdp1": "FullyShardedDataParallel",
+    "fsdp2": "fully_shard (default)",
+}
+FEWEST_STEPS = 6  # three of them are skipped, and the loss must fall in the others
+MOST_STEPS = 128  # rounding alone drives two long runs apart (demo/verdict.py, TOLERANCE)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the demo's arguments."""
+    parser.add_argument("--scaler", choices=("ours", "torch"), default="ours", help="default: ours")
+    modes = parser.add_mutually_exclusive_group()
+    for mode, what in MODES.items():
+        modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=what)
+    parser.set_defaults(mode="fsdp2")
+    parser.add_argument("--optimizer", choices=("adamw", "adamw-fused", "sgd"), default="adamw")
+    parser.add_argument("--steps", type=_step_count, default=48, metavar="N", help="6 to 128, default: 48")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the plot, or a folder for it")
+    parser.add_argument("--prove", metavar="CASE", help="a known defect of torch, or: list, all")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the demo or the proof and returns the exit status.
+
+    Args:
+        arguments: what `add_arguments` declared, parsed.
+    """
+    if missing := missing_packages(["tabulate"] if arguments.prove else ["matplotlib", "tabulate", "tqdm"]):
+        return _usage_error(f"the demo needs {', '.join(missing)}: pip install 'scaler_triton[demo]'")
+    if arguments.prove:
+        return _prove(arguments.prove)
+    try:
+        picture = picture_path(arguments.out)
+    except OSError as error:
+        return _usage_error(f"--out {arguments.out}: cannot write there: {error.strerror}")
+    from scaler_triton.demo.show import show
+
+    return show(arguments.scaler, arguments.mode, arguments.optimizer, arguments.steps, picture)
+
+
+def missing_packages(names: Iterable[str]) -> list[str]:
+    """Those of the packages that cannot be imported here.
+
+    Args:
+        names: top-level module names.
+    """
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def picture_path(out: Path) -> Path:
+    """The file the plot goes to, in a folder that exists and can be written to.
+
+    Args:
+        out: a .png file, or a folder.
+    """
+    picture = out if out.suffix.lower() == ".png" else out / "demo.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture.open("ab").close()
+    if not picture.stat().st_size:
+        picture.unlink()
+    return picture
+
+
+def _prove(name: str) -> int:
+    from scaler_triton.demo.cases import CASES, list_cases
+    from scaler_triton.demo.prove import prove
+
+    if name == "list":
+        print(list_cases())
+        return 0
+    if name != "all" and name not in CASES:
+        return _usage_error(f"--prove {name}: no such case; one of {', '.join(CASES)}, list, all")
+    return prove(list(CASES.values()) if name == "all" else [CASES[name]])
+
+
+def _step_count(word: str) -> int:
+    steps = int(word)
+    if not FEWEST_STEPS <= steps <= MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"from {FEWEST_STEPS} to {MOST_STEPS} steps, got {steps}")
+    return steps
+
+
+def _usage_error(message: str) -> int:
+    print(f"scaler_triton: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,114 @@
+"""Where the ranks run: every GPU, two ranks on one GPU, or the CPU."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from scaler_triton.demo.ranks import RankPool, RankTimeout
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many ranks run where.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        backend: "gloo" or "nccl".
+        ranks: processes.
+        note: why, in words for the user.
+    """
+
+    device_type: str
+    backend: str
+    ranks: int
+    note: str
+
+
+def place(mode: str, ranks: int = 2) -> Placement:
+    """The best placement that this machine allows.
+
+    Args:
+        mode: "single", "ddp", "fsdp1" or "fsdp2"; single takes one process.
+        ranks: how many are wanted otherwise.
+    """
+    ranks = 1 if mode == "single" else ranks
+    if not torch.cuda.is_available():
+        return Placement("cpu", "gloo", ranks, "no GPU: on the CPU, over gloo")
+    if torch.cuda.device_count() >= ranks:
+        return Placement("cuda", "nccl", ranks, f"{ranks} of {torch.cuda.device_count()} GPUs, over nccl")
+    if one_gpu_gloo_works(mode, ranks):
+        return Placement("cuda", "gloo", ranks, f"{ranks} ranks share the one GPU, over gloo")
+    note = f"only 1 rank: {mode} with {ranks} gloo ranks does not run on the one GPU here"
+    return Placement("cuda", "nccl", 1, note)
+
+
+def one_gpu_gloo_works(mode: str = "fsdp2", ranks: int = 2) -> bool:
+    """Whether a mode trains with several gloo ranks on GPU 0.
+
+    Args:
+        mode: "ddp", "fsdp1" or "fsdp2".
+        ranks: processes.
+    """
+    return not why_not_one_gpu_gloo(mode, ranks)
+
+
+def why_not_one_gpu_gloo(mode: str, ranks: int = 2, timeout: float = 90.0) -> str:
+    """Tries it in child processes and gives what went wrong; empty if nothing did.
+
+    Args:
+        mode: "ddp", "fsdp1" or "fsdp2".
+        ranks: processes.
+        timeout: seconds.
+    """
+    try:
+        with RankPool(ranks, backend="gloo") as pool:
+            results = pool.run(_train_a_little, mode, ranks, timeout=timeout)
+    except RankTimeout as late:
+        results = late.results
+    except RuntimeError as error:  # the ranks did not start
+        return str(error).splitlines()[0]
+    return next((result.error for result in results if result.error), "")
+
+
+def main() -> None:
+    """Prints what several ranks on one GPU can do on this machine."""
+    if not torch.cuda.is_available():
+        print("no GPU")
+        return
+    for mode in ("ddp", "fsdp1", "fsdp2"):
+        reason = why_not_one_gpu_gloo(mode)
+        print(f"{mode} with 2 gloo ranks on one GPU: {f'no: {reason}' if reason else 'yes'}", flush=True)
+
+
+def use_device(device_type: str, rank: int) -> torch.device:
+    """This rank's device, made the current one.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        rank: this process; ranks share GPUs where there are fewer.
+    """
+    if device_type == "cpu":
+        torch.set_num_threads(1)  # the ranks share the cores
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _train_a_little(rank: int, mode: str, ranks: int) -> None:
+    from scaler_triton.demo.model import CharTransformer, ModelSize
+    from scaler_triton.demo.parallel import spread, whole_parameters
+
+    device = use_device("cuda", rank)
+    model: nn.Module = spread(CharTransformer(8, ModelSize(1, 8, 1, 4)).to(device), mode, ranks)
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device=device)
+    model(tokens, tokens).backward()
+    whole_parameters(model).sum().item()
+
+
+if __name__ == "__main__":
+    # Not this module's own `main`: a rank could not find the functions of a `__main__`.
+    from scaler_triton.demo import device
+
+    device.main()

@@ -1,0 +1,47 @@
+"""The four ways to spread a model over ranks, and the way back to whole parameters."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from scaler_triton.demo.model import Block, CharTransformer
+
+
+def spread(model: CharTransformer, mode: str, ranks: int) -> nn.Module:
+    """The model as the mode trains it; FSDP shards each block and the rest.
+
+    Args:
+        model: whole, on this rank's device, with the same values on every rank.
+        mode: "single", "ddp", "fsdp1" or "fsdp2".
+        ranks: processes in the default group.
+    """
+    device = next(model.parameters()).device
+    if mode == "ddp":
+        return DistributedDataParallel(model)
+    if mode == "fsdp1":
+        return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device)
+    if mode == "fsdp2":
+        mesh = init_device_mesh(device.type, (ranks,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the shard of a DTensor, else the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_parameters(model: nn.Module) -> Tensor:
+    """All parameters of a spread model, gathered, as one fp32 vector on the CPU. A collective call."""
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model) if is_fsdp1 else nullcontext():
+        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        return torch.cat([p.detach().flatten().cpu() for p in whole])

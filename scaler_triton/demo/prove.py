@@ -1,0 +1,136 @@
+"""`--prove`: one defect, torch's class and ours side by side."""
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from tabulate import tabulate
+
+from scaler_triton.demo.case_steps import Outcome
+from scaler_triton.demo.cases import CASES, Case
+from scaler_triton.demo.ranks import RankPool, RankResult, RankTimeout
+from scaler_triton.demo.scalers import load_scalers
+
+COLLECTIVE_LIMIT = 10.0  # seconds that a rank waits for the others: a hang becomes an error after that
+CASE_LIMIT = 60.0
+
+
+class Pools:
+    """Processes that several cases share.
+
+    Args:
+        stack: ends them.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, case: Case, scaler: str) -> list[RankResult]:
+        """Runs a case on every rank; a hang is given as an error, too.
+
+        Args:
+            case: what to run.
+            scaler: "torch" or "ours".
+        """
+        if case.ranks not in self._pools:
+            pool = RankPool(case.ranks, group_timeout=COLLECTIVE_LIMIT)
+            self._pools[case.ranks] = self._stack.enter_context(pool)
+        try:
+            return self._pools[case.ranks].run(run_case, case.name, scaler, timeout=CASE_LIMIT)
+        except RankTimeout as late:
+            return late.results
+
+
+def prove(cases: Sequence[Case]) -> int:
+    """Runs and prints cases; 0 if in each of them torch is wrong and we are right.
+
+    Args:
+        cases: what to run, in this order.
+    """
+    unexpected = []
+    with open_pools() as pools:
+        for case in cases:
+            unexpected += [f"{case.name}: {what}" for what in prove_one(case, pools)]
+    for what in unexpected:
+        print(f"UNEXPECTED: {what}")
+    if not unexpected:
+        print(f"As expected{f' in all {len(cases)} cases' if len(cases) > 1 else ''}: torch wrong, ours right.")
+    return 1 if unexpected else 0
+
+
+def prove_one(case: Case, pools: Pools) -> list[str]:
+    """Runs one case with both and prints what each rank holds.
+
+    Args:
+        case: what to run.
+        pools: where to run it.
+
+    Returns:
+        What is not as the registry says; empty if torch is wrong and we are right.
+    """
+    print(f"{case.name}: {case.summary}\nright is: {case.right}\n", flush=True)
+    torch_is_wrong = _run_and_print(case, "torch", pools)
+    ours_is_wrong = _run_and_print(case, "ours", pools)
+    unexpected = [f"scaler_triton is wrong: {ours_is_wrong}"] if ours_is_wrong else []
+    return unexpected if torch_is_wrong else [*unexpected, "torch is no longer wrong"]
+
+
+@contextmanager
+def open_pools() -> Iterator[Pools]:
+    """Pools that end with the block."""
+    with ExitStack() as stack:
+        yield Pools(stack)
+
+
+def run_case(rank: int, name: str, scaler: str) -> Outcome:
+    """What each rank executes.
+
+    Args:
+        rank: this process.
+        name: the case.
+        scaler: "torch" or "ours".
+    """
+    return CASES[name].run(rank, load_scalers(scaler))
+
+
+def wrong(case: Case, results: Sequence[RankResult]) -> str:
+    """What went wrong, in words; empty if the case came out right.
+
+    Args:
+        case: what was run.
+        results: what became of each rank.
+    """
+    errors = [f"rank {result.rank} {_error_kind(result)}" for result in results if not result.ok]
+    return "; ".join(errors) or case.right.wrong([result.value for result in results])
+
+
+def _run_and_print(case: Case, scaler: str, pools: Pools) -> str:
+    results = pools.run(case, scaler)
+    said = wrong(case, results)
+    print(load_scalers(scaler).label)
+    print(tabulate([_row(result) for result in results], ["rank", "scale", "optimizer", "its parameters"]))
+    print(f"{f'WRONG: {said}' if said else 'RIGHT'}\n", flush=True)
+    return said
+
+
+def _row(result: RankResult) -> list[object]:
+    if result.error is not None:
+        return [result.rank, "-", "error", _shortened(result.error)]
+    outcome: Outcome = result.value
+    done = "stepped" if outcome.stepped else "skipped" if outcome.had_grads else "no grads"
+    change = f"-> {outcome.after}" if outcome.stepped else "unchanged"
+    broken = "" if outcome.finite else " (NaN or Inf)"
+    return [result.rank, f"{outcome.scale:g}", done, f"{outcome.before} {change}{broken}"]
+
+
+def _shortened(error: str) -> str:
+    without_source_line = re.sub(r"\[\S+:\d+\] ", "", error.splitlines()[0])
+    return textwrap.shorten(without_source_line, 90, placeholder=" ...")
+
+
+def _error_kind(result: RankResult) -> str:
+    kind, _, text = (result.error or "").partition(":")
+    waited = kind in ("RankTimeout", "OutOfStep") or "timed out" in text.lower()
+    return "hangs in a collective" if waited else f"raises {kind}"

@@ -1,0 +1,83 @@
+"""The demo from start to verdict."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scaler_triton.demo.config import DemoConfig
+from scaler_triton.demo.device import Placement, place
+from scaler_triton.demo.plot import save_plot
+from scaler_triton.demo.progress import bar_fed_by_file, new_bar
+from scaler_triton.demo.ranks import RankPool, RankResult, RankTimeout
+from scaler_triton.demo.reference import train_reference
+from scaler_triton.demo.scalers import load_scalers
+from scaler_triton.demo.table import steps_table
+from scaler_triton.demo.trace import Trace
+from scaler_triton.demo.train import train_rank
+from scaler_triton.demo.verdict import judge
+
+SECONDS_TO_START, SECONDS_A_STEP = 120.0, 5.0  # far above what a slow machine takes: only a hang reaches them
+
+
+def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> int:
+    """Trains, reports and returns the exit status: 0 if every check holds.
+
+    Args:
+        scaler: "ours" or "torch".
+        mode: "single", "ddp", "fsdp1" or "fsdp2".
+        optimizer: "adamw", "adamw-fused" or "sgd".
+        steps: training steps.
+        picture: where the plot goes.
+    """
+    placement = place(mode)
+    config = DemoConfig(scaler, mode, optimizer, steps, placement.ranks, placement.device_type)
+    title = f"{scaler_name(config)}, {mode}, {optimizer}, {placement.ranks} rank{'s' if placement.ranks > 1 else ''}"
+    print(f"{title}\n{placement.note}", flush=True)
+    results = train_ranks(config, placement)
+    if not all(result.ok for result in results):
+        return _report_errors(results)
+    ranks: list[Trace] = [result.value for result in results]
+    with new_bar("one process, to compare", steps) as bar:
+        reference = train_reference(config, bar.update)
+    print(f"\n{steps_table(config, ranks)}\n")
+    save_plot(config, ranks, title, picture)
+    print(f"plot: {picture}\n")
+    return _report_verdict(ranks, reference)
+
+
+def train_ranks(config: DemoConfig, placement: Placement) -> Sequence[RankResult]:
+    """Runs all ranks and gives what became of each, a hang included.
+
+    Args:
+        config: the run.
+        placement: where it runs.
+    """
+    limit = SECONDS_TO_START + SECONDS_A_STEP * config.steps
+    title = f"{config.ranks} ranks, {config.mode}" if config.ranks > 1 else config.mode
+    with RankPool(config.ranks, backend=placement.backend) as pool, bar_fed_by_file(title, config.steps) as feed:
+        try:
+            return pool.run(train_rank, config, feed, timeout=limit)
+        except RankTimeout as late:
+            return late.results
+
+
+def scaler_name(config: DemoConfig) -> str:
+    """The class that is shown, for people."""
+    kind = "GradScaler" if config.mode == "single" else "ShardedGradScaler"
+    return f"{kind} of {load_scalers(config.scaler).label}"
+
+
+def _report_errors(results: Sequence[RankResult]) -> int:
+    print("\nFAILED: the training did not come to its end", file=sys.stderr)
+    for result in results:
+        print(f"rank {result.rank}: {result.error or 'came to its end'}", file=sys.stderr)
+    return 1
+
+
+def _report_verdict(ranks: Sequence[Trace], reference: Trace) -> int:
+    checks = judge(ranks, reference)
+    for check in checks:
+        print(f"{'ok    ' if check.ok else 'FAILED'}  {check.text}")
+    failed = sum(not check.ok for check in checks)
+    print(f"\n{f'FAILED: {failed} of {len(checks)} checks' if failed else 'OK: every check holds'}")
+    return 1 if failed else 0

@@ -1,0 +1,105 @@
+"""The command line: what it refuses, what it needs, and that it answers at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scaler_triton import cli
+from scaler_triton.demo import command
+
+PACKAGE = Path(cli.__file__).parent
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the parser says to words that it refuses with status 2."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "COMMAND" in refused([], capsys)
+
+
+@pytest.mark.parametrize("words", [["train"], ["demo", "--ddp", "--fsdp1"], ["demo", "--optimizer", "lbfgs"]])
+def test_wrong_words_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    refused(words, capsys)
+
+
+@pytest.mark.parametrize("steps", ["5", "0", "-1", "129", "many"])
+def test_too_few_or_too_many_steps_are_refused(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--steps" in refused(["demo", "--steps", steps], capsys)
+
+
+def test_an_unknown_case_is_named_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tabulate")
+    assert cli.main(["demo", "--prove", "no-such"]) == 2
+    said = capsys.readouterr().err
+    assert "no-such" in said
+    assert "fsdp1-fused" in said
+
+
+def test_prove_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tabulate")
+    assert cli.main(["demo", "--prove", "list"]) == 0
+    assert "fused-then-plain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "absent"), [([], "matplotlib"), (["--prove", "list"], "tabulate")])
+def test_a_missing_package_is_one_line_that_says_how_to_get_it(
+    words: list[str], absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = command.importlib.util.find_spec
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
+    assert cli.main(["demo", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert absent in said
+    assert "pip install 'scaler_triton[demo]'" in said
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("matplotlib", "tabulate", "tqdm"):
+        pytest.importorskip(package)
+    (tmp_path / "file").touch()
+    assert cli.main(["demo", "--out", str(tmp_path / "file" / "plot.png")]) == 2
+    assert "cannot write there" in capsys.readouterr().err
+
+
+def test_the_plot_goes_into_a_folder_or_to_a_file(tmp_path: Path) -> None:
+    assert command.picture_path(tmp_path / "new") == tmp_path / "new" / "demo.png"
+    assert command.picture_path(tmp_path / "my.png") == tmp_path / "my.png"
+    assert list(tmp_path.rglob("*.png")) == []
+
+
+def test_no_command_imports_torch_before_it_runs() -> None:
+    # Without the package's own __init__, which imports torch for those who import the scaler.
+    program = (
+        "import sys, types\n"
+        "package = types.ModuleType('scaler_triton')\n"
+        f"package.__path__ = [{str(PACKAGE)!r}]\n"
+        "sys.modules['scaler_triton'] = package\n"
+        "from scaler_triton import cli\n"
+        "cli.build_parser().format_help()\n"
+        "heavy = {'torch', 'triton', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    words = [sys.executable, "-m", "scaler_triton", "demo", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    for word in ("--scaler", "--single", "--ddp", "--fsdp1", "--fsdp2", "--optimizer", "--steps", "--prove"):
+        assert word in done.stdout
