@@ -1,0 +1,156 @@
+"""The vector body that every kernel over a table shares.
+
+A program visits one chunk of one tensor. Whatever the tensor's alignment, its body starts at the first
+16-byte boundary and is accessed by whole 16-byte vectors; the fewer than one vector of elements before and
+after it are the edges, visited by the program of chunk 0 in one narrow step. An aligned tensor that ends on
+a vector has none.
+
+Three things keep the vectors whole, each found by reading PTX: the alignment hint is put on the *pointer*,
+after the cast, which drops what was known of the integer; the bound of the mask is a hinted multiple of the
+vector; one masked path serves full and partial chunks alike (two would double the registers).
+"""
+
+import triton
+import triton.language as tl
+
+from scaler_triton.kernels import launcher
+
+# The interpreter truncates fp32 -> bf16 and converts bf16 subnormals wrongly: there both go by bits.
+_BF16_BY_BITS = tl.constexpr(launcher.INTERPRETED)
+
+SAW_NAN = tl.constexpr(1)
+SAW_INF = tl.constexpr(2)
+
+
+@triton.jit
+def visit_chunk(
+    address_ptr,
+    numel_ptr,
+    chunk_tensor_ptr,
+    chunk_index_ptr,
+    bits_ptr,
+    found_inf_ptr,
+    inv,
+    DTYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WRITE: tl.constexpr,
+):
+    """Flag what is not finite in this program's chunk and, with WRITE, multiply the chunk by `inv`."""
+    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VEC: tl.constexpr = 16 // ITEMSIZE
+
+    pid = tl.program_id(0)
+    tensor = tl.load(chunk_tensor_ptr + pid)
+    address = tl.load(address_ptr + tensor)
+    if address != 0:
+        n_elements = tl.load(numel_ptr + tensor)
+        start = tl.load(chunk_index_ptr + pid).to(tl.int64) * (BLOCK_SIZE * UNROLL)
+
+        aligned = (address + 15) & -16
+        head = tl.minimum((aligned - address) // ITEMSIZE, n_elements)
+        tail = head + (n_elements - head) // VEC * VEC
+        body_ptr = tl.multiple_of((aligned + start * ITEMSIZE).to(tl.pointer_type(DTYPE)), 16)
+        limit = tl.multiple_of(tl.minimum(tail - head - start, BLOCK_SIZE * UNROLL).to(tl.int32), VEC)
+        has_edges = (start == 0) & (tail - head < n_elements)
+        body = (body_ptr, limit)
+        edges = (address.to(tl.pointer_type(DTYPE)), head, tail, n_elements)
+
+        # A product is NaN, Inf or finite just as its gradient was, unless the factor is 0 or beyond 1: so the
+        # bits may be read after the stores, or between them, but for such a factor they are read before.
+        keeps_kinds = (not WRITE) | ((tl.abs(inv) <= 1) & (inv != 0))
+        if not keeps_kinds:
+            _mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+        bad = _visit_body(body, inv, VEC, BLOCK_SIZE, UNROLL, WRITE)
+        if has_edges:
+            bad += _visit_edges(edges, inv, VEC, WRITE)
+        if bad != bad:
+            tl.store(found_inf_ptr, 1.0)  # all who store here store the same: no atomic
+            if keeps_kinds:
+                _mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+
+
+@triton.jit
+def _visit_body(body, inv, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr, WRITE: tl.constexpr):
+    """NaN if an element of the chunk's body is not finite, else 0; with WRITE the body times `inv`."""
+    body_ptr, limit = body
+    # A product with 1 need not be stored: no lane has anything to store then.
+    store_limit = tl.where(inv == 1.0, 0, limit)
+    acc = tl.zeros([BLOCK_SIZE], tl.float64 if VEC == 2 else tl.float32)
+    for step in tl.static_range(UNROLL):
+        offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        grad = tl.load(body_ptr + offs, mask=offs < limit, other=0.0)
+        x = _widen(grad)
+        acc += x * 0.0  # Inf * 0 is NaN, and NaN stays
+        if WRITE:
+            tl.store(body_ptr + offs, _narrow(x * inv, grad.dtype), mask=offs < store_limit)
+    return tl.sum(acc)
+
+
+@triton.jit
+def _visit_edges(edges, inv, VEC: tl.constexpr, WRITE: tl.constexpr):
+    """As `_visit_body`, for the elements before and after the body."""
+    ptrs, mask = _edge_ptrs(edges, VEC)
+    grad = tl.load(ptrs, mask=mask, other=0.0)
+    x = _widen(grad)
+    if WRITE:
+        tl.debug_barrier()  # every warp loads these few elements, one stores them: not before all have loaded
+        if inv != 1.0:
+            tl.store(ptrs, _narrow(x * inv, grad.dtype), mask=mask)
+    return tl.sum(x * 0.0)
+
+
+@triton.jit
+def _edge_ptrs(edges, VEC: tl.constexpr):
+    """Pointers to the elements before and after the body, and their mask."""
+    edge_ptr, head, tail, n_elements = edges
+    lane = tl.arange(0, 2 * VEC)
+    before = lane < VEC
+    offs = tl.where(before, lane, tail + lane - VEC)
+    return edge_ptr + offs, tl.where(before, lane < head, offs < n_elements)
+
+
+@triton.jit
+def _mark(bits_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
+    """Add what the chunk holds to its tensor's bits: the rare path, which reads the chunk once more."""
+    body_ptr, limit = body
+    kinds = 0
+    for step in range(UNROLL):
+        offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        kinds |= _kinds(tl.load(body_ptr + offs, mask=offs < limit, other=0.0))
+    if has_edges:
+        ptrs, mask = _edge_ptrs(edges, VEC)
+        kinds |= _kinds(tl.load(ptrs, mask=mask, other=0.0))
+    if kinds != 0:
+        tl.atomic_or(bits_ptr, kinds, sem="relaxed")
+
+
+@triton.jit
+def _kinds(grad):
+    """SAW_NAN and SAW_INF of a block as it was loaded, as one int32."""
+    x = _widen(grad)
+    nan = tl.max((x != x).to(tl.int32), 0)
+    inf = tl.max((tl.abs(x) == float("inf")).to(tl.int32), 0)
+    return nan * SAW_NAN | inf * SAW_INF
+
+
+@triton.jit
+def _widen(x):
+    """fp16, bf16 and fp32 as fp32, fp64 as it is: the types that torch multiplies in."""
+    if x.dtype == tl.float64:
+        return x
+    elif _BF16_BY_BITS and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _narrow(x, dtype: tl.constexpr):
+    """`x` rounded once, to nearest even, to `dtype`."""
+    if _BF16_BY_BITS and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)

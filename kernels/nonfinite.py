@@ -1,0 +1,52 @@
+"""Check without touching: reads every gradient once, writes none.
+
+Moves one element width an element, half of what a pass that also writes does.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from scaler_triton.kernels.common import visit_chunk
+from scaler_triton.kernels.table import GradTable
+
+
+@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr"])
+def _check_nonfinite_kernel(
+    address_ptr,
+    numel_ptr,
+    chunk_tensor_ptr,
+    chunk_index_ptr,
+    bits_ptr,
+    found_inf_ptr,
+    DTYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    visit_chunk(
+        address_ptr,
+        numel_ptr,
+        chunk_tensor_ptr,
+        chunk_index_ptr,
+        bits_ptr,
+        found_inf_ptr,
+        1.0,
+        DTYPE,
+        BLOCK_SIZE,
+        UNROLL,
+        WRITE=False,
+    )
+
+
+def launch_check_nonfinite(table: GradTable, found_inf: Tensor) -> None:
+    """Flag what is not finite in the gradients of `table`.
+
+        found_inf = 1 if any gradient has a NaN or an Inf else found_inf
+
+    Args:
+        table: the gradients, read only; a tensor's `bits` gain what was seen in it.
+        found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
+    """
+    assert found_inf.dtype == torch.float32
+    table.launch(_check_nonfinite_kernel, found_inf)

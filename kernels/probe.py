@@ -1,0 +1,72 @@
+"""Can this device run the kernels, and run them right? Found out on scratch, before a gradient is touched."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from scaler_triton.kernels.common import SAW_INF
+from scaler_triton.kernels.launcher import TRITON_DTYPES, check_device
+from scaler_triton.kernels.nonfinite import launch_check_nonfinite
+from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels.unscale import launch_unscale
+from scaler_triton.kernels.update_scale import launch_update_scale
+
+
+def probe(device: torch.device, dtypes: Iterable[torch.dtype] = tuple(TRITON_DTYPES)) -> None:
+    """Compile every kernel for `device`, run it on a few numbers and compare the outcome; waits for the device.
+
+    Args:
+        device: a GPU; under TRITON_INTERPRET=1 the CPU.
+        dtypes: the gradient dtypes to probe; each costs three compilations on a fresh machine.
+
+    Raises:
+        RuntimeError: a kernel ran and was wrong, or the kernels do not take tensors on `device`.
+        Exception: whatever Triton or the driver raised: no C compiler, a read-only cache, an old GPU.
+    """
+    check_device(device)
+    for dtype in dtypes:
+        _probe_table_kernels(dtype, device)
+    _probe_update_scale(device)
+
+
+def _probe_table_kernels(dtype: torch.dtype, device: torch.device) -> None:
+    start = torch.arange(100, dtype=dtype, device="cpu")
+    start[50] = float("inf")
+    grad = start.to(device, copy=True)
+    view = grad[1:]  # a misaligned start takes the edges' path too
+    table = GradTable([view.numel()], dtype, device)
+    table.set_addresses([view.data_ptr()])
+    found_inf = _floats([0.0, 0.0, 0.0], device)
+    scale, inv_scale = _floats([4.0, 0.5], device)
+
+    launch_check_nonfinite(table, found_inf[0])
+    _expect(f"check_nonfinite of {dtype}", grad, start)
+    launch_unscale(table, scale, found_inf[1], inverse=False)
+    launch_unscale(table, inv_scale, found_inf[2], inverse=True)
+
+    start[1:] /= 8
+    _expect(f"unscale of {dtype}", grad, start)
+    _expect(f"found_inf of {dtype}", found_inf, _floats([1.0, 1.0, 1.0]))
+    _expect(f"bits of {dtype}", table.bits, torch.full((1,), SAW_INF.value, dtype=torch.int32, device="cpu"))
+
+
+def _probe_update_scale(device: torch.device) -> None:
+    scale, found_inf = _floats([3.0, 0.0], device)
+    growth_tracker = torch.ones((), dtype=torch.int32, device=device)
+    launch_update_scale(scale, growth_tracker, found_inf, 1.1, 0.5, 2)
+    # 1.1 must have arrived in fp64: its fp32 neighbour gives another product.
+    _expect("update_scale", scale, _floats(3.0 * 1.1))
+    _expect("growth_tracker", growth_tracker, torch.zeros((), dtype=torch.int32, device="cpu"))
+
+
+def _floats(values: float | list[float], device: torch.device | str = "cpu") -> Tensor:
+    # Neither a default dtype nor a default device that the user has set may change what is probed.
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _expect(what: str, got: Tensor, want: Tensor) -> None:
+    if not torch.equal(got.cpu(), want):
+        raise RuntimeError(
+            f"the Triton kernel for {what} runs on {got.device} but gives {got.tolist()}, not {want.tolist()}"
+        )

@@ -1,0 +1,135 @@
+"""What a kernel needs to walk many tensors in one launch: their addresses, and a map of their chunks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scaler_triton.kernels import launcher
+from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
+
+
+class GradTable:
+    """Device-side addresses and chunk map of tensors that share a device and a dtype.
+
+    Tensor `t` is `numels[t]` elements, dense in memory from `address[t]` on, in chunks of
+    `config.chunk_elements(itemsize)`. The map depends on `numels` alone: tensors may move, and come and go, from
+    step to step without a new one. A table belongs to one stream: the one current in `set_addresses` and in
+    the launches.
+
+    Attributes:
+        bits: what was seen in tensor `t`: bit 0 a NaN, bit 1 an Inf (int32 `[N]`, on the device). Kernels only
+            set bits; `clear_bits` clears them.
+        n_chunks: programs in a launch over this table; 0 where no tensor has elements.
+    """
+
+    def __init__(
+        self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, config: LaunchConfig = DEFAULT
+    ) -> None:
+        """Build the chunk map; no tensor has an address yet.
+
+        Args:
+            numels: elements of each tensor.
+            dtype: fp16, bf16, fp32 or fp64.
+            device: where the tensors lie.
+            config: the shape of one program.
+        """
+        self.dtype = dtype
+        self.device = device
+        self.config = config
+        tensors, indices = _chunk_map(numels, config.chunk_elements(dtype.itemsize))
+        self.n_chunks = len(tensors)
+        self.chunk_tensors = torch.from_numpy(tensors).to(device)
+        self.chunk_indices = torch.from_numpy(indices).to(device)
+        self.numels = torch.tensor(numels, dtype=torch.int64, device=device)
+        self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
+        self.bits = torch.zeros(len(numels), dtype=torch.int32, device=device)
+        self._last = [0] * len(numels)
+        self._staging = None if device.type == "cpu" else _Staging(len(numels), device)
+
+    def set_addresses(self, addresses: Sequence[int]) -> None:
+        """Point the table at this step's tensors; nothing is copied if they are where they were.
+
+        Args:
+            addresses: `data_ptr()` of each tensor, or 0 for one that has no gradient: it is skipped.
+        """
+        if len(addresses) != len(self._last):
+            raise ValueError(f"addresses: expected {len(self._last)} of them, got {len(addresses)}")
+        addresses = list(addresses)
+        if addresses == self._last:
+            return
+        if self._staging is None:
+            self.addresses.numpy()[:] = addresses
+        else:
+            self._staging.send(addresses, self.addresses)
+        self._last = addresses
+
+    def clear_bits(self) -> None:
+        """Forget what was seen in every tensor."""
+        self.bits.zero_()
+
+    def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
+        """Run `kernel` with one program a chunk, on the table and then on `args`; no chunk, no launch."""
+        launcher.launch(
+            kernel,
+            self.n_chunks,
+            self.device,
+            self.addresses,
+            self.numels,
+            self.chunk_tensors,
+            self.chunk_indices,
+            self.bits,
+            *args,
+            DTYPE=launcher.TRITON_DTYPES[self.dtype],
+            BLOCK_SIZE=self.config.block_elements(self.dtype.itemsize),
+            UNROLL=self.config.unroll,
+            num_warps=self.config.num_warps,
+            **constants,
+        )
+
+
+class _Staging:
+    """Pinned buffers that addresses pass through on their way to the device, without a wait.
+
+    A copy reads its buffer some time after `send` returns, so a buffer is written again only once the event
+    behind its last copy has passed; if the host has run that far ahead, another buffer is made.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size = size
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._slots = [self._new_slot() for _ in range(2)]
+
+    def send(self, values: list[int], out: Tensor) -> None:
+        """Copy `values` to `out` (int64 `[size]`, on the device, overwritten) in the current stream's order."""
+        buffer, passed = self._idle_slot()
+        buffer.numpy()[:] = values
+        with self._module.device(self._device):
+            out.copy_(buffer, non_blocking=True)
+            passed.record()
+
+    def _idle_slot(self) -> tuple[Tensor, Any]:
+        for slot in self._slots:
+            if slot[1].query():
+                return slot
+        self._slots.append(self._new_slot())
+        return self._slots[-1]
+
+    def _new_slot(self) -> tuple[Tensor, Any]:
+        return _pinned(self._size), self._module.Event()
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+
+
+def _chunk_map(numels: Sequence[int], chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tensor that each chunk belongs to and the chunk's index in it, both int32 `[n_chunks]`."""
+    counts = -(-np.asarray(numels, dtype=np.int64) // chunk)
+    tensors = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    first = np.cumsum(counts) - counts
+    indices = np.arange(len(tensors), dtype=np.int64) - np.repeat(first, counts)
+    return tensors, indices.astype(np.int32)

@@ -1,0 +1,581 @@
+"""What the ranks run in the distributed tests: a training loop over given gradients, and what it left behind.
+
+Spawned ranks import this file, so pytest stays out of it. Set SCALER_UNDER_TEST=torch to run the same cases
+with torch's own classes and see which of them torch gets wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from scaler_triton.demo.ranks import CollectiveCounter
+
+INIT_SCALE = 8.0
+GROWTH_INTERVAL = 2
+LEARNING_RATE = 2.0**-4
+STEPS = 4
+
+# Warnings of others that a case may meet; everything else is an error, in the ranks as in the tests.
+IGNORED_WARNINGS = [
+    # torch tells that FSDP1's NO_SHARD goes away in favour of DDP; we test it as long as it exists.
+    (r"The `NO_SHARD` sharding strategy is deprecated", FutureWarning),
+    # torch tells users of FSDP1 to move to fully_shard.
+    (r".*FSDP.*(deprecated|fully_shard)", FutureWarning),
+    # torch tells that an in-place op on the view a tensor-parallel layer returns would hurt; there is none here.
+    (r"FSDP2-wrapped module .* returned a view tensor", UserWarning),
+    # torch says so when it makes its first CSR tensor; the scaler refuses it.
+    (r"Sparse CSR tensor support is in beta", UserWarning),
+    # torch's step() tells an old-style optimizer (apex, TransformerEngine) that its contract will go.
+    (r"GradScaler is going to stop passing itself", FutureWarning),
+]
+
+
+def strictly(rank: int, case: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Run a case with every warning an error, but for the listed ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for message, category in IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message, category=category)
+        return case(rank, *args, **options)
+
+
+# What a case is made of.
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At one step, after backward, one element of one rank's local gradient becomes `value`."""
+
+    step: int
+    rank: int
+    param: int = 0
+    value: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run left on one rank; lists run over the steps, inner tuples over the optimizers."""
+
+    scales: list[str] = field(default_factory=list)  # as hex: compared bit by bit
+    trackers: list[int] = field(default_factory=list)
+    stepped: list[tuple[bool | None, ...]] = field(default_factory=list)  # None: no local gradient to tell by
+    collectives: list[tuple[int, ...]] = field(default_factory=list)
+    update_collectives: list[int] = field(default_factory=list)
+    errors: list[tuple[str | None, ...]] = field(default_factory=list)  # of a tolerant run, as "Type: text"
+    step_counts: list[list[float]] = field(default_factory=list)  # of each optimizer's parameters
+    digests: list[str] = field(default_factory=list)  # of each parameter's local values
+    finite: bool = True
+
+
+def new_scaler(kind: str, **options: Any) -> Any:
+    """Make a scaler with the tests' settings: "sharded", "grad", or "world", which is "grad" for everybody."""
+    if kind == "world":
+        kind, options = "grad", {"process_group": dist.group.WORLD} | options
+    options = {"device": "cpu", "init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL} | options
+    return scaler_class(kind)(**options)
+
+
+def scaler_class(kind: str) -> Any:
+    """Our class, or torch's when the environment asks for it."""
+    if os.environ.get("SCALER_UNDER_TEST") == "torch":
+        from torch.amp import GradScaler
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    else:
+        from scaler_triton import GradScaler, ShardedGradScaler
+    return {"sharded": ShardedGradScaler, "grad": GradScaler}[kind]
+
+
+def new_optimizer(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Make an optimizer from a name such as "adamw" or "sgd-fused"."""
+    kind, _, variant = name.partition("-")
+    classes = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "adagrad": torch.optim.Adagrad,
+    }
+    return classes[kind](list(params), lr=LEARNING_RATE, **({variant: True} if variant else {}))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """What this rank stores of a tensor, whatever its layout; shares its memory."""
+    local = local_of(tensor.detach())
+    if local.layout is torch.sparse_coo:
+        return local._values()
+    return local.values() if local.layout is torch.sparse_csr else local
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@functools.cache
+def mesh(shape: tuple[int, ...], names: tuple[str, ...], order: tuple[int, ...] | None = None) -> DeviceMesh:
+    """A mesh over the whole world, made once a process: making one costs process groups."""
+    if order is None:
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return DeviceMesh("cpu", torch.tensor(order).reshape(shape), mesh_dim_names=names)
+
+
+def square() -> DeviceMesh:
+    """The 2 x 2 mesh of the tests with four ranks."""
+    return mesh((2, 2), ("dp", "tp"))
+
+
+def line() -> DeviceMesh:
+    """The 1-D mesh over everybody."""
+    return mesh((dist.get_world_size(),), ("dp",))
+
+
+# Parameters and gradients by hand: exact, and without a model.
+
+
+def plain_param(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An ordinary parameter."""
+    return torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+
+
+def dtensor_param(on: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A distributed parameter whose local part is 2 x 3 on every rank."""
+    local = torch.ones(2, 3, dtype=dtype)
+    return torch.nn.Parameter(DTensor.from_local(local, on, placements, run_check=False))
+
+
+def give_grads(scaler: Any, params: Sequence[Tensor], step: int, without: Iterable[int] = ()) -> None:
+    """Set gradients as a backward pass of a scaled loss would: powers of two, so that all is exact."""
+    factor = scaler.scale(torch.ones(())).item()
+    for index, param in enumerate(params):
+        param.grad = None if index in without else _grad_like(param, 2.0 ** (step - index - 3) * factor)
+
+
+def _grad_like(param: Tensor, value: float) -> Tensor:
+    grad = torch.full_like(local_of(param).detach(), value)
+    if isinstance(param, DTensor):
+        return DTensor.from_local(grad, param.device_mesh, param.placements, run_check=False)
+    return grad
+
+
+def plant(faults: Iterable[Fault], rank: int, step: int, params: Sequence[Tensor]) -> None:
+    """Write this step's faults into this rank's gradients, those that have local elements."""
+    held = [v for param in params if param.grad is not None and (v := values_of(param.grad)).numel() > 0]
+    for fault in faults:
+        if (fault.rank, fault.step) == (rank, step):
+            held[fault.param].view(-1)[0] = fault.value
+
+
+# The training loop.
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a loop uses its scaler."""
+
+    unscale: bool = False  # calls unscale_ itself
+    after_unscale: Callable[[], None] = lambda: None  # then clips, say
+    tolerant: bool = False  # writes an exception down and goes on
+    retry: bool = False  # after an exception, calls step() once more
+
+
+def train(
+    rank: int,
+    scaler: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+    backward: Callable[[int], None],
+    faults: Iterable[Fault] = (),
+    *,
+    steps: int = STEPS,
+    habits: Habits | None = None,
+) -> Report:
+    """Train as a user would and report; `backward(step)` leaves scaled gradients behind."""
+    report = Report()
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(step)
+        plant(faults, rank, step, params)
+        before = [_snapshot(optimizer) for optimizer in optimizers]
+        collectives, errors = _scaler_steps(scaler, optimizers, habits or Habits())
+        report.collectives.append(collectives)
+        report.errors.append(errors)
+        report.update_collectives.append(collectives_of(scaler.update))
+        report.stepped.append(tuple(map(_changed, optimizers, before)))
+        report.scales.append(float(scaler.get_scale()).hex())
+        report.trackers.append(int(scaler._growth_tracker))
+    return finish(report, optimizers)
+
+
+def finish(report: Report, optimizers: Sequence[torch.optim.Optimizer]) -> Report:
+    """Add what is known only after the last step."""
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    report.step_counts.extend(map(step_counts, optimizers))
+    report.digests.extend(map(digest, params))
+    return Report(**vars(report) | {"finite": all(bool(values_of(p).isfinite().all()) for p in params)})
+
+
+def step_counts(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The different step counts that an optimizer's state holds."""
+    states = [optimizer.state[param] for param in params_of(optimizer) if param in optimizer.state]
+    return sorted({float(state["step"]) for state in states if "step" in state})
+
+
+def digest(tensor: Tensor) -> str:
+    """A short name for the local values, bit by bit."""
+    flat = values_of(tensor).cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+def _scaler_steps(
+    scaler: Any, optimizers: Sequence[Any], habits: Habits
+) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+    """Take one step with every optimizer; how many collectives each cost, and what each raised."""
+    counts, errors = [0] * len(optimizers), [None] * len(optimizers)
+    for method in (scaler.unscale_, scaler.step) if habits.unscale else (scaler.step,):
+        for index, optimizer in enumerate(optimizers):
+            if errors[index] is None:
+                count, error = _counted(method, optimizer)
+                counts[index] += count
+                errors[index] = _handled(error, scaler, optimizer, habits)
+        if method == scaler.unscale_:
+            habits.after_unscale()
+    return tuple(counts), tuple(errors)
+
+
+def _handled(error: Exception | None, scaler: Any, optimizer: Any, habits: Habits) -> str | None:
+    if error is None:
+        return None
+    if not habits.tolerant:
+        raise error
+    if habits.retry:
+        scaler.step(optimizer)
+    return described(error)
+
+
+def described(error: Exception) -> str:
+    """An exception as the reports hold it."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _counted(fn: Callable[..., Any], *args: Any) -> tuple[int, Exception | None]:
+    """Call `fn`; how many collectives it cost, and what it raised."""
+    with CollectiveCounter() as counter:
+        try:
+            fn(*args)
+        except Exception as error:
+            return counter.count, error
+    return counter.count, None
+
+
+def collectives_of(fn: Callable[..., Any], *args: Any) -> int:
+    """Call `fn`; how many collectives it cost."""
+    count, error = _counted(fn, *args)
+    if error is not None:
+        raise error
+    return count
+
+
+def _snapshot(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The parameters, bit by bit, that have something local to update."""
+    return [digest(p) for p in params_of(optimizer) if p.grad is not None and local_of(p.grad).numel() > 0]
+
+
+def _changed(optimizer: torch.optim.Optimizer, before: list[str]) -> bool | None:
+    """Whether a step was taken, or None where no local gradient could tell."""
+    return _snapshot(optimizer) != before if before else None
+
+
+# Cases over parameters that each rank holds for itself, as FSDP1 shards or pipeline stages are.
+
+
+def rank_local(
+    rank: int,
+    kind: str,
+    names: Sequence[str],
+    faults: Sequence[Fault],
+    *,
+    unscale: bool = False,
+    gradless: Sequence[int] = (),
+) -> Report:
+    """Own parameters on every rank, two for each named optimizer; `gradless` ranks have no gradients."""
+    scaler = new_scaler(kind)
+    optimizers = [new_optimizer(name, [plain_param(3), plain_param(2, 2)]) for name in names]
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    without = range(len(params)) if rank in gradless else ()
+    backward = functools.partial(_give, scaler, params, without)
+    return train(rank, scaler, optimizers, backward, faults, habits=Habits(unscale=unscale))
+
+
+def _give(scaler: Any, params: Sequence[Tensor], without: Iterable[int], step: int) -> None:
+    give_grads(scaler, params, step, without)
+
+
+def differing_optimizers(rank: int, kind: str, names: Sequence[str], faults: Sequence[Fault]) -> Report:
+    """Rank r uses the r-th optimizer: fused here, plain there."""
+    return rank_local(rank, kind, [names[rank]], faults)
+
+
+def unscale_on_some(rank: int, kind: str, name: str, faults: Sequence[Fault]) -> Report:
+    """Even ranks call unscale_ themselves, odd ones leave it to step."""
+    return rank_local(rank, kind, [name], faults, unscale=rank % 2 == 0)
+
+
+def pipeline_stages(rank: int, kind: str, name: str, faults: Sequence[Fault]) -> Report:
+    """Every rank has other parameters: another number, other shapes, other dtypes."""
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    scaler = new_scaler(kind)
+    params = [plain_param(rank + 2, dtype=dtypes[(rank + i) % 4]) for i in range(rank + 1)]
+    optimizer = new_optimizer(name, params)
+    return train(rank, scaler, [optimizer], lambda step: give_grads(scaler, params, step), faults)
+
+
+def frozen_on_some(rank: int, kind: str, name: str, faults: Sequence[Fault]) -> Report:
+    """Odd ranks hold only frozen and empty parameters."""
+    scaler = new_scaler(kind)
+    params = [plain_param(3), plain_param(0)]
+    if rank % 2:
+        params[0].requires_grad_(False)
+    optimizer = new_optimizer(name, params)
+    without = [0] if rank % 2 else []
+    backward = functools.partial(_give, scaler, params, without)
+    return train(rank, scaler, [optimizer], backward, faults)
+
+
+def sparse_on_some(rank: int, kind: str, name: str, faults: Sequence[Fault]) -> Report:
+    """Odd ranks hold sparse gradients, uncoalesced, where the others hold dense ones."""
+    scaler, param = new_scaler(kind), plain_param(4, 2)
+    optimizer = new_optimizer(name, [param])
+
+    def backward(step: int) -> None:
+        give_grads(scaler, [param], step)
+        if rank % 2:
+            rows = param.grad[:2].clone() / 2
+            param.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), rows, param.shape, check_invariants=True)
+
+    return train(rank, scaler, [optimizer], backward, faults)
+
+
+def patched_unscale(rank: int, kind: str, name: str, faults: Sequence[Fault], unscale: bool) -> Report:
+    """A user's wrapper around `_unscale_grads_`, as kohya-ss puts one in to allow fp16."""
+    scaler = new_scaler(kind)
+    inner = scaler._unscale_grads_
+    scaler._unscale_grads_ = lambda optimizer, inv, found, allow_fp16: inner(optimizer, inv, found, True)
+    param = plain_param(3)
+    optimizer = new_optimizer(name, [param])
+    backward = functools.partial(_give, scaler, [param], ())
+    return train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
+
+
+def grads_come_and_go(rank: int, kind: str, name: str, faults: Sequence[Fault]) -> Report:
+    """Another parameter has no gradient on every rank and step, as in a mixture of experts."""
+    scaler = new_scaler(kind)
+    params = [plain_param(2) for _ in range(4)]
+    optimizer = new_optimizer(name, params)
+
+    def backward(step: int) -> None:
+        give_grads(scaler, params, step, without=[1 + (rank + step) % 3])
+
+    return train(rank, scaler, [optimizer], backward, faults)
+
+
+# Cases over DTensors, laid out by name.
+
+
+def _line_shards() -> list[Tensor]:
+    return [dtensor_param(line(), [Shard(0)]) for _ in range(2)]
+
+
+def _line_replicated_first() -> list[Tensor]:
+    return [dtensor_param(line(), [Replicate()]), dtensor_param(line(), [Shard(0)])]
+
+
+def _line_replicated_last() -> list[Tensor]:
+    return _line_replicated_first()[::-1]
+
+
+def _line_dtypes() -> list[Tensor]:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    return [dtensor_param(line(), [Shard(0)], dtype) for dtype in dtypes]
+
+
+def _line_beside_plain() -> list[Tensor]:
+    return [dtensor_param(line(), [Shard(0)]), plain_param(3)]
+
+
+def _plain_beside_line() -> list[Tensor]:
+    return _line_beside_plain()[::-1]
+
+
+def _line_beside_plain_double() -> list[Tensor]:
+    return [dtensor_param(line(), [Shard(0)]), plain_param(3, dtype=torch.float64)]
+
+
+def _square_shards() -> list[Tensor]:
+    return [dtensor_param(square(), [Shard(0), Shard(1)]) for _ in range(2)]
+
+
+def _square_replicated_first() -> list[Tensor]:
+    placements = [[Replicate(), Replicate()], [Shard(0), Shard(1)]]
+    return [dtensor_param(square(), each) for each in placements]
+
+
+def _square_half_replicated_first() -> list[Tensor]:
+    placements = [[Shard(0), Replicate()], [Shard(0), Shard(1)]]
+    return [dtensor_param(square(), each) for each in placements]
+
+
+def _hsdp() -> list[Tensor]:
+    return [dtensor_param(square(), [Replicate(), Shard(0)]) for _ in range(2)]
+
+
+def _fsdp_then_tp() -> list[Tensor]:
+    # A norm is sharded over dp alone, a linear layer over dp and tp: two meshes of one root.
+    return [dtensor_param(square()["dp"], [Shard(0)]), dtensor_param(square(), [Shard(0), Shard(1)])]
+
+
+def _two_slices() -> list[Tensor]:
+    return [dtensor_param(square()["dp"], [Shard(0)]), dtensor_param(square()["tp"], [Shard(0)])]
+
+
+def _expert_parallel() -> list[Tensor]:
+    # Dense layers over a line, experts over another mesh of the same ranks.
+    experts = mesh((2, 2), ("ep", "efsdp"), (0, 2, 1, 3))
+    return [dtensor_param(line(), [Shard(0)]), dtensor_param(experts, [Shard(0), Shard(1)])]
+
+
+def _expert_parallel_slice() -> list[Tensor]:
+    # The experts know only their own fsdp dim: a 1-D slice of another root.
+    experts = mesh((2, 2), ("ep", "efsdp"), (0, 2, 1, 3))
+    return [dtensor_param(experts["efsdp"], [Shard(0)]), dtensor_param(line(), [Shard(0)])]
+
+
+LAYOUTS: dict[str, Callable[[], list[Tensor]]] = {
+    "line-shards": _line_shards,
+    "line-replicated-first": _line_replicated_first,
+    "line-replicated-last": _line_replicated_last,
+    "line-dtypes": _line_dtypes,
+    "line-beside-plain": _line_beside_plain,
+    "plain-beside-line": _plain_beside_line,
+    "line-beside-plain-double": _line_beside_plain_double,
+    "square-shards": _square_shards,
+    "square-replicated-first": _square_replicated_first,
+    "square-half-replicated-first": _square_half_replicated_first,
+    "hsdp": _hsdp,
+    "fsdp-then-tp": _fsdp_then_tp,
+    "two-slices": _two_slices,
+    "expert-parallel": _expert_parallel,
+    "expert-parallel-slice": _expert_parallel_slice,
+}
+
+
+def laid_out(
+    rank: int,
+    kind: str,
+    layout: str,
+    name: str,
+    faults: Sequence[Fault],
+    *,
+    unscale: bool = False,
+    gradless: Sequence[int] = (),
+) -> Report:
+    """DTensors in a named layout, one optimizer, a param group each: fused kernels refuse a DTensor beside a plain."""
+    scaler, params = new_scaler(kind), LAYOUTS[layout]()
+    without = range(len(params)) if rank in gradless else ()
+    backward = functools.partial(_give, scaler, params, without)
+    optimizer = new_optimizer(name, [{"params": [param]} for param in params])
+    return train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
+
+
+def two_optimizers_two_meshes(rank: int, kind: str, faults: Sequence[Fault]) -> Report:
+    """One optimizer for each mesh, plain and fused, as expert-parallel trainers have."""
+    scaler = new_scaler(kind)
+    first, second = LAYOUTS["expert-parallel"]()
+    optimizers = [new_optimizer("adamw", [first]), new_optimizer("adamw-fused", [second])]
+    return train(rank, scaler, optimizers, lambda step: give_grads(scaler, [first, second], step), faults)
+
+
+def one_slice(rank: int, kind: str, name: str, faults: Sequence[Fault]) -> Report:
+    """Parameters on the tp slice of a square alone."""
+    scaler = new_scaler(kind)
+    params = [dtensor_param(square()["tp"], [Shard(0)])]
+    optimizer = new_optimizer(name, params)
+    return train(rank, scaler, [optimizer], lambda step: give_grads(scaler, params, step), faults)
+
+
+def part_of_the_world(rank: int, name: str, faults: Sequence[Fault]) -> Report | None:
+    """A 1 x 2 mesh of ranks 0 and 1 in a larger world; the other ranks have no scaler at all."""
+    pair = mesh((1, 2), ("replica", "shard"), (0, 1))
+    if rank > 1:
+        return None
+    scaler = new_scaler("grad")
+    params = [dtensor_param(pair, [Replicate(), Shard(0)])]
+    optimizer = new_optimizer(name, params)
+    return train(rank, scaler, [optimizer], lambda step: give_grads(scaler, params, step), faults)
+
+
+def partial_grads(
+    rank: int, kind: str, name: str, scale: float, value: float, unscale: bool = False
+) -> tuple[Report, list[float]]:
+    """Replicated parameters whose gradients are still partial sums, `value` on every rank, one step."""
+    scaler = new_scaler(kind, init_scale=scale)
+    param = dtensor_param(line(), [Replicate()])
+
+    def backward(_step: int) -> None:
+        local = scaler.scale(torch.ones(2, 3)) * value
+        param.grad = DTensor.from_local(local, line(), [Partial()], run_check=False)
+
+    optimizer = new_optimizer(name, [param])
+    report = train(rank, scaler, [optimizer], backward, steps=1, habits=Habits(unscale=unscale))
+    return report, local_of(param).flatten().tolist()
+
+
+def async_grads(rank: int, kind: str, name: str) -> tuple[Report, list[float]]:
+    """Gradients whose all-reduce is still under way when the scaler gets them."""
+    scaler = new_scaler(kind)
+    param = dtensor_param(line(), [Replicate()])
+
+    def backward(_step: int) -> None:
+        local = scaler.scale(torch.ones(2, 3))
+        partial = DTensor.from_local(local, line(), [Partial()], run_check=False)
+        param.grad = partial.redistribute(placements=[Replicate()], async_op=True)
+
+    optimizer = new_optimizer(name, [param])
+    report = train(rank, scaler, [optimizer], backward, steps=1, habits=Habits(unscale=True))
+    return report, local_of(param).flatten().tolist()
+
+
+# Cases that need a GPU.
+
+
+def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, unscale: bool = False) -> Report:
+    """A parameter on the GPU and one offloaded to the host; `apart`: even ranks hold only the first, odd the second."""
+    scaler = new_scaler("sharded", device="cuda")
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for device in ("cuda", "cpu")]
+    if apart:
+        params = [params[rank % 2]]
+    optimizer = new_optimizer(name, [{"params": [param]} for param in params])
+
+    def backward(step: int) -> None:
+        factor = scaler.scale(torch.ones((), device="cuda")).item()
+        for param in params:
+            param.grad = torch.full_like(param, 2.0 ** (step - 3) * factor)
+
+    return train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))

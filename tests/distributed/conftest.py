@@ -1,0 +1,67 @@
+"""Pools of ranks for the tests in this folder: one of each size, started once a session and reused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaler_triton.demo.ranks import RankPool
+
+# The ranks import `cases` by this path: a spawned process starts with its parent's sys.path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+CASE_LIMIT = 30.0  # Seconds; a case takes milliseconds, and a hang is a failure.
+GROUP_LIMIT = 10.0  # What one collective may take.
+
+
+class Ranks:
+    """The pool of one world size, as the tests use it: a case returns everywhere or the test fails."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self.pool = pool
+        self.world_size = pool.world_size
+
+    def run(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Run `case(rank, *args, **options)` with warnings as errors; return one value a rank."""
+        import cases
+
+        results = self.pool.run(cases.strictly, case, args, options, timeout=CASE_LIMIT)
+        failures = [f"rank {result.rank}: {result.traceback}" for result in results if not result.ok]
+        if failures:
+            pytest.fail("\n".join(failures), pytrace=False)
+        return [result.value for result in results]
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], RankPool]]:
+    """Pools by world size, started when first asked for."""
+    opened: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        return opened.setdefault(world_size, RankPool(world_size, group_timeout=GROUP_LIMIT))
+
+    yield pool
+    for each in opened.values():
+        each.close()
+
+
+@pytest.fixture
+def two(pools: Callable[[int], RankPool]) -> Ranks:
+    """Two ranks."""
+    return Ranks(pools(2))
+
+
+@pytest.fixture
+def four(pools: Callable[[int], RankPool]) -> Ranks:
+    """Four ranks."""
+    return Ranks(pools(4))
+
+
+@pytest.fixture(params=[2, 4], ids=["world2", "world4"])
+def ranks(request: pytest.FixtureRequest, pools: Callable[[int], RankPool]) -> Ranks:
+    """Two ranks, then four."""
+    return Ranks(pools(request.param))

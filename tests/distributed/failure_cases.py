@@ -1,0 +1,304 @@
+"""What the ranks run when something goes wrong on one of them, or on all."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cases
+import torch
+import torch.distributed as dist
+from cases import Fault, Habits, Report
+from torch import Tensor
+
+BAD_STEP = 1
+
+
+# A rank alone with its trouble.
+
+
+def _expanded() -> tuple[Tensor, Tensor]:
+    return torch.ones(2, 2), torch.ones(()).expand(2, 2)
+
+
+def _csr() -> tuple[Tensor, Tensor]:
+    return torch.ones(2, 2).to_sparse_csr(), torch.ones(2, 2).to_sparse_csr()
+
+
+def _complex() -> tuple[Tensor, Tensor]:
+    return torch.ones(2, 2, dtype=torch.complex64), torch.ones(2, 2, dtype=torch.complex64)
+
+
+# Parameters and what they get as gradients.
+FLAWS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    "expanded": _expanded,
+    "csr": _csr,
+    "complex": _complex,
+}
+
+
+def lone_flaw(rank: int, kind: str, name: str, flaw: str, *, unscale: bool, bad_ranks: Sequence[int]) -> Report:
+    """At one step, some ranks have a gradient that no scaler can unscale; all write errors down and go on."""
+    scaler, params = cases.new_scaler(kind), _params_for(kind)
+    odd_data, odd_grad = FLAWS[flaw]() if rank in bad_ranks else (torch.ones(2, 2), None)
+    odd_one = torch.nn.Parameter(odd_data)
+    optimizer = cases.new_optimizer(name, [{"params": [param]} for param in (*params, odd_one)])
+
+    def backward(step: int) -> None:
+        cases.give_grads(scaler, params, step)
+        odd_one.grad = odd_grad if step == BAD_STEP else None
+
+    return cases.train(rank, scaler, [optimizer], backward, habits=Habits(unscale=unscale, tolerant=True))
+
+
+def _params_for(kind: str) -> list[Tensor]:
+    """Parameters that make the ranks agree: any for the sharded scaler, a DTensor for the other."""
+    return [cases.plain_param(3)] if kind == "sharded" else cases.LAYOUTS["line-shards"]()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try: what it raised, what it cost, what became of gradients, parameters and stage."""
+
+    error: str | None
+    collectives: int
+    grads_changed: bool
+    params_changed: bool
+    stage: str
+
+
+def attempt(scaler: Any, method: str, optimizer: torch.optim.Optimizer) -> Attempt:
+    """Call a method of the scaler and look at everything it must leave alone when it raises."""
+    params = cases.params_of(optimizer)
+    before = _digests(params), _digests([p.grad for p in params])
+    count, error = cases._counted(getattr(scaler, method), optimizer)
+    return Attempt(
+        error=None if error is None else cases.described(error),
+        collectives=count,
+        grads_changed=_digests([p.grad for p in params]) != before[1],
+        params_changed=_digests(params) != before[0],
+        stage=scaler._per_optimizer_states[id(optimizer)]["stage"].name,
+    )
+
+
+def _digests(tensors: Sequence[Tensor]) -> list[str]:
+    return [cases.digest(tensor) for tensor in tensors]
+
+
+def never_scaled(rank: int, kind: str, name: str, method: str) -> Attempt:
+    """The last rank never called scale()."""
+    scaler, params = cases.new_scaler(kind), _params_for(kind)
+    optimizer = cases.new_optimizer(name, params)
+    forgetful = rank == dist.get_world_size() - 1
+    cases.give_grads(cases.new_scaler(kind) if forgetful else scaler, params, 0)
+    return attempt(scaler, method, optimizer)
+
+
+def wrong_order(rank: int, kind: str, name: str) -> list[Attempt]:
+    """Each method at the wrong moment as well as at the right one, on every rank."""
+    scaler, params = cases.new_scaler(kind), _params_for(kind)
+    optimizer = cases.new_optimizer(name, params)
+    cases.give_grads(scaler, params, 0)
+    calls = ("unscale_", "unscale_", "step", "step", "unscale_")
+    return [attempt(scaler, method, optimizer) for method in calls]
+
+
+def broken_reduction(rank: int, kind: str, name: str, unscale: bool) -> tuple[Report, str]:
+    """The reduction itself raises once, on every rank; the loop then calls step() again, as a retry would.
+
+    Returns the report and the stage right after the failure.
+    """
+    scaler, params, stages = cases.new_scaler(kind), _params_for(kind), []
+    optimizer = cases.new_optimizer(name, params)
+    reduce = dist.all_reduce
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        dist.all_reduce = reduce
+        raise ConnectionError("link lost")
+
+    def backward(step: int) -> None:
+        cases.give_grads(scaler, params, step)
+        dist.all_reduce = broken if step == BAD_STEP else reduce
+
+    step = scaler.step
+
+    def noting(optimizer: Any) -> Any:
+        stages.append(scaler._per_optimizer_states[id(optimizer)]["stage"].name)
+        return step(optimizer)
+
+    scaler.step = noting
+    habits = Habits(unscale=unscale, tolerant=True, retry=True)
+    try:
+        report = cases.train(rank, scaler, [optimizer], backward, habits=habits)
+    finally:
+        dist.all_reduce = reduce
+    # Steps before the bad one call step once each, the bad one once more; after unscale_ failed, only as a retry.
+    return report, stages[BAD_STEP if unscale else BAD_STEP + 1]
+
+
+def raising_optimizer(rank: int, kind: str, name: str) -> Report:
+    """The optimizer of the last rank raises once, having written nothing; the loop tries again."""
+    scaler, params = cases.new_scaler(kind), _params_for(kind)
+    optimizer = cases.new_optimizer(name, params)
+    step, calls = optimizer.step, []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == BAD_STEP + 1 and rank == dist.get_world_size() - 1:
+            raise MemoryError("no room")
+        return step(*args, **kwargs)
+
+    optimizer.step = failing
+    backward = functools.partial(cases._give, scaler, params, ())
+    return cases.train(rank, scaler, [optimizer], backward, habits=Habits(tolerant=True, retry=True))
+
+
+# Optimizers that ask the scaler themselves.
+
+
+class OldStyle(torch.optim.Optimizer):
+    """SGD that takes the scaler as an argument, as apex's and TransformerEngine's fused optimizers do."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": cases.LEARNING_RATE})
+        self.asked: list[dict[str, float]] = []
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, grad_scaler: Any = None) -> None:
+        """Ask for the flag once per param group, as apex does, and unscale unless somebody has."""
+        ready = grad_scaler._per_optimizer_states[id(self)]["stage"].name == "READY"
+        for group in self.param_groups:
+            flags = grad_scaler._check_inf_per_device(self)
+            self.asked.append({str(device): flag.item() for device, flag in flags.items()})
+            found_inf = flags[group["params"][0].device]
+            scale = grad_scaler._get_scale_async() if ready else 1.0
+            if not found_inf.item():
+                for param in group["params"]:
+                    if param.grad is not None:
+                        cases.local_of(param).sub_(cases.local_of(param.grad) / scale, alpha=group["lr"])
+
+
+def old_style(
+    rank: int, kind: str, faults: Sequence[Fault], *, unscale: bool, gradless: Sequence[int] = ()
+) -> tuple[Report, list[dict[str, float]]]:
+    """An old-style optimizer with three param groups; the report, and all the flags that it was told."""
+    scaler = cases.new_scaler(kind)
+    params = [*_params_for(kind), cases.plain_param(2), cases.plain_param(4)]
+    optimizer = OldStyle([{"params": [param]} for param in params])
+    without = range(len(params)) if rank in gradless else ()
+    backward = functools.partial(cases._give, scaler, params, without)
+    report = cases.train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
+    return report, optimizer.asked
+
+
+# Process groups.
+
+
+@functools.cache
+def _pair(rank: int) -> dist.ProcessGroup:
+    """The group of ranks 0 and 1, or of 2 and 3: the one this rank is in."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return groups[rank // 2]
+
+
+@functools.cache
+def _first_only() -> Any:
+    """The group of rank 0 alone, as every rank gets it."""
+    return dist.new_group([0])
+
+
+def group_without_me(rank: int, kind: str, name: str, method: str) -> Attempt:
+    """A process group that only rank 0 is in."""
+    scaler = cases.new_scaler(kind, process_group=_first_only())
+    params = [cases.plain_param(3)]
+    optimizer = cases.new_optimizer(name, params)
+    cases.give_grads(scaler, params, 0)
+    return attempt(scaler, method, optimizer)
+
+
+def group_too_small(rank: int, kind: str, name: str, layout: str, method: str) -> Attempt:
+    """A process group of two ranks for DTensors that live on four."""
+    scaler = cases.new_scaler(kind, process_group=_pair(rank))
+    params = cases.LAYOUTS[layout]()
+    optimizer = cases.new_optimizer(name, params)
+    cases.give_grads(scaler, params, 0)
+    return attempt(scaler, method, optimizer)
+
+
+def agree_in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], copied: str = "") -> tuple[Report, bool]:
+    """Ranks agree within pairs only, with a scaler or a copy of it; whether the copy has the very same group."""
+    scaler = cases.new_scaler(kind, process_group=_pair(rank))
+    if copied == "deepcopy":
+        scaler = copy.deepcopy(scaler)
+    if copied == "pickle":
+        scaler = pickle.loads(pickle.dumps(scaler))
+        scaler.process_group = _pair(rank)
+    params = [cases.plain_param(3)]
+    optimizer = cases.new_optimizer(name, params)
+    backward = functools.partial(cases._give, scaler, params, ())
+    return cases.train(rank, scaler, [optimizer], backward, faults), scaler.process_group is _pair(rank)
+
+
+def deepcopied_in_mid_run(rank: int, kind: str) -> tuple[bool, list[float]]:
+    """Copy a scaler that has run; whether the group is shared, and both scales after only the copy backs off."""
+    scaler = cases.new_scaler(kind, process_group=_pair(rank))
+    params = [cases.plain_param(3)]
+    optimizer = cases.new_optimizer("sgd", params)
+    cases.train(rank, scaler, [optimizer], functools.partial(cases._give, scaler, params, ()), steps=1)
+    clone = copy.deepcopy(scaler)
+    backward = functools.partial(cases._give, clone, params, ())
+    cases.train(rank, clone, [optimizer], backward, [Fault(0, 0), Fault(0, 2)], steps=1)
+    return clone.process_group is scaler.process_group, [scaler.get_scale(), clone.get_scale()]
+
+
+def unpickled(rank: int, kind: str, method: str) -> Attempt:
+    """Use a scaler whose explicit group was lost when it was pickled."""
+    scaler = pickle.loads(pickle.dumps(cases.new_scaler(kind, process_group=_pair(rank))))
+    params = [cases.plain_param(3)]
+    optimizer = cases.new_optimizer("sgd", params)
+    cases.give_grads(scaler, params, 0)
+    return attempt(scaler, method, optimizer)
+
+
+def unpickled_default(rank: int, kind: str, explicit: bool, faults: Sequence[Fault]) -> Report:
+    """A pickled scaler with the default group, named or not, is a scaler with the default group."""
+    group = {"process_group": dist.group.WORLD} if explicit else {}
+    scaler = pickle.loads(pickle.dumps(cases.new_scaler(kind, **group)))
+    params = [cases.plain_param(3)]
+    optimizer = cases.new_optimizer("adamw-fused", params)
+    return cases.train(rank, scaler, [optimizer], functools.partial(cases._give, scaler, params, ()), faults)
+
+
+# The default group dies and another is made.
+
+
+def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
+    """Train, destroy the default group, make another, and go on with the same scaler and optimizer."""
+    scaler, params = cases.new_scaler(kind), [cases.plain_param(3)]
+    optimizer = cases.new_optimizer(name, params)
+    backward = functools.partial(cases._give, scaler, params, ())
+    reports = [cases.train(rank, scaler, [optimizer], backward, steps=2)]
+    _renew_default_group(rank, store)
+    reports.append(cases.train(rank, scaler, [optimizer], backward, [Fault(0, 1)], steps=2))
+    return reports
+
+
+def reborn_part(rank: int, store: str, name: str) -> list[Report | None]:
+    """Part of the world agrees in a group that the scaler made itself, before and after a new default group."""
+    before = cases.part_of_the_world(rank, name, [Fault(1, 1)])
+    _renew_default_group(rank, store)
+    return [before, cases.part_of_the_world(rank, name, [Fault(1, 1)])]
+
+
+def _renew_default_group(rank: int, store: str) -> None:
+    world_size = dist.get_world_size()
+    dist.destroy_process_group()
+    for cached in (cases.mesh, _pair, _first_only):
+        cached.cache_clear()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

@@ -1,0 +1,27 @@
+"""Gradients on a GPU beside gradients offloaded to the host: still one flag and one collective."""
+
+import cases
+import pytest
+from cases import Fault
+from checks import assert_agreed
+
+pytestmark = [pytest.mark.distributed, pytest.mark.gpu]
+
+UNSCALE = pytest.mark.parametrize("unscale", [False, True], ids=["implicit", "unscale_"])
+NAMES = pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
+
+
+@UNSCALE
+@NAMES
+@pytest.mark.parametrize("param", [0, 1], ids=["on-gpu", "on-host"])
+def test_an_inf_on_either_device_skips_everywhere(two, name, param, unscale):
+    reports = two.run(cases.two_devices, name, [Fault(1, 1, param)], apart=False, unscale=unscale)
+    assert_agreed(reports, [1])
+
+
+@UNSCALE
+@NAMES
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_with_gradients_on_different_devices(two, name, rank, unscale):
+    reports = two.run(cases.two_devices, name, [Fault(1, rank)], apart=True, unscale=unscale)
+    assert_agreed(reports, [1])

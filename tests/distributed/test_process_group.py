@@ -1,0 +1,110 @@
+"""The process_group argument: whom it binds, what it refuses, how it is copied, and when it is looked up."""
+
+import failure_cases
+import pytest
+import torch
+from cases import Fault, new_optimizer, new_scaler, plain_param
+from checks import assert_agreed, scale_model
+
+pytestmark = pytest.mark.distributed
+
+KINDS = pytest.mark.parametrize("kind", ["grad", "sharded"])
+METHODS = pytest.mark.parametrize("method", ["unscale_", "step"])
+NAMES = pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+
+
+def assert_refused(attempt, *words):
+    """A ValueError that names the argument and its value, with nothing sent and nothing written."""
+    assert attempt.error is not None
+    assert attempt.error.startswith("ValueError: process_group")
+    for word in words:
+        assert word in attempt.error
+    assert attempt.collectives == 0
+    assert not attempt.grads_changed
+    assert not attempt.params_changed
+    assert attempt.stage == "READY"
+
+
+@KINDS
+@METHODS
+@NAMES
+def test_a_group_that_this_rank_is_not_in(two, kind, method, name):
+    member, stranger = two.run(failure_cases.group_without_me, kind, name, method)
+    assert_refused(stranger, "this rank, 1")
+    assert member.error is None
+
+
+@KINDS
+@METHODS
+@NAMES
+@pytest.mark.parametrize("layout", ["hsdp", "line-shards", "fsdp-then-tp", "line-beside-plain"])
+def test_a_group_that_misses_ranks_of_a_mesh(four, kind, method, name, layout):
+    attempts = four.run(failure_cases.group_too_small, kind, name, layout, method)
+    for rank, attempt in enumerate(attempts):
+        assert_refused(attempt, f"ranks {[0, 1] if rank < 2 else [2, 3]} without [")
+
+
+@KINDS
+@NAMES
+@pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])
+def test_a_group_binds_its_own_ranks_only(four, kind, name, copied):
+    results = four.run(failure_cases.agree_in_pairs, kind, name, [Fault(1, 3)], copied)
+    reports = [report for report, _ in results]
+    assert_agreed(reports[:2], [])
+    assert_agreed(reports[2:], [1])
+    assert all(same_group for _, same_group in results)
+
+
+@KINDS
+def test_a_deepcopy_shares_the_group_and_nothing_else(four, kind):
+    """Difference 7 from torch."""
+    for shared, scales in four.run(failure_cases.deepcopied_in_mid_run, kind):
+        assert shared
+        assert scales == [8.0, 4.0]
+
+
+@KINDS
+@METHODS
+def test_a_pickled_group_is_refused_until_set(four, kind, method):
+    """Difference 7 from torch."""
+    for rank, attempt in enumerate(four.run(failure_cases.unpickled, kind, method)):
+        assert_refused(attempt, "[0, 1]" if rank < 2 else "[2, 3]", "set scaler.process_group")
+
+
+@pytest.mark.parametrize(("kind", "explicit"), [("sharded", False), ("sharded", True), ("grad", True)])
+def test_a_pickled_default_group_stays_the_default(two, kind, explicit):
+    """Difference 7 from torch."""
+    reports = two.run(failure_cases.unpickled_default, kind, explicit, [Fault(1, 1)])
+    if kind == "sharded":
+        assert_agreed(reports, [1])
+    else:  # None tells a GradScaler to look at the parameters: plain ones bind nobody.
+        assert [report.collectives for report in reports] == [[(0,)] * 4] * 2
+
+
+@NAMES
+def test_the_default_group_is_looked_up_when_used(two, tmp_path, name):
+    case = failure_cases.reborn_group
+    for first, second in two.run(case, str(tmp_path / "store"), "sharded", name):
+        assert first.scales == scale_model([], 2)[0]
+        assert [float.fromhex(scale) for scale in second.scales] == [8.0, 8.0]
+        assert second.stepped == [(False,), (True,)]
+        assert first.collectives == second.collectives == [(1,), (1,)]
+
+
+def test_a_group_of_our_own_dies_with_the_default_group(four, tmp_path):
+    results = four.run(failure_cases.reborn_part, str(tmp_path / "store"), "adamw-fused")
+    for before, after in results[:2]:
+        assert_agreed([before], [1])
+        assert_agreed([after], [1])
+    assert results[2:] == [[None, None], [None, None]]
+
+
+@METHODS
+def test_without_a_default_group_torchs_error_and_untouched_gradients(method):
+    assert not torch.distributed.is_initialized()
+    scaler, param = new_scaler("sharded"), plain_param(3)
+    optimizer = new_optimizer("sgd", [param])
+    param.grad = scaler.scale(torch.ones(3))
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        getattr(scaler, method)(optimizer)
+    assert param.grad.tolist() == [8.0] * 3

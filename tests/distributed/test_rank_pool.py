@@ -1,0 +1,106 @@
+"""The pool of ranks: it answers in order, tells errors, never hangs, and recovers from what breaks it."""
+
+import os
+import time
+
+import pool_cases as cases
+import pytest
+
+from scaler_triton.demo.ranks import RankPool, RankTimeout
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """A pool of its own: these tests break it on purpose."""
+    with RankPool(2, group_timeout=1.0) as opened:
+        yield opened
+
+
+def pids(pool):
+    """The processes that answer now."""
+    return [result.value["pid"] for result in pool.run(cases.describe)]
+
+
+def test_ranks_answer_in_order_in_one_group(pool):
+    answers = [result.value for result in pool.run(cases.describe)]
+    assert [answer["rank"] for answer in answers] == [0, 1]
+    assert [answer["group"] for answer in answers] == [(0, 2), (1, 2)]
+    assert len({answer["pid"] for answer in answers} | {os.getpid()}) == 3
+
+
+def test_ranks_are_single_threaded_local_and_free_of_pytest(pool):
+    for result in pool.run(cases.describe):
+        assert (result.value["threads"], result.value["omp"]) == (1, "1")
+        assert result.value["interface"].startswith("lo")
+        assert not result.value["pytest"]
+    assert os.environ.get("GLOO_SOCKET_IFNAME") is None
+
+
+def test_ranks_are_reused_and_reseeded(pool):
+    first, second = pool.run(cases.describe), pool.run(cases.describe)
+    assert [r.value["pid"] for r in first] == [r.value["pid"] for r in second]
+    assert len({tuple(r.value["random"]) for r in first + second}) == 1
+
+
+def test_an_error_is_told_and_the_ranks_replaced(pool):
+    before = pids(pool)
+    good, bad = pool.run(cases.raise_on, 1)
+    assert good.ok
+    assert good.value == 0
+    assert bad.error == "KeyError: 'lost'"
+    assert "raise_on" in bad.traceback
+    assert not set(before) & set(pids(pool))
+
+
+def test_keep_keeps_ranks_that_still_meet(pool):
+    before = pids(pool)
+    assert [result.ok for result in pool.run(cases.raise_on, 0, keep=True)] == [False, True]
+    assert pids(pool) == before
+
+
+def test_a_hang_ends_in_time_and_says_where(pool):
+    start = time.monotonic()
+    with pytest.raises(RankTimeout, match="hang_on") as caught:
+        pool.run(cases.hang_on, 1, timeout=1.0)
+    assert time.monotonic() - start < 3.0
+    assert caught.value.results[1].error == "RankTimeout: no answer within 1 s"
+    assert [result.value for result in pool.run(cases.sum_of_ranks)] == [1.0, 1.0]
+
+
+def test_a_dead_rank_is_told_and_its_peers_do_not_wait(pool):
+    survivor, dead = pool.run(cases.die_on, 1, timeout=20.0)
+    assert dead.error == "RankDied: exit code 3"
+    assert not survivor.ok
+    assert [result.value for result in pool.run(cases.sum_of_ranks)] == [1.0, 1.0]
+
+
+def test_a_collective_left_open_fails_its_own_case(pool):
+    results = pool.run(cases.leave_open, 0)
+    assert any(result.error is not None and "OutOfStep" in result.error for result in results)
+    assert [result.value for result in pool.run(cases.sum_of_ranks)] == [1.0, 1.0]
+
+
+def test_a_value_that_cannot_travel_is_an_error(pool):
+    assert all(not result.ok for result in pool.run(cases.unpicklable))
+
+
+def test_close_ends_the_processes_and_the_folder(pool):
+    (pid, _), folder = pids(pool), pool._folder.name
+    pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not os.path.exists(folder)
+
+
+def test_a_world_of_nobody_is_refused():
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        RankPool(0)
+
+
+def test_the_counter_sees_plain_and_functional_collectives(two):
+    for plain, functional, none in two.run(cases.count_kinds):
+        assert plain == ["c10d::allreduce_"]
+        assert functional == ["_c10d_functional::all_reduce"]
+        assert none == []

@@ -1,0 +1,156 @@
+"""What the kernel tests share: where they run, guarded tensors, torch's answers, bitwise comparison.
+
+The same tests run natively on a GPU, and under Triton's interpreter on CPU tensors where there is none; every
+launch made through `launched` says which of the two it was.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from scaler_triton.kernels import launcher
+from scaler_triton.kernels.launch_config import LaunchConfig
+from scaler_triton.kernels.nonfinite import launch_check_nonfinite
+from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels.unscale import launch_unscale
+
+NATIVE = not launcher.INTERPRETED
+DEVICE = torch.device("cuda" if NATIVE else "cpu")
+KERNEL_CLASS = JITFunction if NATIVE else InterpretedFunction
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# A chunk of a few hundred elements: many chunks and steps in tensors that the interpreter walks quickly.
+SMALL = LaunchConfig(num_warps=1, vectors=1, unroll=2)
+GUARD = 16
+NAN, INF = float("nan"), float("inf")
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@contextmanager
+def launched(*names: str) -> Iterator[None]:
+    """Asserts that exactly these kernels are launched, by the backend that this process should use."""
+    with mock.patch.object(launcher, "launch", wraps=launcher.launch) as spy:
+        yield
+    calls = [call.args for call in spy.call_args_list if call.args[1] > 0]
+    assert [kernel.fn.__name__ for kernel, *_ in calls] == list(names)
+    for kernel, _, device, *_ in calls:
+        assert type(kernel) is KERNEL_CLASS
+        assert device.type == DEVICE.type
+
+
+def as_bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(_BITS[x.element_size()])
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    """Bit for bit; any NaN equals any NaN."""
+    got, want = got.cpu(), want.cpu()
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    same = (as_bits(got) == as_bits(want)) | (got.isnan() & want.isnan())
+    assert same.all(), f"first difference at {(~same).nonzero()[0].tolist()}: {got[~same][0]} is not {want[~same][0]}"
+
+
+def assert_untouched(got: Tensor, want: Tensor) -> None:
+    """Bit for bit, NaN payloads too."""
+    assert torch.equal(as_bits(got.cpu()), as_bits(want.cpu()))
+
+
+class Guarded:
+    """A tensor `offset` elements past a 16-byte boundary, NaN all around it: who reads there flags it."""
+
+    def __init__(self, values: Tensor, offset: int = 0) -> None:
+        start = GUARD + offset
+        host = torch.full((start + values.numel() + GUARD,), NAN, dtype=values.dtype)
+        host[start : start + values.numel()] = values
+        self.start = host
+        self.buffer = host.to(DEVICE, copy=True)
+        self.tensor = self.buffer[start : start + values.numel()]
+        assert self.buffer.data_ptr() % 16 == 0
+
+    @property
+    def values(self) -> Tensor:
+        """What the tensor held at first, on the CPU."""
+        start = self.tensor.storage_offset()
+        return self.start[start : start + self.tensor.numel()]
+
+    def assert_holds(self, want: Tensor) -> None:
+        """The tensor holds `want`, and nothing around it was written."""
+        assert_same(self.tensor, want)
+        after = self.buffer.cpu()
+        start = self.tensor.storage_offset()
+        after[start : start + self.tensor.numel()] = self.values
+        assert_untouched(after, self.start)
+
+
+def finite_values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Finite values over the whole range of `dtype`: random bit patterns, subnormals and both zeros included."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.float64:
+        raw = torch.randint(-(2**63), 2**63 - 1, (numel,), generator=generator)
+    else:
+        bits = 8 * dtype.itemsize
+        raw = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (numel,), generator=generator)
+    values = raw.to(_BITS[dtype.itemsize]).view(dtype)
+    values = torch.where(values.isfinite(), values, torch.full_like(values, 1.5))
+    info = torch.finfo(dtype)
+    for place, special in enumerate((info.max, -info.max, info.tiny, info.tiny / 2, -0.0)):
+        values[place::11] = special
+    return values
+
+
+def expected_bits(values: Tensor) -> int:
+    return int(values.isnan().any()) + 2 * int(values.isinf().any())
+
+
+def expected_unscale(values: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
+    """torch's own gradients and flag, computed on the CPU."""
+    grads = [value.clone() for value in values]
+    found_inf = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    return grads, found_inf
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """The inverse that torch's scaler takes."""
+    return scale.double().reciprocal().float()
+
+
+def make_table(grads: list[Guarded], dtype: torch.dtype, config: LaunchConfig = SMALL) -> GradTable:
+    table = GradTable([grad.tensor.numel() for grad in grads], dtype, DEVICE, config)
+    # An empty tensor has no address: 0, as a parameter without a gradient has.
+    table.set_addresses([grad.tensor.data_ptr() for grad in grads])
+    return table
+
+
+def run_unscale(table: GradTable, scale: Tensor, *, inverse: bool) -> Tensor:
+    """Unscale natively or interpreted, as this process should; the flag afterwards, on the CPU."""
+    found_inf = torch.zeros((), device=DEVICE)
+    with launched(*["_unscale_kernel"][: table.n_chunks]):
+        launch_unscale(table, scale.to(DEVICE), found_inf, inverse=inverse)
+    return found_inf.cpu()
+
+
+def run_check(table: GradTable) -> Tensor:
+    """As `run_unscale`, for the read-only check."""
+    found_inf = torch.zeros((), device=DEVICE)
+    with launched(*["_check_nonfinite_kernel"][: table.n_chunks]):
+        launch_check_nonfinite(table, found_inf)
+    return found_inf.cpu()
+
+
+def check_unscale(grads: list[Guarded], scale: Tensor, *, inverse: bool, config: LaunchConfig = SMALL) -> None:
+    """One launch over `grads` gives torch's gradients and flag, every tensor's bits, and touches nothing else."""
+    table = make_table(grads, grads[0].tensor.dtype, config)
+    found_inf = run_unscale(table, scale, inverse=inverse)
+    want, want_found = expected_unscale([grad.values for grad in grads], scale if inverse else inverse_of(scale))
+    for grad, want_grad in zip(grads, want, strict=True):
+        grad.assert_holds(want_grad)
+    assert_same(found_inf, want_found)
+    assert table.bits.tolist() == [expected_bits(grad.values) for grad in grads]

@@ -1,0 +1,90 @@
+"""Every kernel compiles for GPUs that are not here, and its machine code does what the design promises."""
+
+import pytest
+
+from scaler_triton.kernels.launch_config import DEFAULT
+
+NVIDIA = ["sm_70", "sm_75", "sm_80", "sm_90", "sm_100"]
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+OPS = ["unscale", "unscale_inverse", "check"]
+WIDE = {2: "v4.b32", 4: "v4.b32", 8: "v2.b64"}
+# All warps of a multiprocessor stay resident up to 32 registers, 48 of 64 up to 40. A multiprocessor of sm_75 has
+# 32 warps only, so 64 registers cost it nothing; sm_70 runs 32 of 64.
+REGISTERS = {"sm_70": 64, "sm_75": 64, "sm_80": 40, "sm_90": 40, "sm_100": 40}
+
+
+@pytest.fixture(scope="module")
+def matrix(run_compiled):
+    return run_compiled("aot_matrix.py")
+
+
+@pytest.fixture(scope="module")
+def kernels(matrix):
+    return matrix["kernels"]
+
+
+def test_every_kernel_is_compiled_for_every_target(kernels):
+    names = [f"{op}-{dtype}" for op in OPS for dtype in DTYPES] + ["update"]
+    assert sorted(kernels) == sorted(f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names)
+
+
+def test_compiled_kernels_refuse_cpu_tensors(matrix):
+    assert matrix["refusal"] == "without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got cpu"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_bodies_move_by_128_bits_only(kernels, target, dtype, op):
+    accesses = dict(kernels[f"{target}-{op}-{dtype}"]["accesses"])
+    itemsize = DTYPES[dtype]
+    wide, narrow = WIDE[itemsize], f"b{8 * itemsize}"
+    writes = op != "check"
+    marks = 2 if writes else 1  # the rare path, before the body where the product could mislead, and after
+
+    wide_loads = accesses.pop(f"ld.global.{wide}")
+    assert DEFAULT.unroll + marks <= wide_loads <= DEFAULT.unroll * (1 + marks)
+    assert accesses.pop(f"st.global.{wide}", 0) == (DEFAULT.unroll if writes else 0)
+
+    # What is left is one narrow access an edge step, the table's two int32 and two int64, the scale, the flag.
+    want = {"ld.global.b32": 2 + writes, "ld.global.b64": 2, "st.global.b32": 1}
+    want[f"ld.global.{narrow}"] = want.get(f"ld.global.{narrow}", 0) + 1 + marks
+    if writes:
+        want[f"st.global.{narrow}"] = want.get(f"st.global.{narrow}", 0) + 1
+    assert accesses == want
+
+
+@pytest.mark.parametrize("op", ["unscale", "unscale_inverse"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_edges_are_stored_after_every_warp_has_loaded_them(kernels, target, dtype, op):
+    assert kernels[f"{target}-{op}-{dtype}"]["barrier_before_edge_store"]
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_registers_and_spills(kernels, target):
+    reports = {name: report for name, report in kernels.items() if name.startswith(f"{target}-")}
+    if not all("registers" in report for report in reports.values()):
+        pytest.skip("this Triton comes without cuobjdump")
+    assert max(report["registers"] for report in reports.values()) <= REGISTERS[target]
+    assert {report["spilled"] for report in reports.values()} == {0}
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_arithmetic_is_ieee(kernels, target):
+    for name, report in kernels.items():
+        if name.startswith(f"{target}-"):
+            assert not report["flushes"], name
+            assert not report["approximates"], name
+            assert report["div_rn"] == ("-unscale-" in name), name
+    assert kernels[f"{target}-update"]["mul_f64"] == 2  # the factors have stayed fp64
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bodies_move_by_16_bytes_on_amd(kernels, dtype, op):
+    report = kernels[f"gfx942-{op}-{dtype}"]
+    assert report["wide_loads"] > DEFAULT.unroll
+    assert report["wide_stores"] == (0 if op == "check" else DEFAULT.unroll)
+    assert report["spilled"] == 0
+    assert report["registers"] <= 64  # 8 waves of 64 lanes stay resident on a SIMD

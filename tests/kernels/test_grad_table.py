@@ -1,0 +1,129 @@
+"""The table: the chunk map, and addresses that reach the device once and only when they changed."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from kernel_cases import DEVICE, NATIVE, SMALL
+
+from scaler_triton.kernels import table as table_module
+from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
+from scaler_triton.kernels.table import GradTable
+
+
+@pytest.mark.parametrize(("itemsize", "want"), [(2, 8192), (4, 4096), (8, 2048)])
+def test_default_chunk_is_16_kb(itemsize, want):
+    assert DEFAULT.chunk_elements(itemsize) == want
+    assert LaunchConfig(num_warps=8, vectors=1, unroll=4) == DEFAULT
+
+
+@pytest.mark.parametrize("numels", [[], [0], [1], [512], [513], [0, 1, 0, 1536, 511, 0], [5000, 0, 0, 1], [512] * 7])
+def test_chunk_map(numels):
+    table = GradTable(numels, torch.float16, DEVICE, SMALL)
+    chunk = SMALL.chunk_elements(2)
+    want = [(tensor, index) for tensor, numel in enumerate(numels) for index in range(-(-numel // chunk))]
+    got = list(zip(table.chunk_tensors.tolist(), table.chunk_indices.tolist(), strict=True))
+    assert got == want
+    assert table.n_chunks == len(want)
+    assert table.chunk_tensors.dtype == table.chunk_indices.dtype == table.bits.dtype == torch.int32
+    assert table.numels.dtype == table.addresses.dtype == torch.int64
+    assert table.numels.tolist() == numels
+    assert table.bits.tolist() == table.addresses.tolist() == [0] * len(numels)
+    tensors = (table.chunk_tensors, table.chunk_indices, table.numels, table.addresses, table.bits)
+    assert {tensor.device.type for tensor in tensors} == {DEVICE.type}
+
+
+def test_chunk_map_of_huge_tensors():
+    # 2**33 elements: sums of elements, and of chunks times their size, do not fit int32.
+    table = GradTable([2**33 + 1, 3, 2**33], torch.float16, DEVICE)
+    chunks = 2**33 // DEFAULT.chunk_elements(2)
+    assert table.n_chunks == 2 * chunks + 2
+    assert table.chunk_indices[[0, chunks, chunks + 1, chunks + 2, -1]].tolist() == [0, chunks, 0, 0, chunks - 1]
+    assert table.chunk_tensors[[0, chunks, chunks + 1, chunks + 2, -1]].tolist() == [0, 0, 1, 2, 2]
+
+
+def test_addresses_reach_the_device():
+    table = GradTable([1, 1, 1], torch.float32, DEVICE)
+    for addresses in ([16, 2**47 + 16, 0], [0, 0, 0], (32, 48, 64)):
+        table.set_addresses(addresses)
+        assert table.addresses.tolist() == list(addresses)
+
+
+def test_equal_addresses_are_not_copied_again():
+    table = GradTable([1, 1], torch.float32, DEVICE)
+    table.set_addresses([16, 32])
+    table.addresses.fill_(-1)  # would be overwritten by a copy
+    table.set_addresses([16, 32])
+    assert table.addresses.tolist() == [-1, -1]
+
+
+def test_a_list_that_the_caller_goes_on_to_change_is_copied():
+    table, addresses = GradTable([1, 1], torch.float32, DEVICE), [16, 32]
+    table.set_addresses(addresses)
+    addresses[0] = 48
+    table.set_addresses(addresses)
+    assert table.addresses.tolist() == [48, 32]
+
+
+@pytest.mark.parametrize("addresses", [[], [16], [16, 32, 48]])
+def test_a_wrong_number_of_addresses_is_refused(addresses):
+    table = GradTable([1, 1], torch.float32, DEVICE)
+    with pytest.raises(ValueError, match=rf"addresses: expected 2 of them, got {len(addresses)}"):
+        table.set_addresses(addresses)
+    assert table.addresses.tolist() == [0, 0]
+
+
+class LateEvent:
+    """An event that passes when the test says so."""
+
+    def __init__(self):
+        self.passed = True
+
+    def query(self):
+        return self.passed
+
+    def record(self):
+        self.passed = False
+
+
+@pytest.fixture
+def staging():
+    """The staging of a GPU whose copies take as long as the test likes."""
+    module = SimpleNamespace(Event=LateEvent, device=lambda _: nullcontext())
+    with (
+        mock.patch.object(torch, "get_device_module", return_value=module),
+        mock.patch.object(table_module, "_pinned", lambda size: torch.full((size,), -1, dtype=torch.int64)),
+    ):
+        yield table_module._Staging(2, torch.device("cuda"))
+
+
+def test_a_buffer_in_flight_is_never_overwritten(staging):
+    out = torch.zeros(2, dtype=torch.int64)
+    for step in range(5):  # the device has not begun to copy: every step needs a buffer of its own
+        staging.send([step, step], out)
+    assert [buffer.tolist() for buffer, _ in staging._slots] == [[step, step] for step in range(5)]
+    assert out.tolist() == [4, 4]
+
+
+def test_a_buffer_whose_copy_has_passed_is_used_again(staging):
+    out = torch.zeros(2, dtype=torch.int64)
+    for step in range(9):
+        staging.send([step, step], out)
+        if step % 2:
+            for _, event in staging._slots:
+                event.passed = True
+    assert len(staging._slots) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not NATIVE, reason="pinned memory needs a GPU")
+def test_many_steps_ahead_of_the_device_each_see_their_own_addresses():
+    table, seen = GradTable([1] * 64, torch.float32, DEVICE), []
+    torch.cuda._sleep(200_000_000)  # the host runs ahead
+    for step in range(1, 21):
+        table.set_addresses([16 * step] * 64)
+        seen.append(table.addresses.clone())
+    assert [set(addresses.tolist()) for addresses in seen] == [{16 * step} for step in range(1, 21)]
+    assert table._staging._slots[0][0].is_pinned()

@@ -1,0 +1,65 @@
+"""Which tensors the kernels take in this process, and how wide a program they are launched with."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_cases import DEVICE, NATIVE, launched
+
+from scaler_triton.kernels import launcher
+from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels.unscale import launch_unscale
+from scaler_triton.kernels.update_scale import launch_update_scale
+
+OTHER = torch.device("cpu" if NATIVE else "cuda", None if NATIVE else 0)
+REFUSAL = (
+    "without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got cpu"
+    if NATIVE
+    else "under TRITON_INTERPRET=1 the kernels take tensors on cpu, got cuda:0"
+)
+
+
+def test_the_other_backends_device_is_refused():
+    launcher.check_device(DEVICE)
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        launcher.check_device(OTHER)
+
+
+def test_a_launch_refuses_it_too():
+    table = GradTable([1], torch.float32, torch.device("cpu"))
+    table.device = OTHER
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        launch_unscale(table, torch.ones(()), torch.zeros(()), inverse=True)
+
+
+def test_interpreter_errors_are_raised_and_numpy_settings_put_back():
+    if NATIVE:
+        pytest.skip("the interpreter's own")
+    import numpy as np
+
+    before = np.geterr()
+    scale, tracker = torch.tensor(3e38), torch.zeros((), dtype=torch.int32)
+    with launched("_update_scale_kernel"):
+        launch_update_scale(scale, tracker, torch.zeros(()), 1e10, 0.5, 1)  # overflows, and numpy would warn
+    assert np.geterr() == before
+
+
+@pytest.mark.parametrize(("lanes", "want"), [(64, 4), (32, 8)])
+def test_wide_warps_are_fewer(monkeypatch, lanes, want):
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(warp_size=lanes))
+    assert launcher._native_warps(8, torch.device("cuda")) == want
+    assert launcher._native_warps(1, torch.device("cuda")) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not NATIVE or torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_launch_runs_under_its_tensors_device():
+    second = torch.device("cuda", 1)
+    grad = torch.ones(100, device=second)
+    table = GradTable([100], torch.float32, second)
+    table.set_addresses([grad.data_ptr()])
+    with torch.cuda.device(0):
+        launch_unscale(table, torch.tensor(4.0, device=second), torch.zeros((), device=second), inverse=False)
+    assert grad.eq(0.25).all()

@@ -1,0 +1,63 @@
+"""The probe tells whether the kernels work here, before any gradient is written."""
+
+from unittest import mock
+
+import pytest
+import torch
+from kernel_cases import DEVICE, NATIVE, launched
+
+from scaler_triton.kernels import probe as probe_module
+from scaler_triton.kernels.probe import probe
+
+TABLE_KERNELS = ["_check_nonfinite_kernel", "_unscale_kernel", "_unscale_kernel"]
+
+
+def test_every_kernel_and_dtype_is_tried():
+    with launched(*TABLE_KERNELS * 4, "_update_scale_kernel"):
+        probe(DEVICE)
+
+
+def test_dtypes_can_be_named():
+    with launched(*TABLE_KERNELS, "_update_scale_kernel"):
+        probe(DEVICE, dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("name", ["launch_check_nonfinite", "launch_unscale", "launch_update_scale"])
+def test_a_kernel_that_does_nothing_is_found_out(name):
+    with mock.patch.object(probe_module, name), pytest.raises(RuntimeError, match=r"the Triton kernel for .* gives"):
+        probe(DEVICE)
+
+
+def test_a_check_that_writes_is_found_out():
+    def write(table, found_inf):
+        probe_module.launch_unscale(table, torch.tensor(2.0, device=DEVICE), found_inf, inverse=True)
+
+    with (
+        mock.patch.object(probe_module, "launch_check_nonfinite", write),
+        pytest.raises(RuntimeError, match="check_nonfinite of"),
+    ):
+        probe(DEVICE)
+
+
+def test_what_triton_raises_comes_through():
+    error = OSError("Failed to find C compiler")
+    with (
+        mock.patch.object(probe_module, "launch_unscale", side_effect=error),
+        pytest.raises(OSError, match="Failed to find C compiler"),
+    ):
+        probe(DEVICE)
+
+
+def test_the_other_backends_device_is_refused():
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        probe(torch.device("cpu" if NATIVE else "cuda"))
+
+
+def test_the_users_defaults_change_nothing():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            probe(DEVICE, dtypes=[torch.float16])
+    finally:
+        torch.set_default_dtype(before)
