@@ -157,13 +157,14 @@ class RankPool:
 
     def _collect(self, timeout: float) -> list[RankResult]:
         """One answer from every rank, or the end of all of them."""
-        deadline = time.monotonic() + timeout
+        start = time.monotonic()
+        deadline = start + timeout
         waiting = {rank.connection: rank for rank in self._ranks}
         results: dict[int, RankResult] = {}
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._give_up(list(waiting.values()), results, timeout)
+                raise self._give_up(list(waiting.values()), results, time.monotonic() - start)
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
@@ -172,11 +173,11 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + self.group_timeout)
         return [results[rank.index] for rank in self._ranks]
 
-    def _give_up(self, hung: list[_Rank], results: dict[int, RankResult], timeout: float) -> RankTimeout:
+    def _give_up(self, hung: list[_Rank], results: dict[int, RankResult], waited: float) -> RankTimeout:
         """Kill the ranks; the exception says where the hung ones were."""
         stacks = _dump_stacks(hung)
         for rank in hung:
-            error = f"RankTimeout: no answer within {timeout:g} s"
+            error = f"RankTimeout: no answer within {waited:.1f} s"
             results[rank.index] = RankResult(rank.index, error=error, traceback=stacks[rank.index])
         self.close()
         ordered = [results[index] for index in sorted(results)]

@@ -32,8 +32,6 @@ STEPS = 4
 IGNORED_WARNINGS = [
     # torch tells that FSDP1's NO_SHARD goes away in favour of DDP; we test it as long as it exists.
     (r"The `NO_SHARD` sharding strategy is deprecated", FutureWarning),
-    # torch tells users of FSDP1 to move to fully_shard.
-    (r".*FSDP.*(deprecated|fully_shard)", FutureWarning),
     # torch tells that an in-place op on the view a tensor-parallel layer returns would hurt; there is none here.
     (r"FSDP2-wrapped module .* returned a view tensor", UserWarning),
     # torch says so when it makes its first CSR tensor; the scaler refuses it.

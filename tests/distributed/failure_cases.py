@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cases import Fault, Habits, Report
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 BAD_STEP = 1
 
@@ -226,6 +227,16 @@ def group_too_small(rank: int, kind: str, name: str, layout: str, method: str) -
     """A process group of two ranks for DTensors that live on four."""
     scaler = cases.new_scaler(kind, process_group=_pair(rank))
     params = cases.LAYOUTS[layout]()
+    optimizer = cases.new_optimizer(name, params)
+    cases.give_grads(scaler, params, 0)
+    return attempt(scaler, method, optimizer)
+
+
+def roots_over_different_ranks(rank: int, kind: str, name: str, method: str) -> Attempt:
+    """Parameters on a mesh of the whole world and on one of two ranks: no mesh tells who must agree."""
+    pairs = [cases.mesh((2,), ("pair",), order) for order in ((0, 1), (2, 3))]
+    params = [cases.dtensor_param(on, [Shard(0)]) for on in (cases.line(), pairs[rank // 2])]
+    scaler = cases.new_scaler(kind)
     optimizer = cases.new_optimizer(name, params)
     cases.give_grads(scaler, params, 0)
     return attempt(scaler, method, optimizer)

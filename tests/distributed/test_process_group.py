@@ -44,6 +44,15 @@ def test_a_group_that_misses_ranks_of_a_mesh(four, kind, method, name, layout):
         assert_refused(attempt, f"ranks {[0, 1] if rank < 2 else [2, 3]} without [")
 
 
+@METHODS
+@NAMES
+def test_meshes_that_do_not_tell_need_a_group(four, method, name):
+    for attempt in four.run(failure_cases.roots_over_different_ranks, "grad", name, method):
+        assert_refused(attempt, "[0, 1, 2, 3]")
+    for attempt in four.run(failure_cases.roots_over_different_ranks, "world", name, method):
+        assert (attempt.error, attempt.collectives) == (None, 1)
+
+
 @KINDS
 @NAMES
 @pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])

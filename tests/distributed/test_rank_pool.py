@@ -65,7 +65,7 @@ def test_a_hang_ends_in_time_and_says_where(pool):
     with pytest.raises(RankTimeout, match="hang_on") as caught:
         pool.run(cases.hang_on, 1, timeout=1.0)
     assert time.monotonic() - start < 3.0
-    assert caught.value.results[1].error == "RankTimeout: no answer within 1 s"
+    assert caught.value.results[1].error == "RankTimeout: no answer within 1.0 s"
     assert [result.value for result in pool.run(cases.sum_of_ranks)] == [1.0, 1.0]
 
 
