@@ -58,6 +58,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor has wait, Tensor has not
 
 
+def partial_terms(tensor: Tensor) -> int:
+    """Return how many ranks' local tensors a DTensor is yet to be summed from: 1 if it is not Partial."""
+    terms = 1
+    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if placement.is_partial():
+            terms *= tensor.device_mesh.size(dim)  # type: ignore[attr-defined]
+    return terms
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Tell whether the tensor's elements fill one span of memory without gaps or overlap, in any order."""
     if tensor.is_contiguous():
@@ -106,7 +115,17 @@ def check_gradient(gradient: Tensor, name: str, *, allow_fp16: bool = True) -> N
         )
     if gradient.device.type == "meta":
         raise ValueError(f"{name} is on device {gradient.device}, where there is nothing to unscale")
-    if gradient.layout is torch.strided and _repeats_memory(gradient):
+    if gradient.layout is torch.strided:
+        check_overlap(gradient)
+    elif gradient.dtype is not torch.float16:  # those are replaced by coalesced ones
+        check_overlap(sparse_values(gradient))
+
+
+def check_overlap(tensor: Tensor) -> None:
+    """Raise torch's RuntimeError if elements of `tensor` share memory by an expanded dimension."""
+    if tensor.numel() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory "
             "location. Please clone() the tensor before performing the operation."
@@ -130,11 +149,6 @@ def group(tensors: Iterable[Tensor]) -> list[Batch]:
     for tensor in tensors:
         groups.setdefault(layout_key(tensor), []).append(tensor)
     return [Batch(Layout(key, [t.numel() for t in members]), members) for key, members in groups.items()]
-
-
-def _repeats_memory(tensor: Tensor) -> bool:
-    # torch's own criterion for a definite internal overlap
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

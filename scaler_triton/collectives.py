@@ -103,7 +103,10 @@ def picklable(process_group: Any) -> Any:
         return process_group
     if process_group is default_group():
         return None
-    return GroupRanks(tuple(dist.get_process_group_ranks(process_group)))
+    try:
+        return GroupRanks(tuple(dist.get_process_group_ranks(process_group)))
+    except KeyError:  # destroyed
+        return GroupRanks(())
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
@@ -175,11 +178,10 @@ def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:
     served = _served_types(group)
     if device.type in served:
         return device
-    accelerator = next((kind for kind in served if kind != "cpu"), None)
-    if accelerator is None:
-        return torch.device("cpu")
-    index = torch.get_device_module(accelerator).current_device()
-    return torch.device(accelerator, index)
+    for kind in served:
+        if kind != "cpu" and torch.get_device_module(kind).is_available():
+            return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")
 
 
 def _served_types(group: ProcessGroup) -> list[str]:

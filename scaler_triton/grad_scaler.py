@@ -6,6 +6,7 @@ import copy
 import inspect
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -75,13 +76,13 @@ class ScalerMixin(UnscalingMixin):
         """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
 
         Gradients are unscaled first if `unscale_` was not called. Waits for the flag on the host, unless the
-        optimizer takes it on the device (`fused=True`): that one is always called and skips by itself.
+        optimizer takes it on the device (`fused=True`) and skips by itself.
 
         Returns: what `optimizer.step` returns, None when skipped.
 
         Raises: torch's errors for a wrong order of calls and for a closure; RuntimeError if another rank failed
-            to check its gradients; whatever `optimizer.step` raises. The stage is UNSCALED then: the call may be
-            repeated, and steps, unless a fused optimizer was to unscale: that step can only be skipped.
+            to check its gradients; whatever `optimizer.step` raises. After that the stage is UNSCALED and the call
+            may be repeated; it steps then, unless a fused optimizer was to unscale: that step can only be skipped.
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
@@ -91,6 +92,9 @@ class ScalerMixin(UnscalingMixin):
         state = self._state(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if state.get("void"):
+            state["stage"] = OptState.STEPPED
+            return None
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_with_scale(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
@@ -131,18 +135,19 @@ class ScalerMixin(UnscalingMixin):
             self._check_inf_per_device(optimizer)
         if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
             return None
-        with optimizers.lent(inner, self._scale if ready else None, self._flag(state)):
+        assert self._scale is not None
+        with optimizers.lent((optimizer, inner), self._scale.reshape(()) if ready else None, self._flag(state)):
             try:
                 return optimizer.step(*args, **kwargs)
             except BaseException:
-                if ready:  # the kernels divide gradients, and nobody can tell which they reached
-                    self._skip(state, self._plans.get(optimizer))
+                # Its kernels divide gradients, and nobody can tell which they reached. The flag stays as agreed.
+                state.update(stage=OptState.UNSCALED, void=ready)
                 raise
 
     def _verdict(self, state: State) -> Verdict | None:
         """Return the verdict behind the state's flags, None if somebody else stored them."""
         verdict: Verdict | None = state.get("verdict")
-        return verdict if verdict is not None and verdict.per_device is state["found_inf_per_device"] else None
+        return verdict if verdict is not None and verdict.is_behind(state["found_inf_per_device"]) else None
 
     def _flag(self, state: State) -> Tensor:
         """Return this optimizer's flag, fp32 `()`, 0.0 or 1.0, on the scale's device."""
@@ -233,14 +238,21 @@ class ScalerMixin(UnscalingMixin):
             self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
 
     def __getstate__(self) -> State:
-        state = super().__getstate__()
-        state.update(_plans=PlanCache(), process_group=collectives.picklable(self.process_group))
-        return state
+        return {**self._own_state(), "process_group": collectives.picklable(self.process_group)}
+
+    def _own_state(self) -> State:
+        """Return what a copy needs, but for the process group."""
+        return {**super().__getstate__(), "_plans": PlanCache(), "process_group": None}
+
+    def __copy__(self) -> ScalerMixin:
+        return self._clone(lambda state: state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalerMixin:
+        return self._clone(lambda state: copy.deepcopy(state, memo))
+
+    def _clone(self, copied: Callable[[State], State]) -> ScalerMixin:
         clone = type(self).__new__(type(self))
-        memo[id(self)] = clone
-        clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        clone.__setstate__(copied(self._own_state()))
         clone.process_group = self.process_group  # a group is shared, it cannot be copied
         return clone
 

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def version(tensor: Tensor) -> int | None:
+    """Return the counter that every write to `tensor` moves on; None for an inference tensor, which has none."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class HostMirror:
     """Copies `source` to the host without waiting.
 
@@ -16,18 +21,17 @@ class HostMirror:
 
     def __init__(self, source: Tensor) -> None:
         self._source = source
-        self._version = source._version
         self._event: torch.cuda.Event | None = None
         if source.is_cuda:
             with torch.cuda.device(source.device):
-                self._copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
                 self._copy.copy_(source, non_blocking=True)
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record()
 
     def read(self) -> list[float]:
-        """Return the values, waiting for the copy only; afresh if the source was written since."""
-        if self._event is None or self._source._version != self._version:
+        """Return the values, waiting for the copy only."""
+        if self._event is None:
             return [float(value) for value in self._source.tolist()]
         self._event.synchronize()
         return [float(value) for value in self._copy.tolist()]

@@ -27,7 +27,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
     tensors of any mix of devices and dtypes. Products are taken in fp32 (fp64 for fp64) and rounded once.
 
     Args:
-        grads: fp16, bf16, fp32 or fp64 tensors, strided or sparse COO, DTensors as their local shards; written.
+        grads: fp16, bf16, fp32 or fp64 tensors, strided or sparse COO (values as they are, duplicates not summed),
+            DTensors as their local shards; written.
         inv_scale: fp32, one element, any device; read.
         found_inf: fp32, one element, any device; set to 1.0 on overflow, else left as it is.
         backend: "auto", "triton" or "torch"; default: SCALER_TRITON_BACKEND, else "auto".
@@ -209,6 +210,7 @@ def _checked(grads: Sequence[Tensor]) -> list[Tensor]:
         local = batching.local_tensor(grad)
         batching.check_gradient(local, f"grads[{index}]")
         locals_.append(local if local.layout is torch.strided else batching.sparse_values(local))
+        batching.check_overlap(locals_[-1])
     return locals_
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -41,30 +41,27 @@ def weak(optimizer: Any, forget: Callable[[Any], None] | None = None) -> Callabl
 
 
 @contextmanager
-def lent(optimizer: Any, scale: Tensor | None, found_inf: Tensor) -> Iterator[None]:
+def lent(optimizers: Sequence[Any], scale: Tensor | None, found_inf: Tensor) -> Iterator[None]:
     """Set `grad_scale` and `found_inf` on a fused optimizer while it steps.
 
     A `grad_scale` of the user's is multiplied in, and used up by the step: it is put back only if the step raised.
 
     Args:
-        scale: fp32, one element; None if the gradients are unscaled already.
+        optimizers: the one that is stepped, and the one inside if it is a wrapper: either may look.
+        scale: fp32, shape (), lent itself and not to be written; None if the gradients are unscaled already.
         found_inf: fp32, shape (), 0.0 or 1.0.
     """
-    own = getattr(optimizer, "grad_scale", None)
-    had_own = hasattr(optimizer, "grad_scale")
-    if scale is not None:
-        optimizer.grad_scale = scale.reshape(()) if own is None else scale.reshape(()) * own
-    elif not had_own:
-        optimizer.grad_scale = None
-    optimizer.found_inf = found_inf
+    own = getattr(optimizers[0], "grad_scale", None)
+    factors = [factor for factor in (scale, own) if factor is not None]
+    _set(optimizers, grad_scale=_product(factors), found_inf=found_inf)
     try:
         yield
     except BaseException:
-        _take_back(optimizer)
-        if had_own:
-            optimizer.grad_scale = own
+        _take_back(optimizers)
+        if own is not None:
+            optimizers[-1].grad_scale = own
         raise
-    _take_back(optimizer)
+    _take_back(optimizers)
 
 
 def skip_would_corrupt(optimizer: Any) -> bool:
@@ -83,7 +80,21 @@ def skip_would_corrupt(optimizer: Any) -> bool:
     )
 
 
-def _take_back(optimizer: Any) -> None:
-    for name in ("grad_scale", "found_inf"):
-        if hasattr(optimizer, name):
-            delattr(optimizer, name)
+def _product(factors: Sequence[Tensor]) -> Tensor | None:
+    if not factors:
+        return None
+    return factors[0] if len(factors) == 1 else factors[0] * factors[1]
+
+
+def _set(optimizers: Sequence[Any], **attributes: Any) -> None:
+    for optimizer in optimizers:
+        for name, value in attributes.items():
+            with suppress(AttributeError):  # a wrapper with slots: the one inside has them
+                setattr(optimizer, name, value)
+
+
+def _take_back(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        for name in ("grad_scale", "found_inf"):
+            with suppress(AttributeError):  # the other one's, seen through the wrapper, or a class attribute
+                delattr(optimizer, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,6 +24,19 @@ class _Form(NamedTuple):
     stride: tuple[int, ...]
 
 
+class Gradients(NamedTuple):
+    """One step's gradients.
+
+    Args:
+        batches: what this rank holds of them.
+        bounds: read-only batches that are finite only if the sums of unreduced (Partial) gradients are: summing them
+            here would take a collective that a rank without such a gradient does not join.
+    """
+
+    batches: list[Batch]
+    bounds: list[Batch]
+
+
 class GradPlan:
     """What one optimizer's gradients look like.
 
@@ -35,7 +49,6 @@ class GradPlan:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
-        self.devices = list(dict.fromkeys(parameter.device for parameter in self.parameters))
         self.rebuilds = 0
         self.agreement: Any = None  # whoever works out which ranks must agree keeps the answer here
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
@@ -43,33 +56,45 @@ class GradPlan:
         self._place()
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
-        """Tell whether `parameters` are the ones this plan was made for."""
-        return len(parameters) == len(self.parameters) and all(
-            mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
+        """Tell whether `parameters` are the ones this plan was made for, the first of them where it was."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True))
+            and [parameter.device for parameter in parameters[:1]] == self.devices[:1]
         )
 
-    def collect(self, *, allow_fp16: bool = True) -> list[Batch]:
+    def collect(self, *, allow_fp16: bool = True) -> Gradients:
         """Return this step's gradients as batches; every one is checked, none is written.
 
         Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does.
 
         Raises: what `batch.check_gradient` raises, naming the parameter's position.
         """
-        gradients = self._local_gradients()
-        if not allow_fp16 and any(gradients[index] is not None for index in self._fp16):
-            raise ValueError("Attempting to unscale FP16 gradients.")
+        gradients, bounds = self._local_gradients()
+        if not allow_fp16:
+            self._refuse_fp16(gradients)
         loose = self._admit(gradients, allow_fp16)
         rows = [[gradients[index] for index in members] for members in self._members]
         batches = [Batch(layout, row) for layout, row in zip(self._layouts, rows, strict=True)]
-        return [batch for batch in batches if any(t is not None for t in batch.tensors)] + batching.group(loose)
+        filled = [batch for batch in batches if any(tensor is not None for tensor in batch.tensors)]
+        return Gradients(filled + batching.group(loose), batching.group(bounds))
 
-    def _local_gradients(self) -> list[Tensor | None]:
+    def _local_gradients(self) -> tuple[list[Tensor | None], list[Tensor]]:
         gradients = [parameter.grad for parameter in self.parameters]
+        bounds = []
         for index in self._dtensors:
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = batching.local_tensor(gradient)
-        return gradients
+                gradients[index] = local = batching.local_tensor(gradient)
+                if (terms := batching.partial_terms(gradient)) > 1:
+                    bounds.append(local * terms)
+        return gradients, bounds
+
+    def _refuse_fp16(self, gradients: list[Tensor | None]) -> None:
+        for index in self._fp16:  # those of a new form are checked when they are admitted
+            gradient = gradients[index]
+            if gradient is not None and gradient.dtype is torch.float16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
 
     def _admit(self, gradients: list[Tensor | None], allow_fp16: bool) -> list[Tensor]:
         """Check gradients of a new form and make room for them; take out and return sparse ones, which have no slot."""
@@ -103,13 +128,14 @@ class GradPlan:
 
     def _expected_form(self, parameter: Tensor) -> _Form | None:
         """Return the form of the gradient that a parameter has or is likely to get; None if none is to be expected."""
-        if parameter.grad is None and not parameter.requires_grad:
-            return None  # frozen: a slot would cost a launch's chunks for nothing
+        if parameter.grad is None and (not parameter.requires_grad or torch.nn.parameter.is_lazy(parameter)):
+            return None  # frozen, or of no shape yet: a slot would cost a launch's chunks for nothing
         local = batching.local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
         return _form(local) if batching.is_acceptable(local) and local.layout is torch.strided else None
 
     def _place(self) -> None:
         """Give every form a slot, one layout for each device, dtype and kind of memory."""
+        self.devices = list(dict.fromkeys(parameter.device for parameter in self.parameters))
         keys = [None if form is None else _layout_key(form) for form in self._forms]
         self._layouts = [Layout(key) for key in dict.fromkeys(keys) if key is not None]
         self._members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in self._layouts]
@@ -148,7 +174,9 @@ class PlanCache:
         owner, plan = self._plans.get(id(inner), (None, None))
         if owner is None or plan is None or owner() is not inner or not plan.matches(parameters):
             plan = GradPlan(parameters)
-            self._plans[id(inner)] = (weak(inner, self._forgetter(id(inner))), plan)
+            reference = weak(inner, self._forgetter(id(inner)))
+            if isinstance(reference, weakref.ref):  # else nothing would ever tell that the optimizer is gone
+                self._plans[id(inner)] = (reference, plan)
         return plan
 
     def _forgetter(self, key: int) -> Callable[[Any], None]:

@@ -109,12 +109,12 @@ def _merged(run: Sequence[Tensor]) -> Tensor:
 
 
 def _same_span(left: Tensor, right: Tensor) -> bool:
-    return (
-        left.is_contiguous()
-        and right.is_contiguous()
-        and left.numel() > 0
-        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-    )
+    return left.is_contiguous() and right.is_contiguous() and left.numel() > 0 and _storage(left) == _storage(right)
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _unscale_bf16_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:

@@ -113,12 +113,14 @@ class UnscalingMixin(_Base):
     ) -> Flags:
         flags: Flags = {}
         with torch.no_grad():
-            batches = self._plans.get(optimizer).collect(allow_fp16=allow_fp16)
-            for batch, backend in ops.choose_backends(batches, self._backend):
+            gradients = self._plans.get(optimizer).collect(allow_fp16=allow_fp16)
+            jobs = [(op, *pair) for pair in ops.choose_backends(gradients.batches, self._backend)]
+            jobs += [(ops.check_batch, *pair) for pair in ops.choose_backends(gradients.bounds, self._backend)]
+            for run, batch, backend in jobs:
                 device = batch.layout.key.device
                 if device not in flags:
                     flags[device] = found_inf if device == found_inf.device else found_inf.to(device, copy=True)
-                op(batch, flags[device], backend)
+                run(batch, flags[device], backend)
         return flags
 
     def _unscale_is_overridden(self) -> bool:
@@ -127,7 +129,7 @@ class UnscalingMixin(_Base):
     def _examine(self, optimizer: Any, state: State, examine: Callable[[Tensor], Flags]) -> Verdict:
         """Run `examine` with a fresh flag, agree with the other ranks, keep the verdict in `state`.
 
-        Whatever fails here, the other ranks are told, never left waiting.
+        Whatever error `examine` raises, the other ranks are told, not left waiting.
         """
         plan = self._plans.get(optimizer)
         agreement = self._agreement(plan)
@@ -146,7 +148,8 @@ class UnscalingMixin(_Base):
             self._skip(state, plan)
             raise
         expected = agreement is not None or self._is_sharded  # others follow this flag, even without gradients here
-        self._keep(state, verdict, [*flags, *plan.devices] if flags or expected else [])
+        devices = [*flags, *plan.devices, verdict.found_inf.device] if flags or expected else []
+        self._keep(state, verdict, devices)
         return verdict
 
     def _fail(self, state: State, plan: GradPlan, agreement: Agreement | None) -> None:
@@ -168,7 +171,9 @@ class UnscalingMixin(_Base):
         state["found_inf_per_device"] = verdict.serve(devices)
 
     def _new_verdict(self, plan: GradPlan) -> Verdict:
-        return Verdict(plan.devices[0] if self._scale is None else self._scale.device)
+        if self._scale is not None:
+            return Verdict(self._scale.device)
+        return Verdict(plan.devices[0] if plan.devices else torch.device(self._device))
 
     def _agreement(self, plan: GradPlan) -> Agreement | None:
         """Return who must agree, None if nobody else; fixed by the plan's parameters, never by gradients."""
@@ -207,6 +212,8 @@ class UnscalingMixin(_Base):
         plan = self._plans.get(optimizer)
         agreement = self._agreement(plan)
         if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
+            # The others back off in update(): so must this rank, which therefore needs a scale.
+            self._lazy_init_scale_growth_tracker(self._new_verdict(plan).found_inf.device)
             self._fail(self._state(optimizer), plan, agreement)
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
@@ -220,7 +227,7 @@ class UnscalingMixin(_Base):
         state = states[id(inner)]
         owner = state.setdefault("owner", optimizers.weak(inner))
         if owner() is not inner:
-            states[owner] = state  # its flag still counts in update()
+            states[("gone", id(state))] = state  # its flag still counts in update()
             del states[id(inner)]
             return self._state(inner)
         return cast(State, state)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.collectives import Agreement
-from scaler_triton.mirror import HostMirror
+from scaler_triton.mirror import HostMirror, version
 
 # Positions in the tensor that the ranks reduce; the flag is a view of it, so one reduction serves both.
 _FLAG, _FAILED = 0, 1
@@ -39,8 +39,9 @@ class Verdict:
     def __init__(self, device: torch.device) -> None:
         self._signals = torch.zeros(2, dtype=torch.float32, device=device)
         self._mirror: HostMirror | None = None
+        self._served: list[tuple[Tensor, int | None]] = []
+        self._per_device: dict[torch.device, Tensor] = {}
         self.found_inf = self._signals[_FLAG]
-        self.per_device: dict[torch.device, Tensor] = {}
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Take in flags of other devices, and whatever an override returned as flags."""
@@ -65,8 +66,20 @@ class Verdict:
     def serve(self, devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
         """Return the flag on each of `devices`."""
         home = self.found_inf.device
-        self.per_device = {d: self.found_inf if d == home else self.found_inf.to(d) for d in dict.fromkeys(devices)}
-        return self.per_device
+        self._per_device = {d: self.found_inf if d == home else self.found_inf.to(d) for d in dict.fromkeys(devices)}
+        self._served = [(flag, version(flag)) for flag in self._per_device.values()]
+        return self._per_device
+
+    def is_behind(self, flags: dict[torch.device, Tensor]) -> bool:
+        """Tell whether `flags` are the ones served here, and nobody has written others or into them since."""
+        return (
+            flags is self._per_device
+            and len(flags) == len(self._served)
+            and all(
+                flag is mine and version(flag) == seen
+                for flag, (mine, seen) in zip(flags.values(), self._served, strict=True)
+            )
+        )
 
     def start_mirror(self) -> None:
         """Start copying the flag to the host, without waiting."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import math
 import pickle
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import flags, sgd, started
+from helpers import flags, parameters, sgd, started
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
@@ -292,12 +293,15 @@ def test_checkpoints_go_both_ways(ours: type, theirs: type, kwargs: dict[str, An
 
 
 @both
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "clone", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["copy", "deepcopy", "pickle"]
+)
 def test_copies_continue_where_the_original_stood(ours: type, theirs: type, clone: Any) -> None:
     scaler = started(ours, "cpu", init_scale=64.0)
     scaler._growth_tracker.fill_(5)
     copied = clone(scaler)
     assert copied.state_dict() == scaler.state_dict()
+    assert type(copied) is ours
     copied._lazy_init_scale_growth_tracker("cpu")
     copied._scale.fill_(1.0)
     assert scaler.get_scale() == 64.0
@@ -312,16 +316,105 @@ def test_pickled_between_unscale_and_update_raises_as_torch() -> None:
 
 
 def test_a_new_optimizer_at_an_old_id_starts_ready_and_the_old_flag_counts() -> None:
+    """Difference 11 from torch, which says that it was unscaled already."""
     scaler = started(GradScaler, "cpu", init_scale=4.0)
-    dead = sgd([torch.tensor([math.inf])])
-    scaler.unscale_(dead)
-    alive = sgd([torch.tensor([4.0])])
-    scaler._per_optimizer_states[id(alive)] = scaler._per_optimizer_states.pop(id(dead))  # the id was reused
-    scaler.unscale_(alive)
-    assert flags(scaler, alive) == [0.0]
-    assert scaler._per_optimizer_states[id(alive)]["stage"] is OptState.UNSCALED
+    seen = set()
+    for attempt in range(300):  # until an id comes again
+        optimizer = sgd([torch.tensor([4.0 if attempt else math.inf])])
+        reused = id(optimizer) in seen
+        seen.add(id(optimizer))
+        scaler.unscale_(optimizer)
+        assert flags(scaler, optimizer) == [0.0 if attempt else 1.0]
+        assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+        if reused:
+            break
+        del optimizer
+        gc.collect()
+    assert reused
     scaler.update()
     assert scaler.get_scale() == 2.0
+
+
+def test_flags_put_into_the_dict_by_item_are_heard() -> None:
+    for cls in (GradScaler, torch.amp.GradScaler):
+        optimizer = sgd([torch.tensor([4.0])])
+        scaler = started(cls, "cpu", init_scale=4.0)
+        scaler.unscale_(optimizer)
+        scaler._found_inf_per_device(optimizer)[torch.device("cpu")] = torch.ones(())
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.param_groups[0]["params"][0].item() == 0.0
+        assert scaler.get_scale() == 2.0
+
+
+def test_a_wrapper_that_takes_scale_and_flag_itself_gets_them() -> None:
+    class Looking(Wrapper):
+        def step(self) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data -= (1 - self.found_inf) * parameter.grad / self.grad_scale
+
+    for cls in (GradScaler, torch.amp.GradScaler):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.tensor([8.0])
+        wrapper = Looking(torch.optim.SGD([parameter], lr=1.0, fused=True))
+        started(cls, "cpu", init_scale=4.0).step(wrapper)
+        assert parameter.item() == -2.0
+        assert not {"grad_scale", "found_inf"} & set(vars(wrapper))
+
+
+def test_a_class_attribute_named_grad_scale_is_no_hindrance() -> None:
+    class Declares(torch.optim.SGD):
+        grad_scale = None
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Declares([parameter], lr=1.0, fused=True)
+    for explicit in (False, True):
+        parameter.grad = torch.tensor([8.0])
+        scaler = started(GradScaler, "cpu", init_scale=4.0)
+        if explicit:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert parameter.item() == -4.0
+
+
+def test_containers_without_weak_references_leave_no_plans_behind() -> None:
+    scaler = started(GradScaler, "cpu")
+    for _ in range(5):
+        scaler.step(Container([sgd([torch.ones(2)])]))
+        scaler.update()
+    assert len(scaler._plans) == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_runs_under_another_default_device_and_under_inference_mode(fused: bool) -> None:
+    optimizer = sgd([torch.tensor([8.0])], fused=fused)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    with torch.device("meta"):
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.param_groups[0]["params"][0].item() == -1.0
+    with torch.inference_mode():
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_sharded_optimizer_without_parameters_follows(fused: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ShardedGradScaler, "_agreement", lambda self, plan: None)
+    optimizer = torch.optim.SGD([{"params": []}], lr=1.0, fused=fused)
+    scaler = started(ShardedGradScaler, "cpu", init_scale=4.0, growth_interval=1)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
+def test_parameters_without_a_shape_yet_wait_their_turn() -> None:
+    lazy = torch.nn.LazyLinear(3)
+    optimizer = torch.optim.SGD([*lazy.parameters(), *parameters([torch.tensor([8.0])], "cpu")], lr=1.0)
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.unscale_(optimizer)
+    assert optimizer.param_groups[0]["params"][-1].grad.item() == 2.0
 
 
 def test_exports() -> None:

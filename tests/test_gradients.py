@@ -44,7 +44,7 @@ KINDS: dict[str, Callable[[], list[Tensor | None]]] = {
     "mixed": lambda: [dense(), dense(torch.float64), dense(torch.bfloat16), dense()],
     "none": lambda: [None, dense(), None],
     "scalar": lambda: [torch.tensor(5.0)],
-    "empty": lambda: [torch.zeros(0), dense(), torch.zeros(3, 0)],
+    "empty": lambda: [torch.zeros(0), dense(), torch.zeros(3, 0), torch.zeros(0, 1).expand(0, 9)],
     "transposed": lambda: [dense().t()],
     "channels_last": lambda: [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)],
     "strided": lambda: [torch.randn(40)[::3], torch.randn(6, 8)[:, 1:5]],
@@ -189,6 +189,39 @@ def test_torch_itself_divides_the_first_gradient_before_it_raises() -> None:
     assert first.grad.tolist() != [1.0, 1.0]
 
 
+def test_an_int_gradient_is_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    parameter.grad = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="parameter 0 has dtype torch.int64; only float16, bfloat16, float32"):
+        started(GradScaler, "cpu").unscale_(torch.optim.SGD([parameter], lr=1.0))
+
+
+def test_sparse_gradients_with_expanded_values_are_refused_before_anything_is_written() -> None:
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        bad = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(1).expand(2), (5,))
+    first, second = parameters([torch.tensor([4.0])], "cpu")[0], torch.nn.Parameter(torch.zeros(5))
+    second.grad = bad
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    with pytest.raises(RuntimeError, match=EXPANDED):
+        scaler.unscale_(torch.optim.SGD([first, second], lr=0.5))
+    assert first.grad.item() == 4.0
+    with pytest.raises(RuntimeError, match=EXPANDED):
+        ops.unscale_([first.grad, bad], torch.tensor(0.5), torch.zeros(()))
+    assert first.grad.item() == 4.0
+
+
+def test_fp16_parameters_may_become_fp32() -> None:
+    (parameter,) = parameters([torch.tensor([4.0]).half()], "cpu")
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16"):
+        scaler.unscale_(optimizer)
+    parameter.data = parameter.data.float()
+    parameter.grad = torch.tensor([4.0])
+    scaler.unscale_(optimizer)
+    assert parameter.grad.item() == 1.0
+
+
 def test_fp64_beyond_fp32_is_finite() -> None:
     for place in places():
         optimizer = sgd([torch.tensor([1e300], dtype=torch.float64)], place.device)
@@ -215,7 +248,8 @@ def test_lists_of_tensors_go_through_the_same_ops() -> None:
     grads = [torch.tensor([6.0, 9.0]), torch.tensor([3.0], dtype=torch.float64), torch.tensor(1.5).bfloat16()]
     found_inf = torch.zeros(1)
     ops.unscale_(grads, torch.tensor(1 / 3.0), found_inf)
-    assert [g.flatten()[0].item() for g in grads[:1]] == [2.0]
+    inverse = torch.tensor(1 / 3.0)
+    assert [g.flatten()[0].item() for g in grads] == [2.0, 3.0 * inverse.double().item(), 0.5]
     assert found_inf.item() == 0.0
     ops.check_nonfinite([*grads, torch.tensor([math.nan])], found_inf)
     assert found_inf.item() == 1.0

@@ -16,7 +16,7 @@ from scaler_triton.plan import GradPlan, PlanCache
 
 def collected(plan: GradPlan) -> list[int]:
     """Return the addresses of the gradients that a plan collects, in order."""
-    return sorted(t.data_ptr() for batch in plan.collect() for t in batch.present)
+    return sorted(t.data_ptr() for batch in plan.collect().batches for t in batch.present)
 
 
 def addresses(params: list[Any]) -> list[int]:
@@ -37,9 +37,9 @@ def test_gradients_that_come_and_go_make_no_new_plan() -> None:
 def test_layouts_are_the_same_objects_from_step_to_step() -> None:
     params = parameters([torch.ones(3), torch.ones(2).double(), None], "cpu")
     plan = GradPlan(params)
-    first = [batch.layout for batch in plan.collect()]
+    first = [batch.layout for batch in plan.collect().batches]
     params[2].grad = torch.ones(3)
-    second = [batch.layout for batch in plan.collect()]
+    second = [batch.layout for batch in plan.collect().batches]
     assert [id(layout) for layout in first] == [id(layout) for layout in second]
     assert [layout.numels for layout in first] == [[3, 3], [2]]
 
@@ -75,7 +75,7 @@ def test_sparse_gradients_change_size_without_a_new_plan() -> None:
         indices = torch.arange(n).reshape(1, n)
         with torch.sparse.check_sparse_tensor_invariants(False):
             params[0].grad = torch.sparse_coo_tensor(indices, torch.ones(n), (5,))
-        (batch,) = plan.collect()
+        (batch,) = plan.collect().batches
         assert batch.layout.numels == [n]
     assert plan.rebuilds == 0
 

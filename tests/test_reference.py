@@ -50,6 +50,13 @@ def test_neighbours_by_address_only_are_not_merged() -> None:
     assert same.call_count <= 3
 
 
+def test_neighbours_in_views_of_foreign_memory_are_not_merged() -> None:
+    array = np.ones(10, dtype=np.float32)
+    left, right = torch.from_numpy(array[:4]), torch.from_numpy(array)[4:]
+    reference.unscale_([left, right], torch.tensor(3.0), flag())
+    assert array.tolist() == [3.0] * 10
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=8), st.sampled_from(DTYPES), st.randoms())
 @settings(max_examples=100, deadline=None)
 def test_merged_or_not_torchs_op_does_the_same(pieces: list[tuple[int, int]], dtype: torch.dtype, rng: object) -> None:

@@ -99,6 +99,18 @@ def never_scaled(rank: int, kind: str, name: str, method: str) -> Attempt:
     return attempt(scaler, method, optimizer)
 
 
+def scaled_too_late(rank: int, kind: str, name: str) -> Report:
+    """The last rank forgets scale() in the first step, writes the error down, and goes on like the others."""
+    scaler, params = cases.new_scaler(kind), _params_for(kind)
+    optimizer = cases.new_optimizer(name, params)
+
+    def backward(step: int) -> None:
+        forgetful = step == 0 and rank == dist.get_world_size() - 1
+        cases.give_grads(cases.new_scaler(kind) if forgetful else scaler, params, step)
+
+    return cases.train(rank, scaler, [optimizer], backward, habits=cases.Habits(tolerant=True))
+
+
 def wrong_order(rank: int, kind: str, name: str) -> list[Attempt]:
     """Each method at the wrong moment as well as at the right one, on every rank."""
     scaler, params = cases.new_scaler(kind), _params_for(kind)

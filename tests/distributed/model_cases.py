@@ -178,12 +178,15 @@ def _full_params(model: nn.Module) -> list[Tensor]:
     return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
 
 
-def warned_about_fsdp1(rank: int, kind: str, wrapper: str) -> tuple[list[str], Report]:
-    """Use a scaler on FSDP1 parameters for several steps; the warnings it gave, and what became of an inf."""
-    model = WRAPPERS[wrapper](Net(), False)
+def warned_about_fsdp1(rank: int, kind: str, wrapper: str) -> tuple[list[str], list[Report]]:
+    """Use one scaler on two wrapped models; the warnings it gave, and what became of an inf in each."""
+    scaler = cases.new_scaler(kind)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        scaler = cases.new_scaler(kind)
-        report = _train(rank, model, scaler, "adamw", [Fault(2, 1)], False, part=(0, 1))
+        reports = []
+        for _ in range(2):
+            model = WRAPPERS[wrapper](Net(), False)
+            scaler.load_state_dict(cases.new_scaler(kind).state_dict())
+            reports.append(_train(rank, model, scaler, "adamw", [Fault(2, 1)], False, part=(0, 1)))
     texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    return [text for text in texts if "Scaler" in text], report
+    return [text for text in texts if "Scaler" in text], reports

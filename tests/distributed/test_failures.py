@@ -5,7 +5,7 @@ import re
 import failure_cases
 import pytest
 from cases import STEPS, Fault
-from checks import scale_model
+from checks import assert_agreed, scale_model
 from failure_cases import BAD_STEP
 
 pytestmark = pytest.mark.distributed
@@ -78,6 +78,14 @@ def test_a_rank_that_never_scaled(ranks, kind, name, method):
         reads_the_flag = method == "step" and name == "adamw"
         assert (attempt.error is not None) == reads_the_flag
     assert {attempt.collectives for attempt in [*peers, forgetful]} == {1}
+
+
+@KINDS
+@NAMES
+def test_a_rank_that_scales_too_late_keeps_up_with_the_others(ranks, kind, name):
+    reports = ranks.run(failure_cases.scaled_too_late, kind, name)
+    assert_agreed(reports, [0])
+    assert "_scale is None" in reports[-1].errors[0][0]
 
 
 @KINDS

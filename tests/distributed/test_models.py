@@ -101,7 +101,8 @@ def test_grad_scaler_on_fsdp1_warns_once_naming_the_fix(two, wrapper):
 def test_grad_scaler_on_fsdp1_is_right_with_a_process_group(two, wrapper):
     results = two.run(model_cases.warned_about_fsdp1, "world", wrapper)
     assert [warnings_given for warnings_given, _ in results] == [[], []]
-    assert_agreed([report for _, report in results], [2], steps=STEPS)
+    for reports in zip(*(reports for _, reports in results), strict=True):
+        assert_agreed(reports, [2], steps=STEPS)
 
 
 def test_grad_scaler_does_not_warn_about_ddp_or_fsdp2(two):

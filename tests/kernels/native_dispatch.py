@@ -70,7 +70,7 @@ class Driver:
 def launch_all():
     cpu = torch.device("cpu")
     three = torch.ones(4)  # slices of it have every alignment that a float can have
-    for numels in ([1], [10, 7], [8192 * 16], [8192 * 17]):
+    for numels in ([], [0], [1], [10, 7], [8192 * 16], [8192 * 17]):
         table = GradTable(numels, torch.float16, cpu)
         for flag, scale in ((three[0], three[1]), (three[1], three[0])):
             launch_check_nonfinite(table, flag)

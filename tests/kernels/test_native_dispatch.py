@@ -22,7 +22,7 @@ def test_no_size_alignment_or_interval_makes_another_compilation(dispatch):
     assert dispatch["variants"] == want
 
 
-def test_one_launch_a_table_with_one_program_a_chunk(dispatch):
+def test_one_launch_a_table_with_one_program_a_chunk_and_none_for_no_chunk(dispatch):
     launches = launches_of(dispatch, "_unscale_kernel")
     assert [launch["grid"] for launch in launches[::4]] == [[1, 1, 1], [2, 1, 1], [16, 1, 1], [17, 1, 1]]
     assert len(launches) == 16
