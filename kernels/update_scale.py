@@ -1,4 +1,4 @@
-"""The scale after a step, in one program: 12 bytes read, up to 8 written, nothing waits on the host."""
+"""The scale after a step, in one program: 12 bytes read, 8 written, nothing waits on the host."""
 
 import torch
 import triton
@@ -26,20 +26,21 @@ def _update_scale_kernel(
     backoff_factor: tl.float64,
     growth_interval: tl.int64,
 ):
-    scale = tl.load(scale_ptr).to(tl.float64)
+    scale = tl.load(scale_ptr)
+    new_scale = scale
+    new_tracker = tl.zeros((), tl.int64)
     if tl.load(found_inf_ptr) != 0.0:  # true of NaN
-        new_scale = (scale * backoff_factor).to(tl.float32)
-        tl.store(scale_ptr, tl.minimum(tl.where(new_scale > _MIN_SCALE, new_scale, _MIN_SCALE), _MAX_SCALE))
-        tl.store(growth_tracker_ptr, 0)
+        new_scale = (scale.to(tl.float64) * backoff_factor).to(tl.float32)
     else:
         successful = tl.load(growth_tracker_ptr).to(tl.int64) + 1
         if successful >= growth_interval:
-            new_scale = (scale * growth_factor).to(tl.float32)
-            if tl.abs(new_scale) <= _MAX_SCALE:  # false of NaN
-                tl.store(scale_ptr, new_scale)
-            tl.store(growth_tracker_ptr, 0)
+            grown = (scale.to(tl.float64) * growth_factor).to(tl.float32)
+            new_scale = tl.where(tl.abs(grown) <= _MAX_SCALE, grown, scale)  # false of NaN
         else:
-            tl.store(growth_tracker_ptr, tl.minimum(successful, _MAX_TRACKER).to(tl.int32))
+            new_tracker = tl.minimum(successful, _MAX_TRACKER)
+    # Whatever was written into the scale from outside, NaN too, ends within the bounds.
+    tl.store(scale_ptr, tl.minimum(tl.where(new_scale > _MIN_SCALE, new_scale, _MIN_SCALE), _MAX_SCALE))
+    tl.store(growth_tracker_ptr, new_tracker.to(tl.int32))
 
 
 def launch_update_scale(
@@ -53,11 +54,12 @@ def launch_update_scale(
     """Back the scale off after a bad step; grow it after `growth_interval` good ones in a row.
 
         if found_inf != 0:
-            scale, growth_tracker = clamp(scale * backoff_factor, 2**-126, fp32 max), 0
+            scale, growth_tracker = scale * backoff_factor, 0
         elif growth_tracker + 1 >= growth_interval:
             scale, growth_tracker = scale * growth_factor if that is finite else scale, 0
         else:
             growth_tracker += 1
+        scale = clamp(scale, 2**-126, fp32 max)       # NaN becomes 2**-126
 
     Products are taken in fp64 and rounded once to fp32, as torch does.
 

@@ -65,7 +65,9 @@ def update_scale_(
 
     if found_inf: scale *= backoff_factor; tracker = 0
     else: tracker += 1; if tracker >= growth_interval: scale *= growth_factor unless not finite; tracker = 0
-    and scale stays in [2^-126, fp32 max]. Equivalent: `torch._amp_update_scale_`, but for >= and the bounds.
+    and scale ends in [2^-126, fp32 max], NaN as 2^-126.
+
+    Equivalent: `torch._amp_update_scale_`, but for >= and the bounds.
 
     Args:
         scale: fp32, one element; written.
@@ -75,7 +77,7 @@ def update_scale_(
     # torch grows at tracker + 1 == interval: capped below it, the tracker cannot have passed.
     growth_tracker.clamp_(max=min(growth_interval, MAX_TRACKER) - 1)
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-    scale.clamp_(MIN_SCALE, MAX_SCALE)
+    scale.nan_to_num_(nan=MIN_SCALE, posinf=MAX_SCALE).clamp_(min=MIN_SCALE)
 
 
 def merge_adjacent(tensors: Sequence[Tensor]) -> list[Tensor]:
