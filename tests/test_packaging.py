@@ -27,27 +27,40 @@ def tracked() -> list[str]:
         return run.stdout.splitlines()
     folders = ("scaler_triton", "kernels")
     found = [str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    return [*found, "pyproject.toml", "README.md", "LICENSE"]
+    return [*found, "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Build a wheel from a copy of the tree, without its link and with a tuned file, and return its names."""
-    pytest.importorskip("build", reason="the wheel is built where the development environment is")
-    source = tmp_path_factory.mktemp("source")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the tree without its link, as a checkout without symbolic links has it."""
+    pytest.importorskip("build", reason="wheels are built where the development environment is")
+    folder = tmp_path_factory.mktemp("source")
     for name in tracked():
         path = ROOT / name
         if path.is_file() and not path.is_symlink():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, source / name)
-    (source / "kernels/tuned").mkdir(parents=True, exist_ok=True)
-    (source / "kernels/tuned/SomeGPU.json").write_text("{}")
-    out = source / "dist"
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, folder / name)
+    return folder
+
+
+def built(source: Path, out: Path, *options: str) -> list[str]:
+    """Build, and return the names in the wheel."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options]
     run = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     with zipfile.ZipFile(next(out.glob("*.whl"))) as archive:
         return archive.namelist()
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Build a wheel by way of an sdist, as it is published."""
+    return built(source, tmp_path_factory.mktemp("published"))
+
+
+def test_wheel_holds_tuned_files(source: Path, tmp_path: Path) -> None:
+    (source / "kernels/tuned/SomeGPU.json").write_text("{}")
+    assert "scaler_triton/kernels/tuned/SomeGPU.json" in built(source, tmp_path, "--wheel")
 
 
 def test_wheel_holds_the_package_only(wheel: list[str]) -> None:
@@ -55,11 +68,10 @@ def test_wheel_holds_the_package_only(wheel: list[str]) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"scaler_triton"}
 
 
-def test_wheel_holds_every_module_the_kernels_and_tuned_files(wheel: list[str]) -> None:
+def test_wheel_holds_every_module_and_the_kernels(wheel: list[str]) -> None:
     sources = [n for n in tracked() if n.endswith(".py") and n.startswith(("scaler_triton/", "kernels/"))]
     wanted = {n if n.startswith("scaler_triton/") else f"scaler_triton/{n}" for n in sources}
     assert {n for n in wheel if n.endswith(".py")} == wanted
-    assert "scaler_triton/kernels/tuned/SomeGPU.json" in wheel
     assert "scaler_triton/py.typed" in wheel
 
 
