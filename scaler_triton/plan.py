@@ -171,8 +171,8 @@ class PlanCache:
         """
         inner = unwrap(optimizer)
         parameters = parameters_of(inner)
-        owner, plan = self._plans.get(id(inner), (None, None))
-        if owner is None or plan is None or owner() is not inner or not plan.matches(parameters):
+        _, plan = self._plans.get(id(inner), (None, None))
+        if plan is None or not plan.matches(parameters):  # a plan is made of parameters: whose id it is does not matter
             plan = GradPlan(parameters)
             reference = weak(inner, self._forgetter(id(inner)))
             if isinstance(reference, weakref.ref):  # else nothing would ever tell that the optimizer is gone

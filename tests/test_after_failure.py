@@ -165,6 +165,20 @@ def test_an_override_that_raises_may_have_written_anything() -> None:
     assert parameter.item() == 0.0
 
 
+def test_an_override_that_reached_us_with_a_bad_gradient_wrote_nothing() -> None:
+    class Own(GradScaler):
+        def _unscale_grads_(self, *args: Any) -> Any:
+            return super()._unscale_grads_(*args)
+
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    parameter.grad = torch.ones(2, dtype=torch.complex64)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = started(Own, "cpu")
+    with pytest.raises(NotImplementedError):
+        scaler.unscale_(optimizer)
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+
+
 def test_an_override_that_returns_flags_of_its_own_is_heard() -> None:
     class Own(GradScaler):
         def _unscale_grads_(self, *args: Any) -> Any:

@@ -57,6 +57,9 @@ def test_accelerate_initialises_lazily_with_a_string_and_twice() -> None:
     for _ in range(2):
         scaler._lazy_init_scale_growth_tracker("cpu")
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 3)
+    scaler._growth_tracker += 1
+    scaler._lazy_init_scale_growth_tracker("cpu")
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 4)
 
 
 def test_accelerate_passes_none_as_positional_closure() -> None:
@@ -318,20 +321,35 @@ def test_pickled_between_unscale_and_update_raises_as_torch() -> None:
 def test_a_new_optimizer_at_an_old_id_starts_ready_and_the_old_flag_counts() -> None:
     """Difference 11 from torch, which says that it was unscaled already."""
     scaler = started(GradScaler, "cpu", init_scale=4.0)
-    seen = set()
-    for attempt in range(300):  # until an id comes again
-        optimizer = sgd([torch.tensor([4.0 if attempt else math.inf])])
-        reused = id(optimizer) in seen
+    optimizer = sgd([torch.tensor([math.inf])])
+    seen: set[int] = set()
+    while id(optimizer) not in seen and len(seen) < 1000:  # until an id comes again
         seen.add(id(optimizer))
         scaler.unscale_(optimizer)
-        assert flags(scaler, optimizer) == [0.0 if attempt else 1.0]
-        assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-        if reused:
-            break
+        assert flags(scaler, optimizer) == [1.0]
         del optimizer
-        gc.collect()
-    assert reused
+        gc.collect(0)
+        optimizer = sgd([torch.tensor([math.inf])])
+    assert id(optimizer) in seen
+    optimizer.param_groups[0]["params"][0].grad = torch.tensor([4.0])
+    scaler.unscale_(optimizer)
+    assert flags(scaler, optimizer) == [0.0]
+    states = scaler._per_optimizer_states
+    assert states[id(optimizer)]["stage"] is OptState.UNSCALED
+    for other in seen - {id(optimizer)}:
+        states.pop(other)
+    scaler.update()  # the flag of the dead one at this id is left to be heard
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_check_asked_for_early_does_not_stand_for_the_steps_own() -> None:
+    optimizer = sgd([torch.tensor([4.0])], fused=True)
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [0.0]
+    optimizer.param_groups[0]["params"][0].grad = torch.tensor([math.inf])
+    scaler.step(optimizer)
     scaler.update()
+    assert optimizer.param_groups[0]["params"][0].item() == 0.0
     assert scaler.get_scale() == 2.0
 
 

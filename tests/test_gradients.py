@@ -205,9 +205,13 @@ def test_sparse_gradients_with_expanded_values_are_refused_before_anything_is_wr
     with pytest.raises(RuntimeError, match=EXPANDED):
         scaler.unscale_(torch.optim.SGD([first, second], lr=0.5))
     assert first.grad.item() == 4.0
-    with pytest.raises(RuntimeError, match=EXPANDED):
-        ops.unscale_([first.grad, bad], torch.tensor(0.5), torch.zeros(()))
-    assert first.grad.item() == 4.0
+    for dtype in (torch.float32, torch.float16):
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            values = torch.ones(1, dtype=dtype).expand(2)
+            expanded = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values, (5,))
+        with pytest.raises(RuntimeError, match=EXPANDED):
+            ops.unscale_([first.grad, expanded], torch.tensor(0.5), torch.zeros(()))
+        assert first.grad.item() == 4.0
 
 
 def test_fp16_parameters_may_become_fp32() -> None:
@@ -242,6 +246,16 @@ def test_devices_mix_in_one_optimizer() -> None:
     assert flags(scaler, optimizer) == [1.0, 1.0]
     scaler.step(optimizer)
     assert gpu.item() == 0.0
+
+
+@pytest.mark.gpu
+def test_lists_of_tensors_may_mix_devices() -> None:
+    for bad in ("cpu", "cuda", None):
+        grads = [torch.full((3,), math.inf if device == bad else 6.0, device=device) for device in ("cpu", "cuda")]
+        for home in ("cpu", "cuda"):
+            found_inf = torch.zeros((), device=home)
+            ops.check_nonfinite(grads, found_inf)
+            assert found_inf.item() == float(bad is not None)
 
 
 def test_lists_of_tensors_go_through_the_same_ops() -> None:

@@ -117,6 +117,9 @@ def test_a_plan_at_a_reused_id_is_not_inherited() -> None:
     cache._plans[id(new)] = cache._plans.pop(id(old))
     assert cache.get(new) is not stale
     assert cache.get(new).parameters == new.param_groups[0]["params"]
+    del old
+    gc.collect()
+    assert cache.get(new) is cache.get(new)
 
 
 def test_added_and_swapped_parameters_make_a_new_plan() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scaler_triton import reference
+from scaler_triton import batch, reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -70,6 +70,24 @@ def test_merged_or_not_torchs_op_does_the_same(pieces: list[tuple[int, int]], dt
     torch._amp_foreach_non_finite_check_and_unscale_(same_views, theirs, torch.tensor(1 / 3))
     assert_same(flat, same_flat)
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.ones(3, 4), True),
+        (torch.ones(3, 4).t(), True),
+        (torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.ones(24).as_strided((4, 1, 6), (1, 77, 4)), True),
+        (torch.ones(()), True),
+        (torch.ones(0, 3).t(), True),
+        (torch.ones(4, 6)[:, ::2], False),
+        (torch.ones(3).expand(2, 3), False),
+        (torch.ones(9).as_strided((3, 3), (2, 1)), False),
+    ],
+)
+def test_dense_means_one_span_without_gaps_or_overlap(tensor: Tensor, dense: bool) -> None:
+    assert batch.is_dense(tensor) is dense
 
 
 SIZES = [1, 100, 40_000, 300_000]

@@ -1,12 +1,29 @@
 """The process_group argument: whom it binds, what it refuses, how it is copied, and when it is looked up."""
 
+import cases
 import failure_cases
 import pytest
 import torch
 from cases import Fault, new_optimizer, new_scaler, plain_param
 from checks import assert_agreed, scale_model
 
+from scaler_triton.demo.ranks import RankPool
+
 pytestmark = pytest.mark.distributed
+
+ALONE = {
+    "sharded": (cases.rank_local, "sharded", ["adamw"], [Fault(1, 0)]),
+    "grad": (cases.laid_out, "grad", "line-shards", "adamw-fused", [Fault(1, 0)]),
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_group_of_one_rank_needs_no_reduction(kind):
+    with RankPool(1) as pool:
+        (result,) = pool.run(*ALONE[kind])
+    assert result.error is None, result.traceback
+    assert_agreed([result.value], [1], collectives=0)
+
 
 KINDS = pytest.mark.parametrize("kind", ["grad", "sharded"])
 METHODS = pytest.mark.parametrize("method", ["unscale_", "step"])
