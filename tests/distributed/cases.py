@@ -36,6 +36,8 @@ IGNORED_WARNINGS = [
     (r"FSDP2-wrapped module .* returned a view tensor", UserWarning),
     # torch says so when it makes its first CSR tensor; the scaler refuses it.
     (r"Sparse CSR tensor support is in beta", UserWarning),
+    # torch 2.11 says once that it trusts a sparse tensor's indices.
+    (r"Sparse invariant checks are implicitly disabled", UserWarning),
     # torch's step() tells an old-style optimizer (apex, TransformerEngine) that its contract will go.
     (r"GradScaler is going to stop passing itself", FutureWarning),
 ]
