@@ -1,0 +1,30 @@
+"""The catalogue of mutants fits the code; `make mutants` runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from catalogue import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.path}:{mutant.old[:40]}")
+def test_every_mutant_still_applies(mutant: Mutant) -> None:
+    text = (ROOT / mutant.path).read_text()
+    assert mutant.old in text
+    assert text.replace(mutant.old, mutant.new, 1) != text
+    for name in mutant.tests.split():
+        assert (ROOT / name).exists()
+
+
+def test_there_are_enough_of_them_everywhere() -> None:
+    assert len(MUTANTS) >= 40
+    assert {"grad_scaler.py", "plan.py", "collectives.py", "policy.py", "common.py"} <= {
+        Path(mutant.path).name for mutant in MUTANTS
+    }
