@@ -226,6 +226,19 @@ def test_fp16_parameters_may_become_fp32() -> None:
     assert parameter.grad.item() == 1.0
 
 
+def test_fp32_parameters_that_become_fp16_are_refused_from_then_on() -> None:
+    (parameter,) = parameters([torch.tensor([4.0])], "cpu")
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.step(optimizer)
+    scaler.update()
+    parameter.data = parameter.data.half()
+    parameter.grad = torch.tensor([4.0]).half()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16"):
+        scaler.unscale_(optimizer)
+    assert parameter.grad.item() == 4.0
+
+
 def test_fp64_beyond_fp32_is_finite() -> None:
     for place in places():
         optimizer = sgd([torch.tensor([1e300], dtype=torch.float64)], place.device)
