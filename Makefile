@@ -1,19 +1,23 @@
 # make demo    train a small transformer across two ranks, one of which overflows
 # make test    every test; without a GPU the kernels run under Triton's interpreter
 # make lint    ruff and mypy
+# make mutants   about 60 wrong versions of the code, each of which the tests must notice (10 minutes)
 # make gpu     the whole suite natively, with the python3 and packages of a GPU machine; OUT names a folder
 PYTHON ?= python3
 OUT ?= out
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint style gpu clean
+.PHONY: demo test lint style mutants gpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
+
+mutants: $(VENV)/ready
+	$(BIN)/python tests/mutants/run.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

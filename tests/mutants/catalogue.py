@@ -13,6 +13,9 @@ class Mutant(NamedTuple):
     new: str
     tests: str
 
+    def __str__(self) -> str:
+        return f"{self.path}: {self.old!r}"
+
 
 CONTRACT = "tests/test_contract.py tests/test_agreed_flag.py"
 FAILURE = "tests/test_after_failure.py"

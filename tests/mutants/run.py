@@ -32,7 +32,7 @@ def fails(folder: Path, tests: str) -> bool:
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired:
         return True
-    return run.returncode == 1  # 1: tests failed; anything else is no verdict
+    return run.returncode == 1 or run.returncode < 0  # tests failed, or a signal ended them; else: no verdict
 
 
 def killed(folder: Path, mutant: Mutant) -> bool:
@@ -57,12 +57,10 @@ def main() -> int:
         copy_tree(folder)
         for number, mutant in enumerate(chosen, 1):
             begin = time.monotonic()
-            verdict = "killed" if killed(folder, mutant) else "SURVIVED"
-            survivors += [mutant] if verdict == "SURVIVED" else []
-            line = (
-                f"{number}/{len(chosen)} {verdict:8} {time.monotonic() - begin:4.0f} s  {mutant.path}: {mutant.old!r}"
-            )
-            print(line, flush=True)
+            dead = killed(folder, mutant)
+            survivors += [] if dead else [mutant]
+            seconds = time.monotonic() - begin
+            print(f"{number}/{len(chosen)} {'killed' if dead else 'SURVIVED':8} {seconds:4.0f} s  {mutant}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants killed")
     return 1 if survivors else 0
 
