@@ -1,6 +1,7 @@
 # make demo    train a small transformer across two ranks, one of which overflows
 # make test    every test; without a GPU the kernels run under Triton's interpreter
 # make lint    ruff and mypy
+# make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make mutants   about 60 wrong versions of the code, each of which the tests must notice (10 minutes)
 # make gpu     the whole suite natively, with the python3 and packages of a GPU machine; OUT names a folder
 PYTHON ?= python3
@@ -8,13 +9,16 @@ OUT ?= out
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint style mutants gpu clean
+.PHONY: demo test lint style soak mutants gpu sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
+
+soak: $(VENV)/ready
+	SOAK=1 $(BIN)/python -m pytest tests/soak
 
 mutants: $(VENV)/ready
 	$(BIN)/python tests/mutants/run.py
@@ -42,6 +46,10 @@ gpu:
 	python3 -c "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())" \
 		| tee $(OUT)/versions.txt
 	bash -o pipefail -c 'timeout 570 python3 -m pytest --durations=20 --junitxml=$(OUT)/junit.xml 2>&1 | tee $(OUT)/tests.log'
+
+# The kernel tests under compute-sanitizer, 240 s for each of two tools.
+sanitize:
+	OUT=$(OUT) tests/kernels/sanitize.sh
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -52,8 +52,7 @@ class GradPlan:
         self.rebuilds = 0
         self.agreement: Any = None  # whoever works out which ranks must agree keeps the answer here
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
-        self._forms = [self._expected_form(parameter) for parameter in self.parameters]
-        self._place()
+        self._place([self._expected_form(parameter) for parameter in self.parameters])
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether `parameters` are the ones this plan was made for, the first of them where it was."""
@@ -106,17 +105,17 @@ class GradPlan:
         ]
         for index, gradient in strange:  # all of them, before the first is touched
             batching.check_gradient(gradient, f"the gradient of parameter {index}", allow_fp16=allow_fp16)
-        loose = []
+        loose, forms = [], list(self._forms)
         for index, gradient in strange:
             if gradient.layout is torch.strided:
                 gradients[index] = gradient
-                self._forms[index] = _form(gradient)
+                forms[index] = _form(gradient)
             else:
                 gradients[index] = None
                 loose.append(self._values(index, gradient))
         if len(strange) > len(loose):
+            self._place(forms)
             self.rebuilds += 1
-            self._place()
         return loose
 
     def _values(self, index: int, gradient: Tensor) -> Tensor:
@@ -133,15 +132,16 @@ class GradPlan:
         local = batching.local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
         return _form(local) if batching.is_acceptable(local) and local.layout is torch.strided else None
 
-    def _place(self) -> None:
-        """Give every form a slot, one layout for each device, dtype and kind of memory."""
-        self.devices = list(dict.fromkeys(parameter.device for parameter in self.parameters))
-        keys = [None if form is None else _layout_key(form) for form in self._forms]
-        self._layouts = [Layout(key) for key in dict.fromkeys(keys) if key is not None]
-        self._members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in self._layouts]
-        for layout, members in zip(self._layouts, self._members, strict=True):
-            layout.numels = [form.look[-1].numel() for i in members if (form := self._forms[i]) is not None]
-        self._fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
+    def _place(self, forms: list[_Form | None]) -> None:
+        """Give every form a slot, one layout for each device, dtype and kind of memory; all of it or nothing."""
+        devices = list(dict.fromkeys(parameter.device for parameter in self.parameters))
+        keys = [None if form is None else _layout_key(form) for form in forms]
+        layouts = [Layout(key) for key in dict.fromkeys(keys) if key is not None]
+        members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in layouts]
+        for layout, indices in zip(layouts, members, strict=True):
+            layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
+        fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
+        self.devices, self._forms, self._layouts, self._members, self._fp16 = devices, forms, layouts, members, fp16
 
 
 def _form(tensor: Tensor) -> _Form:

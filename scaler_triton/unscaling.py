@@ -144,12 +144,12 @@ class UnscalingMixin(_Base):
             with torch.no_grad():
                 verdict.add(flags.values())
                 verdict.agree(agreement)
+            expected = agreement is not None or self._is_sharded  # others follow this flag, even without gradients here
+            devices = [*flags, *plan.devices, verdict.found_inf.device] if flags or expected else []
+            self._keep(state, verdict, devices)
         except BaseException:
             self._skip(state, plan)
             raise
-        expected = agreement is not None or self._is_sharded  # others follow this flag, even without gradients here
-        devices = [*flags, *plan.devices, verdict.found_inf.device] if flags or expected else []
-        self._keep(state, verdict, devices)
         return verdict
 
     def _fail(self, state: State, plan: GradPlan, agreement: Agreement | None) -> None:
@@ -161,10 +161,10 @@ class UnscalingMixin(_Base):
             self._new_verdict(plan).fail(agreement)
 
     def _skip(self, state: State, plan: GradPlan) -> None:
+        state["stage"] = OptState.UNSCALED  # first: even without a flag it tells that gradients were written
         verdict = self._new_verdict(plan)
         verdict.skip()
         self._keep(state, verdict, plan.devices)
-        state["stage"] = OptState.UNSCALED
 
     def _keep(self, state: State, verdict: Verdict, devices: list[torch.device]) -> None:
         state["verdict"] = verdict

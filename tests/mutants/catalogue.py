@@ -70,10 +70,10 @@ MUTANTS = [
     Mutant(_S + "collectives.py", "if len(members) > 1 else None", "", GROUPS),
     Mutant(_S + "collectives.py", "len(meshes) == 1 and meshes[0].ndim == 1", "meshes[0].ndim == 1", MESHES),
     Mutant(_S + "collectives.py", "        if missing:", "        if False:", GROUPS),
-    Mutant(_S + "collectives.py", "if len(ranks) > 1:", "if False:", MESHES),
+    Mutant(_S + "collectives.py", "if len(ranks) > 1:", "if False:", GROUPS),
     # plans and batches
     Mutant(_S + "plan.py", "or gradient.stride() != form.stride", "", PLAN),
-    Mutant(_S + "plan.py", "            self._place()\n        return loose", "        return loose", PLAN),
+    Mutant(_S + "plan.py", "            self._place(forms)\n", "", PLAN),
     Mutant(_S + "plan.py", "all(mine is theirs for", "all(True for", PLAN),
     Mutant(_S + "plan.py", "if isinstance(reference, weakref.ref):", "if True:", CONTRACT),
     Mutant(_S + "batch.py", "if gradient.dtype is torch.float16 and not allow_fp16:", "if False:", GRADIENTS),

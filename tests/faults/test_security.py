@@ -1,0 +1,174 @@
+"""Nothing that the library reads can make it run code: no eval, no shell, no unpickling from a file."""
+
+from __future__ import annotations
+
+import ast
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import started
+
+from scaler_triton import GradScaler, ShardedGradScaler
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted([*(ROOT / "scaler_triton").glob("*.py"), *(ROOT / "scaler_triton/demo").glob("*.py")])
+FILES += sorted((ROOT / "kernels").rglob("*.py"))
+
+FORBIDDEN = {
+    *("eval", "exec", "compile", "__import__"),
+    *("os.system", "os.popen", "pty.spawn", "commands.getoutput"),
+    *("torch.load", "torch.jit.load", "torch.hub.load", "numpy.load", "np.load", "shelve.open", "runpy.run_path"),
+}
+FORBIDDEN_MODULES = {
+    "pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "yaml",
+    "subprocess",
+    "pty",
+    "ctypes",
+}
+# The demo's pool of ranks speaks pickle with the processes that it has itself spawned, over pipes that nobody else
+# holds: what arrives was written by this program, run by this user, a moment ago. Nothing there reads a file.
+ALLOWED = {("demo/ranks.py", "pickle")}
+PIPES = {"_load", "_receive"}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT)).removeprefix("scaler_triton/")
+
+
+def called(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the dotted name of everything that is called by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def modules(tree: ast.AST) -> set[str]:
+    """Return the top-level names of everything imported, anywhere in the file."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def offences(source: str) -> list[str]:
+    """Return what a file does that no file here may."""
+    tree = ast.parse(source)
+    calls = [name for name, _ in called(tree) if name in FORBIDDEN]
+    shells = [name for name, call in called(tree) if any(word.arg == "shell" for word in call.keywords)]
+    processes = [name for name, _ in called(tree) if name.startswith(("os.exec", "os.spawn", "os.posix_spawn"))]
+    return calls + shells + processes + sorted(modules(tree) & FORBIDDEN_MODULES)
+
+
+def test_the_search_covers_the_package() -> None:
+    assert len(FILES) > 35
+    assert {"grad_scaler.py", "demo/ranks.py", "kernels/table.py"} <= {name_of(path) for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_file_can_run_what_it_reads(path: Path) -> None:
+    allowed = [word for file, word in ALLOWED if file == name_of(path)]
+    assert [offence for offence in offences(path.read_text()) if offence not in allowed] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval('1')",
+        "def f():\n    exec(open('x').read())",
+        "import pickle",
+        "from pickle import loads",
+        "def f():\n    import marshal",
+        "import os\nos.system('ls')",
+        "import os\nos.execv('/bin/sh', [])",
+        "run(['ls'], shell=True)",
+        "torch.load('x', weights_only=False)",
+        "import subprocess",
+    ],
+)
+def test_the_search_finds_what_it_is_for(source: str) -> None:
+    assert offences(source)
+
+
+def test_the_demos_pool_unpickles_what_its_own_pipes_bring_and_no_file() -> None:
+    tree = ast.parse((ROOT / "scaler_triton/demo/ranks.py").read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    readers = {f.name: f for f in functions if any(name == "pickle.loads" for name, _ in called(f))}
+    assert set(readers) == PIPES
+    assert not any(name == "pickle.load" for name, _ in called(tree))
+    # _receive reads its pipe itself; _load gets what _serve has read from the other end.
+    assert "pickle.loads(rank.connection.recv_bytes())" in ast.unparse(readers["_receive"])
+    callers = [f.name for f in functions for name, call in called(f) if name == "_load"]
+    assert callers == ["_serve"]
+    assert "_load(connection.recv_bytes())" in ast.unparse(next(f for f in functions if f.name == "_serve"))
+
+
+class Bomb:
+    """Reports when somebody makes it run."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a checkpoint ran code",)
+
+    def __float__(self) -> float:
+        raise TypeError("no number")
+
+
+@pytest.mark.parametrize("field", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
+@pytest.mark.parametrize("value", ["__import__('os')", "1e3", b"\x80\x04", [2.0], {}, None, Bomb(), torch.ones(10**6)])
+def test_a_checkpoint_is_numbers_and_nothing_else(field: str, value: Any) -> None:
+    """Whatever else is in it is refused by name, unread, and the scaler is as before."""
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    before = scaler.state_dict()
+    with pytest.raises((TypeError, ValueError), match=field):
+        scaler.load_state_dict(before | {field: value})
+    assert scaler.state_dict() == before
+
+
+def test_a_checkpoint_needs_no_unpickler(tmp_path: Path) -> None:
+    """Torch's safe loader takes it: five plain numbers."""
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    torch.save(scaler.state_dict(), tmp_path / "scaler.pt")
+    loaded = torch.load(tmp_path / "scaler.pt", weights_only=True)
+    assert {type(value) for value in loaded.values()} <= {int, float}
+    fresh = started(GradScaler, "cpu")
+    fresh.load_state_dict(loaded)
+    assert fresh.state_dict() == scaler.state_dict()
+
+
+class Recorder(pickle.Unpickler):
+    """Notes what a pickle asks to be imported."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.asked: set[tuple[str, str]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.asked.add((module, name))
+        return super().find_class(module, name)
+
+
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+def test_a_pickled_scaler_asks_for_its_own_classes_only(cls: Any) -> None:
+    recorder = Recorder(pickle.dumps(started(cls, "cpu")))
+    assert type(recorder.load()) is cls
+    assert recorder.asked == {
+        ("copyreg", "_reconstructor"),
+        ("builtins", "object"),
+        ("collections", "defaultdict"),
+        ("torch.amp.grad_scaler", "_refresh_per_optimizer_state"),
+        ("scaler_triton.plan", "PlanCache"),
+        (cls.__module__, cls.__name__),
+    } - ({("copyreg", "_reconstructor"), ("builtins", "object")} - recorder.asked)
