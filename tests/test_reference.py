@@ -136,6 +136,22 @@ def test_inverse_is_the_double_inverse_rounded() -> None:
         assert_same(reference.inverse(one), one.double().reciprocal().float())
 
 
+@pytest.mark.parametrize("scale", [3.0, 65536.0, 2.0**-24])
+@pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
+def test_bf16_where_torchs_op_has_none_is_rounded_once(scale: float, bad: float | None) -> None:
+    """As GPUs take it without Triton; here on the CPU, beside the op that is there."""
+    ours = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    ours = ours[ours.isfinite()].clone()
+    if bad is not None:
+        ours[7] = bad
+    theirs, found, expected = ours.clone(), flag(), flag()
+    inverse = reference.inverse(torch.tensor(scale))
+    reference._unscale_bf16_([ours[:100], ours[100:]], inverse, found)
+    torch._amp_foreach_non_finite_check_and_unscale_([theirs], expected, inverse)
+    assert_same(ours, theirs)
+    assert_same(found, expected)
+
+
 @given(
     st.floats(2.0**-100, 2.0**127, width=32),
     st.integers(0, 5),
