@@ -1,21 +1,27 @@
 # make demo    train a small transformer across two ranks, one of which overflows
 # make test    every test; without a GPU the kernels run under Triton's interpreter
 # make lint    ruff and mypy
+# make fuzz    10,000 random programs against torch; PROGRAMS= and SEED= choose how many and from where
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make mutants   about 60 wrong versions of the code, each of which the tests must notice (10 minutes)
 # make gpu     the whole suite natively, with the python3 and packages of a GPU machine; OUT names a folder
 PYTHON ?= python3
 OUT ?= out
+PROGRAMS ?= 10000
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint style soak mutants gpu sanitize clean
+.PHONY: demo test lint style fuzz soak mutants gpu sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
+
+fuzz: $(VENV)/ready
+	SCALER_TRITON_FUZZ=$(PROGRAMS) $(if $(SEED),SCALER_TRITON_FUZZ_SEED=$(SEED)) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest tests/fuzz -s --durations=5
 
 soak: $(VENV)/ready
 	SOAK=1 $(BIN)/python -m pytest tests/soak

@@ -242,7 +242,9 @@ class ScalerMixin(UnscalingMixin):
 
     def _own_state(self) -> State:
         """Return what a copy needs, but for the process group."""
-        return {**super().__getstate__(), "_plans": PlanCache(), "process_group": None}
+        # torch has made sure that an enabled scaler's states are empty
+        fresh = {"_plans": PlanCache(), "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state)}
+        return {**super().__getstate__(), **fresh, "process_group": None}
 
     def __copy__(self) -> ScalerMixin:
         return self._clone(lambda state: state)

@@ -310,6 +310,13 @@ def test_copies_continue_where_the_original_stood(ours: type, theirs: type, clon
     assert scaler.get_scale() == 64.0
 
 
+def test_a_disabled_scaler_can_be_copied_whatever_it_was_asked() -> None:
+    scaler = GradScaler("cpu", enabled=False)
+    scaler._found_inf_per_device(sgd([torch.ones(2)]))
+    for copied in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler), copy.copy(scaler)):
+        assert not copied.is_enabled()
+
+
 def test_pickled_between_unscale_and_update_raises_as_torch() -> None:
     optimizer = sgd([torch.ones(2)])
     scaler = started(GradScaler, "cpu")

@@ -109,6 +109,19 @@ def test_sharded_takes_fp16_dense_and_sparse(place: Place, coalesced: bool) -> N
     assert flags(scaler, optimizer) == [0.0]
 
 
+def test_sparse_fp16_duplicates_are_summed_in_fp32() -> None:
+    """Difference 16: torch's own GradScaler loses the small ones."""
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        small = [1.0, 2.0**-11, 2.0**-11, 2.0**-11]
+        grad = torch.sparse_coo_tensor(torch.zeros(1, 4, dtype=torch.int64), torch.tensor(small).half(), (3,))
+    sums = []
+    for cls in (GradScaler, torch.amp.GradScaler):
+        optimizer = sgd([grad])
+        started(cls, "cpu")._check_inf_per_device(optimizer)
+        sums.append(optimizer.param_groups[0]["params"][0].grad._values().item())
+    assert sums == [torch.tensor(1 + 3 * 2.0**-11).half().item(), 1.0]
+
+
 @pytest.mark.parametrize("place", places(), ids=str)
 def test_sum_of_sparse_fp16_duplicates_that_overflows_is_found(place: Place) -> None:
     with torch.sparse.check_sparse_tensor_invariants(False):
@@ -237,6 +250,15 @@ def test_fp32_parameters_that_become_fp16_are_refused_from_then_on() -> None:
     with pytest.raises(ValueError, match="Attempting to unscale FP16"):
         scaler.unscale_(optimizer)
     assert parameter.grad.item() == 4.0
+
+
+def test_fp16_is_refused_before_other_faults_are_named() -> None:
+    for cls in (GradScaler, torch.amp.GradScaler):
+        made = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
+        for parameter in made:
+            parameter.grad = torch.ones(1, dtype=parameter.dtype).expand(3)
+        with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
+            started(cls, "cpu").unscale_(torch.optim.SGD(made, lr=0.5))
 
 
 def test_fp64_beyond_fp32_is_finite() -> None:

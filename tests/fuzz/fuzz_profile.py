@@ -1,0 +1,57 @@
+"""How much is fuzzed, and from which seeds: the only place that reads SCALER_TRITON_FUZZ.
+
+Unset, every test draws the same programs each time. `SCALER_TRITON_FUZZ=10000` draws that many new ones in chunks;
+each chunk's seed is in its test's name, and `SCALER_TRITON_FUZZ_SEED=<first seed>` draws the same again. A failing
+program is printed as code, with a line for `hypothesis.reproduce_failure`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import NamedTuple
+
+from hypothesis import HealthCheck, Phase, settings
+
+PROGRAMS = "SCALER_TRITON_FUZZ"
+FIRST_SEED = "SCALER_TRITON_FUZZ_SEED"
+CHUNK = 500  # hypothesis remembers every program of a run: many small runs stay fast
+
+
+class Chunk(NamedTuple):
+    """Programs drawn from one seed."""
+
+    seed: int
+    programs: int
+
+    def __str__(self) -> str:
+        return f"{self.programs}-from-seed-{self.seed}"
+
+
+def chunks(in_ci: int, share: float = 1.0) -> list[Chunk]:
+    """Return what one test has to run.
+
+    Args:
+        in_ci: the programs of a default run.
+        share: of the programs asked for by SCALER_TRITON_FUZZ; slow tests take fewer.
+    """
+    asked = int(os.environ.get(PROGRAMS, 0))
+    total = max(1, round(asked * share)) if asked else in_ci
+    first = int(os.environ.get(FIRST_SEED, _RANDOM_SEED if asked else 0))
+    return [Chunk(first + i, min(CHUNK, total - i * CHUNK)) for i in range(-(-total // CHUNK))]
+
+
+_RANDOM_SEED = random.SystemRandom().randrange(10**6) * 1000
+
+
+def settings_for(programs: int, steps: int = 25) -> settings:
+    """Return hypothesis's settings for that many programs of at most `steps` steps."""
+    return settings(
+        max_examples=programs,
+        stateful_step_count=steps,
+        database=None,  # a seed says it all
+        deadline=None,
+        print_blob=True,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )

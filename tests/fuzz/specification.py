@@ -1,0 +1,296 @@
+"""What the scalers must do on one process: torch's classes, but for the README's numbered differences.
+
+Every place where it departs from torch calls `departs(number)`; what is not departed from is torch itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+
+FP32_MAX = torch.finfo(torch.float32).max
+SMALLEST = 2.0**-126
+FP16_SUMS = 16  # duplicates in sparse fp16 gradients are added up in fp32, as torch's ShardedGradScaler does
+FAILURE = "failure"  # the README's paragraph under the list: nothing is written before all was checked
+OVERLAP = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+    "Please clone() the tensor before performing the operation."
+)
+
+departures: Counter[int | str] = Counter()  # how often a run met each difference
+
+
+def departs(number: int | str) -> None:
+    """Mark a departure from torch, by its number in the README."""
+    departures[number] += 1
+
+
+class Refused(ValueError):
+    """Difference 2: a ValueError whose text begins with the field and ends with the value."""
+
+    def __init__(self, field: str, value: Any) -> None:
+        departs(2)
+        super().__init__(f"{field} must be legal, got {value!r}")
+        self.begin, self.end = field, f"got {value!r}"
+
+    def is_met_by(self, error: BaseException) -> bool:
+        """Tell whether `error` is such a ValueError."""
+        return type(error) is ValueError and str(error).startswith(self.begin) and str(error).endswith(self.end)
+
+
+LEGAL = {
+    "scale": lambda x: SMALLEST <= x <= FP32_MAX,
+    "growth_factor": lambda x: 1.0 <= x < math.inf,
+    "backoff_factor": lambda x: 0.0 < x <= 1.0,
+    "growth_interval": lambda x: x >= 1,
+    "_growth_tracker": lambda x: x >= 0,
+}
+
+
+def demand(field: str, value: Any, name: str | None = None) -> None:
+    """Difference 2: refuse a value that cannot work, by the name the caller knows it by."""
+    if not LEGAL[field](value):
+        raise Refused(name or field, value)
+
+
+class Specification(torch.amp.GradScaler):
+    """torch's GradScaler as it should be, on one process and one device."""
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(
+            device=device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        if enabled:
+            demand("scale", init_scale, "init_scale")
+            demand("growth_factor", growth_factor)
+            demand("backoff_factor", backoff_factor)
+            demand("growth_interval", growth_interval)
+        else:
+            departs(6)
+            self._init_scale, self._init_growth_tracker = init_scale, 0
+            self._scale = self._growth_tracker = None
+            self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+            self._growth_interval = growth_interval
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if not self._enabled:
+            departs(6)  # a disabled one has states at all; they name optimizers by id, which a copy cannot keep
+            state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
+        return state
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        demand("growth_factor", new_factor, "new_factor")
+        super().set_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        demand("backoff_factor", new_factor, "new_factor")
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        demand("growth_interval", new_interval, "new_interval")
+        super().set_growth_interval(new_interval)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._enabled and state_dict:
+            for field in LEGAL:
+                demand(field, state_dict[field])
+        super().load_state_dict(state_dict)
+
+    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        if self._scale is not None or self._growth_tracker is not None:
+            departs(6)
+            dev = torch.device(dev)
+            scale, tracker = self._scale, self._growth_tracker
+            self._growth_tracker = None
+            super()._lazy_init_scale_growth_tracker(dev)
+            self._scale = self._scale if scale is None else scale
+            self._growth_tracker = self._growth_tracker if tracker is None else tracker
+        else:
+            super()._lazy_init_scale_growth_tracker(dev)
+
+    def update(self, new_scale: Any = None) -> None:
+        if not self._enabled:
+            return
+        if new_scale is None:
+            self._update_by_flags()
+        else:
+            self._update_by_value(new_scale)
+
+    def _update_by_flags(self) -> None:
+        tracker, interval = self._growth_tracker, self._growth_interval
+        passed = tracker is not None and tracker.item() >= interval
+        if passed and self._scale is not None and self._any_check():
+            departs(3)
+            tracker.fill_(interval - 1)
+        self._update_as_torch()
+        self._bound_scale()
+
+    def _update_as_torch(self) -> None:
+        super().update()
+
+    def _any_check(self) -> bool:
+        return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+
+    def _bound_scale(self) -> None:
+        value = self._scale.item()
+        bounded = SMALLEST if math.isnan(value) else min(max(value, SMALLEST), FP32_MAX)
+        if value != bounded:
+            departs(4)
+            self._scale.fill_(bounded)
+
+    def _update_by_value(self, new_scale: Any) -> None:
+        self._check_scale_growth_tracker("update")
+        one = isinstance(new_scale, Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
+        if one or not isinstance(new_scale, Tensor):  # torch refuses the others
+            demand("scale", new_scale, "new_scale")
+        if isinstance(new_scale, int):
+            departs(5)
+            new_scale = float(new_scale)
+        if one and new_scale.shape != self._scale.shape:
+            departs(5)  # torch cannot copy a (1,) into a ()
+            new_scale = new_scale.reshape(self._scale.shape)
+        super().update(new_scale)
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        if any(map(_overlaps, _gradients(optimizer))) and (allow_fp16 or not any(map(_is_fp16, _gradients(optimizer)))):
+            departs(FAILURE)  # torch raises the same, after it has written the gradients of other dtypes
+            raise RuntimeError(OVERLAP)
+        if allow_fp16:
+            _sum_in_fp32(optimizer)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def unscale_(self, optimizer: Any) -> None:
+        super().unscale_(unwrapped(optimizer))
+
+    def _check_inf_per_device(self, optimizer: Any) -> Any:
+        optimizer = unwrapped(optimizer)
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        known = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if known:
+            departs(1)
+            return known
+        return super()._check_inf_per_device(optimizer)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = unwrapped(optimizer)
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        if args and callable(args[0]):
+            departs(8)
+            return super().step(optimizer, closure=args[0])
+        if "closure" in kwargs or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return super().step(optimizer, *args, **kwargs)
+        return self._fused_step(optimizer, *args, **kwargs)
+
+    def _fused_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            return super().step(optimizer)  # raises
+        if state.get("void"):
+            departs(FAILURE)
+            state["stage"] = OptState.STEPPED
+            return None
+        ready = state["stage"] is OptState.READY
+        if ready:
+            state["found_inf_per_device"] = {}  # checked afresh, as in torch
+            self._check_inf_per_device(optimizer)
+        if _lacks_momentum(optimizer) and any(flag.item() for flag in state["found_inf_per_device"].values()):
+            departs(14)
+            state["stage"] = OptState.STEPPED
+            return None
+        try:
+            return self._step_with_flag(optimizer, state, *args, **kwargs)
+        except Exception:
+            departs(FAILURE)  # nobody knows what it wrote: it can only be skipped now
+            del optimizer.grad_scale, optimizer.found_inf
+            state.update(stage=OptState.UNSCALED, void=ready)
+            raise
+
+    def _step_with_flag(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if state["found_inf_per_device"]:
+            return super().step(optimizer, *args, **kwargs)
+        departs(1)  # torch lends the int 0 where no gradient was checked, and fails if there are some by now
+        state["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            state["found_inf_per_device"] = {}
+
+
+class ShardedSpecification(Specification, TorchShardedGradScaler):
+    """torch's ShardedGradScaler as it should be, in a group of one rank."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
+        if found_inf.dim():
+            departs(1)  # fused Adam takes a flag of shape () only
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(()), allow_fp16)
+
+    def _update_as_torch(self) -> None:
+        departs(4)  # on the CPU torch's class rounds the factor, too, and grows to infinity
+        torch.amp.GradScaler.update(self)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Difference 15: what a wrapper does, its optimizer does."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    departs(15)
+    return optimizer.optimizer
+
+
+def _gradients(optimizer: Any) -> Iterator[Tensor]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+def _is_fp16(gradient: Tensor) -> bool:
+    return gradient.dtype is torch.float16
+
+
+def _overlaps(gradient: Tensor) -> bool:
+    if gradient.layout is not torch.strided or not gradient.numel():
+        return False
+    return any(stride == 0 < size - 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
+
+
+def _sum_in_fp32(optimizer: Any) -> None:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse and _is_fp16(gradient) and not gradient.is_coalesced():
+            departs(FP16_SUMS)
+            parameter.grad = gradient.float().coalesce().half()
+
+
+def _lacks_momentum(optimizer: Any) -> bool:
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return any(
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )

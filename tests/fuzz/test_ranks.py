@@ -1,0 +1,145 @@
+"""Random programs on four ranks: all step or none, all hold the same scale, nobody waits, one collective a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hypothesis")
+
+import cases
+import rank_programs
+from fuzz_profile import Chunk, chunks, settings_for
+from hypothesis import given, seed
+from hypothesis import strategies as st
+from rank_programs import PLACES, PLAIN, SLICES, Optimizer, Parameter, Program, Spot, Trace, shard_of
+
+from scaler_triton.demo.ranks import RankPool
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+CASE_LIMIT = 30.0  # Seconds: the watchdog. A program takes a tenth of one.
+RANKS = range(4)
+NONFINITE = [float("inf"), float("-inf"), float("nan")]
+EVERYWHERE = ["sgd", "sgd-foreach", "adam", "adamw", "adamw-foreach", "adamw-fused", "adam-fused", "adagrad"]
+# torch has no DTensor rule for these.
+ON_PLAIN = ["sgd-fused", "adagrad-fused"]
+
+
+@st.composite
+def parameters(draw: Any, kind: str) -> Parameter:
+    places = [name for name in PLACES if name != "own" or kind != "grad"]
+    place = draw(st.sampled_from(places))
+    # GradScaler refuses fp16 gradients.
+    dtype = draw(st.sampled_from(["fp32", "fp32", "fp64", "bf16"] + (["fp16"] if kind == "sharded" else [])))
+    replicated = place.endswith("-replicated")
+    return Parameter(place, dtype, draw(st.booleans()) if replicated else False)
+
+
+@st.composite
+def optimizers(draw: Any, kind: str) -> Optimizer:
+    members = draw(st.lists(parameters(kind), min_size=1, max_size=4))
+    on_meshes = [each.place for each in members if each.place not in PLAIN]
+    if kind == "grad" and on_meshes and len(set(on_meshes)) == 1 and on_meshes[0] in SLICES:
+        # Alone, a slice asks its own group only: by design the others may then hold another scale.
+        members.append(Parameter("line-replicated"))
+    names = EVERYWHERE if on_meshes else EVERYWHERE + ON_PLAIN
+    return Optimizer(draw(st.sampled_from(names)), tuple(members))
+
+
+def is_shared(program_kind: str, optimizer: Optimizer, parameter: Parameter) -> bool:
+    """Whether all ranks must have this gradient, or none: copies would part, or a sum wait for a term."""
+    return parameter.partial or len(PLACES[parameter.place].shards) < 2
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    kind = draw(st.sampled_from(["sharded", "grad", "world"]))
+    chosen = tuple(draw(st.lists(optimizers(kind), min_size=1, max_size=3)))
+    bare = Program(kind, chosen, draw(st.integers(1, 3)))
+    explicit = draw(st.frozensets(st.tuples(st.sampled_from(RANKS), st.integers(0, len(chosen) - 1))))
+    missing = draw(st.lists(spots(bare), max_size=8))
+    planted = draw(st.lists(st.tuples(spots(bare), st.sampled_from(NONFINITE)), max_size=3))
+    return Program(
+        kind,
+        chosen,
+        bare.steps,
+        frozenset(pair for rank, index in explicit for pair in unscaling(chosen[index], rank, index)),
+        frozenset(each for spot in missing for each in spread(bare, spot, missing=True)),
+        tuple((each, value) for spot, value in planted for each in spread(bare, spot, missing=False)),
+    )
+
+
+def unscaling(optimizer: Optimizer, rank: int, index: int) -> list[tuple[int, int]]:
+    """Return who calls `unscale_`: all or none where terms of a sum are still to be added, scaled ones to scaled."""
+    partial = any(parameter.partial for parameter in optimizer.parameters)
+    return [(each, index) for each in (RANKS if partial else [rank])]
+
+
+@st.composite
+def spots(draw: Any, program: Program) -> Spot:
+    optimizer = draw(st.integers(0, len(program.optimizers) - 1))
+    parameter = draw(st.integers(0, len(program.optimizers[optimizer].parameters) - 1))
+    return Spot(draw(st.integers(0, program.steps - 1)), draw(st.sampled_from(RANKS)), optimizer, parameter)
+
+
+def spread(program: Program, spot: Spot, *, missing: bool) -> list[Spot]:
+    """Return the spots that go with one: on all ranks where these hold equal gradients."""
+    optimizer = program.optimizers[spot.optimizer]
+    everywhere = [Spot(spot.step, rank, spot.optimizer, spot.parameter) for rank in RANKS]
+    if not program.agrees(spot.optimizer):  # as under DDP; without any gradient `step` would raise as torch's
+        return [] if missing else everywhere
+    if missing and is_shared(program.kind, optimizer, optimizer.parameters[spot.parameter]):
+        return everywhere
+    return [spot]
+
+
+def check(program: Program, traces: list[Trace]) -> None:
+    """Assert what must hold of all ranks."""
+    for rank, trace in enumerate(traces):
+        assert trace.scales == program.expected_scales(), f"scale on rank {rank}"
+        for step in range(program.steps):
+            check_step(program, rank, step, trace)
+    for step in range(program.steps):
+        for index, optimizer in enumerate(program.optimizers):
+            check_copies(optimizer, [trace.digests[step][index] for trace in traces], f"step {step}, optimizer {index}")
+
+
+def check_step(program: Program, rank: int, step: int, trace: Trace) -> None:
+    *counts, of_update = trace.collectives[step]
+    assert of_update == 0
+    for index, optimizer in enumerate(program.optimizers):
+        where = f"rank {rank}, step {step}, optimizer {index}"
+        assert trace.stepped[step][index] in (None, not program.overflows(step, index)), where
+        if not any(parameter.partial for parameter in optimizer.parameters):  # whose sum is the optimizer's to take
+            assert counts[index] == int(program.agrees(index)), where
+
+
+def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> None:
+    for position, parameter in enumerate(optimizer.parameters):
+        parts: dict[int, set[str]] = {}
+        if parameter.place != "own":
+            for rank in RANKS:
+                part = shard_of(rank, PLACES[parameter.place])
+                parts.setdefault(part, set()).add(digests[rank][position])
+        assert all(len(same) == 1 for same in parts.values()), f"{where}, parameter {position}: copies differ"
+
+
+def run(pool: RankPool, program: Program) -> list[Trace]:
+    """Run a program on all ranks; one that raises or hangs anywhere fails, with the stacks of all."""
+    results = pool.run(cases.strictly, rank_programs.execute, (program,), {}, timeout=CASE_LIMIT)
+    errors = [f"rank {result.rank}: {result.traceback}" for result in results if not result.ok]
+    assert not errors, "\n".join(errors)
+    return [result.value for result in results]
+
+
+@pytest.mark.parametrize("chunk", chunks(in_ci=150, share=0.1), ids=str)
+def test_programs_on_four_ranks(pool: RankPool, chunk: Chunk) -> None:
+    @seed(chunk.seed)
+    @settings_for(chunk.programs)
+    @given(programs())
+    def all_agree(program: Program) -> None:
+        check(program, run(pool, program))
+
+    all_agree()

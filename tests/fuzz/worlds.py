@@ -1,0 +1,301 @@
+"""A scaler with its optimizers, twice: plain descriptions that hypothesis draws and shrinks, built in two worlds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from helpers import bits
+from torch import Tensor
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.5}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+}
+VARIANTS: dict[str, dict[str, bool]] = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+SHAPES = [(3,), (), (0,), (1,), (4, 5), (7, 1), (2, 3, 2, 2)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+class Wrapper:
+    """Stands for an optimizer, as Accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer inside."""
+        return self.optimizer.step(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter to be."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+
+    def build(self, half: torch.dtype) -> torch.nn.Parameter:
+        """Return the parameter, all ones; `half` stands in for bf16, and for fp16 too if it is fp32."""
+        replaced = self.dtype is torch.bfloat16 or (self.dtype is torch.float16 and half is torch.float32)
+        dtype = half if replaced else self.dtype
+        return torch.nn.Parameter(torch.ones(self.shape, dtype=dtype), requires_grad=self.requires_grad)
+
+
+def half_of(fused_momentum: bool, half: torch.dtype) -> torch.dtype:
+    """Return the dtype that stands in for bf16.
+
+    torch 2.13's fused SGD on the CPU reads memory that is not its own for bf16 and fp16 momentum: two calls with equal
+    arguments differ.
+    """
+    return torch.float32 if fused_momentum else half
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer to be."""
+
+    name: str
+    variant: str
+    parameters: tuple[ParameterSpec, ...]
+
+    def build(self, half: torch.dtype) -> torch.optim.Optimizer:
+        """Return the optimizer with fresh parameters."""
+        cls, options = OPTIMIZERS[self.name]
+        half = half_of(self.name == "momentum" and self.variant == "fused", half)
+        return cls([spec.build(half) for spec in self.parameters], lr=0.125, **options, **VARIANTS[self.variant])
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """What a backward pass leaves in one parameter's `.grad`."""
+
+    form: str
+    seed: int = 0
+    magnitude: float = 1.0
+    plant: float | None = None  # this value somewhere
+
+    def give(self, parameter: Tensor) -> None:
+        """Set or change `parameter.grad`."""
+        if self.form == "keep" and parameter.grad is not None:
+            return
+        if self.form == "none":
+            parameter.grad = None
+            return
+        made = self.build(parameter)
+        if self.form == "accumulate" and parameter.grad is not None:
+            parameter.grad = made + parameter.grad if parameter.grad.is_sparse else parameter.grad + made
+        elif self.form == "accumulate-inplace" and parameter.grad is not None:
+            parameter.grad += made
+        else:
+            parameter.grad = None
+            parameter.grad = made
+
+    def build(self, parameter: Tensor) -> Tensor:
+        """Return a gradient for `parameter`, of its shape and dtype."""
+        values = self.values(parameter.shape, parameter.dtype)
+        return FORMS.get(self.form, torch.clone)(values)
+
+    def values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return dense values."""
+        generator = torch.Generator().manual_seed(self.seed)
+        values = (torch.randn(shape, generator=generator) * self.magnitude).to(dtype)
+        if self.plant is not None and values.numel():
+            values.view(-1)[self.seed % values.numel()] = self.plant
+        return values
+
+
+def _copied(values: Tensor, stride: Sequence[int], offset: int, size: int) -> Tensor:
+    made = torch.full((size,), 7.0, dtype=values.dtype).as_strided(values.shape, stride, offset)
+    return made.copy_(values)
+
+
+def _transposed(values: Tensor) -> Tensor:
+    return values.mT.contiguous().mT if values.dim() > 1 else values
+
+
+def _channels_last(values: Tensor) -> Tensor:
+    return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
+
+
+def _gaps(values: Tensor) -> Tensor:
+    stride = tuple(2 * s for s in values.stride())
+    return _copied(values, stride, 1, 2 * values.numel() + 2)
+
+
+def _offset(values: Tensor) -> Tensor:
+    return _copied(values, values.stride(), 3, values.numel() + 5)
+
+
+def _expanded(values: Tensor) -> Tensor:
+    if not values.dim():
+        return values
+    # As large as if it were dense: torch's fused kernels read on, and must read the same in both worlds.
+    memory = torch.full((values.numel() + 1,), 7.0, dtype=values.dtype)
+    return memory.as_strided(values.shape, (0, *values.stride()[1:]))
+
+
+def _sparse(values: Tensor) -> Tensor:
+    return values.to_sparse(1) if values.dim() > 1 else values
+
+
+def _uncoalesced(values: Tensor) -> Tensor:
+    if values.dim() < 2:
+        return values
+    rows = torch.arange(values.shape[0]) // 3  # up to three values a row
+    return torch.sparse_coo_tensor(rows[None], values, values.shape, check_invariants=False)
+
+
+def _piled(values: Tensor) -> Tensor:
+    if values.dim() < 2:
+        return values
+    return torch.sparse_coo_tensor(torch.zeros(1, len(values), dtype=torch.long), values, values.shape)
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": torch.clone,
+    "transposed": _transposed,
+    "channels-last": _channels_last,
+    "gaps": _gaps,
+    "offset": _offset,
+    "expanded": _expanded,
+    "sparse": _sparse,
+    "uncoalesced": _uncoalesced,
+    "piled": _piled,
+}
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """Gradients that are views of one buffer, as DDP's: how far apart, in which order."""
+
+    seed: int
+    gap: int
+    backwards: bool
+    plant: float | None
+
+    def give(self, parameters: Sequence[Tensor]) -> None:
+        """Set the gradient of every parameter that has the first one's dtype."""
+        chosen = [p for p in parameters if p.dtype == parameters[0].dtype]
+        size = sum(p.numel() + self.gap for p in chosen)
+        buffer = GradientSpec("dense", self.seed, plant=self.plant).values((size,), parameters[0].dtype)
+        begin = 0
+        for parameter in reversed(chosen) if self.backwards else chosen:
+            parameter.grad = None
+            parameter.grad = buffer[begin : begin + parameter.numel()].view(parameter.shape)
+            begin += parameter.numel() + self.gap
+
+
+@dataclass
+class World:
+    """One scaler with what it works on."""
+
+    scaler: Any
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    buried: list[torch.optim.Optimizer] | None = None  # replaced optimizers, where their ids must not come back
+
+    def replace(self, index: int, new: Callable[[], torch.optim.Optimizer]) -> None:
+        """Exchange an optimizer for a new one."""
+        if self.buried is not None:  # difference 11
+            self.buried.append(self.optimizers[index])
+        del self.optimizers[index]
+        self.optimizers.insert(index, new())
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Every parameter of every optimizer."""
+        return (p for o in self.optimizers for group in o.param_groups for p in group["params"])
+
+
+def assert_equal(ours: Any, theirs: Any, what: str) -> None:
+    """Assert that two results are the same: types, numbers, and tensors to the bit of their whole memory."""
+    assert type(ours) is type(theirs), (what, ours, theirs)
+    if isinstance(ours, Tensor):
+        _assert_same_tensor(ours.detach(), theirs.detach(), what)
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs), what
+        assert_equal(list(ours.values()), list(theirs.values()), what)
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), what
+        for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_equal(mine, other, f"{what}[{index}]")
+    else:
+        assert ours == theirs or (ours != ours and theirs != theirs), (what, ours, theirs)
+
+
+def _assert_same_tensor(ours: Tensor, theirs: Tensor, what: str) -> None:
+    looks = [(t.dtype, t.shape, t.layout) for t in (ours, theirs)]
+    assert looks[0] == looks[1], (what, *looks)
+    if ours.layout is not torch.strided:
+        assert ours.is_coalesced() == theirs.is_coalesced(), what
+        # Copies: coalescing leaves memory that it never wrote behind its result.
+        _assert_same_tensor(ours._indices().clone(), theirs._indices().clone(), f"{what}.indices")
+        _assert_same_tensor(ours._values().clone(), theirs._values().clone(), f"{what}.values")
+        return
+    assert ours.stride() == theirs.stride(), (what, ours.stride(), theirs.stride())
+    mine, other = _memory(ours), _memory(theirs)
+    same = torch.equal(mine.view(torch.uint8), other.view(torch.uint8)) or torch.equal(_bits(mine), _bits(other))
+    assert same, f"{what}\nours   {ours.tolist()}\ntheirs {theirs.tolist()}"
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a tensor: what lies between its elements must stay as it is."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return bits(tensor) if tensor.is_floating_point() and tensor.numel() else tensor
+
+
+def assert_same_worlds(ours: World, theirs: World) -> None:
+    """Assert that scalers, optimizers, parameters and gradients of two worlds are equal."""
+    for name in ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval", "_enabled"):
+        assert_equal(getattr(ours.scaler, name, None), getattr(theirs.scaler, name, None), name)
+    assert_equal(ours.scaler.state_dict(), theirs.scaler.state_dict(), "state_dict")
+    for index, pair in enumerate(zip(ours.optimizers, theirs.optimizers, strict=True)):
+        views = [_view(world.scaler, optimizer) for world, optimizer in zip((ours, theirs), pair, strict=True)]
+        assert_equal(*views, f"optimizers[{index}]")
+
+
+def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what can be seen of an optimizer, and of what a scaler knows of it."""
+    known = getattr(scaler, "_per_optimizer_states", {})
+    state = known.get(id(optimizer), {})
+    if state.get("owner", lambda: optimizer)() is not optimizer:
+        state = {}  # a dead optimizer's at the same id: looked at once more when the new one is used
+    lists = [group["params"] for group in optimizer.param_groups]
+    parameters = list(itertools.chain.from_iterable(lists))
+    return {
+        "stage": state["stage"].name if state else "READY",
+        "flags": [flag.item() for flag in state["found_inf_per_device"].values()] if state else [],
+        "lent": [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)],
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters],
+        "state": [dict(optimizer.state.get(parameter, {})) for parameter in parameters],
+    }
+
+
+def outcome(call: Callable[[World], Any], world: World) -> Any:
+    """Return what a call returned, or the exception that it raised."""
+    try:
+        return call(world)
+    except Exception as error:
+        return error
+
+
+def first_line(error: BaseException) -> str:
+    """Return an exception's text without C++ stack traces."""
+    return next(iter(str(error).splitlines()), "")
