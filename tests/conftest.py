@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from scaler_triton.demo.ranks import RankPool
+
+GROUP_LIMIT = 10.0  # Seconds one collective may take.
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -17,3 +22,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], RankPool]]:
+    """Pools by world size, started when first asked for."""
+    opened: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        return opened.setdefault(world_size, RankPool(world_size, group_timeout=GROUP_LIMIT))
+
+    yield pool
+    for each in opened.values():
+        each.close()

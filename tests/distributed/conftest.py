@@ -1,9 +1,9 @@
-"""Pools of ranks for the tests in this folder: one of each size, started once a session and reused."""
+"""Two and four ranks for the tests in this folder, from the pools of the session."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from scaler_triton.demo.ranks import RankPool
 sys.path.insert(0, str(Path(__file__).parent))
 
 CASE_LIMIT = 30.0  # Seconds; a case takes milliseconds, and a hang is a failure.
-GROUP_LIMIT = 10.0  # What one collective may take.
 
 
 class Ranks:
@@ -34,19 +33,6 @@ class Ranks:
         if failures:
             pytest.fail("\n".join(failures), pytrace=False)
         return [result.value for result in results]
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    """Pools by world size, started when first asked for."""
-    opened: dict[int, RankPool] = {}
-
-    def pool(world_size: int) -> RankPool:
-        return opened.setdefault(world_size, RankPool(world_size, group_timeout=GROUP_LIMIT))
-
-    yield pool
-    for each in opened.values():
-        each.close()
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""Four ranks for the programs that need them, started once a session."""
+"""Four ranks for the programs that need them, from the pools of the session."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,8 @@ from scaler_triton.demo.ranks import RankPool
 # Ranks import `rank_programs` and what it shares with the distributed tests: they start with this path.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 
-GROUP_LIMIT = 10.0  # What one collective may take.
 
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
+@pytest.fixture
+def pool(pools: Callable[[int], RankPool]) -> RankPool:
     """Four ranks of gloo."""
-    with RankPool(4, group_timeout=GROUP_LIMIT) as opened:
-        yield opened
+    return pools(4)
