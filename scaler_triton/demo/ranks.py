@@ -244,7 +244,14 @@ class _Group:
             world_size=self.world_size,
             timeout=timedelta(seconds=START_TIMEOUT),  # The others may still be importing torch.
         )
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout))
+        _limit_collectives(self.timeout)
+
+
+def _limit_collectives(seconds: float) -> None:
+    """Lower the default group's limit; a torch that offers no way to keeps the longer one."""
+    lower = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if lower is not None:
+        lower(timedelta(seconds=seconds))
 
 
 def _serve(group: _Group, log: str, connection: Connection) -> None:
