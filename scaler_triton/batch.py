@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+_SHARD = "_local_tensor"  # private to DTensor: without it, `to_local` does it
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -36,10 +38,13 @@ class Batch(NamedTuple):
 
     layout: Layout
     tensors: Sequence[Tensor | None]
+    complete: bool = False  # known to be without None
 
     @property
-    def present(self) -> list[Tensor]:
+    def present(self) -> Sequence[Tensor]:
         """The gradients there are, in slot order."""
+        if self.complete:
+            return cast("Sequence[Tensor]", self.tensors)
         return [tensor for tensor in self.tensors if tensor is not None]
 
 
@@ -56,6 +61,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     with torch.no_grad():  # under grad, to_local would record an autograd node
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor has wait, Tensor has not
+
+
+def shard_of(gradient: Tensor) -> Tensor:
+    """`local_tensor` for a DTensor: the shard it keeps, without the cost of asking for it where that can be saved."""
+    shard = getattr(gradient, _SHARD, None)
+    return shard if type(shard) is Tensor else local_tensor(gradient)
 
 
 def partial_terms(tensor: Tensor) -> int:

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from scaler_triton import collectives, dispatch, ops, optimizers, policy
 from scaler_triton.plan import PlanCache
 from scaler_triton.unscaling import State, UnscalingMixin
+from scaler_triton.unstepped import Unstepped
 from scaler_triton.verdict import Verdict, any_flag, as_flag
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class ScalerMixin(UnscalingMixin):
         self._growth_tracker: Tensor | None = None
         self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
         self._plans = PlanCache()
+        self._unstepped = Unstepped()
         self._warned_fsdp1 = False
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -95,6 +97,8 @@ class ScalerMixin(UnscalingMixin):
         if state.get("void"):
             state["stage"] = OptState.STEPPED
             return None
+        if state["stage"] is OptState.READY:
+            state["unscaled_flag"] = self._unstepped.recall(optimizer)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_with_scale(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
@@ -136,12 +140,13 @@ class ScalerMixin(UnscalingMixin):
         if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
             return None
         assert self._scale is not None
-        with optimizers.lent((optimizer, inner), self._scale.reshape(()) if ready else None, self._flag(state)):
+        scaled = ready and state["unscaled_flag"] is None
+        with optimizers.lent((optimizer, inner), self._scale.reshape(()) if scaled else None, self._flag(state)):
             try:
                 return optimizer.step(*args, **kwargs)
             except BaseException:
                 # Its kernels divide gradients, and nobody can tell which they reached. The flag stays as agreed.
-                state.update(stage=OptState.UNSCALED, void=ready)
+                state.update(stage=OptState.UNSCALED, void=scaled)
                 raise
 
     def _verdict(self, state: State) -> Verdict | None:
@@ -189,7 +194,16 @@ class ScalerMixin(UnscalingMixin):
                 self._growth_interval,
                 self._backend,
             )
+        self._keep_unstepped()
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _keep_unstepped(self) -> None:
+        for state in self._per_optimizer_states.values():
+            if "owner" in state:
+                self._unstepped.forget(state["owner"])
+                if state["stage"] is OptState.UNSCALED:
+                    flag = self._flag(state)
+                    self._unstepped.remember(state["owner"], torch.ones_like(flag) if state.get("void") else flag)
 
     def _combined_flag(self, device: torch.device) -> Tensor:
         states = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
@@ -243,7 +257,8 @@ class ScalerMixin(UnscalingMixin):
     def _own_state(self) -> State:
         """Return what a copy needs, but for the process group."""
         # torch has made sure that an enabled scaler's states are empty
-        fresh = {"_plans": PlanCache(), "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state)}
+        states = defaultdict(_refresh_per_optimizer_state)
+        fresh = {"_plans": PlanCache(), "_unstepped": Unstepped(), "_per_optimizer_states": states}
         return {**super().__getstate__(), **fresh, "process_group": None}
 
     def __copy__(self) -> ScalerMixin:

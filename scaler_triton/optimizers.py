@@ -21,11 +21,15 @@ def unwrap(optimizer: Any) -> Any:
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of everything with `param_groups`, in order.
+    """Return the parameters of everything with `param_groups`, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def checked_parameters(parameters: list[Tensor]) -> list[Tensor]:
+    """Return `parameters`.
 
     Raises: AssertionError with torch's text if one is not a tensor.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         if not isinstance(parameter, Tensor):
             raise AssertionError(f"expected param to be torch.Tensor, got {type(parameter).__name__}")

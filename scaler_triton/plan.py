@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from scaler_triton import batch as batching
 from scaler_triton.batch import Batch, Layout
-from scaler_triton.optimizers import parameters_of, unwrap, weak
+from scaler_triton.forms import KnownForms
+from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
 
 _look = attrgetter("__class__", "layout", "dtype", "device", "shape")
 
@@ -51,15 +52,17 @@ class GradPlan:
         self.parameters = list(parameters)
         self.rebuilds = 0
         self.agreement: Any = None  # whoever works out which ranks must agree keeps the answer here
+        self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
+        self._whole_placements: dict[int, Any] = {}
         self._place([self._expected_form(parameter) for parameter in self.parameters])
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether `parameters` are the ones this plan was made for, the first of them where it was."""
         return (
             len(parameters) == len(self.parameters)
-            and all(mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True))
-            and [parameter.device for parameter in parameters[:1]] == self.devices[:1]
+            and all(map(is_, self.parameters, parameters))
+            and (not parameters or parameters[0].device == self.devices[0])
         )
 
     def collect(self, *, allow_fp16: bool = True) -> Gradients:
@@ -72,11 +75,18 @@ class GradPlan:
         gradients, bounds = self._local_gradients()
         if not allow_fp16:
             self._refuse_fp16(gradients)
-        loose = self._admit(gradients, allow_fp16)
-        rows = [[gradients[index] for index in members] for members in self._members]
-        batches = [Batch(layout, row) for layout, row in zip(self._layouts, rows, strict=True)]
-        filled = [batch for batch in batches if any(tensor is not None for tensor in batch.tensors)]
-        return Gradients(filled + batching.group(loose), batching.group(bounds))
+        loose: list[Tensor] = []
+        complete = self._known.all_there(gradients)
+        if not complete and not self._known.hold(gradients):
+            loose = self._admit(gradients, allow_fp16)
+            if not loose:
+                self._known.learn(gradients)
+        batches = [
+            Batch(layout, row(gradients), complete) for layout, row in zip(self._layouts, self._rows, strict=True)
+        ]
+        if not complete:
+            batches = [batch for batch in batches if any(tensor is not None for tensor in batch.tensors)]
+        return Gradients(batches + batching.group(loose), batching.group(bounds))
 
     def _local_gradients(self) -> tuple[list[Tensor | None], list[Tensor]]:
         gradients = [parameter.grad for parameter in self.parameters]
@@ -84,9 +94,14 @@ class GradPlan:
         for index in self._dtensors:
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = local = batching.local_tensor(gradient)
-                if (terms := batching.partial_terms(gradient)) > 1:
-                    bounds.append(local * terms)
+                gradients[index] = local = batching.shard_of(gradient)
+                placements = gradient.placements  # type: ignore[attr-defined]
+                if placements is not self._whole_placements.get(index):
+                    terms = batching.partial_terms(gradient)
+                    if terms > 1:
+                        bounds.append(local * terms)
+                    else:  # gradients of one parameter mostly share one tuple: the same need not be read again
+                        self._whole_placements[index] = placements
         return gradients, bounds
 
     def _refuse_fp16(self, gradients: list[Tensor | None]) -> None:
@@ -143,11 +158,21 @@ class GradPlan:
         for layout, indices in zip(layouts, members, strict=True):
             layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
-        self.devices, self._forms, self._layouts, self._members, self._fp16 = devices, forms, layouts, members, fp16
+        rows = [_row(indices, len(forms)) for indices in members]
+        self.devices, self._forms, self._layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
 
 
 def _form(tensor: Tensor) -> _Form:
     return _Form(_look(tensor), tensor.stride())
+
+
+def _row(indices: Sequence[int], size: int) -> Callable[[list[Tensor | None]], Sequence[Tensor | None]]:
+    """Return what picks a layout's gradients out of all `size` of them."""
+    if len(indices) == size:
+        return lambda gradients: gradients
+    if len(indices) == 1:
+        return lambda gradients: [gradients[indices[0]]]
+    return itemgetter(*indices)
 
 
 def _layout_key(form: _Form) -> batching.LayoutKey:
@@ -175,7 +200,7 @@ class PlanCache:
         parameters = parameters_of(inner)
         _, plan = self._plans.get(id(inner), (None, None))
         if plan is None or not plan.matches(parameters):  # a plan is made of parameters: whose id it is does not matter
-            plan = GradPlan(parameters)
+            plan = GradPlan(checked_parameters(parameters))
             reference = weak(inner, self._forgetter(id(inner)))
             if isinstance(reference, weakref.ref):  # else nothing would ever tell that the optimizer is gone
                 self._plans[id(inner)] = (reference, plan)

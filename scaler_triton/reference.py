@@ -12,6 +12,8 @@ from scaler_triton.policy import MAX_SCALE, MAX_TRACKER, MIN_SCALE
 # From this size on, a tensor is checked where it lies; smaller ones are gathered and checked together.
 _LARGE_BYTES = 1 << 16
 _GATHER_BYTES = 1 << 18
+# Among so many tensors neighbours show if there are any: buckets hold whole runs of them.
+_FEW = 8
 
 
 def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -80,22 +82,26 @@ def update_scale_(
     scale.nan_to_num_(nan=MIN_SCALE, posinf=MAX_SCALE).clamp_(min=MIN_SCALE)
 
 
-def merge_adjacent(tensors: Sequence[Tensor]) -> list[Tensor]:
+def merge_adjacent(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the same memory in fewer tensors of one dtype: neighbours in one storage become one flat view.
 
-    DDP's bucket views are such neighbours. Only exact adjacency is merged: a gap belongs to somebody.
+    DDP's bucket views and FSDP1's views of a flat gradient are such neighbours, in whatever order. Only exact
+    adjacency is merged: a gap belongs to somebody. Where the first few have no neighbours, none are looked for.
     """
+    if len(tensors) < 2 or not _joints(_by_address(tensors[:_FEW])):
+        return tensors
+    tensors = _by_address(tensors)
     joints = _joints(tensors)
-    if not joints:
-        return list(tensors)
     ends = [index for index in range(1, len(tensors)) if index not in joints] + [len(tensors)]
     return [_merged(tensors[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
+def _by_address(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return sorted(tensors, key=Tensor.data_ptr)
+
+
 def _joints(tensors: Sequence[Tensor]) -> set[int]:
     """Return the positions of tensors that begin where the one before them ends."""
-    if not tensors:
-        return set()
     itemsize = tensors[0].element_size()
     starts = [tensor.data_ptr() for tensor in tensors]
     ends = [start + tensor.numel() * itemsize for start, tensor in zip(starts, tensors, strict=True)]

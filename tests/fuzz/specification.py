@@ -92,9 +92,11 @@ class Specification(torch.amp.GradScaler):
             self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
             self._growth_interval = growth_interval
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._optimizers: dict[int, Any] = {}
+        self._unstepped: dict[int, tuple[Tensor, list[Any]] | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state = {**super().__getstate__(), "_optimizers": {}, "_unstepped": {}}
         if not self._enabled:
             departs(6)  # a disabled one has states at all; they name optimizers by id, which a copy cannot keep
             state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
@@ -133,10 +135,29 @@ class Specification(torch.amp.GradScaler):
     def update(self, new_scale: Any = None) -> None:
         if not self._enabled:
             return
+        unstepped = self._now_unstepped()
         if new_scale is None:
             self._update_by_flags()
         else:
             self._update_by_value(new_scale)
+        self._unstepped |= unstepped
+
+    def _now_unstepped(self) -> dict[int, Any]:
+        kept = {}  # made before the update, which adds up the flags in one of them
+        for key, state in self._per_optimizer_states.items():
+            kept[key] = None
+            if state["stage"] is OptState.UNSCALED and any(writes := _writes(self._optimizers[key])):
+                found = any(flag.item() for flag in state["found_inf_per_device"].values()) or state.get("void", False)
+                kept[key] = (torch.tensor(float(found)), writes)
+        return kept
+
+    def _recall(self, optimizer: Any) -> None:
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY and (kept := self._unstepped.pop(id(optimizer), None)):
+            flag, writes = kept
+            if _same(writes, _writes(optimizer)):
+                departs(18)  # torch unscales them a second time
+                state.update(stage=OptState.UNSCALED, found_inf_per_device={torch.device("cpu"): flag})
 
     def _update_by_flags(self) -> None:
         tracker, interval = self._growth_tracker, self._growth_interval
@@ -182,10 +203,10 @@ class Specification(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def unscale_(self, optimizer: Any) -> None:
-        super().unscale_(unwrapped(optimizer))
+        super().unscale_(self._unwrapped(optimizer))
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
-        optimizer = unwrapped(optimizer)
+        optimizer = self._unwrapped(optimizer)
         self._check_scale_growth_tracker("_check_inf_per_device")
         known = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if known:
@@ -193,14 +214,22 @@ class Specification(torch.amp.GradScaler):
             return known
         return super()._check_inf_per_device(optimizer)
 
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _unwrapped(self, optimizer: Any) -> Any:
         optimizer = unwrapped(optimizer)
+        self._optimizers[id(optimizer)] = optimizer
+        return optimizer
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._unwrapped(optimizer)
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         if args and callable(args[0]):
             departs(8)
             return super().step(optimizer, closure=args[0])
-        if "closure" in kwargs or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if "closure" in kwargs or self._scale is None or self._growth_tracker is None:
+            return super().step(optimizer, *args, **kwargs)  # raises
+        self._recall(optimizer)
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return super().step(optimizer, *args, **kwargs)
         return self._fused_step(optimizer, *args, **kwargs)
 
@@ -264,6 +293,19 @@ def unwrapped(optimizer: Any) -> Any:
 def _gradients(optimizer: Any) -> Iterator[Tensor]:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return (parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+def _writes(optimizer: Any) -> list[tuple[Tensor, int] | None]:
+    """What tells whether gradients are the same ones, not written since: the objects, and torch's count of writes."""
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return [None if gradient is None else (gradient, gradient._version) for gradient in gradients]
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(
+        one is None and other is None or (one and other and one[0] is other[0] and one[1] == other[1])
+        for one, other in zip(before, now, strict=True)
+    )
 
 
 def _is_fp16(gradient: Tensor) -> bool:

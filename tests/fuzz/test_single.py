@@ -235,6 +235,15 @@ class Programs(RuleBasedStateMachine):
 
     # Flags as frameworks touch them.
 
+    @rule(index=indices, gradients=backwards, anew=rarely)
+    def step_after_update(self, index: int, gradients: list[GradientSpec], anew: bool) -> None:
+        self.at(index, lambda world, optimizer: give(optimizer, gradients))
+        self.unscale(index)
+        self.update()
+        if anew:
+            self.backward(index, gradients)
+        self.step(index)
+
     @rule(index=indices, wrapped=rarely)
     def check(self, index: int, wrapped: bool) -> None:
         self.at(index, lambda world, optimizer: numbers(world.scaler._check_inf_per_device(optimizer)), wrapped)

@@ -1,0 +1,86 @@
+"""Gradients that were unscaled but not stepped before `update`: a later step must not divide them a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from scaler_triton.batch import local_tensor
+from scaler_triton.mirror import version
+from scaler_triton.optimizers import parameters_of, unwrap
+
+
+class _Mark(NamedTuple):
+    """A gradient as it was: the same object, which nobody has written since if its versions are the same."""
+
+    gradient: TensorWeakRef
+    versions: tuple[int | None, int | None]
+
+    def is_of(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and self.gradient() is gradient and self.versions == _versions(gradient)
+
+
+class _Entry(NamedTuple):
+    owner: Callable[[], Any]
+    found_inf: Tensor
+    marks: list[_Mark | None]
+
+    def fits(self, optimizer: Any) -> bool:
+        gradients = [parameter.grad for parameter in parameters_of(optimizer)]
+        return (
+            self.owner() is optimizer
+            and len(gradients) == len(self.marks)
+            and all(
+                gradient is None if mark is None else mark.is_of(gradient)
+                for gradient, mark in zip(gradients, self.marks, strict=True)
+            )
+        )
+
+
+class Unstepped:
+    """The optimizers whose step is still to come although `update` ended the step that unscaled them.
+
+    It cannot be asked of the user whether he skipped that step or postponed it. The gradients tell: new ones, or ones
+    written since, are scaled; the very same ones are not.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def remember(self, owner: Callable[[], Any], found_inf: Tensor) -> None:
+        """Keep an optimizer's flag and what its gradients look like now; no gradient is kept alive.
+
+        Args:
+            owner: returns the optimizer, None once it is gone.
+            found_inf: fp32, shape (), its agreed flag.
+        """
+        optimizer = owner()
+        if optimizer is None:
+            return
+        marks = [_mark(parameter.grad) for parameter in parameters_of(optimizer)]
+        if any(marks):  # nothing tells an absence of gradients from the next
+            self._entries[id(optimizer)] = _Entry(owner, found_inf, marks)
+
+    def forget(self, owner: Callable[[], Any]) -> None:
+        """Drop what is kept of an optimizer, and of those that are gone."""
+        if self._entries:
+            gone = (None, owner())
+            self._entries = {key: entry for key, entry in self._entries.items() if entry.owner() not in gone}
+
+    def recall(self, optimizer: Any) -> Tensor | None:
+        """Return the flag kept for an optimizer whose gradients are unscaled still, else None; only once."""
+        inner = unwrap(optimizer)
+        entry = self._entries.pop(id(inner), None)
+        return entry.found_inf if entry is not None and entry.fits(inner) else None
+
+
+def _mark(gradient: Tensor | None) -> _Mark | None:
+    return None if gradient is None else _Mark(TensorWeakRef(gradient), _versions(gradient))
+
+
+def _versions(gradient: Tensor) -> tuple[int | None, int | None]:
+    """Return the write counters of a gradient and, for a DTensor, of its shard, which is written behind its back."""
+    return version(gradient), version(local_tensor(gradient))

@@ -1,0 +1,137 @@
+"""Difference 18: `update` between `unscale_` and the same optimizer's step does not make the step unscale again."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, places, sgd, started
+
+from scaler_triton import GradScaler
+
+SCALE = 4.0
+
+
+def optimizer_of(kind: str, device: str, value: float = 8.0) -> torch.optim.Optimizer:
+    """Return SGD with learning rate 0.5 over one parameter at 0, its gradient `value`."""
+    return sgd([torch.full((3,), value)], device, **({"fused": True} if kind == "fused" else {}))
+
+
+def only(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    (parameter,) = optimizer.param_groups[0]["params"]
+    return parameter
+
+
+def postpone(scaler: Any, late: torch.optim.Optimizer, early: torch.optim.Optimizer) -> None:
+    """Unscale both, step `early` alone, and end the step."""
+    scaler.unscale_(late)
+    scaler.step(early)
+    scaler.update()
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_18_a_postponed_step_divides_once(kind: str, place: Place) -> None:
+    early, late = optimizer_of("plain", place.device), optimizer_of(kind, place.device)
+    scaler = started(GradScaler, place.device, init_scale=SCALE, growth_interval=1, backend=place.backend)
+    postpone(scaler, late, early)
+    scaler.step(late)
+    assert only(late).tolist() == only(early).tolist() == [-0.5 * 8.0 / SCALE] * 3
+    scaler.update()
+
+
+def test_18_torch_divides_twice() -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(torch.amp.GradScaler, "cpu", init_scale=SCALE, growth_interval=1)
+    postpone(scaler, late, early)
+    scaler.step(late)
+    assert only(late).tolist() == [-0.5 * 8.0 / SCALE / (2 * SCALE)] * 3
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_18_a_postponed_step_is_skipped_for_the_overflow_of_its_gradients(kind: str) -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of(kind, "cpu", value=math.inf)
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    postpone(scaler, late, early)
+    scaler.step(late)
+    assert only(late).tolist() == [0.0] * 3
+
+
+def replaced(parameter: torch.Tensor) -> None:
+    parameter.grad = torch.full((3,), 8.0)
+
+
+def zeroed_and_accumulated(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.zero_()
+    parameter.grad.add_(8.0)
+
+
+def freed_and_replaced(parameter: torch.Tensor) -> None:
+    parameter.grad = None  # whose memory the next one takes
+    parameter.grad = torch.full((3,), 8.0)
+
+
+@pytest.mark.parametrize("backward", [replaced, zeroed_and_accumulated, freed_and_replaced])
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_18_after_a_skipped_step_new_gradients_are_unscaled(
+    kind: str, backward: Callable[[torch.Tensor], None]
+) -> None:
+    optimizer = optimizer_of(kind, "cpu", value=math.inf)
+    scaler = started(GradScaler, "cpu", init_scale=2 * SCALE)
+    scaler.unscale_(optimizer)
+    scaler.update()  # the user looked at the norm and skipped this one
+    backward(only(optimizer))
+    scaler.step(optimizer)
+    assert only(optimizer).tolist() == [-0.5 * 8.0 / SCALE] * 3
+
+
+def test_18_unscale_by_hand_is_obeyed() -> None:
+    """Whoever replays a captured backward writes gradients that no counter tells of, and says so by unscaling."""
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    scaler.unscale_(late)
+    assert only(late).grad is not None
+    assert only(late).grad.tolist() == [8.0 / SCALE / SCALE] * 3  # type: ignore[union-attr]
+
+
+def test_18_only_the_next_step_counts_and_nothing_is_kept_alive() -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    gradient = weakref.ref(only(late).grad)
+    only(late).grad = None
+    gc.collect()
+    assert gradient() is None
+    only(late).grad = torch.full((3,), 8.0)
+    scaler.step(late)
+    scaler.update()
+    assert len(scaler._unstepped._entries) == 0
+
+
+def test_18_an_entry_dies_with_its_optimizer() -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    del late
+    gc.collect()
+    only(early).grad = torch.ones(3)
+    scaler.step(early)
+    scaler.update()
+    assert len(scaler._unstepped._entries) == 0
+
+
+def test_18_without_gradients_the_next_step_raises_as_ever() -> None:
+    optimizer = optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    only(optimizer).grad = None
+    with pytest.raises(AssertionError, match="^No inf checks were recorded for this optimizer.$"):
+        scaler.step(optimizer)
