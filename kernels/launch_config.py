@@ -1,11 +1,17 @@
 """How many elements one program visits, and with how many warps. Imports no triton."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 # The lanes that a "warp" has here, on every card: `launcher` asks a card with wider ones for fewer.
 WARP_LANES = 32
 # The widest access that one lane can make.
 VECTOR_BYTES = 16
+
+# What a configuration is chosen for: the pass that writes or the one that only reads, and bytes an element.
+MODES = ("unscale", "check")
+ITEMSIZES = (2, 4, 8)
+
+_LARGEST = {"num_warps": 32, "vectors": 8, "unroll": 16}
 
 
 @dataclass(frozen=True)
@@ -14,11 +20,29 @@ class LaunchConfig:
 
     The default keeps 16 KB of gradient in a program and, compiled for sm_90, 31 or 32 registers a lane: all
     64 warps of a multiprocessor stay resident.
+
+    Args:
+        num_warps: of 32 lanes; a power of two, at most 32.
+        vectors: a power of two, at most 8.
+        unroll: 1 to 16.
+
+    Raises: ValueError naming the number that is out of range.
     """
 
     num_warps: int = 8
     vectors: int = 1
     unroll: int = 4
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, largest = getattr(self, field.name), _LARGEST[field.name]
+            if type(value) is not int or not 1 <= value <= largest:
+                raise ValueError(f"{field.name} must be an int from 1 to {largest}, got {value!r}")
+            if field.name != "unroll" and value & (value - 1):  # Triton's blocks are powers of two
+                raise ValueError(f"{field.name} must be a power of two, got {value}")
+
+    def __str__(self) -> str:
+        return f"{self.num_warps} x {self.vectors} x {self.unroll}"
 
     def block_elements(self, itemsize: int) -> int:
         """Elements that a program visits in one step, for elements of `itemsize` bytes."""
@@ -30,3 +54,27 @@ class LaunchConfig:
 
 
 DEFAULT = LaunchConfig()
+
+# What `tune` tries. tests/kernels/test_aot.py holds that none of them spills registers.
+CANDIDATES = tuple(
+    LaunchConfig(*numbers)
+    for numbers in (
+        (4, 1, 2),
+        (4, 2, 1),
+        (8, 1, 2),
+        (8, 2, 1),
+        (8, 1, 4),
+        (8, 2, 2),
+        (8, 4, 1),
+        (16, 1, 2),
+        (8, 2, 4),
+    )
+)
+
+
+def check_pass(mode: str, itemsize: int) -> None:
+    """Raise ValueError naming a mode or an element size that no kernel has."""
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if type(itemsize) is not int or itemsize not in ITEMSIZES:
+        raise ValueError(f"itemsize must be one of {', '.join(map(str, ITEMSIZES))} bytes, got {itemsize!r}")

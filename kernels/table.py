@@ -48,6 +48,7 @@ class GradTable:
         self.bits = torch.zeros(len(numels), dtype=torch.int32, device=device)
         self._last = [0] * len(numels)
         self._staging = None if device.type == "cpu" else _Staging(len(numels), device)
+        self._launches: dict[Any, launcher.Launch] = {}
 
     def set_addresses(self, addresses: Sequence[int]) -> None:
         """Point the table at this step's tensors; nothing is copied if they are where they were.
@@ -70,22 +71,24 @@ class GradTable:
         """Forget what was seen in every tensor."""
         self.bits.zero_()
 
-    def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
+    def launch(self, kernel: Any, *args: Tensor, **constants: Any) -> None:
         """Run `kernel` with one program a chunk, on the table and then on `args`; no chunk, no launch."""
-        launcher.launch(
+        if self.n_chunks == 0:
+            return
+        key = (kernel, *constants.values())
+        if key not in self._launches:
+            self._launches[key] = self._new_launch(kernel, constants)
+        self._launches[key](self.n_chunks, *args)
+
+    def _new_launch(self, kernel: Any, constants: dict[str, Any]) -> launcher.Launch:
+        return launcher.Launch(
             kernel,
-            self.n_chunks,
             self.device,
-            self.addresses,
-            self.numels,
-            self.chunk_tensors,
-            self.chunk_indices,
-            self.bits,
-            *args,
+            fixed=(self.addresses, self.numels, self.chunk_tensors, self.chunk_indices, self.bits),
+            num_warps=self.config.num_warps,
             DTYPE=launcher.TRITON_DTYPES[self.dtype],
             BLOCK_SIZE=self.config.block_elements(self.dtype.itemsize),
             UNROLL=self.config.unroll,
-            num_warps=self.config.num_warps,
             **constants,
         )
 

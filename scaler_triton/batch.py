@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-_SHARD = "_local_tensor"  # private to DTensor: without it, `to_local` does it
+SHARD = "_local_tensor"  # a DTensor's shard: private, so quick; without it, `to_local` does it
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -58,15 +58,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """Return what this rank holds of `tensor`: a DTensor's shard (waited for if still in flight), else itself."""
     if type(tensor) is Tensor or not is_dtensor(tensor):
         return tensor
+    shard = getattr(tensor, SHARD, None)
+    if type(shard) is Tensor:
+        return shard
     with torch.no_grad():  # under grad, to_local would record an autograd node
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor has wait, Tensor has not
-
-
-def shard_of(gradient: Tensor) -> Tensor:
-    """`local_tensor` for a DTensor: the shard it keeps, without the cost of asking for it where that can be saved."""
-    shard = getattr(gradient, _SHARD, None)
-    return shard if type(shard) is Tensor else local_tensor(gradient)
 
 
 def partial_terms(tensor: Tensor) -> int:
@@ -159,7 +156,7 @@ def group(tensors: Iterable[Tensor]) -> list[Batch]:
     groups: dict[LayoutKey, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(layout_key(tensor), []).append(tensor)
-    return [Batch(Layout(key, [t.numel() for t in members]), members) for key, members in groups.items()]
+    return [Batch(Layout(key, [t.numel() for t in members]), members, True) for key, members in groups.items()]
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

@@ -22,6 +22,16 @@ _lock = threading.Lock()
 _chosen: dict[tuple[torch.device, torch.dtype, str], Backend] = {}
 
 
+def _renew_lock() -> None:
+    """Take a new lock: in a forked child nobody releases one that another thread of the parent held."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 def check_backend(backend: str | None) -> str:
     """Return the backend asked for: the argument, else the environment's, else "auto".
 

@@ -45,14 +45,14 @@ class KnownForms:
 
     def all_there(self, gradients: Sequence[Tensor | None]) -> bool:
         """Tell that none of the gradients is missing and each has the form it had."""
-        return self._all is not None and self._all(*gradients)
+        return self._all is not None and bool(gradients) and self._all(*gradients)
 
     def hold(self, gradients: Sequence[Tensor | None]) -> bool:
         """Tell that each gradient has the form it had, or is missing."""
-        return all(
-            gradient is None or (check is not None and check(gradient))
-            for gradient, check in zip(gradients, self._each, strict=True)
-        )
+        for gradient, check in zip(gradients, self._each, strict=True):
+            if gradient is not None and (check is None or not check(gradient)):
+                return False
+        return True
 
     def learn(self, gradients: Sequence[Tensor | None]) -> None:
         """Take these gradients' forms, which were checked, for known."""

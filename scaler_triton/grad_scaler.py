@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import collectives, dispatch, ops, optimizers, policy
+from scaler_triton import collectives, dispatch, optimizers, policy
 from scaler_triton.plan import PlanCache
 from scaler_triton.unscaling import State, UnscalingMixin
 from scaler_triton.unstepped import Unstepped
-from scaler_triton.verdict import Verdict, any_flag, as_flag
+from scaler_triton.updating import UpdatingMixin
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class ScalerMixin(UnscalingMixin):
+class ScalerMixin(UnscalingMixin, UpdatingMixin):
     """One step of dynamic loss scaling.
 
     READY --unscale_--> UNSCALED --step--> STEPPED --update--> READY, for each optimizer, where
@@ -72,6 +72,8 @@ class ScalerMixin(UnscalingMixin):
         self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
         self._plans = PlanCache()
         self._unstepped = Unstepped()
+        self._boards = {}
+        self._device_policies = {}
         self._warned_fsdp1 = False
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -149,107 +151,11 @@ class ScalerMixin(UnscalingMixin):
                 state.update(stage=OptState.UNSCALED, void=scaled)
                 raise
 
-    def _verdict(self, state: State) -> Verdict | None:
-        """Return the verdict behind the state's flags, None if somebody else stored them."""
-        verdict: Verdict | None = state.get("verdict")
-        return verdict if verdict is not None and verdict.is_behind(state["found_inf_per_device"]) else None
-
-    def _flag(self, state: State) -> Tensor:
-        """Return this optimizer's flag, fp32 `()`, 0.0 or 1.0, on the scale's device."""
-        assert self._scale is not None
-        verdict = self._verdict(state)
-        if verdict is not None:
-            return verdict.found_inf
-        device = self._scale.device
-        return any_flag([as_flag(flag, device) for flag in state["found_inf_per_device"].values()], device)
-
     def _host_flag(self, state: State) -> bool:
         verdict = self._verdict(state)
         if verdict is not None:
             return verdict.on_host()
         return any(flag.item() for flag in state["found_inf_per_device"].values())
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Back the scale off if any optimizer's flag was set, let it grow after `growth_interval` good updates.
-
-        Args:
-            new_scale: sets the scale instead: a number, or a one-element tensor on a device of the scaler's type,
-                whose value is checked with one host wait.
-
-        Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
-            kind; ValueError for a scale outside [2^-126, fp32 max]. Scale and tracker are as before then.
-        """
-        if not self._enabled:
-            return
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
-        if new_scale is not None:
-            scale.fill_(self._checked_scale(new_scale))
-        else:
-            ops.update_scalars_(
-                scale,
-                growth_tracker,
-                self._combined_flag(scale.device),
-                self._growth_factor,
-                self._backoff_factor,
-                self._growth_interval,
-                self._backend,
-            )
-        self._keep_unstepped()
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    def _keep_unstepped(self) -> None:
-        for state in self._per_optimizer_states.values():
-            if "owner" in state:
-                self._unstepped.forget(state["owner"])
-                if state["stage"] is OptState.UNSCALED:
-                    flag = self._flag(state)
-                    self._unstepped.remember(state["owner"], torch.ones_like(flag) if state.get("void") else flag)
-
-    def _combined_flag(self, device: torch.device) -> Tensor:
-        states = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
-        if not states:
-            raise AssertionError("No inf checks were recorded prior to update.")
-        return any_flag([self._flag(state) for state in states], device)
-
-    def _checked_scale(self, new_scale: Any) -> float:
-        if isinstance(new_scale, Tensor) and (
-            new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad
-        ):
-            raise AssertionError(
-                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-                "torch.FloatTensor with requires_grad=False."
-            )
-        return policy.check_scale(new_scale, "new_scale")
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor the scale grows by: finite, >= 1 (1: it stays)."""
-        self._growth_factor = policy.check_growth_factor(new_factor, "new_factor")
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor the scale is multiplied by after an overflow: in (0, 1] (1: it stays)."""
-        self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many updates in a row without overflow the scale grows: >= 1."""
-        self._growth_interval = policy.check_growth_interval(new_interval, "new_interval")
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch's returned; nothing on a disabled scaler.
-
-        Raises: torch's RuntimeError for an empty dict and KeyError for a missing field; ValueError or TypeError
-            naming a wrong field and its value. The scaler is as before then.
-        """
-        if self._enabled and len(state_dict) > 0:
-            state_dict = policy.check_state_dict(state_dict)
-        super().load_state_dict(state_dict)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
-        device = torch.device(dev)
-        if self._scale is None:
-            self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
-        if self._growth_tracker is None:
-            self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
 
     def __getstate__(self) -> State:
         return {**self._own_state(), "process_group": collectives.picklable(self.process_group)}
@@ -257,8 +163,13 @@ class ScalerMixin(UnscalingMixin):
     def _own_state(self) -> State:
         """Return what a copy needs, but for the process group."""
         # torch has made sure that an enabled scaler's states are empty
-        states = defaultdict(_refresh_per_optimizer_state)
-        fresh = {"_plans": PlanCache(), "_unstepped": Unstepped(), "_per_optimizer_states": states}
+        fresh: State = {
+            "_plans": PlanCache(),
+            "_unstepped": Unstepped(),
+            "_boards": {},
+            "_device_policies": {},
+            "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
+        }
         return {**super().__getstate__(), **fresh, "process_group": None}
 
     def __copy__(self) -> ScalerMixin:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from scaler_triton import batch as batching
 from scaler_triton import policy, reference
-from scaler_triton.batch import Batch, LayoutKey
+from scaler_triton.batch import Batch, Layout, LayoutKey
 from scaler_triton.dispatch import Backend, check_backend, choose
 
 if TYPE_CHECKING:
@@ -110,6 +109,17 @@ def update_scalars_(
     launch(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
+def update_by_rows_(scale: Tensor, growth_tracker: Tensor, flags: Tensor, rows: int, policy: Tensor) -> None:
+    """`update_scale_` by several flags at once, on Triton; they are cleared.
+
+    Args:
+        flags, rows, policy: see `kernels.update_scale.launch_update_rows`.
+    """
+    from scaler_triton.kernels.update_scale import launch_update_rows
+
+    launch_update_rows(scale, growth_tracker, flags, policy, rows, clear=True)
+
+
 def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
     """Pair every batch with its backend; whatever fails to compile or load shows here, before any write."""
     return [(b, _backend(b.layout.key, requested)) for b in batches]
@@ -128,8 +138,13 @@ def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Bac
         return
     from scaler_triton.kernels.unscale import launch_unscale
 
-    with _table(batch, write_back=True) as table:
-        launch_unscale(table, factor, found_inf, inverse=inverse)
+    dense = _dense(batch)
+    launch_unscale(_table(batch.layout, dense, "unscale"), factor, found_inf, inverse=inverse)
+    if dense is not batch:
+        for original, copy in zip(batch.present, dense.present, strict=True):
+            original.copy_(copy)
+    # Kernels write behind autograd's back: without this it would not notice that a saved gradient was written.
+    torch.autograd.graph.increment_version(batch.present)
 
 
 def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
@@ -142,8 +157,7 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
         return
     from scaler_triton.kernels.nonfinite import launch_check_nonfinite
 
-    with _table(batch, write_back=False) as table:
-        launch_check_nonfinite(table, found_inf)
+    launch_check_nonfinite(_table(batch.layout, _dense(batch), "check"), found_inf)
 
 
 def _backend(key: LayoutKey, requested: str) -> Backend:
@@ -154,35 +168,37 @@ def _reference_unscale_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> N
     if batch.layout.key.plain:
         reference.unscale_(batch.present, inv_scale, found_inf)
     else:  # a tensor subclass knows itself what torch's op means for it
-        torch._amp_foreach_non_finite_check_and_unscale_(batch.present, found_inf, inv_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
 
 
-@contextmanager
-def _table(batch: Batch, *, write_back: bool) -> Iterator[GradTable]:
-    """Give the kernels' table of a batch, filled with this step's addresses.
-
-    Tensors with gaps enter as dense copies, written back afterwards where that is asked for.
-    """
-    table = _cached_table(batch)
-    tensors = batch.tensors
-    if not batch.layout.key.dense:
-        tensors = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-    table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-    yield table
-    if write_back and not batch.layout.key.dense:
-        for original, copy in zip(batch.tensors, tensors, strict=True):
-            if original is not None and copy is not None:
-                original.copy_(copy)
+def _dense(batch: Batch) -> Batch:
+    """Return the batch itself, or dense copies of tensors with gaps: kernels walk one span of memory a tensor."""
+    if batch.layout.key.dense:
+        return batch
+    return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
 
 
-def _cached_table(batch: Batch) -> GradTable:
+def _table(layout: Layout, dense: Batch, mode: str) -> GradTable:
+    """Return the kernels' table of a layout, filled with this step's addresses; the layout keeps it."""
+    table = layout.cache.get(mode)
+    if table is None:
+        table = layout.cache[mode] = _new_table(layout, mode)
+    if dense.complete:
+        table.set_addresses([tensor.data_ptr() for tensor in dense.present])
+    else:
+        table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
+    return cast("GradTable", table)
+
+
+def _new_table(layout: Layout, mode: str) -> GradTable:
+    """Return a table for the configuration that is best here; modes whose configurations are equal share one."""
+    from scaler_triton.kernels.lookup import config_for
     from scaler_triton.kernels.table import GradTable
 
-    layout = batch.layout
-    if "table" not in layout.cache:
-        layout.cache["table"] = GradTable(layout.numels, layout.key.dtype, layout.key.device)
-    table: GradTable = layout.cache["table"]
-    return table
+    device, dtype = layout.key.device, layout.key.dtype
+    config = config_for(device, mode, dtype.itemsize)
+    shared = [table for table in layout.cache.values() if table.config == config]
+    return shared[0] if shared else GradTable(layout.numels, dtype, device, config)
 
 
 def _run(

@@ -15,6 +15,7 @@ from scaler_triton.batch import Batch, Layout
 from scaler_triton.forms import KnownForms
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
 
+_placements = attrgetter("placements")
 _look = attrgetter("__class__", "layout", "dtype", "device", "shape")
 
 
@@ -52,9 +53,10 @@ class GradPlan:
         self.parameters = list(parameters)
         self.rebuilds = 0
         self.agreement: Any = None  # whoever works out which ranks must agree keeps the answer here
+        self.verdict: Any = None  # whoever judges these gradients keeps the flag here
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
-        self._whole_placements: dict[int, Any] = {}
+        self._placements: list[Any] = [None] * len(self.parameters)
         self._place([self._expected_form(parameter) for parameter in self.parameters])
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
@@ -72,37 +74,51 @@ class GradPlan:
 
         Raises: what `batch.check_gradient` raises, naming the parameter's position.
         """
-        gradients, bounds = self._local_gradients()
+        gradients: list[Tensor | None] = [parameter.grad for parameter in self.parameters]
+        shards = self._whole_shards(gradients) if self._dtensors else gradients
+        if self._known.all_there(shards):
+            if not allow_fp16:
+                self._refuse_fp16(shards)
+            batches = [Batch(layout, row(shards), True) for layout, row in zip(self._layouts, self._rows, strict=True)]
+            return Gradients(batches, [])
+        return self._collect_each(gradients, allow_fp16)
+
+    def _whole_shards(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the shards of gradients that are all there and none of them Partial, as before; else none."""
+        try:
+            same = all(map(is_, map(_placements, gradients), self._placements))
+            return [getattr(gradient, batching.SHARD) for gradient in gradients] if same else []
+        except AttributeError:  # one is missing, or plain, or this torch has no such attribute
+            return []
+
+    def _collect_each(self, gradients: list[Tensor | None], allow_fp16: bool) -> Gradients:
+        bounds = self._localise(gradients)
         if not allow_fp16:
             self._refuse_fp16(gradients)
         loose: list[Tensor] = []
-        complete = self._known.all_there(gradients)
-        if not complete and not self._known.hold(gradients):
+        if not self._known.hold(gradients):
             loose = self._admit(gradients, allow_fp16)
             if not loose:
                 self._known.learn(gradients)
-        batches = [
-            Batch(layout, row(gradients), complete) for layout, row in zip(self._layouts, self._rows, strict=True)
-        ]
-        if not complete:
-            batches = [batch for batch in batches if any(tensor is not None for tensor in batch.tensors)]
+        rows = [Batch(layout, row(gradients)) for layout, row in zip(self._layouts, self._rows, strict=True)]
+        batches = [batch for batch in rows if any(tensor is not None for tensor in batch.tensors)]
         return Gradients(batches + batching.group(loose), batching.group(bounds))
 
-    def _local_gradients(self) -> tuple[list[Tensor | None], list[Tensor]]:
-        gradients = [parameter.grad for parameter in self.parameters]
+    def _localise(self, gradients: list[Tensor | None]) -> list[Tensor]:
+        """Put shards in the place of DTensors; return what bounds the sums of those that are Partial."""
         bounds = []
         for index in self._dtensors:
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = local = batching.shard_of(gradient)
-                placements = gradient.placements  # type: ignore[attr-defined]
-                if placements is not self._whole_placements.get(index):
-                    terms = batching.partial_terms(gradient)
-                    if terms > 1:
-                        bounds.append(local * terms)
-                    else:  # gradients of one parameter mostly share one tuple: the same need not be read again
-                        self._whole_placements[index] = placements
-        return gradients, bounds
+                gradients[index] = local = batching.local_tensor(gradient)
+                placements = _placements(gradient)
+                if placements is self._placements[index]:
+                    continue
+                if (terms := batching.partial_terms(gradient)) > 1:
+                    bounds.append(local * terms)
+                else:  # gradients of one parameter mostly share one tuple: the same need not be read again
+                    self._placements[index] = placements
+        return bounds
 
     def _refuse_fp16(self, gradients: list[Tensor | None]) -> None:
         for index in self._fp16:  # those of a new form are checked when they are admitted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from scaler_triton.policy import MAX_SCALE, MAX_TRACKER, MIN_SCALE
 _LARGE_BYTES = 1 << 16
 _GATHER_BYTES = 1 << 18
 # Among so many tensors neighbours show if there are any: buckets hold whole runs of them.
-_FEW = 8
+_FEW = 4
+# From here on a double becomes an infinite fp32.
+_ROUNDS_TO_INF = 2.0**128 - 2.0**103
 
 
 def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -32,7 +35,8 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
     if tensors[0].dtype is torch.bfloat16 and tensors[0].device.type != "cpu":
         _unscale_bf16_(tensors, inv_scale, found_inf)
     else:
-        torch._amp_foreach_non_finite_check_and_unscale_(merge_adjacent(tensors), found_inf, inv_scale)
+        merged = cast("list[Tensor]", merge_adjacent(tensors))
+        torch._amp_foreach_non_finite_check_and_unscale_(merged, found_inf, inv_scale)
 
 
 def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
@@ -76,10 +80,31 @@ def update_scale_(
         growth_tracker: int32, one element, same device; written.
         found_inf: fp32, one element, same device; anything but 0 is an overflow.
     """
+    if scale.device.type == "cpu":
+        _update_on_host_(scale, growth_tracker, bool(found_inf.item()), growth_factor, backoff_factor, growth_interval)
+        return
     # torch grows at tracker + 1 == interval: capped below it, the tracker cannot have passed.
     growth_tracker.clamp_(max=min(growth_interval, MAX_TRACKER) - 1)
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
     scale.nan_to_num_(nan=MIN_SCALE, posinf=MAX_SCALE).clamp_(min=MIN_SCALE)
+
+
+def _update_on_host_(
+    scale: Tensor, growth_tracker: Tensor, found_inf: bool, growth_factor: float, backoff_factor: float, interval: int
+) -> None:
+    """The same in Python's doubles, which is what torch's op multiplies in; an op on one number costs more."""
+    before, successful = scale.item(), int(growth_tracker.item()) + 1
+    value, tracker = before, 0
+    if found_inf:
+        value = before * backoff_factor
+    elif successful < interval:
+        tracker = min(successful, MAX_TRACKER)
+    elif abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
+        value = before * growth_factor
+    value = min(value, MAX_SCALE) if value > MIN_SCALE else MIN_SCALE
+    if value != before:
+        scale.fill_(value)
+    growth_tracker.fill_(tracker)
 
 
 def merge_adjacent(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

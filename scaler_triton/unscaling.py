@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton import collectives, dispatch, ops, optimizers, reference
 from scaler_triton.plan import GradPlan, PlanCache
-from scaler_triton.verdict import Verdict
+from scaler_triton.verdict import Board, Verdict, tell_failure
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -35,6 +35,9 @@ class UnscalingMixin(_Base):
     _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
     _backend: str
     _plans: PlanCache
+    _boards: dict[torch.device, Board]
+    _scale: Tensor | None
+    _growth_tracker: Tensor | None
     _warned_fsdp1: bool
     _per_optimizer_states: Any
 
@@ -90,7 +93,7 @@ class UnscalingMixin(_Base):
             local = factor.to(flag.device, non_blocking=flag.device.type != "cpu")  # the CPU would read too early
             ops.unscale_batch_(batch, local, flag, backend, inverse=inv_scale is not None)
 
-        return self._for_each_batch(optimizer, found_inf, allow_fp16, unscale)
+        return self._for_each_batch(optimizer, state, found_inf, allow_fp16, unscale)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients, read-only, and agree with the other ranks; once a step.
@@ -100,26 +103,35 @@ class UnscalingMixin(_Base):
         self._initialised_scale("_check_inf_per_device", optimizer)
         state = self._state(optimizer)
         if not state["found_inf_per_device"]:
-            self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, found_inf))
+            self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, state, found_inf))
         return cast(Flags, state["found_inf_per_device"])
 
-    def _check_grads(self, optimizer: Any, found_inf: Tensor) -> Flags:
+    def _check_grads(self, optimizer: Any, state: State, found_inf: Tensor) -> Flags:
         if self._unscale_is_overridden():  # the override may know gradients that we do not
             return self._unscale_grads_(optimizer, torch.ones_like(found_inf), found_inf, True)
-        return self._for_each_batch(optimizer, found_inf, True, ops.check_batch)
+        return self._for_each_batch(optimizer, state, found_inf, True, ops.check_batch)
 
     def _for_each_batch(
-        self, optimizer: Any, found_inf: Tensor, allow_fp16: bool, op: Callable[[Batch, Tensor, dispatch.Backend], None]
+        self,
+        optimizer: Any,
+        state: State,
+        found_inf: Tensor,
+        allow_fp16: bool,
+        op: Callable[[Batch, Tensor, dispatch.Backend], None],
     ) -> Flags:
         flags: Flags = {}
+        plan = state.get("plan") or self._plans.get(optimizer)
         with torch.no_grad():
-            gradients = self._plans.get(optimizer).collect(allow_fp16=allow_fp16)
+            gradients = plan.collect(allow_fp16=allow_fp16)
             jobs = [(op, *pair) for pair in ops.choose_backends(gradients.batches, self._backend)]
-            jobs += [(ops.check_batch, *pair) for pair in ops.choose_backends(gradients.bounds, self._backend)]
+            if gradients.bounds:
+                jobs += [(ops.check_batch, *pair) for pair in ops.choose_backends(gradients.bounds, self._backend)]
             for run, batch, backend in jobs:
                 device = batch.layout.key.device
                 if device not in flags:
-                    flags[device] = found_inf if device == found_inf.device else found_inf.to(device, copy=True)
+                    flags[device] = (
+                        found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
+                    )
                 run(batch, flags[device], backend)
         return flags
 
@@ -127,31 +139,40 @@ class UnscalingMixin(_Base):
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_
 
     def _examine(self, optimizer: Any, state: State, examine: Callable[[Tensor], Flags]) -> Verdict:
-        """Run `examine` with a fresh flag, agree with the other ranks, keep the verdict in `state`.
+        """Run `examine` with a cleared flag, agree with the other ranks, keep the verdict in `state`.
 
         Whatever error `examine` raises, the other ranks are told, not left waiting.
         """
         plan = self._plans.get(optimizer)
         agreement = self._agreement(plan)
+        if state["found_inf_per_device"]:
+            plan.verdict = None  # what an earlier check found must outlive a failure of this one
         verdict = self._new_verdict(plan)
-        state.pop("written", None)
         unscaled = state.get("unscaled_flag")  # by a step before this one: its flag is all there is to say
+        state.pop("written", None)
+        state["plan"] = plan
         try:
             flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
         except BaseException as error:
             self._fail(state, plan, agreement if isinstance(error, Exception) else None)
             raise
+        finally:
+            del state["plan"]
         try:
-            with torch.no_grad():
-                verdict.add(flags.values())
-                verdict.agree(agreement)
-            expected = agreement is not None or self._is_sharded  # others follow this flag, even without gradients here
-            devices = [*flags, *plan.devices, verdict.found_inf.device] if flags or expected else []
-            self._keep(state, verdict, devices)
+            verdict.add(flags.values())
+            verdict.agree(agreement)
+            self._keep(state, verdict, self._served_devices(flags, plan, agreement))
         except BaseException:
             self._skip(state, plan)
             raise
         return verdict
+
+    def _served_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Iterable[torch.device]:
+        """Return where the flag is needed; nowhere if nobody checked anything, which step and update refuse then."""
+        if not flags and agreement is None and not self._is_sharded:
+            return ()  # else others follow this flag, even without gradients here
+        assert self._scale is not None
+        return dict.fromkeys((*flags, *plan.devices, self._scale.device))
 
     def _fail(self, state: State, plan: GradPlan, agreement: Agreement | None) -> None:
         """Tell the other ranks that this one failed; have the step skipped if it can no longer be taken back."""
@@ -159,7 +180,7 @@ class UnscalingMixin(_Base):
         if written or agreement is not None:
             self._skip(state, plan)
         if agreement is not None:
-            self._new_verdict(plan).fail(agreement)
+            tell_failure(agreement, self._home(plan))
 
     def _skip(self, state: State, plan: GradPlan) -> None:
         state["stage"] = OptState.UNSCALED  # first: even without a flag it tells that gradients were written
@@ -167,21 +188,32 @@ class UnscalingMixin(_Base):
         verdict.skip()
         self._keep(state, verdict, plan.devices)
 
-    def _keep(self, state: State, verdict: Verdict, devices: list[torch.device]) -> None:
+    def _keep(self, state: State, verdict: Verdict, devices: Iterable[torch.device]) -> None:
         state["verdict"] = verdict
         state["found_inf_per_device"] = verdict.serve(devices)
 
     def _new_verdict(self, plan: GradPlan) -> Verdict:
+        """Return the plan's verdict, cleared, on the scale's device."""
+        home = self._home(plan)
+        verdict = cast("Verdict | None", plan.verdict)
+        if verdict is None or verdict.device != home:
+            if home not in self._boards:
+                self._boards[home] = Board(home)
+            plan.verdict = verdict = self._boards[home].verdict()
+        verdict.begin()
+        return verdict
+
+    def _home(self, plan: GradPlan) -> torch.device:
         if self._scale is not None:
-            return Verdict(self._scale.device)
-        return Verdict(plan.devices[0] if plan.devices else torch.device(self._device))
+            return self._scale.device
+        return plan.devices[0] if plan.devices else torch.device(self._device)
 
     def _agreement(self, plan: GradPlan) -> Agreement | None:
         """Return who must agree, None if nobody else; fixed by the plan's parameters, never by gradients."""
-        groups = (self.process_group, collectives.default_group())
-        if plan.agreement is None or any(new is not old for new, old in zip(groups, plan.agreement[0], strict=True)):
-            plan.agreement = (groups, self._new_agreement(plan))
-        return cast("Agreement | None", plan.agreement[1])
+        group, default = self.process_group, collectives.default_group()
+        if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:
+            plan.agreement = (group, default, self._new_agreement(plan))
+        return cast("Agreement | None", plan.agreement[2])
 
     def _new_agreement(self, plan: GradPlan) -> Agreement | None:
         if self._is_sharded or self.process_group is not None:
@@ -202,6 +234,8 @@ class UnscalingMixin(_Base):
 
     def _initialised_scale(self, funcname: str, optimizer: Any) -> Tensor:
         """Return the scale; without one, tell the ranks that wait for this one's flag before raising torch's error."""
+        if self._scale is not None and self._growth_tracker is not None:
+            return self._scale
         try:
             return self._check_scale_growth_tracker(funcname)[0]
         except AssertionError:
@@ -214,7 +248,7 @@ class UnscalingMixin(_Base):
         agreement = self._agreement(plan)
         if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
             # The others back off in update(): so must this rank, which therefore needs a scale.
-            self._lazy_init_scale_growth_tracker(self._new_verdict(plan).found_inf.device)
+            self._lazy_init_scale_growth_tracker(self._home(plan))
             self._fail(self._state(optimizer), plan, agreement)
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
@@ -226,8 +260,10 @@ class UnscalingMixin(_Base):
         inner = optimizers.unwrap(optimizer)
         states = self._per_optimizer_states
         state = states[id(inner)]
-        owner = state.setdefault("owner", optimizers.weak(inner))
-        if owner() is not inner:
+        owner = state.get("owner")
+        if owner is None:
+            state["owner"] = optimizers.weak(inner)
+        elif owner() is not inner:
             states[("gone", id(state))] = state  # its flag still counts in update()
             del states[id(inner)]
             return self._state(inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from scaler_triton.collectives import Agreement
 from scaler_triton.mirror import HostMirror, version
 
-# Positions in the tensor that the ranks reduce; the flag is a view of it, so one reduction serves both.
+# Positions in the signals that the ranks reduce; the flag is a view of them, so one reduction serves both.
 _FLAG, _FAILED = 0, 1
 
 
@@ -23,41 +24,84 @@ def any_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return fp32 `()` on `device`: 1.0 if any of `flags` (each 0.0 or 1.0) is set."""
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
-    result = flags[0].to(device)
-    for flag in flags[1:]:
+    result, *others = flags
+    if result.device != device:
+        result = result.to(device)
+    for flag in others:
         result = torch.maximum(result, flag.to(device))
     return result
 
 
-class Verdict:
-    """Whether one optimizer's step is to be skipped.
+class Board:
+    """The signals of a scaler's optimizers on one device, side by side: one launch reads and clears them all.
 
     Args:
-        device: where the flag lives: the scale's.
+        device: the scale's.
     """
 
+    ROWS = 32
+
     def __init__(self, device: torch.device) -> None:
-        self._signals = torch.zeros(2, dtype=torch.float32, device=device)
+        self.signals = torch.zeros(self.ROWS, 2, dtype=torch.float32, device=device)
+        self._free = list(reversed(range(self.ROWS)))
+
+    def verdict(self) -> Verdict:
+        """Return a verdict on a row of its own, which is free again once it is gone; without one if all are taken."""
+        if not self._free:
+            return Verdict(torch.zeros_like(self.signals[0]))
+        row = self._free.pop()
+        storage, start = self.signals.untyped_storage(), 2 * row
+        # Not a view: those share one counter of writes, and a write to one would look like one to all.
+        signals = torch.empty(0, dtype=torch.float32, device=self.signals.device).set_(storage, start, (2,), (1,))
+        verdict = Verdict(signals, self, row)
+        weakref.finalize(verdict, self._free.append, row).atexit = False
+        return verdict
+
+    def rows(self, verdicts: Iterable[Verdict | None]) -> int | None:
+        """Return the rows of `verdicts` as bits, None if one of them is not on this board."""
+        rows = 0
+        for verdict in verdicts:
+            if verdict is None or verdict.board is not self:
+                return None
+            rows |= 1 << verdict.row
+        return rows
+
+
+class Verdict:
+    """Whether one optimizer's step is to be skipped; used again from step to step.
+
+    Args:
+        signals: fp32, (2,), on the scale's device; flag and failure.
+        board: where the signals lie, at `row`; None: nowhere but here.
+    """
+
+    def __init__(self, signals: Tensor, board: Board | None = None, row: int = 0) -> None:
+        self.board, self.row = board, row
+        self.device = signals.device
+        self.found_inf = signals[_FLAG]
+        self.cleared = False  # whether the signals are known to be zero
+        self._signals = signals
         self._mirror: HostMirror | None = None
+        self._mirrored = False
         self._served: list[tuple[Tensor, int | None]] = []
         self._per_device: dict[torch.device, Tensor] = {}
-        self.found_inf = self._signals[_FLAG]
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        if not self.cleared:
+            self._signals.zero_()
+        self.cleared = self._mirrored = False
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Take in flags of other devices, and whatever an override returned as flags."""
         for flag in flags:
             if flag is not self.found_inf:
-                self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.found_inf.device)))
+                self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
 
     def agree(self, agreement: Agreement | None) -> None:
         """Become the maximum over the ranks that must agree: one all-reduce, none where nobody else must."""
         if agreement is not None:
             agreement.maximum_(self._signals)
-
-    def fail(self, agreement: Agreement | None) -> None:
-        """Tell the other ranks that this one could not check its gradients; they skip, and raise when they read."""
-        self._signals.fill_(1.0)
-        self.agree(agreement)
 
     def skip(self) -> None:
         """Have this rank skip, without an error when the flag is read: it has raised one already."""
@@ -65,35 +109,41 @@ class Verdict:
 
     def serve(self, devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
         """Return the flag on each of `devices`."""
-        home = self.found_inf.device
-        self._per_device = {d: self.found_inf if d == home else self.found_inf.to(d) for d in dict.fromkeys(devices)}
+        flag, home = self.found_inf, self.device
+        self._per_device = {device: flag if device == home else flag.to(device) for device in devices}
         self._served = [(flag, version(flag)) for flag in self._per_device.values()]
         return self._per_device
 
     def is_behind(self, flags: dict[torch.device, Tensor]) -> bool:
         """Tell whether `flags` are the ones served here, and nobody has written others or into them since."""
-        return (
-            flags is self._per_device
-            and len(flags) == len(self._served)
-            and all(
-                flag is mine and version(flag) == seen
-                for flag, (mine, seen) in zip(flags.values(), self._served, strict=True)
-            )
-        )
+        if flags is not self._per_device or len(flags) != len(self._served):
+            return False
+        for flag, (mine, seen) in zip(flags.values(), self._served, strict=True):
+            if flag is not mine or version(flag) != seen:
+                return False
+        return True
 
     def start_mirror(self) -> None:
         """Start copying the flag to the host, without waiting."""
-        self._mirror = HostMirror(self._signals)
+        if self._mirror is None:
+            self._mirror = HostMirror(self._signals)
+        self._mirror.start()
+        self._mirrored = True
 
     def on_host(self) -> bool:
         """Return the flag as a bool, waiting for its copy only.
 
         Raises: RuntimeError if another rank could not check its gradients.
         """
-        if self._mirror is None:
+        if not self._mirrored:
             self.start_mirror()
-            assert self._mirror is not None
+        assert self._mirror is not None
         values = self._mirror.read()
         if values[_FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         return bool(values[_FLAG])
+
+
+def tell_failure(agreement: Agreement, device: torch.device) -> None:
+    """Tell the other ranks that this one could not check its gradients; they skip, and raise when they read."""
+    agreement.maximum_(torch.ones(2, dtype=torch.float32, device=device))

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from scaler_triton.verdict import Verdict
+from scaler_triton.verdict import Board, Verdict
 
 CPU = torch.device("cpu")
 
 
+def fresh(board: Board | None = None) -> Verdict:
+    verdict = (board or Board(CPU)).verdict()
+    verdict.begin()
+    return verdict
+
+
 def test_flags_are_its_own_until_somebody_writes() -> None:
-    verdict = Verdict(CPU)
+    verdict = fresh()
     flags = verdict.serve([CPU])
     assert verdict.is_behind(flags)
     assert not verdict.is_behind(dict(flags))
@@ -20,16 +26,50 @@ def test_flags_are_its_own_until_somebody_writes() -> None:
 
 def test_a_flag_replaced_or_added_is_noticed() -> None:
     for key in (CPU, torch.device("meta")):
-        verdict = Verdict(CPU)
+        verdict = fresh()
         flags = verdict.serve([CPU])
         flags[key] = torch.zeros(())
         assert not verdict.is_behind(flags)
 
 
 def test_skipping_raises_nothing_and_failing_does() -> None:
-    verdict = Verdict(CPU)
+    verdict = fresh()
     assert verdict.on_host() is False
-    verdict = Verdict(CPU)
+    verdict = fresh()
     verdict.skip()
     assert verdict.on_host() is True
     assert verdict.found_inf.item() == 1.0
+
+
+def test_a_write_into_one_row_is_not_taken_for_one_into_another() -> None:
+    board = Board(CPU)
+    first, second = fresh(board), fresh(board)
+    flags = first.serve([CPU])
+    second.found_inf.fill_(1.0)
+    assert first.is_behind(flags)
+    assert board.signals[:2, 0].tolist() == [0.0, 1.0]
+    assert board.rows([first, second]) == 0b11
+    assert board.rows([second]) == 0b10
+    assert board.rows([first, None]) is None
+    assert board.rows([fresh()]) is None
+
+
+def test_rows_come_back_cleared_and_one_too_many_lies_elsewhere() -> None:
+    board = Board(CPU)
+    verdicts = [fresh(board) for _ in range(Board.ROWS)]
+    beyond = fresh(board)
+    assert board.rows(verdicts) == 2**Board.ROWS - 1
+    assert board.rows([beyond]) is None
+    verdicts[3].skip()
+    del verdicts[3]
+    again = fresh(board)
+    assert board.rows([again]) == 1 << 3
+    assert again.found_inf.item() == beyond.found_inf.item() == 0.0
+
+
+def test_a_new_step_begins_without_the_last_ones_flag() -> None:
+    verdict = fresh()
+    verdict.skip()
+    verdict.start_mirror()
+    verdict.begin()
+    assert verdict.on_host() is False

@@ -27,12 +27,17 @@ ALLOWED = {
     "dispatch": set(),
     "reference": {"policy"},
     "collectives": {"batch"},
-    "plan": {"batch", "optimizers"},
+    "forms": set(),
+    "plan": {"batch", "forms", "optimizers"},
+    "unstepped": {"batch", "mirror", "optimizers"},
     "verdict": {"collectives", "mirror"},
     "ops": {"batch", "dispatch", "policy", "reference"},
     "unscaling": {"batch", "collectives", "dispatch", "ops", "optimizers", "plan", "reference", "verdict"},
-    "grad_scaler": {"collectives", "dispatch", "ops", "optimizers", "plan", "policy", "unscaling", "verdict"},
+    "updating": {"dispatch", "ops", "policy", "unstepped", "verdict"},
+    "grad_scaler": {"collectives", "dispatch", "optimizers", "plan", "policy", "unscaling", "unstepped", "updating"},
     "sharded": {"grad_scaler"},
+    "tune": {"_version", "demo"},
+    "info": {"_version", "demo", "tune"},
 }
 
 

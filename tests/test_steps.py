@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Place, assert_same, places
+from helpers import Place, assert_same, flags, places, sgd, started
 
 from scaler_triton import GradScaler
 from scaler_triton.dispatch import choose
@@ -86,3 +86,15 @@ def test_disabled_passes_everything_through() -> None:
     assert parameter.tolist() == [0.0, 0.0]
     assert scaler.state_dict() == {}
     assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_a_failed_unscale_leaves_the_flag_of_an_earlier_check(place: Place) -> None:
+    optimizer = sgd([torch.full((3,), math.inf, dtype=torch.float16)], place.device)
+    scaler = started(GradScaler, place.device, init_scale=8.0, backend=place.backend)
+    scaler._check_inf_per_device(optimizer)
+    with pytest.raises(ValueError, match="FP16"):
+        scaler.unscale_(optimizer)
+    assert flags(scaler, optimizer) == [1.0]
+    scaler.update()
+    assert scaler.get_scale() == 4.0

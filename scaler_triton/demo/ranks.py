@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 START_TIMEOUT = 120.0  # Importing torch on a busy machine takes its time.
 CHECK_TIMEOUT = 10.0  # A barrier among idle ranks takes well under a millisecond.
+CLOSE_TIMEOUT = 5.0  # An idle rank leaves within milliseconds.
 STACK_DUMP_WAIT = 0.5  # What a hung rank gets to write down where it hangs.
 SEED = 1234
 
@@ -113,12 +114,14 @@ class RankPool:
         return results
 
     def close(self) -> None:
-        """End the ranks; a later `run` starts new ones."""
+        """End the ranks, a busy one by force; a later `run` starts new ones."""
+        deadline = time.monotonic() + CLOSE_TIMEOUT
         for rank in self._ranks:
+            rank.connection.close()  # The end of file at which an idle rank leaves.
+        for rank in self._ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
             rank.process.kill()
-        for rank in self._ranks:
             rank.process.join()
-            rank.connection.close()
         self._ranks = []
         if self._folder is not None:
             self._folder.cleanup()
@@ -174,9 +177,10 @@ class RankPool:
         return [results[rank.index] for rank in self._ranks]
 
     def _give_up(self, hung: list[_Rank], results: dict[int, RankResult], waited: float) -> RankTimeout:
-        """Kill the ranks; the exception says where the hung ones were."""
+        """End the ranks; the exception says where the hung ones were."""
         stacks = _dump_stacks(hung)
         for rank in hung:
+            rank.process.kill()
             error = f"RankTimeout: no answer within {waited:.1f} s"
             results[rank.index] = RankResult(rank.index, error=error, traceback=stacks[rank.index])
         self.close()
@@ -260,7 +264,7 @@ def _serve(group: _Group, log: str, connection: Connection) -> None:
     _redirect_output(log)
     torch.set_num_threads(1)
     connection.send_bytes(_answer(group.rank, lambda _: group.join(), ()))
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, OSError):
         while True:
             connection.send_bytes(_answer(group.rank, *_load(connection.recv_bytes())))
     os._exit(0)  # The group's threads would wait for ranks that are gone.

@@ -77,7 +77,7 @@ def out_of_memory_at(failing: int, optimizer: Any) -> Iterator[None]:
         optimizer.register_step_post_hook(lambda *args: setattr(mode, "paused", False)),
     ]
     try:
-        with mock.patch.object(launcher, "launch", paused(mode, launcher.launch)), mode:
+        with mock.patch.object(launcher.Launch, "__call__", paused(mode, launcher.Launch.__call__)), mode:
             yield
     finally:
         for hook in hooks:
@@ -129,7 +129,10 @@ def test_every_allocation_of_a_step(place: Place, fused: bool, method: str, warm
         assert values(optimizer) == [value - 2.0 for value in before]
         if not failed:
             break
-    assert failures >= (1 if warm else 2)
+    if warm and place.backend == "triton":
+        assert failures == 0  # a step of a known form allocates nothing
+    else:
+        assert failures >= (1 if warm else 2)
 
 
 def one_good_step(scaler: Any, optimizer: Any) -> list[float]:

@@ -1,5 +1,7 @@
 """Compiles every kernel for GPUs that need not be there and prints, as JSON, what their machine code does.
 
+Also compiles, for one GPU, every launch configuration that is shipped or that `tune` may choose.
+
 Run in a process of its own, without TRITON_INTERPRET: the interpreter does not type-check, and a process has
 either interpreted kernels or compiled ones.
 """
@@ -10,16 +12,18 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import mangle_type
 
-from scaler_triton.kernels import launcher
-from scaler_triton.kernels.launch_config import DEFAULT, WARP_LANES
+from scaler_triton.kernels import launcher, tuned_file
+from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, MODES, WARP_LANES
+from scaler_triton.kernels.lookup import SHIPPED
 from scaler_triton.kernels.nonfinite import _check_nonfinite_kernel
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import _unscale_kernel, launch_unscale
@@ -37,29 +41,56 @@ TYPES = {
     "found_inf_ptr": "*fp32",
     "scale_ptr": "*fp32",
     "growth_tracker_ptr": "*i32",
+    "flags_ptr": "*fp32",
+    "policy_ptr": "*i64",
 }
-SCALARS = {"growth_factor": 1.1, "backoff_factor": 0.5, "growth_interval": 2000}
+CONFIG_TARGET = "sm_90"
 # What a launch promises of the table's own tensors, and of nothing else.
 ALIGNED = ("address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr")
 
 
 def variants():
     """(name, kernel, constexprs, warps of 32 lanes) of every kernel that can be launched."""
-    for torch_dtype, dtype in launcher.TRITON_DTYPES.items():
-        name = str(torch_dtype).removeprefix("torch.")
-        itemsize = torch_dtype.itemsize
-        table = {"DTYPE": dtype, "BLOCK_SIZE": DEFAULT.block_elements(itemsize), "UNROLL": DEFAULT.unroll}
+    for torch_dtype in launcher.TRITON_DTYPES:
+        name = dtype_name(torch_dtype)
+        table = table_constants(torch_dtype, DEFAULT)
         yield f"unscale-{name}", _unscale_kernel, {**table, "INVERSE": False}, DEFAULT.num_warps
         yield f"unscale_inverse-{name}", _unscale_kernel, {**table, "INVERSE": True}, DEFAULT.num_warps
         yield f"check-{name}", _check_nonfinite_kernel, table, DEFAULT.num_warps
-    yield "update", _update_scale_kernel, {}, 1
+    for clear in (False, True):
+        yield f"update{'_and_clear' * clear}", _update_scale_kernel, {"CLEAR": clear}, 1
+
+
+def config_variants():
+    """As `variants`, for every launch configuration; of the two forms of unscale the one that divides, too."""
+    for mode in MODES:
+        for torch_dtype in launcher.TRITON_DTYPES:
+            for config in sorted({*CANDIDATES, *shipped_configs(mode, torch_dtype.itemsize)}, key=str):
+                kernel = _unscale_kernel if mode == "unscale" else _check_nonfinite_kernel
+                constants = table_constants(torch_dtype, config)
+                if mode == "unscale":
+                    constants["INVERSE"] = False
+                yield f"{mode}-{dtype_name(torch_dtype)}-{config}", kernel, constants, config.num_warps
+
+
+def shipped_configs(mode, itemsize):
+    """The default and what the tuned files of this package hold."""
+    files = [tuned_file.parse(path.read_bytes()) for path in SHIPPED.glob("*.json")]
+    return [DEFAULT, *(file.chosen[mode, itemsize] for file in files)]
+
+
+def table_constants(torch_dtype, config):
+    block = config.block_elements(torch_dtype.itemsize)
+    return {"DTYPE": launcher.TRITON_DTYPES[torch_dtype], "BLOCK_SIZE": block, "UNROLL": config.unroll}
+
+
+def dtype_name(torch_dtype):
+    return str(torch_dtype).removeprefix("torch.")
 
 
 def type_of(param):
-    """The type that a launch gives a parameter: an unannotated float would be fp32."""
-    if param.name in SCALARS:
-        return param.annotation_type or mangle_type(SCALARS[param.name])
-    return TYPES.get(param.name, "constexpr")
+    """The type that a launch gives a parameter: a number's is its annotation's."""
+    return TYPES.get(param.name) or param.annotation_type or "constexpr"
 
 
 def compile_for(target, kernel, constants, num_warps):
@@ -84,17 +115,17 @@ def report_ptx(compiled):
         "approximates": ".approx" in ptx or "div.full" in ptx,
         "div_rn": len(re.findall(r"\bdiv\.rn\.f32", ptx)),
         "mul_f64": len(re.findall(r"\bmul(?:\.rn)?\.f64", ptx)),
-        **report_resources(compiled.asm["cubin"]),
+        **report_resources(compiled),
     }
 
 
-def report_resources(cubin):
+def report_resources(compiled):
     """Registers and spills, or nothing where Triton's package has no cuobjdump."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         return {}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
@@ -119,15 +150,37 @@ def refusal_of_cpu_tensors():
         return str(error)
 
 
+def jobs():
+    """(key, target, report, variant) of everything that is compiled."""
+    for target_name, target in TARGETS.items():
+        report = report_amdgcn if target.backend == "hip" else report_ptx
+        for variant in variants():
+            yield f"{target_name}-{variant[0]}", target, report, variant
+    for variant in config_variants():
+        yield f"config-{variant[0]}", TARGETS[CONFIG_TARGET], report_resources, variant
+
+
+def compile_job(number):
+    key, target, report, (_, *variant) = JOBS[number]
+    return key, report(compile_for(target, *variant))
+
+
+JOBS = list(jobs())
+
+
 def main():
     assert not launcher.INTERPRETED
-    kernels = {}
-    for target_name, target in TARGETS.items():
-        for name, kernel, constants, num_warps in variants():
-            compiled = compile_for(target, kernel, constants, num_warps)
-            report = report_amdgcn if target.backend == "hip" else report_ptx
-            kernels[f"{target_name}-{name}"] = report(compiled)
-    json.dump({"kernels": kernels, "refusal": refusal_of_cpu_tensors()}, sys.stdout)
+    # A forked worker has the kernels already. They compile without a GPU: no driver is open in this process.
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+        reports = dict(pool.map(compile_job, range(len(JOBS)), chunksize=4))
+    configs = {key.removeprefix("config-"): reports.pop(key) for key in list(reports) if key.startswith("config-")}
+    shipped = {
+        f"{mode}-{dtype_name(dtype)}": sorted({str(config) for config in shipped_configs(mode, dtype.itemsize)})
+        for mode in MODES
+        for dtype in launcher.TRITON_DTYPES
+    }
+    found = {"kernels": reports, "configs": configs, "shipped": shipped, "refusal": refusal_of_cpu_tensors()}
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

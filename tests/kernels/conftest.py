@@ -15,8 +15,8 @@ HERE = Path(__file__).parent
 def run_compiled(tmp_path_factory):
     """Runs a script of this folder without the interpreter, with a compilation cache of its own: its JSON."""
 
-    def run(script):
-        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    def run(script, variables=()):
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | dict(variables)
         env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parents[1]), env.get("PYTHONPATH")]))
         done = subprocess.run([sys.executable, HERE / script], env=env, capture_output=True, text=True, timeout=300)

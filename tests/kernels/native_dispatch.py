@@ -38,7 +38,12 @@ class Launcher:
                 "enable_fp_fusion": self.metadata.enable_fp_fusion,
                 "types": dict(self.source.signature),
                 "aligned": [self.source.fn.arg_names[place] for (place,), attrs in self.source.attrs.items() if attrs],
-                "values": {name: value for name, value in values.items() if isinstance(value, int | float)},
+                "constants": {
+                    self.source.fn.arg_names[place]: value
+                    for (place,), value in self.source.constants.items()
+                    if isinstance(value, int)
+                },
+                "rows": values.get("rows"),
             }
         )
 
@@ -87,6 +92,7 @@ def main():
     with (
         mock.patch.object(launcher, "check_device"),
         mock.patch.object(launcher, "_on", return_value=nullcontext()),
+        mock.patch.object(torch.cpu, "current_device", return_value=None),  # the index of torch.device("cpu")
     ):
         launch_all()
     kernels = (_check_nonfinite_kernel, _unscale_kernel, _update_scale_kernel)

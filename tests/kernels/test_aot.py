@@ -2,11 +2,12 @@
 
 import pytest
 
-from scaler_triton.kernels.launch_config import DEFAULT
+from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, MODES
 
 NVIDIA = ["sm_70", "sm_75", "sm_80", "sm_90", "sm_100"]
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 OPS = ["unscale", "unscale_inverse", "check"]
+UPDATES = ["update", "update_and_clear"]
 WIDE = {2: "v4.b32", 4: "v4.b32", 8: "v2.b64"}
 # All warps of a multiprocessor stay resident up to 32 registers, 48 of 64 up to 40. A multiprocessor of sm_75 has
 # 32 warps only, so 64 registers cost it nothing; sm_70 runs 32 of 64.
@@ -24,7 +25,7 @@ def kernels(matrix):
 
 
 def test_every_kernel_is_compiled_for_every_target(kernels):
-    names = [f"{op}-{dtype}" for op in OPS for dtype in DTYPES] + ["update"]
+    names = [f"{op}-{dtype}" for op in OPS for dtype in DTYPES] + UPDATES
     assert sorted(kernels) == sorted(f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names)
 
 
@@ -77,7 +78,8 @@ def test_arithmetic_is_ieee(kernels, target):
             assert not report["flushes"], name
             assert not report["approximates"], name
             assert report["div_rn"] == ("-unscale-" in name), name
-    assert kernels[f"{target}-update"]["mul_f64"] == 2  # the factors have stayed fp64
+    for name in UPDATES:
+        assert kernels[f"{target}-{name}"]["mul_f64"] == 2  # the factors have stayed fp64
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -88,3 +90,21 @@ def test_bodies_move_by_16_bytes_on_amd(kernels, dtype, op):
     assert report["wide_stores"] == (0 if op == "check" else DEFAULT.unroll)
     assert report["spilled"] == 0
     assert report["registers"] <= 64  # 8 waves of 64 lanes stay resident on a SIMD
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_launch_configurations(matrix, mode, dtype, record_property):
+    """No candidate spills, and what is shipped keeps 48 warps of sm_90 resident."""
+    reports = {str(config): matrix["configs"][f"{mode}-{dtype}-{config}"] for config in CANDIDATES}
+    if not all(reports.values()):
+        pytest.skip("this Triton comes without cuobjdump")
+    record_property("registers", {config: report["registers"] for config, report in reports.items()})
+    assert {config: report["spilled"] for config, report in reports.items()} == dict.fromkeys(reports, 0)
+
+    shipped = matrix["shipped"][f"{mode}-{dtype}"]
+    assert str(DEFAULT) in shipped
+    for config in shipped:
+        report = matrix["configs"][f"{mode}-{dtype}-{config}"]
+        assert report["registers"] <= REGISTERS["sm_90"], config
+        assert report["spilled"] == 0, config

@@ -34,8 +34,8 @@ def test_launch_options_are_explicit(dispatch):
     for kernel in ("_unscale_kernel", "_check_nonfinite_kernel"):
         for launch in launches_of(dispatch, kernel):
             assert launch["num_warps"] == DEFAULT.num_warps
-            assert launch["values"]["BLOCK_SIZE"] == DEFAULT.block_elements(2)
-            assert launch["values"]["UNROLL"] == DEFAULT.unroll
+            assert launch["constants"]["BLOCK_SIZE"] == DEFAULT.block_elements(2)
+            assert launch["constants"]["UNROLL"] == DEFAULT.unroll
     assert {launch["num_warps"] for launch in launches_of(dispatch, "_update_scale_kernel")} == {1}
 
 
@@ -48,12 +48,7 @@ def test_only_the_tables_own_tensors_are_taken_to_be_aligned(dispatch):
         assert all(launch["aligned"] == want for launch in launches_of(dispatch, kernel))
 
 
-def test_factors_reach_the_kernel_as_fp64_and_the_interval_as_int64(dispatch):
+def test_the_rows_of_flags_are_64_bits(dispatch):
     launches = launches_of(dispatch, "_update_scale_kernel")
-    for launch in launches:
-        types = [launch["types"][name] for name in ("growth_factor", "backoff_factor", "growth_interval")]
-        assert types == ["fp64", "fp64", "i64"]
-    assert [launch["values"] for launch in launches[-2:]] == [
-        {"growth_factor": 1.1, "backoff_factor": 0.5, "growth_interval": 2**40},
-        {"growth_factor": 2.0, "backoff_factor": 1.0, "growth_interval": 2**40},
-    ]
+    assert {launch["types"]["rows"] for launch in launches} == {"i64"}
+    assert {launch["rows"] for launch in launches} == {1}

@@ -1,0 +1,118 @@
+"""Which launch configuration a GPU gets: the user's own tuned file, else a shipped one, else the default.
+
+Asked for when a table is built, never in a step; nothing is ever tuned here. Imports triton for its version only,
+and only where there is a GPU.
+"""
+
+import functools
+import hashlib
+import operator
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from scaler_triton.kernels import tuned_file
+from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig, check_pass
+from scaler_triton.kernels.tuned_file import Origin
+
+HERE = Path(__file__).parent
+SHIPPED = HERE / "tuned"
+# The files whose text decides what a configuration is worth.
+SOURCES = ("common.py", "nonfinite.py", "unscale.py")
+
+
+class Found(NamedTuple):
+    """A launch configuration and the file that it comes from; None: it is the default."""
+
+    config: LaunchConfig
+    file: Path | None
+
+
+@functools.cache
+def config_for(device: torch.device, mode: str, itemsize: int) -> LaunchConfig:
+    """The configuration to launch with, looked up once a process.
+
+    A chunk map is made for one configuration: a GradTable belongs to one mode wherever the two modes' differ.
+
+    Args:
+        device: where the gradients lie, with its index; anything but a GPU gets the default.
+        mode: "unscale", which writes, or "check", which only reads.
+        itemsize: bytes an element: 2, 4 or 8.
+
+    Raises: ValueError naming an unknown mode or element size.
+    """
+    check_pass(mode, itemsize)
+    if device.type != "cuda":
+        return DEFAULT
+    return lookup(origin_of(device), mode, itemsize).config
+
+
+def lookup(origin: Origin, mode: str, itemsize: int) -> Found:
+    """The configuration for a GPU, and where it comes from.
+
+    A user's file must have been made with just this origin; a shipped one for a GPU of this name.
+
+    Args:
+        origin: the GPU and what compiles for it.
+        mode: "unscale" or "check".
+        itemsize: bytes an element: 2, 4 or 8.
+    """
+    check_pass(mode, itemsize)
+    for path, same in ((user_file(origin), operator.eq), (shipped_file(origin), _same_device)):
+        tuned = tuned_file.read(path) if path else None
+        if path and tuned and same(tuned.origin, origin) and (mode, itemsize) in tuned.chosen:
+            return Found(tuned.chosen[mode, itemsize], path)
+    return Found(DEFAULT, None)
+
+
+def origin_of(device: torch.device) -> Origin:
+    """What is measured with on a GPU, in this process.
+
+    Args:
+        device: a GPU; without an index the current one.
+    """
+    import triton
+
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return Origin(torch.cuda.get_device_name(device), capability, triton.__version__, kernel_hash())
+
+
+def user_file(origin: Origin) -> Path | None:
+    """Where the user's file of an origin is kept: its own for every Triton and every version of the kernels."""
+    folder = cache_folder()
+    stems = map(tuned_file.file_stem, (origin.device, f"triton{origin.triton}", origin.kernels))
+    return folder / f"{'-'.join(stems)}.json" if folder else None
+
+
+def shipped_file(origin: Origin) -> Path:
+    """Where the file of a GPU is that came with this package."""
+    return SHIPPED / f"{tuned_file.file_stem(origin.device)}.json"
+
+
+def cache_folder() -> Path | None:
+    """The folder of the user's tuned files, which need not exist; None for a user without a home."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if named.is_absolute():  # the XDG standard: a relative one is not to be used
+        return named / "scaler_triton" / "tuned"
+    try:
+        return Path.home() / ".cache" / "scaler_triton" / "tuned"
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def kernel_hash() -> str:
+    """16 hexadecimal digits of the SHA-256 of the kernels' source."""
+    return hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+
+
+def forget() -> None:
+    """Read the files anew when next asked: one of them was written."""
+    tuned_file.read.cache_clear()
+    config_for.cache_clear()
+
+
+def _same_device(theirs: Origin, ours: Origin) -> bool:
+    return theirs.device == ours.device

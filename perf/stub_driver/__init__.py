@@ -1,0 +1,152 @@
+"""A CUDA driver that computes nothing: Triton's own dispatch and launcher run on it, without a GPU.
+
+What is above the driver can be tested and timed there; CPU tensors stand in for a GPU's. A process has one
+driver for life, so it is chosen before the process starts:
+
+    subprocess.run([sys.executable, script], env={**os.environ, **stub_driver.environment(folder)})
+
+and the script, before its first launch:
+
+    stub_driver.activate()
+    with stub_driver.as_gpu():
+        ...
+        print(stub_driver.launches(), stub_driver.launch(-1))
+"""
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+SOURCE = Path(__file__).with_name("libcuda.c")
+LIBRARY = "libcuda.so.1"
+
+
+class Launch(NamedTuple):
+    """What the driver was asked to run."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    stream: int
+    params: tuple[int, ...]  # the bytes of each, as one integer; see `note_params`
+
+
+class _Launch(ctypes.Structure):
+    """`Launch` in libcuda.c."""
+
+    _fields_ = [
+        ("kernel", ctypes.c_char_p),
+        ("stream", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint32),
+        ("n_params", ctypes.c_uint32),
+        ("params", ctypes.c_uint64 * 16),
+    ]
+
+
+def build(folder: Path) -> Path:
+    """Compile the driver, unless `folder` has it already; return its path. Needs gcc, on Linux."""
+    headers = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "include"
+    key = hashlib.sha256(SOURCE.read_bytes() + str(headers).encode()).hexdigest()[:16]
+    library = folder / key / LIBRARY
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # Under a name of its own until it is whole: another process may be building too.
+        unfinished = library.with_name(f"{LIBRARY}.{os.getpid()}")
+        flags = ["-shared", "-fPIC", "-O2", f"-Wl,-soname,{LIBRARY}"]
+        subprocess.run(["gcc", *flags, f"-I{headers}", "-o", unfinished, SOURCE], check=True)
+        unfinished.replace(library)
+    return library
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the variables that a process needs from its start to run on the driver; builds it in `folder`."""
+    home = str(build(folder).resolve().parent)
+    return {
+        "TRITON_LIBCUDA_PATH": home,  # for the linker
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [home, os.environ.get("LD_LIBRARY_PATH")])),
+        "TRITON_INTERPRET": "0",
+    }
+
+
+def activate() -> None:
+    """Make this process launch on the driver. Imports triton, which must not have another driver by then."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+    from triton.runtime.driver import driver
+
+    active = CudaDriver()
+    # torch would be asked for these.
+    active.get_current_target = lambda: GPUTarget("cuda", 90, 32)
+    active.get_device_capability = lambda device=0: (9, 0)
+    active.get_current_device = lambda: 0
+    active.get_current_stream = lambda device: 0
+    driver.set_active(active)
+
+
+def launches() -> int:
+    """Return how many launches there were."""
+    count: int = _library().stub_launches()
+    return count
+
+
+def launch(number: int) -> Launch:
+    """Return the launch of that number, negative from the end; the driver remembers the last 256."""
+    count = launches()
+    found = _library().stub_launch(number + count if number < 0 else number)
+    if not found:
+        raise IndexError(f"launch {number} of {count} is not remembered")
+    it = found.contents
+    params = tuple(it.params[: it.n_params])
+    return Launch(it.kernel.decode(), tuple(it.grid), tuple(it.block), it.shared, it.stream, params)
+
+
+def note_params(count: int) -> None:
+    """From now on note the first `count` parameters, at most 16, of every launch.
+
+    8 bytes are read of each, so of a narrower one only the low bytes mean anything. The kernel must have that
+    many; to its own, constexprs left out, Triton adds two scratch pointers.
+    """
+    _library().stub_note_params(count)
+
+
+@contextmanager
+def as_gpu() -> Iterator[None]:
+    """Let the kernels' host code take CPU tensors for those of GPU 0, whose current stream is 0.
+
+    All that knows the insides of that code is here. A trial run counts as right, so that a scaler chooses Triton.
+    """
+    import torch
+
+    from scaler_triton.kernels import launcher, probe
+
+    with ExitStack() as stack:
+        for place, name, stand_in in (
+            (launcher, "check_device", lambda device: None),
+            (launcher, "_on", lambda device: nullcontext()),
+            (probe, "probe", lambda device, dtypes=(): None),
+            (torch.cpu, "current_device", lambda: None),  # the index of torch.device("cpu")
+        ):
+            stack.enter_context(mock.patch.object(place, name, stand_in))
+        yield
+
+
+@cache
+def _library() -> Any:
+    """Return the driver that this process has, found as Triton finds it."""
+    library = ctypes.CDLL(LIBRARY)
+    library.stub_launch.restype = ctypes.POINTER(_Launch)
+    library.stub_launch.argtypes = [ctypes.c_uint64]
+    library.stub_launches.restype = ctypes.c_uint64
+    library.stub_note_params.argtypes = [ctypes.c_uint32]
+    return library
