@@ -4,14 +4,19 @@
 # make fuzz    10,000 random programs against torch; PROGRAMS= and SEED= choose how many and from where
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make mutants   about 60 wrong versions of the code, each of which the tests must notice (10 minutes)
-# make gpu     the whole suite natively, with the python3 and packages of a GPU machine; OUT names a folder
+# make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
+# make gpu     all of the next four, with the python3 and packages of a GPU machine; OUT names a folder
+#   gpu-tests, gpu-sanitize, gpu-perf, gpu-tune: the suite natively, the kernels under compute-sanitizer,
+#   measurements, tuned launch configurations; under 10 minutes each
 PYTHON ?= python3
 OUT ?= out
 PROGRAMS ?= 10000
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint style fuzz soak mutants gpu sanitize clean
+GPU_PARTS := gpu-tests gpu-sanitize gpu-perf gpu-tune
+
+.PHONY: demo test lint style fuzz soak mutants coverage gpu $(GPU_PARTS) sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
@@ -29,6 +34,12 @@ soak: $(VENV)/ready
 mutants: $(VENV)/ready
 	$(BIN)/python tests/mutants/run.py
 
+# The report comes also when tests failed.
+coverage: $(VENV)/ready
+	rm -rf out/coverage
+	$(BIN)/python -m coverage run -m pytest; status=$$?; \
+		$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report && exit $$status
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,17 +56,27 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .[dev]
 	touch $@
 
-# Nothing is installed here. What runs where is recorded first; 600 s is the limit of the whole.
+# Nothing is installed here, and no part waits for another's success.
 gpu:
+	status=0; for part in $(GPU_PARTS); do $(MAKE) $$part || status=1; done; exit $$status
+
+# What runs where is recorded first.
+gpu-tests:
 	mkdir -p $(OUT)
-	python3 -m scaler_triton.demo.device 2>&1 | tee $(OUT)/ranks.txt
+	timeout 120 python3 -m scaler_triton.demo.device 2>&1 | tee $(OUT)/ranks.txt
 	python3 -c "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())" \
 		| tee $(OUT)/versions.txt
-	bash -o pipefail -c 'timeout 570 python3 -m pytest --durations=20 --junitxml=$(OUT)/junit.xml 2>&1 | tee $(OUT)/tests.log'
+	bash -o pipefail -c 'timeout 460 python3 -m pytest --durations=20 --junitxml=$(OUT)/junit.xml 2>&1 | tee $(OUT)/tests.log'
 
 # The kernel tests under compute-sanitizer, 240 s for each of two tools.
-sanitize:
+gpu-sanitize sanitize:
 	OUT=$(OUT) tests/kernels/sanitize.sh
+
+gpu-perf:
+	timeout 580 python3 -m perf --out $(OUT)
+
+gpu-tune:
+	timeout 580 python3 -m scaler_triton tune --out $(OUT)/tuned
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -32,6 +32,20 @@ def check_device(device: torch.device) -> None:
         raise RuntimeError(f"without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got {device}")
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Tell whether the current stream of `device` is being captured into a graph."""
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise RuntimeError during a capture: what comes next allocates, compiles or waits."""
+    if is_capturing(device):
+        raise RuntimeError(
+            "the first step of an optimizer or of a kind of gradients cannot be captured: take one step like it before"
+        )
+
+
 class Launch:
     """One kernel with its constants on one device, started on the device's current stream.
 
@@ -78,6 +92,8 @@ class Launch:
                 self._start(n_programs, args)
 
     def _dispatch(self, n_programs: int, args: Sequence[Tensor | int]) -> None:
+        if self._compiled is None:
+            refuse_capture(self._device)
         with _on(self._device):
             compiled = self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
         handles = ("run", "function", "packed_metadata")

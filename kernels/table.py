@@ -10,6 +10,9 @@ from torch import Tensor
 from scaler_triton.kernels import launcher
 from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 
+# A graph reads its tables at every replay, and nothing tells when it is gone.
+_captured: list["GradTable"] = []
+
 
 class GradTable:
     """Device-side addresses and chunk map of tensors that share a device and a dtype.
@@ -36,6 +39,7 @@ class GradTable:
             device: where the tensors lie.
             config: the shape of one program.
         """
+        launcher.refuse_capture(device)
         self.dtype = dtype
         self.device = device
         self.config = config
@@ -50,7 +54,7 @@ class GradTable:
         self._staging = None if device.type == "cpu" else _Staging(len(numels), device)
         self._launches: dict[Any, launcher.Launch] = {}
 
-    def set_addresses(self, addresses: Sequence[int]) -> None:
+    def set_addresses(self, addresses: list[int]) -> None:
         """Point the table at this step's tensors; nothing is copied if they are where they were.
 
         Args:
@@ -58,14 +62,20 @@ class GradTable:
         """
         if len(addresses) != len(self._last):
             raise ValueError(f"addresses: expected {len(self._last)} of them, got {len(addresses)}")
-        addresses = list(addresses)
-        if addresses == self._last:
+        if addresses == self._last and not self._is_replayed():
             return
         if self._staging is None:
             self.addresses.numpy()[:] = addresses
         else:
             self._staging.send(addresses, self.addresses)
-        self._last = addresses
+            if self._staging.captured and self not in _captured:
+                _captured.append(self)
+        self._last = list(addresses)
+
+    def _is_replayed(self) -> bool:
+        """Tell whether replays write this table, now or later: then nobody knows what it holds."""
+        staging = self._staging
+        return staging is not None and (bool(staging.captured) or launcher.is_capturing(self.device))
 
     def clear_bits(self) -> None:
         """Forget what was seen in every tensor."""
@@ -75,7 +85,7 @@ class GradTable:
         """Run `kernel` with one program a chunk, on the table and then on `args`; no chunk, no launch."""
         if self.n_chunks == 0:
             return
-        key = (kernel, *constants.values())
+        key = (id(kernel), *constants.values())  # to hash the kernel itself takes Triton longer than the launch
         if key not in self._launches:
             self._launches[key] = self._new_launch(kernel, constants)
         self._launches[key](self.n_chunks, *args)
@@ -97,7 +107,8 @@ class _Staging:
     """Pinned buffers that addresses pass through on their way to the device, without a wait.
 
     A copy reads its buffer some time after `send` returns, so a buffer is written again only once the event
-    behind its last copy has passed; if the host has run that far ahead, another buffer is made.
+    behind its last copy has passed; if the host has run that far ahead, another buffer is made. A copy that is
+    captured reads its buffer at every replay: it gets one for itself, made beforehand, and for good.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -105,14 +116,32 @@ class _Staging:
         self._device = device
         self._module = torch.get_device_module(device)
         self._slots = [self._new_slot() for _ in range(2)]
+        self._spare = [_pinned(size)]
+        self.captured: list[Tensor] = []
 
-    def send(self, values: list[int], out: Tensor) -> None:
+    def send(self, values: Sequence[int], out: Tensor) -> None:
         """Copy `values` to `out` (int64 `[size]`, on the device, overwritten) in the current stream's order."""
+        if launcher.is_capturing(self._device):
+            self._send_captured(values, out)
+            return
+        if not self._spare:
+            self._spare.append(_pinned(self._size))
         buffer, passed = self._idle_slot()
         buffer.numpy()[:] = values
         with self._module.device(self._device):
             out.copy_(buffer, non_blocking=True)
             passed.record()
+
+    def _send_captured(self, values: Sequence[int], out: Tensor) -> None:
+        if not self._spare:
+            raise RuntimeError(
+                "these gradients moved twice within one capture, or two captures followed each other: take one step "
+                "outside a capture before the next"
+            )
+        buffer = self._spare.pop()
+        buffer.numpy()[:] = values
+        out.copy_(buffer, non_blocking=True)
+        self.captured.append(buffer)
 
     def _idle_slot(self) -> tuple[Tensor, Any]:
         for slot in self._slots:

@@ -3,7 +3,6 @@
 Moves two element widths an element. Every access to a tensor's body is a whole 16-byte vector, see `common`.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -57,5 +56,4 @@ def launch_unscale(table: GradTable, scale: Tensor, found_inf: Tensor, *, invers
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         inverse: `scale` holds the inverse scale.
     """
-    assert scale.dtype == found_inf.dtype == torch.float32
     table.launch(_unscale_kernel, found_inf, scale, INVERSE=inverse)

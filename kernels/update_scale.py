@@ -105,8 +105,6 @@ def launch_update_rows(
         rows: which of the flags count, one bit each.
         clear: zero both columns of those rows afterwards.
     """
-    assert scale.dtype == flags.dtype == torch.float32
-    assert growth_tracker.dtype == torch.int32
     _launch_on(scale.device, clear)(1, scale, growth_tracker, flags, policy, rows)
 
 

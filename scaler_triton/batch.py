@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from scaler_triton.neighbours import Neighbours
+
 SHARD = "_local_tensor"  # a DTensor's shard: private, so quick; without it, `to_local` does it
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,11 +28,12 @@ class LayoutKey(NamedTuple):
 
 @dataclass
 class Layout:
-    """The part of a batch that stays from step to step: one slot a tensor, and what a backend caches for it."""
+    """The part of a batch that stays from step to step: one slot a tensor, and what a backend knows of them."""
 
     key: LayoutKey
     numels: list[int] = field(default_factory=list)
-    cache: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, Any] = field(default_factory=dict)  # the kernels', by mode
+    neighbours: Neighbours = field(default_factory=Neighbours)  # of all its tensors
 
 
 class Batch(NamedTuple):

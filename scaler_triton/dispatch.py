@@ -56,6 +56,9 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str) -> Backend:
     if requested == "torch":
         return "torch"
     key = (device, dtype, requested)
+    known = _chosen.get(key)
+    if known is not None:
+        return known
     with _lock:
         if key not in _chosen:
             _chosen[key] = _decide(*key)
@@ -66,6 +69,8 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str) -> Backend
     place = f"{str(dtype).removeprefix('torch.')} on {device}"
     if requested == "auto" and device.type != "cuda":
         return _logged(place, "torch", "Triton is chosen for CUDA only")
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"the first step with {place} cannot be captured in a graph: take one step like it before")
     try:
         from scaler_triton.kernels.probe import probe
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from scaler_triton import batch as batching
 from scaler_triton import policy, reference
 from scaler_triton.batch import Batch, Layout, LayoutKey
 from scaler_triton.dispatch import Backend, check_backend, choose
+from scaler_triton.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
@@ -103,9 +106,8 @@ def update_scalars_(
     requested: str,
 ) -> None:
     """`update_scale_` for arguments that are known to be right."""
-    launch: Callable[..., None] = reference.update_scale_
-    if choose(scale.device, scale.dtype, requested) == "triton":
-        from scaler_triton.kernels.update_scale import launch_update_scale as launch
+    triton = choose(scale.device, scale.dtype, requested) == "triton"
+    launch = _kernels().update_scale.launch_update_scale if triton else reference.update_scale_
     launch(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
@@ -115,9 +117,7 @@ def update_by_rows_(scale: Tensor, growth_tracker: Tensor, flags: Tensor, rows: 
     Args:
         flags, rows, policy: see `kernels.update_scale.launch_update_rows`.
     """
-    from scaler_triton.kernels.update_scale import launch_update_rows
-
-    launch_update_rows(scale, growth_tracker, flags, policy, rows, clear=True)
+    _kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, rows, clear=True)
 
 
 def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
@@ -136,10 +136,8 @@ def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Bac
         inv_scale = factor if inverse else reference.inverse(factor)
         _reference_unscale_(batch, inv_scale, found_inf)
         return
-    from scaler_triton.kernels.unscale import launch_unscale
-
     dense = _dense(batch)
-    launch_unscale(_table(batch.layout, dense, "unscale"), factor, found_inf, inverse=inverse)
+    _kernels().unscale.launch_unscale(_table(batch.layout, dense, "unscale"), factor, found_inf, inverse=inverse)
     if dense is not batch:
         for original, copy in zip(batch.present, dense.present, strict=True):
             original.copy_(copy)
@@ -151,22 +149,32 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
     """`check_nonfinite` for one batch, `found_inf` on its device."""
     if backend == "torch":
         if batch.layout.key.plain:
-            reference.check_nonfinite(batch.present, found_inf)
+            reference.check_nonfinite(batch.present, found_inf, _neighbours(batch))
         else:
             _reference_unscale_(batch, torch.ones_like(found_inf), found_inf)
         return
-    from scaler_triton.kernels.nonfinite import launch_check_nonfinite
+    _kernels().nonfinite.launch_check_nonfinite(_table(batch.layout, _dense(batch), "check"), found_inf)
 
-    launch_check_nonfinite(_table(batch.layout, _dense(batch), "check"), found_inf)
+
+@functools.cache
+def _kernels() -> Any:
+    """Return the kernels' modules, imported when the first one is needed: triton is heavy, and not everywhere."""
+    from scaler_triton.kernels import nonfinite, unscale, update_scale
+
+    return SimpleNamespace(nonfinite=nonfinite, unscale=unscale, update_scale=update_scale)
 
 
 def _backend(key: LayoutKey, requested: str) -> Backend:
     return choose(key.device, key.dtype, requested) if key.plain else "torch"
 
 
+def _neighbours(batch: Batch) -> Neighbours | None:
+    return batch.layout.neighbours if batch.complete else None  # else the list is another one each time
+
+
 def _reference_unscale_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> None:
     if batch.layout.key.plain:
-        reference.unscale_(batch.present, inv_scale, found_inf)
+        reference.unscale_(batch.present, inv_scale, found_inf, _neighbours(batch))
     else:  # a tensor subclass knows itself what torch's op means for it
         torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
 
@@ -180,11 +188,11 @@ def _dense(batch: Batch) -> Batch:
 
 def _table(layout: Layout, dense: Batch, mode: str) -> GradTable:
     """Return the kernels' table of a layout, filled with this step's addresses; the layout keeps it."""
-    table = layout.cache.get(mode)
+    table = layout.tables.get(mode)
     if table is None:
-        table = layout.cache[mode] = _new_table(layout, mode)
+        table = layout.tables[mode] = _new_table(layout, mode)
     if dense.complete:
-        table.set_addresses([tensor.data_ptr() for tensor in dense.present])
+        table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
     else:
         table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
     return cast("GradTable", table)
@@ -197,7 +205,7 @@ def _new_table(layout: Layout, mode: str) -> GradTable:
 
     device, dtype = layout.key.device, layout.key.dtype
     config = config_for(device, mode, dtype.itemsize)
-    shared = [table for table in layout.cache.values() if table.config == config]
+    shared = [table for table in layout.tables.values() if table.config == config]
     return shared[0] if shared else GradTable(layout.numels, dtype, device, config)
 
 

@@ -21,8 +21,11 @@ def unwrap(optimizer: Any) -> Any:
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of everything with `param_groups`, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return the parameters of everything with `param_groups`, in order; not to be written."""
+    groups = optimizer.param_groups
+    if len(groups) == 1 and type(groups[0]["params"]) is list:
+        return groups[0]["params"]
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def checked_parameters(parameters: list[Tensor]) -> list[Tensor]:

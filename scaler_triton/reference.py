@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from scaler_triton.neighbours import Neighbours
 from scaler_triton.policy import MAX_SCALE, MAX_TRACKER, MIN_SCALE
 
 # From this size on, a tensor is checked where it lies; smaller ones are gathered and checked together.
 _LARGE_BYTES = 1 << 16
 _GATHER_BYTES = 1 << 18
-# Among so many tensors neighbours show if there are any: buckets hold whole runs of them.
-_FEW = 4
 # From here on a double becomes an infinite fp32.
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103
 
 
-def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+def unscale_(
+    tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, neighbours: Neighbours | None = None
+) -> None:
     """Multiply every gradient by `inv_scale` and set `found_inf` to 1 if one held NaN or Inf before.
 
     Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, for tensors of one device and dtype, also for
@@ -29,17 +31,18 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
         tensors: fp16, bf16, fp32 or fp64, any shape and layout torch's op takes; written.
         inv_scale: fp32, one element, on the same device.
         found_inf: fp32, one element, on the same device; written only to become 1.
+        neighbours: what is known of this list from earlier steps.
     """
     if not tensors:
         return
     if tensors[0].dtype is torch.bfloat16 and tensors[0].device.type != "cpu":
         _unscale_bf16_(tensors, inv_scale, found_inf)
     else:
-        merged = cast("list[Tensor]", merge_adjacent(tensors))
+        merged = cast("list[Tensor]", (neighbours or Neighbours()).merged(tensors))
         torch._amp_foreach_non_finite_check_and_unscale_(merged, found_inf, inv_scale)
 
 
-def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
+def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor, neighbours: Neighbours | None = None) -> None:
     """Set `found_inf` to 1 if a gradient holds NaN or Inf.
 
     On the CPU gradients are only read. Elsewhere torch has no read-only op: its own writes back what it read.
@@ -49,8 +52,8 @@ def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
     if not tensors:
         return
     if tensors[0].device.type != "cpu":
-        unscale_(tensors, torch.ones_like(found_inf), found_inf)
-    elif _any_nonfinite(merge_adjacent(tensors)):
+        unscale_(tensors, torch.ones_like(found_inf), found_inf, neighbours)
+    elif _any_nonfinite((neighbours or Neighbours()).merged(tensors)):
         found_inf.fill_(1.0)
 
 
@@ -107,49 +110,6 @@ def _update_on_host_(
     growth_tracker.fill_(tracker)
 
 
-def merge_adjacent(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the same memory in fewer tensors of one dtype: neighbours in one storage become one flat view.
-
-    DDP's bucket views and FSDP1's views of a flat gradient are such neighbours, in whatever order. Only exact
-    adjacency is merged: a gap belongs to somebody. Where the first few have no neighbours, none are looked for.
-    """
-    if len(tensors) < 2 or not _joints(_by_address(tensors[:_FEW])):
-        return tensors
-    tensors = _by_address(tensors)
-    joints = _joints(tensors)
-    ends = [index for index in range(1, len(tensors)) if index not in joints] + [len(tensors)]
-    return [_merged(tensors[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def _by_address(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return sorted(tensors, key=Tensor.data_ptr)
-
-
-def _joints(tensors: Sequence[Tensor]) -> set[int]:
-    """Return the positions of tensors that begin where the one before them ends."""
-    itemsize = tensors[0].element_size()
-    starts = [tensor.data_ptr() for tensor in tensors]
-    ends = [start + tensor.numel() * itemsize for start, tensor in zip(starts, tensors, strict=True)]
-    touching = [index for index in range(1, len(tensors)) if starts[index] == ends[index - 1]]
-    return {index for index in touching if _same_span(tensors[index - 1], tensors[index])}
-
-
-def _merged(run: Sequence[Tensor]) -> Tensor:
-    first = run[0]
-    if len(run) == 1:
-        return first
-    return first.detach().as_strided((sum(t.numel() for t in run),), (1,), first.storage_offset())
-
-
-def _same_span(left: Tensor, right: Tensor) -> bool:
-    return left.is_contiguous() and right.is_contiguous() and left.numel() > 0 and _storage(left) == _storage(right)
-
-
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
-
-
 def _unscale_bf16_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     # inv_scale as a bf16 operand would be rounded: multiply in fp32, round once.
     for tensor in tensors:
@@ -167,22 +127,27 @@ def _gathered(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     small: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if nbytes >= _LARGE_BYTES:
             yield tensor
         elif nbytes:
-            small.append(tensor.reshape(-1))
+            small.append(tensor)
             size += nbytes
         if size >= _GATHER_BYTES:
-            yield torch.cat(small)
+            yield _copied_together(small)
             small, size = [], 0
     if small:
-        yield torch.cat(small)
+        yield _copied_together(small)
+
+
+def _copied_together(tensors: list[Tensor]) -> Tensor:
+    flat: Tensor = torch.ops.aten.flatten_dense_tensors(tensors)  # one call: torch.cat takes flat ones only
+    return flat
 
 
 def _nonfinite_alone(tensor: Tensor) -> bool:
-    # A finite sum proves every term finite. fp16 sums overflow too soon to be worth the attempt.
-    if tensor.dtype is not torch.float16 and tensor.sum().isfinite().item():
+    # A finite sum proves every term finite; one that overflowed, as fp16 may, proves nothing.
+    if math.isfinite(tensor.sum().item()):
         return False
     low, high = tensor.aminmax()  # both propagate NaN
     return not bool((low.isfinite() & high.isfinite()).item())

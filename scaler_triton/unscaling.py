@@ -90,7 +90,8 @@ class UnscalingMixin(_Base):
 
         def unscale(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
             state["written"] = True
-            local = factor.to(flag.device, non_blocking=flag.device.type != "cpu")  # the CPU would read too early
+            apart = flag.device.type != "cpu"  # the CPU would read too early
+            local = factor.to(device=flag.device, dtype=torch.float32, non_blocking=apart)
             ops.unscale_batch_(batch, local, flag, backend, inverse=inv_scale is not None)
 
         return self._for_each_batch(optimizer, state, found_inf, allow_fp16, unscale)
@@ -200,6 +201,8 @@ class UnscalingMixin(_Base):
             if home not in self._boards:
                 self._boards[home] = Board(home)
             plan.verdict = verdict = self._boards[home].verdict()
+        if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._boards[home].captured.add(verdict)
         verdict.begin()
         return verdict
 

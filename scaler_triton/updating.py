@@ -73,6 +73,8 @@ class UpdatingMixin(_Base):
 
     def _update_by_board(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[State]) -> bool:
         """Update by one launch that clears the flags for the next step; False if they are not all on one board."""
+        if scale.dtype is not torch.float32 or growth_tracker.dtype is not torch.int32:
+            return False  # assigned by somebody: the kernel takes addresses, and would not notice
         board = self._boards.get(scale.device)
         verdicts = [self._verdict(state) for state in states]
         rows = None if board is None else board.rows(verdicts)

@@ -44,6 +44,7 @@ class Board:
     def __init__(self, device: torch.device) -> None:
         self.signals = torch.zeros(self.ROWS, 2, dtype=torch.float32, device=device)
         self._free = list(reversed(range(self.ROWS)))
+        self.captured: set[Verdict] = set()  # graphs write them at every replay: their rows are never free again
 
     def verdict(self) -> Verdict:
         """Return a verdict on a row of its own, which is free again once it is gone; without one if all are taken."""

@@ -1,13 +1,19 @@
-"""Who must agree, where this torch does not tell which mesh another was sliced from."""
+"""Who must agree where this torch does not tell, and where the flag travels when the group serves another device."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from scaler_triton import collectives
 from scaler_triton.demo import ranks
+
+CPU = torch.device("cpu")
 
 
 def test_ranks_start_on_a_torch_that_cannot_lower_their_limit(monkeypatch: Any) -> None:
@@ -19,3 +25,37 @@ def test_without_a_root_mesh_the_whole_world_agrees(monkeypatch: Any) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     assert collectives._root_of(object()) is None  # type: ignore[arg-type]
     assert collectives._root_ranks([object()]) == (0, 1, 2, 3)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu", "where"),
+    [
+        ("cpu:gloo,cuda:nccl", True, CPU),
+        ("cuda:nccl", True, torch.device("cuda", 3)),
+        ("cuda:nccl", False, CPU),
+        ("cuda:nccl,xpu:xccl", False, CPU),
+    ],
+)
+def test_a_host_flag_travels_where_the_group_reduces(
+    config: str, gpu: bool, where: torch.device, monkeypatch: Any
+) -> None:
+    """NCCL alone takes no host tensors: parameters offloaded to the host have their flag there."""
+    module = SimpleNamespace(is_available=lambda: gpu, current_device=lambda: 3)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    assert collectives._serving_device(object(), CPU) == where  # type: ignore[arg-type]
+
+
+def test_what_was_reduced_elsewhere_comes_back(monkeypatch: Any) -> None:
+    signals, sent = torch.tensor([0.0, 1.0]), []
+
+    def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
+        sent.append((tensor.tolist(), tensor.data_ptr() == signals.data_ptr(), op, group))
+        tensor.fill_(1.0)
+
+    # "cpu:0" is not "cpu": as another device, as far as this code can tell.
+    monkeypatch.setattr(collectives, "_serving_device", lambda group, device: torch.device("cpu", 0))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    collectives.Agreement("the group").maximum_(signals)  # type: ignore[arg-type]
+    assert sent == [([0.0, 1.0], False, dist.ReduceOp.MAX, "the group")]
+    assert signals.tolist() == [1.0, 1.0]

@@ -66,6 +66,7 @@ def test_unscale_and_update_of_a_plain_optimizer_never_wait() -> None:
 def test_mirror_holds_the_value_of_its_moment() -> None:
     source = torch.tensor([1.0, 0.0], device="cuda")
     mirror = HostMirror(source)
+    mirror.start()
     source[1] = 3.0
     assert mirror.read() == [1.0, 0.0]
 

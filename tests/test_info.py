@@ -39,6 +39,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(name="Some GPU", major=9, minor=0, total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(lookup, "origin_of", lambda device: ORIGIN)
 

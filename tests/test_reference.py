@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scaler_triton import batch, reference
+from scaler_triton import batch, neighbours, reference
+from scaler_triton.neighbours import Neighbours, merge_adjacent
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -35,7 +36,7 @@ def bucket(sizes: list[int], gaps: list[int], dtype: torch.dtype = torch.float32
 
 def test_neighbours_are_merged_into_one_tensor_and_gaps_are_not_touched() -> None:
     flat, views = bucket([3, 4, 2, 5], [0, 0, 1, 0])
-    assert [t.numel() for t in reference.merge_adjacent(views)] == [9, 5]
+    assert [t.numel() for t in merge_adjacent(views)] == [9, 5]
     before = flat.clone()
     reference.unscale_(views, torch.tensor(2.0), flag())
     expected = before * 2
@@ -43,10 +44,31 @@ def test_neighbours_are_merged_into_one_tensor_and_gaps_are_not_touched() -> Non
     assert_same(flat, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [None, 0, 10, 19])
+def test_many_small_ones_are_gathered_and_checked_in_parts(dtype: torch.dtype, bad: int | None) -> None:
+    small = 60_000 // dtype.itemsize
+    tensors = [torch.ones(small, dtype=dtype) for _ in range(20)]
+    if bad is not None:
+        tensors[bad][-1] = math.nan
+    assert [piece.numel() // small for piece in reference._gathered(tensors)] == [5, 5, 5, 5]
+    found_inf = flag()
+    reference.check_nonfinite(tensors, found_inf)
+    assert found_inf.item() == float(bad is not None)
+
+
+def test_without_gradients_the_flag_is_left_alone() -> None:
+    for value in (0.0, 1.0):
+        found_inf = flag(value)
+        reference.unscale_([], torch.tensor(2.0), found_inf)
+        reference.check_nonfinite([], found_inf)
+        assert found_inf.item() == value
+
+
 def test_neighbours_by_address_only_are_not_merged() -> None:
     left, right = torch.ones(4), torch.ones(4)
-    with mock.patch.object(reference, "_same_span", wraps=reference._same_span) as same:
-        assert len(reference.merge_adjacent([left, right, left[::2], right[1:].view(3, 1).t()])) == 4
+    with mock.patch.object(neighbours, "_same_span", wraps=neighbours._same_span) as same:
+        assert len(merge_adjacent([left, right, left[::2], right[1:].view(3, 1).t()])) == 4
     assert same.call_count <= 3
 
 
@@ -55,6 +77,39 @@ def test_neighbours_in_views_of_foreign_memory_are_not_merged() -> None:
     left, right = torch.from_numpy(array[:4]), torch.from_numpy(array)[4:]
     reference.unscale_([left, right], torch.tensor(3.0), flag())
     assert array.tolist() == [3.0] * 10
+
+
+def test_neighbours_are_known_again_wherever_they_lie() -> None:
+    known = Neighbours()
+    for start in (0, 3):  # as FSDP1 makes a new flat gradient every step
+        flat, views = bucket([start, 3, 4, 2, 5], [0, 0, 0, 1, 0])
+        views = [views[3], views[1], views[4], views[2]]  # DDP's buckets are in another order
+        with mock.patch.object(known, "_find", wraps=known._find) as find:
+            assert sorted(t.numel() for t in known.merged(views)) == [5, 9]
+        assert find.called == (start == 0)
+        reference.unscale_(views, torch.tensor(2.0), flag(), known)
+        assert flat[start] == 2 * (start + 1)
+        assert flat[start + 9] == start + 10  # the gap
+
+
+def test_neighbours_that_move_apart_are_merged_no_more() -> None:
+    known = Neighbours()
+    _, views = bucket([4, 4], [0, 0])
+    assert len(known.merged(views)) == 1
+    _, apart = bucket([4, 4], [1, 0])
+    assert [t.data_ptr() for t in known.merged(apart)] == [t.data_ptr() for t in apart]
+    assert len(known.merged(views)) == 1
+
+
+def test_as_far_apart_as_before_but_not_in_one_storage() -> None:
+    known = Neighbours()
+    _, views = bucket([4, 4], [0, 0])
+    assert len(known.merged(views)) == 1
+    memory = np.arange(8, dtype=np.float32)
+    strangers = [torch.from_numpy(memory[:4]), torch.from_numpy(memory[4:])]
+    assert len(known.merged(strangers)) == 2
+    reference.unscale_(strangers, torch.tensor(2.0), flag(), known)
+    assert memory.tolist() == [2.0 * value for value in range(8)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=8), st.sampled_from(DTYPES), st.randoms())

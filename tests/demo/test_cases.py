@@ -106,12 +106,16 @@ def test_a_step_that_had_to_be_taken_is_missed() -> None:
 class Scripted:
     """Pools that answer what they are told to."""
 
-    def __init__(self, **outcomes: Outcome) -> None:
+    def __init__(self, **outcomes: Outcome | str) -> None:
         self.outcomes = outcomes
 
     def run(self, case: Case, scaler: str) -> list[RankResult]:
-        """The same outcome on every rank."""
-        return [RankResult(rank, value=self.outcomes[scaler]) for rank in range(case.ranks)]
+        """The same outcome, or error, on every rank."""
+        said = self.outcomes[scaler]
+        return [
+            RankResult(rank, error=said) if isinstance(said, str) else RankResult(rank, value=said)
+            for rank in range(case.ranks)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +140,16 @@ def test_the_exit_status_says_who_surprised(
     assert [line for line in said if "UNEXPECTED" in line] == [
         f"UNEXPECTED: fsdp1-fused: {what}" for what in unexpected
     ]
+
+
+def test_an_error_is_shown_without_where_torch_raised_it(capsys: pytest.CaptureFixture[str]) -> None:
+    raised = f"RuntimeError: [/src/ProcessGroup.cpp:12] timed {'out ' * 40}\nmore"
+    scripted = Scripted(torch=raised, ours=SKIPPED)
+    assert prove_one(CASES["fsdp1-fused"], scripted) == []  # type: ignore[arg-type]
+    row = next(line for line in capsys.readouterr().out.splitlines() if "RuntimeError" in line)
+    assert row.split()[:5] == ["0", "-", "error", "RuntimeError:", "timed"]
+    assert row.endswith("out ...")
+    assert len(row) < 120
 
 
 def test_a_hang_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

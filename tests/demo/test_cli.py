@@ -80,6 +80,30 @@ def test_the_plot_goes_into_a_folder_or_to_a_file(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.png")) == []
 
 
+def test_a_plot_that_is_there_stays_until_there_is_another(tmp_path: Path) -> None:
+    (tmp_path / "my.png").write_text("a plot")
+    assert command.picture_path(tmp_path / "my.png").read_text() == "a plot"
+
+
+def test_an_interrupted_command_says_so_by_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run", interrupted)
+    assert cli.main(["demo"]) == 130
+
+
+@pytest.mark.parametrize("word", ["fused-clip", "all"])
+def test_prove_runs_what_was_named(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tabulate")
+    from scaler_triton.demo import cases, prove
+
+    asked: list[str] = []
+    monkeypatch.setattr(prove, "prove", lambda cases: asked.extend(case.name for case in cases) or 1)
+    assert cli.main(["demo", "--prove", word]) == 1
+    assert asked == (list(cases.CASES) if word == "all" else [word])
+
+
 def test_no_command_imports_torch_before_it_runs() -> None:
     # Without the package's own __init__, which imports torch for those who import the scaler.
     program = (

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from scaler_triton.demo import device
 from scaler_triton.demo.device import Placement, place
 from scaler_triton.demo.ranks import RankResult, RankTimeout
+
+ROOT = Path(__file__).parents[2]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
@@ -42,6 +49,31 @@ def test_without_a_gpu_the_record_says_so(monkeypatch: pytest.MonkeyPatch, capsy
     pretend(monkeypatch, 0)
     device.main()
     assert capsys.readouterr().out == "no GPU\n"
+
+
+def test_the_record_is_a_program() -> None:
+    """As `make gpu-tests` calls it."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "scaler_triton.demo.device"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "no GPU\n"
+
+
+def test_ranks_that_do_not_start_are_no_ranks_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise RuntimeError("rank 0 did not start: E: no\nTraceback")
+
+    monkeypatch.setattr(device.RankPool, "run", run)
+    assert device.why_not_one_gpu_gloo("fsdp2") == "rank 0 did not start: E: no"
+    assert not device.one_gpu_gloo_works("fsdp2")
+
+
+def test_ranks_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 2)
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    used = [device.use_device("cuda", rank) for rank in range(3)]
+    assert used == current == [torch.device("cuda", index) for index in (0, 1, 0)]
 
 
 def test_the_record_gives_the_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -289,6 +289,17 @@ def unpickled(rank: int, kind: str, method: str) -> Attempt:
     return attempt(scaler, method, optimizer)
 
 
+def pickled_too_late(rank: int, kind: str) -> tuple[Any, str | None]:
+    """Pickle a scaler whose group has been destroyed; what it keeps of it, and what a step of the copy raises."""
+    scaler = cases.new_scaler(kind, process_group=dist.new_group())
+    dist.destroy_process_group(scaler.process_group)
+    copied = pickle.loads(pickle.dumps(scaler))
+    params = [cases.plain_param(3)]
+    optimizer = cases.new_optimizer("sgd", params)
+    cases.give_grads(copied, params, 0)
+    return copied.process_group, attempt(copied, "step", optimizer).error
+
+
 def unpickled_default(rank: int, kind: str, explicit: bool, faults: Sequence[Fault]) -> Report:
     """A pickled scaler with the default group, named or not, is a scaler with the default group."""
     group = {"process_group": dist.group.WORLD} if explicit else {}

@@ -40,6 +40,11 @@ def hang_on(rank: int, bad_rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def sleep(rank: int) -> None:
+    """Answer nobody for a while."""
+    time.sleep(60)
+
+
 def die_on(rank: int, bad_rank: int) -> None:
     """End one rank's process while the others wait for it."""
     if rank == bad_rank:

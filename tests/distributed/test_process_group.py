@@ -97,6 +97,13 @@ def test_a_pickled_group_is_refused_until_set(four, kind, method):
         assert_refused(attempt, "[0, 1]" if rank < 2 else "[2, 3]", "set scaler.process_group")
 
 
+@KINDS
+def test_a_destroyed_group_can_be_pickled_and_is_refused_until_set(two, kind):
+    for left, error in two.run(failure_cases.pickled_too_late, kind):
+        assert left.ranks == ()
+        assert error.startswith("ValueError: process_group is unset")
+
+
 @pytest.mark.parametrize(("kind", "explicit"), [("sharded", False), ("sharded", True), ("grad", True)])
 def test_a_pickled_default_group_stays_the_default(two, kind, explicit):
     """Difference 7 from torch."""

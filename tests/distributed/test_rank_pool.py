@@ -1,11 +1,18 @@
 """The pool of ranks: it answers in order, tells errors, never hangs, and recovers from what breaks it."""
 
 import os
+import pickle
+import signal
+import subprocess
+import sys
 import time
+import types
+from pathlib import Path
 
 import pool_cases as cases
 import pytest
 
+from scaler_triton.demo import ranks
 from scaler_triton.demo.ranks import RankPool, RankTimeout
 
 pytestmark = pytest.mark.distributed
@@ -92,6 +99,86 @@ def test_close_ends_the_processes_and_the_folder(pool):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert not os.path.exists(folder)
+
+
+def test_idle_ranks_leave_by_themselves():
+    with RankPool(2) as opened:
+        pids(opened)
+        processes = [rank.process for rank in opened._ranks]
+        start = time.monotonic()
+    assert time.monotonic() - start < 3.0
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_a_busy_rank_is_ended_by_force_and_in_time(monkeypatch):
+    monkeypatch.setattr(ranks, "CLOSE_TIMEOUT", 0.3)
+    with RankPool(2) as opened:
+        pids(opened)
+        processes = [rank.process for rank in opened._ranks]
+        opened._ranks[1].connection.send_bytes(pickle.dumps((cases.sleep, ())))
+        start = time.monotonic()
+    assert 0.3 <= time.monotonic() - start < 3.0
+    assert processes[1].exitcode == -signal.SIGKILL
+
+
+def test_ranks_that_cannot_start_say_why_and_leave_no_trace(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    opened = RankPool(2, backend="pigeons")
+    with pytest.raises(RuntimeError, match=r"rank 0 did not start: .*pigeons"):
+        opened.run(cases.describe)
+    assert (opened._ranks, opened._folder) == ([], None)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_function_that_ranks_cannot_find_is_an_error_there(pool, monkeypatch):
+    module = types.ModuleType("of_the_parent_alone")
+    exec("def answer(rank): return rank", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for result in pool.run(module.answer):
+        assert result.error == "ModuleNotFoundError: No module named 'of_the_parent_alone'"
+
+
+def test_ranks_that_do_not_meet_in_time_are_out_of_step(monkeypatch):
+    monkeypatch.setattr(ranks, "CHECK_TIMEOUT", 1.0)
+    with RankPool(2, group_timeout=20.0) as opened:
+        pids(opened)
+        start = time.monotonic()
+        results = opened.run(cases.leave_open, 0)
+        assert time.monotonic() - start < 5.0
+    assert any(result.error is not None and "RankTimeout" in result.error for result in results)
+
+
+# Starts two ranks, tells their numbers, and has them wait in a call.
+PARENT = """
+import pool_cases
+from scaler_triton.demo.ranks import RankPool
+with RankPool(2) as pool:
+    print(*(result.value["pid"] for result in pool.run(pool_cases.describe)), flush=True)
+    pool.run(pool_cases.sleep)
+"""
+
+
+def test_ranks_end_with_their_parent():
+    """However it ends, and whatever they are doing."""
+    paths = [str(Path(cases.__file__).parent), str(Path(cases.__file__).parents[2])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        started = [int(word) for word in parent.stdout.readline().split()]
+        parent.kill()
+    deadline = time.monotonic() + 10.0
+    while any(map(alive, started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(started) == 2
+    assert not any(map(alive, started))
+
+
+def alive(pid):
+    """Tell whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_world_of_nobody_is_refused():

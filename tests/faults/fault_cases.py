@@ -314,6 +314,53 @@ def _give_whole(scaler: Any, params: Sequence[Tensor], step: int, bad: bool) -> 
         param.grad = _sharded(_whole_grad(index, step, bad) * factor)
 
 
+# A rank forks once it is in a group and has trained.
+
+
+def forks(rank: int, variant: Variant) -> tuple[list[str], list[float], bytes]:
+    """Fork in mid-training, as a data loader's workers do; the child uses a scaler of its own, the rank goes on.
+
+    Returns: the parameters after every step, the scales, and what the child made of its step.
+    """
+    scaler, optimizer = _set_up(variant)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, _alone(variant.name))
+        os._exit(0)
+    digests, scales = [], []
+    for step in range(1, cases.STEPS):
+        _give(scaler, optimizer, step)
+        if (step, rank) == (1, dist.get_world_size() - 1):
+            cases.params_of(optimizer)[0].grad[0] = torch.inf
+        if variant.unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        digests.append(str([cases.digest(p) for p in cases.params_of(optimizer)]))
+        scales.append(scaler.get_scale())
+    os.waitpid(child, 0)
+    return digests, scales, os.read(read, 100)
+
+
+def _alone(name: str) -> bytes:
+    """Take a step that overflows and a good one, with nobody else; what became of scale and parameters."""
+    try:
+        signal.alarm(10)  # ends a child that waits for ever
+        scaler, params = cases.scaler_class("grad")("cpu", init_scale=8.0), [cases.plain_param(3)]
+        optimizer, changed = cases.new_optimizer(name, params), []
+        for bad in (True, False):
+            before = cases.digest(params[0])
+            cases.give_grads(scaler, params, 0)
+            params[0].grad *= torch.inf if bad else 1.0
+            scaler.step(optimizer)
+            scaler.update()
+            changed.append(cases.digest(params[0]) != before)
+        return f"{scaler.get_scale()} {changed}".encode()
+    except Exception as error:
+        return cases.described(error).encode()
+
+
 # Gradients that are reduced only after several backward passes.
 
 

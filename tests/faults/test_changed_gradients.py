@@ -133,3 +133,51 @@ def test_parameters_move_to_another_device(start: str, end: str, when: str) -> N
         scaler.update()
         assert {param.detach().unique().item() for param in params} == {-2.0 * (step + 1)}
     assert {param.device.type for param in params} == {end}
+
+
+@PLACES
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parameters_move_to_where_nothing_is_and_back(place: Place, when: str) -> None:
+    """Offloaded in mid-training: gradients that are nowhere are refused by name, and the next step is right."""
+    params = parameters([torch.zeros(3), torch.zeros(2, 4)], place.device)
+    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    step_with_gradients(scaler, optimizer, 1.0)
+    give_gradients(scaler, params)
+    if when == "before":
+        swap(params, "meta")
+        with pytest.raises(ValueError, match="the gradient of parameter 0 is on device meta"):
+            scaler.unscale_(optimizer)
+    else:
+        scaler.unscale_(optimizer)
+        swap(params, "meta")
+        scaler.step(optimizer)
+        scaler.update()
+    swap(params, place.device)
+    step_with_gradients(scaler, optimizer, -1.0)
+    assert {param.detach().unique().item() for param in params} == {-3.0}
+    assert scaler.get_scale() == 4.0
+
+
+def give_gradients(scaler: Any, params: list[Tensor]) -> None:
+    for param in params:
+        param.grad = torch.full_like(param, 2.0) * scaler.scale(torch.ones((), device=param.device))
+
+
+def step_with_gradients(scaler: Any, optimizer: Any, start: float) -> None:
+    """Take one step of -2 from `start`."""
+    params = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        for param in params:
+            param.fill_(start)
+    give_gradients(scaler, params)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def swap(params: list[Tensor], device: str) -> None:
+    """Move parameters and gradients, the objects being the same: what is on "meta" has no values."""
+    for param in params:
+        moved = nn.Parameter(torch.empty_like(param, device=device))
+        moved.grad = torch.empty_like(param.grad, device=device)
+        torch.utils.swap_tensors(param, moved)

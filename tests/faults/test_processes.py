@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -55,14 +56,50 @@ for backend, fused in (("torch", False), ("auto", True), ("triton", False)):
 """
 
 
-def test_fork_after_use() -> None:
-    """On a GPU machine, too, the interpreted kernels serve the CPU, in a process of their own."""
-    environment = {"PATH": "/usr/bin:/bin", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+# A thread of the parent's is trying out a GPU when the parent forks; the child meets a device of its own.
+FORK_IN_A_TRIAL = """
+import os, signal, threading, warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+import torch
+from scaler_triton import dispatch
+from scaler_triton.kernels import probe
+
+trying, over = threading.Event(), threading.Event()
+probe.probe = lambda device, dtypes: (trying.set(), over.wait(60))
+place = torch.device("cuda", 0), torch.float32, "auto"
+thread = threading.Thread(target=dispatch.choose, args=place)
+thread.start()
+assert trying.wait(60)
+child = os.fork()
+if child == 0:
+    signal.alarm(10)  # ends a child that waits for ever
+    print(dispatch.choose(torch.device("cpu"), torch.float32, "auto"), flush=True)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+over.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status), dispatch.choose(*place))
+"""
+
+
+def run_interpreted(program: str) -> list[str]:
+    """Return the words a program prints: on a GPU machine, too, the interpreted kernels serve the CPU there."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SCALER_TRITON")}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
-        [sys.executable, "-c", FORK], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["16.0"] * 3
+    return run.stdout.split()
+
+
+def test_fork_after_use() -> None:
+    assert run_interpreted(FORK) == ["16.0"] * 3
+
+
+def test_fork_while_another_thread_tries_a_device() -> None:
+    """The child waits for nobody: the thread that held the lock is not in it."""
+    assert run_interpreted(FORK_IN_A_TRIAL) == ["torch", "0", "triton"]
 
 
 def train(seed: int, steps: int, device: str) -> list[Tensor]:

@@ -118,6 +118,18 @@ def assert_equal(tree: Any, other: Any) -> None:
         assert tree == other
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_ranks_that_fork_go_on(pool: Pool, variant: Variant) -> None:
+    """So do their children, each with a scaler of its own."""
+    results = values(pool(2).run(fault_cases.forks, variant))
+    expected = [float.fromhex(scale) for scale in scale_model([1])[0][1:]]
+    for digests, scales, child in results:
+        assert scales == expected
+        assert len(set(digests)) == len(digests)  # the first is after the skipped step
+        assert child == b"4.0 [False, True]"
+    assert results[0][0] == results[1][0]
+
+
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_no_sync(pool: Pool, how: str) -> None:
     """One rank overflows in a pass that is not reduced by itself; ours does what torch's does, to the bit."""

@@ -170,5 +170,6 @@ def test_a_pickled_scaler_asks_for_its_own_classes_only(cls: Any) -> None:
         ("collections", "defaultdict"),
         ("torch.amp.grad_scaler", "_refresh_per_optimizer_state"),
         ("scaler_triton.plan", "PlanCache"),
+        ("scaler_triton.unstepped", "Unstepped"),
         (cls.__module__, cls.__name__),
     } - ({("copyreg", "_reconstructor"), ("builtins", "object")} - recorder.asked)

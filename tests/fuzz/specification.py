@@ -303,7 +303,7 @@ def _writes(optimizer: Any) -> list[tuple[Tensor, int] | None]:
 
 def _same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(
-        one is None and other is None or (one and other and one[0] is other[0] and one[1] == other[1])
+        (one is None and other is None) or (one and other and one[0] is other[0] and one[1] == other[1])
         for one, other in zip(before, now, strict=True)
     )
 

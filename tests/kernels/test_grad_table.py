@@ -88,10 +88,16 @@ class LateEvent:
         self.passed = False
 
 
+staging_is_captured = [False]
+
+
 @pytest.fixture
 def staging():
     """The staging of a GPU whose copies take as long as the test likes."""
-    module = SimpleNamespace(Event=LateEvent, device=lambda _: nullcontext())
+    module = SimpleNamespace(
+        Event=LateEvent, device=lambda _: nullcontext(), is_current_stream_capturing=lambda: staging_is_captured[0]
+    )
+    staging_is_captured[0] = False
     with (
         mock.patch.object(torch, "get_device_module", return_value=module),
         mock.patch.object(table_module, "_pinned", lambda size: torch.full((size,), -1, dtype=torch.int64)),
@@ -115,6 +121,41 @@ def test_a_buffer_whose_copy_has_passed_is_used_again(staging):
             for _, event in staging._slots:
                 event.passed = True
     assert len(staging._slots) == 2
+
+
+def test_a_captured_copy_has_a_buffer_for_itself_and_for_good(staging):
+    out = torch.zeros(2, dtype=torch.int64)
+    before = staging._spare[0]
+    staging_is_captured[0] = True
+    staging.send([7, 7], out)
+    staging_is_captured[0] = False
+    for step in range(5):
+        staging.send([step, step], out)
+    assert [buffer.tolist() for buffer in staging.captured] == [[7, 7]]
+    assert staging.captured[0] is before  # nothing is allocated in a capture
+    assert len(staging._spare) == 1
+
+
+def test_a_second_captured_copy_without_a_step_between_is_refused(staging):
+    out = torch.zeros(2, dtype=torch.int64)
+    staging_is_captured[0] = True
+    staging.send([7, 7], out)
+    with pytest.raises(RuntimeError, match="take one step outside a capture"):
+        staging.send([8, 8], out)
+    assert out.tolist() == [7, 7]
+
+
+def test_after_a_capture_addresses_are_always_sent():
+    table, sent = GradTable([1, 1], torch.float32, DEVICE), []
+    table._staging = SimpleNamespace(captured=[], send=lambda values, out: sent.append(list(values)))
+    table.set_addresses([16, 32])
+    table.set_addresses([16, 32])
+    assert sent == [[16, 32]]
+    table._staging.captured.append(torch.zeros(2))  # a replay may have written the table since
+    table.set_addresses([16, 32])
+    assert sent == [[16, 32]] * 2
+    assert table in table_module._captured
+    table_module._captured.remove(table)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,106 @@
+"""`python -m perf`: run what this machine allows, print one table, write CSV and plot."""
+
+import argparse
+import gc
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from perf import bench_check, bench_cpu, bench_host, bench_import, bench_launches, bench_step, bench_unscale, readme
+from perf.context import Context, Section
+from perf.goals import answers
+from perf.machine import here
+from perf.plot import save_plot
+from perf.rows import Entry, Row, merged, read_csv, write_csv
+from perf.table import answers_table, cases_table
+
+# In this order: a failed capture at the end of `step` may spoil the process.
+BENCHES = {
+    "import": bench_import,
+    "host": bench_host,
+    "cpu": bench_cpu,
+    "unscale": bench_unscale,
+    "check": bench_check,
+    "launches": bench_launches,
+    "step": bench_step,
+}
+QUICK_OUT = Path("out/perf-quick")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run; return 0, or 1 if something failed."""
+    arguments = build_parser().parse_args(words)
+    if arguments.readme:
+        readme.rewrite()
+        return 0
+    context, chosen, machine = Context(quick=arguments.quick), arguments.only, here()
+    print(f"{machine.device}, torch {machine.torch}, triton {machine.triton}, Python {machine.python}", flush=True)
+    sections = [(name, section) for name in chosen for section in BENCHES[name].sections(context)]
+    rows, failed = run_all(sections)
+    out = arguments.out or (QUICK_OUT if arguments.quick else readme.RESULTS)
+    path = out / f"{machine.device}.csv"
+    entries = merged(read_csv(path), [Entry(row, machine) for row in rows], {row.bench for row in rows})
+    report(entries, {row.bench for row in rows}, context, failed)
+    if entries:
+        write_csv(path, entries)
+        save_plot(entries, path.with_suffix(".svg"))
+        print(f"written: {path}, {path.with_suffix('.svg')}")
+    if out.resolve() == readme.RESULTS.resolve():
+        readme.rewrite()
+    return 1 if failed else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m perf", description="Our scaler's cost beside torch's.")
+    parser.add_argument(
+        "--out", type=Path, help="folder for CSV and plot (default: perf/results, whose results go into the README)"
+    )
+    parser.add_argument("--only", type=_names, default=list(BENCHES), help=f"some of {','.join(BENCHES)}")
+    parser.add_argument("--quick", action="store_true", help="see that all works; its numbers mean nothing")
+    parser.add_argument("--readme", action="store_true", help="only write the CSVs' results into perf/README.md")
+    return parser
+
+
+def run_all(sections: Iterable[tuple[str, Section]]) -> tuple[list[Row], list[str]]:
+    """Run the sections of the benches; return their rows, and the names of those that failed."""
+    rows: list[Row] = []
+    failed: list[str] = []
+    for bench, section in sections:
+        begin = time.monotonic()
+        try:
+            rows.extend(section.run())
+        except Exception:
+            print(f"\n{bench}: {section.name} failed\n{traceback.format_exc()}", flush=True)
+            failed.append(section.name)
+        _tidy()
+        print(f"{section.name}: {time.monotonic() - begin:.0f} s", flush=True)
+    return rows, failed
+
+
+def report(entries: Sequence[Entry], ran: set[str], context: Context, failed: Sequence[str]) -> None:
+    """Print the tables of the benches that ran, the goals, and what is missing."""
+    for bench in [name for name in BENCHES if name in ran]:
+        print(f"\n{bench}: {BENCHES[bench].__doc__}\n{cases_table(e.row for e in entries if e.row.bench == bench)}")
+    print(f"\nGoals, each by its worst case\n{answers_table(answers(entries))}")
+    for text in context.left_out:
+        print(f"left out: {text}")
+    for name in failed:
+        print(f"FAILED: {name}")
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in BENCHES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHES)}")
+    return [name for name in BENCHES if name in names]
+
+
+def _tidy() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,137 @@
+"""The budget: what is to be reached, and whether the rows reach it."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from perf.rows import Entry, Row
+
+EVEN = 1.02  # 2 % apart counts as equally fast
+
+GPU, FULL = "needs a GPU", "needs a full run"
+NO_CLIP = "there is no fused `clip_grad_norm_` yet"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One row of the budget.
+
+    Args:
+        question: in words.
+        bench, cases, metric: which rows answer it; `cases` is a pattern, and the worst of them counts.
+        limit: what `subject`'s median must not pass.
+        subject: the number that is compared with the limit.
+        at_least: the limit is a lower one.
+        needs: why a machine may not have measured it.
+        because: why it is missed where it is.
+    """
+
+    question: str
+    bench: str
+    cases: str
+    metric: str
+    limit: float
+    subject: str = "ours / torch"
+    at_least: bool = False
+    needs: str = GPU
+    because: str = "not known yet"  # a phrase, taken from a measurement
+
+    def is_met_by(self, value: float) -> bool:
+        """Tell whether a value is within the limit."""
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    def text(self) -> str:
+        """Return the limit as the table shows it."""
+        limit = f"{self.limit / 1e3:g} ms" if self.subject == "ours" else f"{self.limit:.4g}"
+        return f"{'>=' if self.at_least else '<='} {limit}"
+
+
+def _missing(question: str, limit: float) -> Goal:
+    return Goal(question, "clip", "", "", limit, needs=NO_CLIP)
+
+
+# Causes, each from a measurement of its own.
+FIXED = "what a step costs whatever the number of gradients, and too few gradients to make up for it"
+JOINTS = "finding out from Python that gradients touch takes longer than the op then saves"
+CALLS = "torch takes one call for a list, our check several; in fp16 one of them alone takes as long as torch's op"
+
+HOST, WHOLE = "unscale_", r"unscale_ + step + update"
+GOALS = (
+    Goal("whole step, eager, over none", "step", r"(GPT-2|LoRA|FSDP2)(?!.*cpu).*", "step", 1.005, "ours / none"),
+    Goal("whole step, captured, over none", "step", r".*captured", "step", 1.001, "ours / none"),
+    Goal("whole step, CPU offload", "step", r"CPU offload.*", "step", EVEN),
+    Goal("whole step, small, on the CPU", "step", r".*cpu.*", "step", EVEN, needs=FULL),
+    Goal("GPU idle, backward to forward", "step", r".*AdamW.*", "idle", 1.0),
+    Goal("500 FSDP2, unscale_, host", "host", r"500 DTensor, .*(cuda|stub)", HOST, 0.25, needs=FULL),
+    _missing("500 FSDP2, unscale + clip, host", 0.1),
+    Goal("500 plain, a step, host", "host", r"500 plain, .*(cuda|stub)", WHOLE, 0.4, needs=FULL),
+    Goal("10 to 2000 plain, a step, host", "host", r"\d+ plain, .*(cuda|stub)", WHOLE, EVEN, needs=FULL, because=FIXED),
+    Goal("grads come and go, a step, host", "host", r"(MoE|LoRA).*(cuda|stub)", WHOLE, EVEN, needs=FULL),
+    Goal("2000 small, one unscale_, wall", "unscale", r"2000 x (64|1k) fp32", "wall", 1 / 3),
+    Goal("check before fused, large", "check", r"(GPT-2|Llama|ViT|2000 x 100k).*", "device", 1 / 1.9),
+    _missing("unscale + clip, any optimizer", 1 / 1.6),
+    _missing("unscale + clip + fused AdamW", 1 / 1.15),
+    _missing("the same with defer=True", 1 / 1.3),
+    Goal(
+        "share of copy bandwidth, large",
+        "unscale",
+        r"(Llama|2000 x 100k).*",
+        "device",
+        0.95,
+        "copy / ours",
+        at_least=True,
+    ),
+    Goal("added launches, one dtype", "launches", r"(plain|fused) AdamW", "launches", 3, "ours - none"),
+    Goal("CPU: unscale", "cpu", r".*", "unscale", EVEN, needs=FULL),
+    Goal("CPU: unscale_ + step + update", "host", r".*, cpu", WHOLE, EVEN, needs=FULL, because=FIXED),
+    Goal("CPU: adjacent gradients", "cpu", r".*", "unscale, adjacent", 0.5, needs=FULL, because=JOINTS),
+    Goal("CPU: check, over 1 MB each", "cpu", r"20 x 1M.*", "check", 1 / 1.2, needs=FULL, because=CALLS),
+    Goal("CPU: check, smaller ones too", "cpu", r".*", "check", EVEN, needs=FULL, because=CALLS),
+    Goal("import, over import torch", "import", r".*", "import", 50_000, "ours", needs=FULL),
+)
+
+
+class Answer(NamedTuple):
+    """A goal, and the worst case that was measured for it; no rows if none was."""
+
+    goal: Goal
+    rows: dict[str, Row]
+    device: str = ""
+
+    @property
+    def value(self) -> float | None:
+        """What is compared with the limit."""
+        return self.rows[self.goal.subject].p50 if self.rows else None
+
+    @property
+    def met(self) -> str:
+        """Return "yes", "no" or "not measured"."""
+        if self.value is None:
+            return "not measured"
+        return "yes" if self.goal.is_met_by(self.value) else "no"
+
+
+def answers(entries: Iterable[Entry], goals: Sequence[Goal] = GOALS) -> list[Answer]:
+    """Return every goal's answer from every device that has one; a goal without any is answered by no rows."""
+    found: list[Answer] = []
+    by_device: dict[str, list[Row]] = {}
+    for entry in entries:
+        by_device.setdefault(entry.machine.device, []).append(entry.row)
+    for goal in goals:
+        here = [
+            Answer(goal, rows, device) for device, all_rows in by_device.items() if (rows := _worst(goal, all_rows))
+        ]
+        found += here or [Answer(goal, {})]
+    return found
+
+
+def _worst(goal: Goal, rows: Iterable[Row]) -> dict[str, Row]:
+    """Return the rows, by subject, of the case that is furthest from the goal."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if (row.bench, row.metric) == (goal.bench, goal.metric) and re.fullmatch(goal.cases, row.case):
+            cases.setdefault(row.case, {})[row.subject] = row
+    decided = [case for case in cases.values() if goal.subject in case]
+    pick = min if goal.at_least else max
+    return pick(decided, key=lambda case: case[goal.subject].p50, default={})

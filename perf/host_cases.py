@@ -1,0 +1,148 @@
+"""What the scaler costs the host: cases of many small gradients, and how one of them is measured."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from perf.check import require_same
+from perf.grads import Gradients, Still
+from perf.measure import Effort, Subject, interleaved, one_thread
+from perf.rows import Row, time_rows
+from perf.scalers import flags, scalers, state
+from perf.solo import sharded
+
+NUMEL = 64  # so small that elements cost next to nothing
+COUNTS = (10, 50, 100, 500, 1000, 2000)
+EXPERTS, EXPERT_WEIGHTS = 64, 3
+LORA_TRAINABLE, LORA_FROZEN = 448, 4000
+
+
+@dataclass(frozen=True)
+class Case:
+    """Many gradients and how they come.
+
+    Args:
+        what: their number, or what has them.
+        kind: "plain" or "DTensor".
+        coming: "same addresses", "new addresses" or "come and go".
+        path: "cpu", "cuda" or "stub": the GPU's path over a driver that computes nothing.
+        count: how many gradients.
+        frozen: how many more parameters the optimizer has, which never get one.
+    """
+
+    what: str
+    kind: str
+    coming: str
+    path: str
+    count: int
+    frozen: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the CSV calls it."""
+        return f"{self.what} {self.kind}, {self.coming}, {self.path}"
+
+
+def cases(path: str, counts: Sequence[int] = COUNTS) -> list[Case]:
+    """Return all cases of a path."""
+    kinds, moving = ("plain", "DTensor"), ("same addresses", "new addresses")
+    every = [Case(str(n), kind, coming, path, n) for n in counts for kind in kinds for coming in moving]
+    every += [Case("MoE", kind, "come and go", path, EXPERTS * EXPERT_WEIGHTS) for kind in kinds]
+    return [*every, Case("LoRA", "plain", "same addresses", path, LORA_TRAINABLE, LORA_FROZEN)]
+
+
+def split(every: Sequence[Case]) -> tuple[list[Case], list[Case]]:
+    """Return the cases without DTensors, to be measured without a process group, and those with."""
+    return [case for case in every if case.kind == "plain"], [case for case in every if case.kind == "DTensor"]
+
+
+def unscale(scaler: Any, optimizer: Any) -> None:
+    """Unscale, as before clipping."""
+    scaler.unscale_(optimizer)
+
+
+def whole(scaler: Any, optimizer: Any) -> None:
+    """All that a step asks of the scaler but `scale`."""
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def forget(scaler: Any, optimizer: Any) -> None:
+    """End a step that only unscaled."""
+    scaler.update()
+
+
+CALLS: dict[str, tuple[Callable[[Any, Any], None], Callable[[Any, Any], None]]] = {
+    "unscale_": (unscale, forget),
+    "unscale_ + step + update": (whole, lambda scaler, optimizer: None),
+}
+
+
+class Bench:
+    """A case with gradients, an optimizer that does nothing and both scalers."""
+
+    def __init__(self, case: Case, mesh: DeviceMesh | None) -> None:
+        self.case = case
+        self.device = "cuda" if case.path == "cuda" else "cpu"
+        options = {} if mesh is None else {"wrap": sharded(mesh)}
+        self.gradients = Gradients([NUMEL] * case.count, device=self.device, **options)
+        self.optimizer = Still([*self.gradients.parameters, *_frozen(case.frozen, self.device)])
+        self.scalers = scalers(self.device, backend="triton" if case.path == "stub" else None)
+        self._draws = {name: random.Random(0) for name in self.scalers}
+
+    def subjects(self, metric: str) -> dict[str, Subject]:
+        """Return what to time for a metric of `CALLS`."""
+        return {name: self._subject(name, *CALLS[metric]) for name in self.scalers}
+
+    def result(self, name: str) -> list[Tensor]:
+        """Return what a scaler left: the gradients, its flags, scale and tracker."""
+        scaler = self.scalers[name]
+        return [*self.gradients.locals, *(f.reshape(()) for f in flags(scaler, self.optimizer)), *state(scaler)]
+
+    def _subject(self, name: str, call: Callable[..., None], after: Callable[..., None]) -> Subject:
+        scaler, optimizer = self.scalers[name], self.optimizer
+        return Subject(
+            lambda: call(scaler, optimizer), lambda: self._prepare(self._draws[name]), lambda: after(scaler, optimizer)
+        )
+
+    def _prepare(self, draw: random.Random) -> None:
+        if self.case.coming == "new addresses":
+            self.gradients.renew()
+        else:
+            self.gradients.restore()
+        if self.case.coming == "come and go":  # each scaler sees the same sequence of choices
+            chosen = {*draw.sample(range(EXPERTS), EXPERTS // 2)}
+            self.gradients.choose(i for i in range(self.case.count) if i // EXPERT_WEIGHTS in chosen)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _frozen(count: int, device: str) -> list[Tensor]:
+    return [torch.nn.Parameter(torch.empty(1, device=device), requires_grad=False) for _ in range(count)]
+
+
+def check(case: Case, mesh: DeviceMesh | None) -> None:
+    """Raise WrongResult unless both scalers leave the same bits, of finite gradients and of an infinite one."""
+    for metric in CALLS:
+        for spoilt in (False, True):
+            bench = Bench(case, mesh)
+            with bench.gradients.spoilt(spoilt):
+                require_same(f"{case.name}, {metric}", bench.subjects(metric), bench.result)
+
+
+def measure(
+    case: Case, mesh: DeviceMesh | None, effort: Effort, verify: Callable[[Case, DeviceMesh | None], None] = check
+) -> Iterator[Row]:
+    """Check a case, then time it; rows of the times and of their ratios."""
+    with one_thread():
+        verify(case, mesh)
+    for metric in CALLS:
+        with one_thread():
+            times = interleaved(Bench(case, mesh).subjects(metric), effort, warmup=5)
+        yield from time_rows("host", case.name, metric, times)

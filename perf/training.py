@@ -1,0 +1,153 @@
+"""A training loop whose scaler changes from step to step, so that none, torch's and ours meet the same moment."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from perf.check import require, require_same
+from perf.grads import Still
+from perf.measure import Effort, Subject, rotations
+from perf.scalers import scalers, unscale_here
+
+SCALE = 4.0  # nothing overflows at it: a skipped step would be a short one
+BLOCK = 5  # steps in a row with one scaler: the host runs ahead of the GPU as it does in training
+
+Times = dict[str, dict[str, list[float]]]
+
+
+class Loop:
+    """One model and optimizer, trained in fp16 autocast.
+
+    Args:
+        model: returns its loss.
+        optimizer: of its parameters, or of some.
+        batch: what the model takes.
+        clip: unscale and clip before the step.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, batch: Sequence[Tensor], *, clip: bool = False) -> None:
+        self.model, self.optimizer, self.batch, self.clip = model, optimizer, batch, clip
+        self.device = batch[0].device.type
+        self.scalers = {"none": torch.amp.GradScaler(self.device, enabled=False), **scalers(self.device, scale=SCALE)}
+        self._in_optimizer = self._entered = 0.0
+        optimizer.register_step_pre_hook(self._enter)
+        optimizer.register_step_post_hook(self._leave)
+
+    def backward(self, scaler: Any) -> None:
+        """Take a new loss and its gradients."""
+        self.optimizer.zero_grad()
+        with record_function("forward"), torch.autocast(self.device, dtype=torch.float16):
+            loss = self.model(*self.batch)
+        with record_function("scaler"):
+            loss = scaler.scale(loss)
+        with record_function("backward"):
+            loss.backward()
+
+    def finish(self, scaler: Any) -> None:
+        """Do the rest of the step: unscale and clip if asked for, step, update."""
+        with record_function("scaler"):
+            if self.clip:
+                scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    def step(self, scaler: Any) -> None:
+        """Do one whole step."""
+        self.backward(scaler)
+        self.finish(scaler)
+
+    def finish_seconds(self, scaler: Any) -> float:
+        """Do `finish`; return how long it kept the host, without the optimizer's own step."""
+        self._in_optimizer = 0.0
+        begin = time.perf_counter()
+        self.finish(scaler)
+        return time.perf_counter() - begin - self._in_optimizer
+
+    def _enter(self, *args: Any) -> None:
+        self._entered = time.perf_counter()
+
+    def _leave(self, *args: Any) -> None:
+        self._in_optimizer += time.perf_counter() - self._entered
+
+
+def timed_steps(loop: Loop, effort: Effort) -> Times:
+    """Return seconds by metric and scaler: of a step, from backward's end to the next forward, of the host."""
+    times: Times = {}
+    for scaler in loop.scalers.values():
+        _block(loop, scaler)
+    for order in rotations(list(loop.scalers), effort):
+        for name in order:
+            for metric, values in _block(loop, loop.scalers[name]).items():
+                times.setdefault(metric, {name: [] for name in loop.scalers})[name] += values
+    return times
+
+
+def _block(loop: Loop, scaler: Any) -> dict[str, list[float]]:
+    starts, ends, host = [], [], []  # of steps, of backward passes, of `finish`
+    loop.step(scaler)
+    for _ in range(BLOCK):
+        starts.append(_mark(loop.device))
+        loop.backward(scaler)
+        ends.append(_mark(loop.device))
+        host.append(loop.finish_seconds(scaler))
+    starts.append(_mark(loop.device))
+    if loop.device == "cuda":
+        torch.cuda.synchronize()
+    steps = [_between(*pair) for pair in pairwise(starts)]
+    tails = [_between(*pair) for pair in zip(ends, starts[1:], strict=True)]
+    return {"step": steps, "backward to forward": tails, "host": host}
+
+
+def _mark(device: str) -> Any:
+    """Return this moment, on the GPU's own clock where there is one."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(first: Any, second: Any) -> float:
+    if isinstance(first, float):
+        return float(second - first)
+    return float(first.elapsed_time(second)) * 1e-3
+
+
+def require_no_skips(case: str, loop: Loop) -> None:
+    """Raise WrongResult if a scaler backed off: its steps did less than the others'."""
+    for name, scaler in loop.scalers.items():
+        require(
+            not scaler.is_enabled() or scaler.get_scale() == SCALE,
+            f"{case}: {name} skipped a step, its scale is {scaler.get_scale()}",
+        )
+
+
+def require_equal_unscaling(case: str, loop: Loop) -> None:
+    """Raise WrongResult unless both scalers turn the model's own gradients into the same bits.
+
+    Whole steps cannot be compared: a GPU adds some gradients up in no fixed order.
+    """
+    loop.backward(loop.scalers["torch"])
+    parameters = [p for group in loop.optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [local(p.grad) for p in parameters]
+    before = [gradient.clone() for gradient in gradients]
+    optimizer = Still(parameters)
+
+    def subject(scaler: Any) -> Subject:
+        return Subject(lambda: unscale_here(scaler, optimizer), lambda: torch._foreach_copy_(gradients, before))
+
+    both = {name: subject(loop.scalers[name]) for name in ("torch", "ours")}
+    require_same(case, both, lambda name: gradients)
+    loop.optimizer.zero_grad()
+
+
+def local(gradient: Tensor) -> Tensor:
+    """Return what this rank holds of a gradient, in the gradient's own memory."""
+    with torch.no_grad():
+        return gradient.to_local() if hasattr(gradient, "to_local") else gradient

@@ -1,0 +1,243 @@
+"""The benches: wrong results are refused, the GPU's code runs on the CPU, the command tells what it left out."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perf import (
+    bench_check,
+    bench_cpu,
+    bench_host,
+    bench_launches,
+    bench_step,
+    bench_unscale,
+    command,
+    host_cases,
+    host_stub,
+)
+from perf.check import WrongResult, require_same, same_bits
+from perf.compare import checking, require_equal, unscaling
+from perf.context import Context, Section
+from perf.grads import Gradients
+from perf.host_cases import Case
+from perf.measure import QUICK, Subject
+from perf.rows import Row, row
+from perf.solo import one_rank
+from scaler_triton import GradScaler
+
+ROOT = Path(__file__).parents[2]
+CASE = Case("10", "plain", "new addresses", "cpu", 10)
+
+
+@pytest.fixture
+def wrong_by_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = GradScaler._unscale_grads_
+
+    def wrong(self: Any, optimizer: Any, *args: Any) -> Any:
+        flags = right(self, optimizer, *args)
+        last = optimizer.param_groups[0]["params"][-1].grad
+        last.view(torch.int32)[0] ^= 1
+        return flags
+
+    monkeypatch.setattr(GradScaler, "_unscale_grads_", wrong)
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let our check see nothing."""
+    monkeypatch.setattr("scaler_triton.reference.check_nonfinite", lambda tensors, found_inf: None)
+
+
+@pytest.mark.usefixtures("wrong_by_one_bit")
+def test_a_wrong_gradient_is_refused() -> None:
+    with pytest.raises(WrongResult, match="10 plain, new addresses, cpu, unscale_: ours's tensor 9 differs"):
+        list(host_cases.measure(CASE, None, QUICK))
+    with pytest.raises(WrongResult, match="some list: ours's tensor 2 differs"):
+        require_equal("some list", Gradients([4, 4, 4]), unscaling)
+
+
+@pytest.mark.usefixtures("blind")
+def test_a_missed_overflow_is_refused() -> None:
+    with pytest.raises(WrongResult, match="ours's tensor 3 differs: torch.float32 \\[0.0\\], not"):
+        require_equal("some list", Gradients([4, 4, 4]), checking)
+
+
+def test_without_torch_the_arithmetic_decides() -> None:
+    for build in (unscaling, checking):
+        require_equal("some list", Gradients([4, 4, 4], torch.bfloat16), build, torch_serves=False)
+
+
+@pytest.mark.usefixtures("wrong_by_one_bit")
+def test_without_torch_a_wrong_gradient_is_refused() -> None:
+    with pytest.raises(WrongResult):
+        require_equal("some list", Gradients([4, 4, 4]), unscaling, torch_serves=False)
+
+
+def test_bits_are_compared() -> None:
+    zero, nan = torch.tensor([0.0]), torch.tensor([float("nan")])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.double())
+
+
+def test_a_missing_tensor_is_a_difference() -> None:
+    left = {"torch": [torch.ones(1)], "ours": []}
+    with pytest.raises(WrongResult, match="left 0 tensors, not 1"):
+        require_same("case", {name: Subject(lambda: None) for name in left}, left.__getitem__)
+
+
+def test_gradients_move_only_when_they_are_to() -> None:
+    gradients = Gradients([3, 5])
+    addresses = [parameter.grad.data_ptr() for parameter in gradients.parameters]
+    gradients.restore()
+    assert [parameter.grad.data_ptr() for parameter in gradients.parameters] == addresses
+    gradients.renew()
+    assert all(p.grad.data_ptr() != old for p, old in zip(gradients.parameters, addresses, strict=True))
+    gradients.choose([1])
+    assert [parameter.grad is None for parameter in gradients.parameters] == [True, False]
+
+
+def test_adjacent_gradients_touch() -> None:
+    first, second = Gradients([3, 5], adjacent=True).locals
+    assert first.data_ptr() + first.nbytes == second.data_ptr()
+
+
+def test_dtensors_are_measured() -> None:
+    with one_rank("cpu") as mesh:
+        rows = list(host_cases.measure(Case("10", "DTensor", "same addresses", "cpu", 10), mesh, QUICK))
+    assert {found.metric for found in rows if found.subject == "ours / torch"} == set(host_cases.CALLS)
+
+
+def test_experts_come_and_go_alike_for_both() -> None:
+    bench = host_cases.Bench(Case("MoE", "plain", "come and go", "cpu", 192), None)
+    present = []
+    for subject in bench.subjects("unscale_").values():
+        subject.before()
+        present.append([parameter.grad is not None for parameter in bench.gradients.parameters])
+        subject.run()
+        subject.after()
+    assert present[0] == present[1]
+    assert sum(present[0]) == 96
+
+
+def test_the_stub_must_have_been_launched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_stub.stub_driver, "launches", lambda: 0)
+    with pytest.raises(WrongResult, match="ours launched 0 kernels"):
+        host_stub.check(CASE, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or not shutil.which("gcc"), reason="for machines with gcc and no GPU")
+def test_the_gpus_host_path_is_measured_without_a_gpu() -> None:
+    rows = list(bench_host.measure_stub(Context(quick=True, gpu=False)))
+    assert {found.case.rsplit(", ", 1)[1] for found in rows} == {"stub"}
+    assert {found.metric for found in rows} == set(host_cases.CALLS)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_the_gpus_lists_run(on_cpu: Callable[[bool], None], served: bool) -> None:
+    on_cpu(served)
+    context = Context(quick=True, gpu=True)
+    rows = [*bench_unscale.measure(context), *bench_check.measure(context)]
+    subjects = {found.subject for found in rows}
+    assert {"ours", "copy", "copy / ours"} <= subjects
+    assert ("torch" in subjects) == served
+    assert {found.metric for found in rows} == {"device", "bandwidth", "wall"}
+    assert len(context.left_out) == (0 if served else 6)
+
+
+def test_the_gpus_launches_are_counted(on_cpu: Callable[[bool], None]) -> None:
+    on_cpu(True)
+    found = {(r.case, r.metric, r.subject): r.p50 for r in bench_launches.measure()}
+    assert found["fused AdamW, clip", "launches", "ours - none"] == 0.0
+    assert found["plain AdamW", "copies", "torch"] == 1.0
+
+
+def test_the_gpus_training_runs(on_cpu: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(True)
+    context = Context(quick=True, gpu=True)
+    rows = list(bench_step.lora(context, "cpu"))
+    assert {found.metric for found in rows} == {"step", "backward to forward", "host"}
+    assert {"ours / none", "torch / none"} <= {found.subject for found in rows}
+
+
+def test_the_gpus_idle_time_is_read(on_cpu: Callable[[bool], None]) -> None:
+    on_cpu(True)
+    loop = bench_step.Loop(*small())
+    assert {found.subject for found in bench_step.idle("case", loop)} >= {"none", "ours / torch"}
+
+
+def test_a_capture_that_fails_is_told_and_the_others_are_timed(
+    on_cpu: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu(True)
+    tiny = bench_step.ModelSize(1, 16, 1, 8)
+    monkeypatch.setattr(bench_step, "ModelSize", lambda **size: tiny)
+
+    def replay_of(loop: bench_step.Loop, scaler: Any) -> Callable[[], None]:
+        if scaler is loop.scalers["ours"]:
+            raise RuntimeError("operation not permitted\nwhile capturing")
+        return lambda: loop.step(scaler)
+
+    monkeypatch.setattr(bench_step, "replay_of", replay_of)
+    context = Context(quick=True, gpu=True)
+    rows = list(bench_step.captured(context, "cpu"))
+    assert {found.subject for found in rows} == {"none", "torch", "torch / none"}
+    assert context.left_out == ["captured step, ours: RuntimeError: operation not permitted"]
+
+
+def test_a_skipped_step_is_refused() -> None:
+    loop = bench_step.Loop(*small())
+    loop.scalers["ours"].update(2.0)
+    with pytest.raises(WrongResult, match="case: ours skipped a step"):
+        bench_step.require_no_skips("case", loop)
+
+
+def small() -> tuple[Any, Any, Any]:
+    model = bench_step.transformer(bench_step.ModelSize(1, 16, 1, 8), 10, "cpu")
+    return model, bench_step.adamw(model.parameters()), bench_step.tokens(1, 8, 10, "cpu")
+
+
+def test_a_failing_bench_leaves_the_others_running(capsys: pytest.CaptureFixture[str]) -> None:
+    def failing() -> Iterator[Row]:
+        yield row("a", "c", "m", "ours", "us", [1.0])
+        raise OSError("no luck")
+
+    def good() -> Iterator[Row]:
+        yield row("b", "c", "m", "ours", "us", [1.0])
+
+    rows, failed = command.run_all([("a", Section("first", failing)), ("b", Section("second", good))])
+    assert [found.bench for found in rows] == ["a", "b"]
+    assert failed == ["first"]
+    assert "OSError: no luck" in capsys.readouterr().out
+
+
+def test_a_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def failing() -> Iterator[Row]:
+        raise OSError("no luck")
+
+    monkeypatch.setattr(bench_cpu, "sections", lambda context: [Section("cpu", failing)])
+    assert command.main(["--only", "cpu", "--out", str(tmp_path)]) == 1
+
+
+def test_the_command_runs_and_tells_what_it_left_out(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "perf", "--quick", "--only", "cpu,check", "--out", str(tmp_path)]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "100 x 64 fp16" in run.stdout
+    if not torch.cuda.is_available():
+        assert "left out: check before a fused optimizer: needs a GPU" in run.stdout
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".svg"]
+
+
+def test_an_unknown_bench_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--only", "cpu,gpus"])
+    assert "unknown: gpus" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""Goals, tables, plot and README: what is told of the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from perf import readme
+from perf.goals import GOALS, Goal, answers
+from perf.machine import Machine
+from perf.plot import save_plot
+from perf.rows import Entry, Row, row, time_rows, write_csv
+from perf.table import answers_table, cases_table
+
+MACHINE = Machine("card", "1.2", "2.13", "3.7", "3.11", "abc", "2025-01-01")
+FASTER = Goal("is it faster", "cpu", r"[ab]", "unscale", 0.5, because="it rains")
+
+
+def entries(*rows: Row) -> list[Entry]:
+    return [Entry(found, MACHINE) for found in rows]
+
+
+def times(case: str, torch: float, ours: float, bench: str = "cpu", metric: str = "unscale") -> list[Row]:
+    return time_rows(bench, case, metric, {"torch": [torch] * 3, "ours": [ours] * 3})
+
+
+def test_the_worst_case_answers() -> None:
+    (answer,) = answers(entries(*times("a", 1.0, 0.4), *times("b", 1.0, 0.6), *times("c", 1.0, 9.0)), [FASTER])
+    assert (answer.value, answer.met, answer.device) == (pytest.approx(0.6), "no", "card")
+
+
+def test_a_lower_limit_takes_the_lowest() -> None:
+    goal = Goal("share", "u", r".*", "device", 0.95, "copy / ours", at_least=True)
+    rows = [row("u", case, "device", "copy / ours", "ratio", [share]) for case, share in (("a", 0.99), ("b", 0.96))]
+    (answer,) = answers(entries(*rows), [goal])
+    assert (answer.value, answer.met) == (0.96, "yes")
+
+
+def test_nothing_measured_is_neither_yes_nor_no() -> None:
+    (answer,) = answers([], [FASTER])
+    assert (answer.value, answer.met) == (None, "not measured")
+
+
+def test_no_number_is_no_success() -> None:
+    assert not FASTER.is_met_by(float("nan"))
+
+
+def test_table_keeps_what_is_lost_and_what_is_missing() -> None:
+    missing = Goal("on a card", "u", r".*", "device", 0.5)
+    text = answers_table(answers(entries(*times("a", 1e-3, 2e-3)), [FASTER, missing]))
+    lost, absent = text.splitlines()[2:]
+    assert lost.split()[-2:] == ["0.5", "no"]
+    assert "1 ms" in lost
+    assert "2.000" in lost
+    assert absent.endswith("not measured")
+    assert "needs a GPU" in absent
+
+
+def test_cases_table_shows_every_subject() -> None:
+    rows = [*times("a", 1e-3, 2e-3), row("launches", "b", "copies", "ours - none", "count", [2.0])]
+    text = cases_table(rows)
+    assert "2.000 (2.000-2.000)" in text
+    assert "ours - none" in text
+
+
+def test_every_goal_has_a_question_of_its_own() -> None:
+    assert len({goal.question for goal in GOALS}) == len(GOALS)
+
+
+def all_kinds() -> list[Entry]:
+    """Return rows for every panel of the plot."""
+    host = [times(f"{n} plain, same addresses, cuda", n * 1e-6, n * 5e-7, "host", "unscale_") for n in (10, 100)]
+    step = time_rows("step", "GPT-2, plain AdamW", "step", {"none": [1.0], "torch": [1.1], "ours": [1.01]})
+    return entries(*(found for rows in host for found in rows), *step, *times("2000 x 64 fp32", 1.0, 2.0))
+
+
+@pytest.mark.parametrize("rows", [all_kinds(), entries(*times("2000 x 64 fp32", 1.0, 2.0))], ids=["all", "few"])
+def test_plot_is_the_same_for_the_same_rows(tmp_path: Path, rows: list[Entry]) -> None:
+    first, second = tmp_path / "first.svg", tmp_path / "new" / "second.svg"
+    save_plot(rows, first)
+    save_plot(rows, second)
+    assert first.read_text() == second.read_text()
+    assert first.read_text().startswith("<?xml")
+
+
+def test_readme_block_names_misses_and_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readme, "answers", lambda found: answers(found, [FASTER]))
+    write_csv(tmp_path / "card.csv", entries(*times("a", 1.0, 0.75)))
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    readme.rewrite(page, tmp_path)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert readme.current(text) == readme.block(tmp_path)
+    assert "- is it faster (a, card): 0.750, the goal is <= 0.5. Cause: it rains." in text
+
+
+def test_readme_says_what_the_csvs_say() -> None:
+    assert readme.current(readme.README.read_text()) == readme.block()

@@ -1,0 +1,37 @@
+"""What is read out of a profiler's trace."""
+
+from __future__ import annotations
+
+import pytest
+from perf_events import event, trace
+
+from perf.trace import idle_gaps, parse
+
+
+def test_work_counts_for_the_phase_that_launched_it() -> None:
+    assert trace().per_step("scaler") == {"launches": 1, "copies": 1, "waits": 1}
+    assert trace().per_step("backward") == {"launches": 1, "copies": 0, "waits": 0}
+
+
+@pytest.mark.parametrize("idle", [0.0, 5.0])
+def test_idle_is_what_nothing_covers_between_backward_and_forward(idle: float) -> None:
+    # backward ends at 40; 10 us of the optimizer, 1 us of a copy; the next forward pass starts at 102
+    assert idle_gaps(trace(idle)) == [pytest.approx(62 - 11)] * 2
+
+
+def test_overlapping_work_is_not_idle_time() -> None:
+    events = [
+        event("user_annotation", "backward", 0, 5),
+        event("user_annotation", "forward", 10, 5),
+        event("cuda_runtime", "launch", 1, 1, 1),
+        event("cuda_runtime", "launch", 2, 1, 2),
+        event("cuda_runtime", "launch", 11, 1, 3),
+        event("kernel", "long", 3, 20, 1),
+        event("kernel", "short, on another stream", 4, 2, 2),
+        event("kernel", "forward", 25, 5, 3),
+    ]
+    assert idle_gaps(parse(events, 1)) == [2.0]
+
+
+def test_work_of_no_phase_belongs_to_none() -> None:
+    assert parse([event("kernel", "alone", 0, 1, 7)], 1).work[0].phase == ""

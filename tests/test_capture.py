@@ -1,0 +1,113 @@
+"""A whole step in a CUDA graph: replayed, it does to the bit what it does when called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same
+
+from scaler_triton import GradScaler
+
+STEPS = 100
+BAD_STEPS = {3, 4, 40, 77, 99}
+
+
+class Run:
+    """A small model trained in fp16 on batches that stay where they are, so that a graph can read them."""
+
+    def __init__(self, explicit: bool) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True, capturable=True)
+        self.scaler = GradScaler("cuda", init_scale=2.0**10, growth_interval=7)
+        self.batch = torch.zeros(4, 64, device="cuda")
+        self.explicit = explicit
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = self.model(self.batch).float().square().mean()
+        self.scaler.scale(loss).backward()
+        if self.explicit:
+            self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def load(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        self.batch.copy_(torch.randn(4, 64, generator=generator) * (float("inf") if step in BAD_STEPS else 1.0))
+
+    def captured(self) -> Callable[[], None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for step in range(3):
+                self.load(step)
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay
+
+    def state(self) -> list[torch.Tensor]:
+        scaler: Any = self.scaler
+        assert scaler._scale is not None
+        return [*self.model.parameters(), scaler._scale, scaler._growth_tracker]
+
+
+def assert_equal_runs(run: Run, other: Run, replay: Callable[[], None], steps: range) -> None:
+    for step in steps:
+        run.load(step)
+        other.load(step)
+        run.step()
+        replay()
+        for mine, theirs in zip(run.state(), other.state(), strict=True):
+            assert_same(mine.detach(), theirs.detach())
+
+
+def eager_and_captured(explicit: bool) -> tuple[Run, Run, Callable[[], None]]:
+    eager, graphed = Run(explicit), Run(explicit)
+    replay = graphed.captured()
+    for step in range(3):
+        eager.load(step)
+        eager.step()
+    return eager, graphed, replay
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("explicit", [False, True])
+def test_replayed_steps_equal_eager_ones_through_overflows(explicit: bool) -> None:
+    assert_equal_runs(*eager_and_captured(explicit), range(3, STEPS))
+
+
+@pytest.mark.gpu
+def test_setters_and_writes_into_the_scale_take_effect_under_replay() -> None:
+    eager, graphed, replay = eager_and_captured(explicit=False)
+    assert_equal_runs(eager, graphed, replay, range(3, 12))
+    for run in (eager, graphed):
+        run.scaler.set_growth_factor(1.1)
+        run.scaler.set_backoff_factor(0.3)
+        run.scaler.set_growth_interval(2)
+        run.scaler._scale.fill_(96.0)
+    assert_equal_runs(eager, graphed, replay, range(35, 60))
+
+
+@pytest.mark.gpu
+def test_eager_steps_between_replays_use_their_own_gradients() -> None:
+    eager, graphed, replay = eager_and_captured(explicit=True)
+    for step in range(3, 30):
+        assert_equal_runs(eager, graphed, replay if step % 3 else graphed.step, range(step, step + 1))
+
+
+@pytest.mark.gpu
+def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
+    run = Run(explicit=True)
+    run.load(0)
+    run.scaler.scale(torch.ones((), device="cuda"))
+    with pytest.raises(RuntimeError, match="take one step like it before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run.step()

@@ -1,0 +1,65 @@
+"""What `make coverage` leaves out: kernels, and what is marked and listed as needing a GPU; nothing else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+coverage = pytest.importorskip("coverage", reason="coverage is measured where the development environment is")
+
+ROOT = Path(__file__).parents[1]
+MARK = "# pragma: needs a GPU"
+FILES = sorted([*(ROOT / "scaler_triton").glob("*.py"), *(ROOT / "scaler_triton/demo").glob("*.py")])
+FILES += sorted((ROOT / "kernels").glob("*.py"))
+
+
+def left_out(path: Path) -> set[int]:
+    """Return the lines of a file that are not measured, but for empty ones."""
+    measured = coverage.Coverage(data_file=None, config_file=str(ROOT / "pyproject.toml"))
+    lines = path.read_text().splitlines()
+    return {number for number in measured.analysis2(str(path))[2] if lines[number - 1].strip()}
+
+
+def kernels_in(text: str) -> set[int]:
+    """Return the lines of kernels, decorators included, but for empty ones."""
+    kernels = [node for node in ast.walk(ast.parse(text)) if is_kernel(node)]
+    spans = [range(kernel.decorator_list[0].lineno, kernel.end_lineno + 1) for kernel in kernels]
+    lines = text.splitlines()
+    return {number for span in spans for number in span if lines[number - 1].strip()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_kernels_and_marked_blocks_are_left_out_and_nothing_else(path: Path) -> None:
+    text = path.read_text()
+    kernels, found = kernels_in(text), left_out(path)
+    assert kernels <= found
+    if MARK not in text:
+        assert found - kernels <= lines_for_the_type_checker(ast.parse(text))
+
+
+def is_kernel(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+
+
+def lines_for_the_type_checker(tree: ast.Module) -> set[int]:
+    guards = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    return {line for guard in guards for line in range(guard.lineno, (guard.body[-1].end_lineno or 0) + 1)}
+
+
+def test_there_are_kernels_to_leave_out() -> None:
+    assert len(left_out(ROOT / "kernels/common.py")) > 50
+
+
+def test_files_with_lines_that_need_a_gpu_are_named() -> None:
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    rule = contributing[contributing.index(MARK) :].partition("\n- ")[0]
+    assert [path.name for path in FILES if MARK in path.read_text() and f"`{path.name}`" not in rule] == []
+
+
+def test_a_mark_ends_its_line() -> None:
+    """Only then is it one: anywhere else it would be prose."""
+    for path in FILES:
+        for line in path.read_text().splitlines():
+            assert MARK not in line or line.endswith(MARK), path

@@ -1,0 +1,60 @@
+"""Gradients whose form changes at every step, on a torch with its private guards and on one without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, places
+
+from scaler_triton import GradScaler, forms
+
+STEPS = 40  # more than there is patience for
+
+
+@pytest.fixture(params=["guards", "no guards"])
+def guards(request: pytest.FixtureRequest, monkeypatch: Any) -> bool:
+    """Whether torch has its guards."""
+    if request.param == "no guards":
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    return request.param == "guards"
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+@pytest.mark.parametrize("missing", [False, True])
+def test_every_form_is_unscaled_once(place: Place, missing: bool, guards: bool) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 4, device=place.device))
+    other = torch.nn.Parameter(torch.zeros(3, device=place.device))
+    optimizer = torch.optim.SGD([parameter, other], lr=1.0)
+    scaler = GradScaler(place.device, init_scale=4.0, growth_interval=1000, backend=place.backend)
+    for step in range(STEPS):
+        scaler.scale(torch.ones((), device=place.device))
+        gradient = torch.full((2, 4), 8.0, device=place.device)
+        parameter.grad = gradient.t().contiguous().t() if step % 2 else gradient
+        other.grad = None if missing else torch.full((3,), 8.0, device=place.device)
+        if step % 7 == 3:
+            parameter.grad[1, 2] = torch.nan
+        scaler.step(optimizer)
+        scaler.update(4.0)
+    taken = sum(step % 7 != 3 for step in range(STEPS))
+    assert parameter.detach().unique().tolist() == [-2.0 * taken]
+    assert other.detach().unique().tolist() == [0.0 if missing else -2.0 * taken]
+
+
+def test_a_form_is_known_again_only_by_guards(guards: bool) -> None:
+    """Without them every gradient is compared by hand."""
+    known, gradients = forms.KnownForms(2), [torch.ones(2, 3), torch.ones(4)]
+    known.learn(gradients)
+    assert known.all_there([torch.zeros(2, 3), torch.zeros(4)]) is guards
+    for other in (torch.zeros(3, 2), torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.float64)):
+        assert not known.all_there([other, gradients[1]])
+
+
+def test_patience_ends_and_what_was_known_stays_right() -> None:
+    known, one, two = forms.KnownForms(1), [torch.ones(2)], [torch.ones(3)]
+    for _ in range(STEPS):
+        known.learn(one)
+    known.learn(two)
+    assert known.all_there(one)
+    assert not known.all_there(two)

@@ -1,0 +1,89 @@
+"""The parts of `make gpu` run one after another whatever becomes of each, alone too, within their time."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ["gpu-tests", "gpu-sanitize", "gpu-perf", "gpu-tune"]
+LIMIT = 600  # seconds for each part
+
+# Stands for the GPU machine's python3: writes down what it was to run, and fails where it is told to.
+PYTHON = """#!/bin/sh
+echo "$@" >> calls
+case "$*" in *"$FAILING"*) exit 3 ;; esac
+"""
+SANITIZER = """#!/bin/sh
+echo sanitize.sh "$OUT" >> calls
+"""
+DOES = {
+    "gpu-tests": "-m pytest",
+    "gpu-sanitize": "sanitize.sh results",
+    "gpu-perf": "-m perf --out results",
+    "gpu-tune": "-m scaler_triton tune --out results/tuned",
+}
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def make(folder: Path, target: str, failing: str = "nothing") -> tuple[int, list[str]]:
+    """Run a target of the Makefile in `folder`; its status, and what it ran."""
+    for path, text in {"python3": PYTHON, "tests/kernels/sanitize.sh": SANITIZER}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+        (folder / path).chmod(0o755)
+    shutil.copy(ROOT / "Makefile", folder)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "FAILING": failing}
+    command = ["make", target, "OUT=results"]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return run.returncode, (folder / "calls").read_text().splitlines()
+
+
+def parts_of(calls: list[str]) -> list[str]:
+    """Return the parts that ran, in order."""
+    return [part for call in calls for part, sign in DOES.items() if sign in call]
+
+
+@pytest.mark.parametrize("failing", ["-m pytest", "-m perf", "tune"])
+def test_a_part_that_fails_stops_no_other_and_is_told(failing: str, tmp_path: Path) -> None:
+    status, calls = make(tmp_path, "gpu", failing)
+    assert parts_of(calls) == PARTS
+    assert status != 0
+
+
+def test_all_is_well_when_every_part_is(tmp_path: Path) -> None:
+    status, calls = make(tmp_path, "gpu")
+    assert (status, parts_of(calls)) == (0, PARTS)
+    assert (tmp_path / "results/tests.log").exists()
+
+
+@pytest.mark.parametrize("part", [*PARTS, "sanitize"])
+def test_each_part_can_be_called_alone(part: str, tmp_path: Path) -> None:
+    status, calls = make(tmp_path, part)
+    assert (status, parts_of(calls)) == (0, ["gpu-sanitize" if part == "sanitize" else part])
+
+
+def test_each_part_ends_in_time() -> None:
+    recipes = dict(re.findall(r"^([a-z-]+)[^:\n]*:\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M))
+    for part in set(PARTS) - {"gpu-sanitize"}:
+        assert 0 < sum(map(int, re.findall(r"timeout (\d+)", recipes[part]))) < LIMIT, part
+    script = (ROOT / "tests/kernels/sanitize.sh").read_text()
+    (limit,), (tools,) = re.findall(r"LIMIT:-(\d+)", script), re.findall(r"for tool in (.*); do", script)
+    assert 0 < int(limit) * len(tools.split()) < LIMIT
+
+
+def test_every_target_is_listed() -> None:
+    """At the top of the file, where people look, and as no file."""
+    text = (ROOT / "Makefile").read_text()
+    targets = [name for line in re.findall(r"^([a-z][a-z -]*):", text, re.M) for name in line.split()]
+    head = text[: text.index("PYTHON ?=")]
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.M)
+    known = phony.replace("$(GPU_PARTS)", " ".join(PARTS)).split()
+    assert set(targets) == set(known)
+    assert {name for name in targets if name not in head} <= {"sanitize", "style", "clean"}

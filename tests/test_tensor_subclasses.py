@@ -1,0 +1,68 @@
+"""Gradients of a type of their own: what unscaling and checking mean is for that type to say, on every path."""
+
+from __future__ import annotations
+
+import math
+from operator import attrgetter
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, flags, places, started
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from scaler_triton import GradScaler
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+
+
+class Pair(Tensor):
+    """Two tensors that go through everything together, as a quantized weight and what belongs to it do."""
+
+    left: Tensor
+    right: Tensor
+
+    @staticmethod
+    def __new__(cls, left: Tensor, right: Tensor) -> Pair:
+        made: Pair = Tensor._make_wrapper_subclass(cls, left.shape, dtype=left.dtype, device=left.device)
+        made.left, made.right = left, right
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sides = [tree_map_only(Pair, attrgetter(side), args) for side in ("left", "right")]
+        left, right = (func(*each, **(kwargs or {})) for each in sides)
+        return cls(left, right) if isinstance(left, Tensor) and left.dim() else left
+
+
+def pair(device: str, right: float) -> tuple[Any, Tensor, Pair]:
+    """Return an optimizer of a plain parameter and a pair, the plain one, and the pair's gradient: 8 and `right`."""
+    parameter = torch.nn.Parameter(Pair(torch.zeros(3, device=device), torch.zeros(3, device=device)))
+    parameter.grad = Pair(torch.full((3,), 8.0, device=device), torch.full((3,), right, device=device))
+    plain = torch.nn.Parameter(torch.zeros(2, device=device))
+    plain.grad = torch.full((2,), 8.0, device=device)
+    return torch.optim.SGD([plain, parameter], lr=1.0, foreach=False), plain, parameter.grad
+
+
+@PLACES
+@pytest.mark.parametrize(("right", "bad"), [(16.0, 0.0), (math.inf, 1.0), (math.nan, 1.0)])
+def test_unscaling_reaches_every_part(place: Place, right: float, bad: float) -> None:
+    optimizer, plain, gradient = pair(place.device, right)
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
+    scaler.unscale_(optimizer)
+    assert flags(scaler, optimizer) == [bad]
+    assert gradient.left.tolist() == [2.0] * 3
+    assert plain.grad.tolist() == [2.0] * 2
+    if not bad:
+        assert gradient.right.tolist() == [4.0] * 3
+
+
+@PLACES
+@pytest.mark.parametrize(("right", "bad"), [(16.0, 0.0), (math.inf, 1.0)])
+def test_a_check_sees_every_part_and_changes_none(place: Place, right: float, bad: float) -> None:
+    optimizer, plain, gradient = pair(place.device, right)
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
+    assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [bad]
+    assert (gradient.left.tolist(), gradient.right.tolist()) == ([8.0] * 3, [right] * 3)
+    assert plain.grad.tolist() == [8.0] * 2
