@@ -73,7 +73,7 @@ class Launch:
         # enable_fp_fusion: Triton 3.9 warns where it is not given, and 3.10 flips its default.
         self._options = {"num_warps": _native_warps(num_warps, device), "enable_fp_fusion": True, **constants}
         self._placeholders = (None,) * len(constants)  # the compiled kernel knows its constants
-        self._compiled: Any = None
+        self._compiled: tuple[Any, ...] | None = None  # what starts it; (): only Triton's dispatch can
 
     def __call__(self, n_programs: int, *args: Tensor | int) -> None:
         """Run `n_programs` programs; 0 programs are no launch.
@@ -83,7 +83,7 @@ class Launch:
         """
         if n_programs == 0:
             return
-        if self._compiled is None or _hooked():
+        if not self._compiled or _hooked():
             self._dispatch(n_programs, args)
         elif self._current_device() == self._device.index:
             self._start(n_programs, args)
@@ -96,11 +96,12 @@ class Launch:
             refuse_capture(self._device)
         with _on(self._device):
             compiled = self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
-        handles = ("run", "function", "packed_metadata")
-        if not INTERPRETED and all(getattr(compiled, name, None) is not None for name in handles):
-            self._compiled = tuple(getattr(compiled, name) for name in handles)
+        if self._compiled is None:
+            handles = tuple(getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+            self._compiled = () if INTERPRETED or None in handles else handles
 
     def _start(self, n_programs: int, args: Sequence[Tensor | int]) -> None:
+        assert self._compiled
         run, function, metadata = self._compiled
         stream = driver.active.get_current_stream(self._device.index)
         addresses = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
@@ -110,7 +111,7 @@ class Launch:
                 *self._addresses, *addresses, *self._placeholders,
             )  # fmt: skip
         except TypeError:  # its arguments are others in this Triton; nothing was started
-            self._compiled = None
+            self._compiled = ()
             self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
 
 

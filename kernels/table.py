@@ -1,6 +1,6 @@
 """What a kernel needs to walk many tensors in one launch: their addresses, and a map of their chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ class GradTable:
     def _is_replayed(self) -> bool:
         """Tell whether replays write this table, now or later: then nobody knows what it holds."""
         staging = self._staging
-        return staging is not None and (bool(staging.captured) or launcher.is_capturing(self.device))
+        return staging is not None and (bool(staging.captured) or staging.is_capturing())
 
     def clear_bits(self) -> None:
         """Forget what was seen in every tensor."""
@@ -115,13 +115,14 @@ class _Staging:
         self._size = size
         self._device = device
         self._module = torch.get_device_module(device)
+        self.is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._slots = [self._new_slot() for _ in range(2)]
         self._spare = [_pinned(size)]
         self.captured: list[Tensor] = []
 
     def send(self, values: Sequence[int], out: Tensor) -> None:
         """Copy `values` to `out` (int64 `[size]`, on the device, overwritten) in the current stream's order."""
-        if launcher.is_capturing(self._device):
+        if self.is_capturing():
             self._send_captured(values, out)
             return
         if not self._spare:

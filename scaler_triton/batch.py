@@ -12,7 +12,8 @@ from torch import Tensor
 
 from scaler_triton.neighbours import Neighbours
 
-SHARD = "_local_tensor"  # a DTensor's shard: private, so quick; without it, `to_local` does it
+# Private to DTensor, so quick: its shard and its layout. Without them `to_local` and `placements` are asked.
+SHARD, SPEC = "_local_tensor", "_spec"
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -32,6 +33,7 @@ class Layout:
 
     key: LayoutKey
     numels: list[int] = field(default_factory=list)
+    backends: dict[str, Any] = field(default_factory=dict)  # what serves it, by what was requested
     tables: dict[str, Any] = field(default_factory=dict)  # the kernels', by mode
     neighbours: Neighbours = field(default_factory=Neighbours)  # of all its tensors
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scaler_triton import batch as batching
 from scaler_triton import policy, reference
-from scaler_triton.batch import Batch, Layout, LayoutKey
+from scaler_triton.batch import Batch, Layout
 from scaler_triton.dispatch import Backend, check_backend, choose
 from scaler_triton.neighbours import Neighbours
 
@@ -122,7 +122,7 @@ def update_by_rows_(scale: Tensor, growth_tracker: Tensor, flags: Tensor, rows: 
 
 def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
     """Pair every batch with its backend; whatever fails to compile or load shows here, before any write."""
-    return [(b, _backend(b.layout.key, requested)) for b in batches]
+    return [(b, b.layout.backends.get(requested) or _backend(b.layout, requested)) for b in batches]
 
 
 def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Backend, *, inverse: bool) -> None:
@@ -141,8 +141,6 @@ def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Bac
     if dense is not batch:
         for original, copy in zip(batch.present, dense.present, strict=True):
             original.copy_(copy)
-    # Kernels write behind autograd's back: without this it would not notice that a saved gradient was written.
-    torch.autograd.graph.increment_version(batch.present)
 
 
 def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
@@ -164,8 +162,11 @@ def _kernels() -> Any:
     return SimpleNamespace(nonfinite=nonfinite, unscale=unscale, update_scale=update_scale)
 
 
-def _backend(key: LayoutKey, requested: str) -> Backend:
-    return choose(key.device, key.dtype, requested) if key.plain else "torch"
+def _backend(layout: Layout, requested: str) -> Backend:
+    key = layout.key
+    backend = choose(key.device, key.dtype, requested) if key.plain else "torch"
+    layout.backends[requested] = backend
+    return backend
 
 
 def _neighbours(batch: Batch) -> Neighbours | None:

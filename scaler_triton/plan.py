@@ -15,7 +15,7 @@ from scaler_triton.batch import Batch, Layout
 from scaler_triton.forms import KnownForms
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
 
-_placements = attrgetter("placements")
+_spec_of, _shard_of = attrgetter(batching.SPEC), attrgetter(batching.SHARD)
 _look = attrgetter("__class__", "layout", "dtype", "device", "shape")
 
 
@@ -56,7 +56,7 @@ class GradPlan:
         self.verdict: Any = None  # whoever judges these gradients keeps the flag here
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
-        self._placements: list[Any] = [None] * len(self.parameters)
+        self._whole_specs: list[Any] = [None] * len(self.parameters)  # of DTensors that are not Partial
         self._place([self._expected_form(parameter) for parameter in self.parameters])
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
@@ -86,8 +86,8 @@ class GradPlan:
     def _whole_shards(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the shards of gradients that are all there and none of them Partial, as before; else none."""
         try:
-            same = all(map(is_, map(_placements, gradients), self._placements))
-            return [getattr(gradient, batching.SHARD) for gradient in gradients] if same else []
+            same = all(map(is_, map(_spec_of, gradients), self._whole_specs))
+            return [_shard_of(gradient) for gradient in gradients] if same else []
         except AttributeError:  # one is missing, or plain, or this torch has no such attribute
             return []
 
@@ -111,13 +111,13 @@ class GradPlan:
             gradient = gradients[index]
             if gradient is not None:
                 gradients[index] = local = batching.local_tensor(gradient)
-                placements = _placements(gradient)
-                if placements is self._placements[index]:
-                    continue
+                spec = getattr(gradient, batching.SPEC, None)
+                if spec is not None and spec is self._whole_specs[index]:
+                    continue  # gradients of one parameter mostly share one: it need not be read again
                 if (terms := batching.partial_terms(gradient)) > 1:
                     bounds.append(local * terms)
-                else:  # gradients of one parameter mostly share one tuple: the same need not be read again
-                    self._placements[index] = placements
+                else:
+                    self._whole_specs[index] = spec
         return bounds
 
     def _refuse_fp16(self, gradients: list[Tensor | None]) -> None:

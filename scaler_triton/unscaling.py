@@ -124,16 +124,16 @@ class UnscalingMixin(_Base):
         plan = state.get("plan") or self._plans.get(optimizer)
         with torch.no_grad():
             gradients = plan.collect(allow_fp16=allow_fp16)
-            jobs = [(op, *pair) for pair in ops.choose_backends(gradients.batches, self._backend)]
+            jobs = [(op, ops.choose_backends(gradients.batches, self._backend))]
             if gradients.bounds:
-                jobs += [(ops.check_batch, *pair) for pair in ops.choose_backends(gradients.bounds, self._backend)]
-            for run, batch, backend in jobs:
-                device = batch.layout.key.device
-                if device not in flags:
-                    flags[device] = (
-                        found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
-                    )
-                run(batch, flags[device], backend)
+                jobs.append((ops.check_batch, ops.choose_backends(gradients.bounds, self._backend)))
+            for run, pairs in jobs:
+                for batch, backend in pairs:
+                    device = batch.layout.key.device
+                    if device not in flags:
+                        here = device == found_inf.device
+                        flags[device] = found_inf if here else torch.zeros_like(found_inf, device=device)
+                    run(batch, flags[device], backend)
         return flags
 
     def _unscale_is_overridden(self) -> bool:

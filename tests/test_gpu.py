@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,3 +125,31 @@ def test_a_scaler_on_a_side_stream_waits_for_nothing_but_its_own() -> None:
         scaler.update()
     torch.cuda.current_stream().wait_stream(stream)
     assert torch.equal(parameter.detach(), torch.full_like(parameter, -2.0))
+
+
+def device_work(step: Callable[[], None]) -> Counter[str]:
+    """Count the kernels, copies and fills that a step gives the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() or [] if event.device_type is torch.autograd.DeviceType.CUDA]
+    return Counter("copy" if "Memcpy" in e.name else "fill" if "Memset" in e.name else "kernel" for e in events)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_launches_check_and_update_and_nothing_more(fused: bool) -> None:
+    """Scaling the loss is the third launch; a plain step reads its flag on the host: one copy."""
+    model, optimizer = network(fused)
+    optimizer.step = lambda: None  # its own launches are not counted
+    scaler = GradScaler("cuda", init_scale=4.0)
+    batch = torch.randn(4, 64, device="cuda")
+    optimizer.zero_grad()
+    scaler.scale(model(batch).square().mean()).backward()
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        step()
+    assert device_work(step) == (Counter(kernel=2) if fused else Counter(kernel=2, copy=1))

@@ -1,0 +1,76 @@
+"""Which way each launch takes: through Triton's dispatch, or straight to the compiled kernel. Prints JSON.
+
+Run in a process of its own, started with the stub driver's environment.
+"""
+
+import json
+import sys
+from unittest import mock
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from perf import stub_driver
+from scaler_triton.kernels import launcher
+from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels.unscale import launch_unscale
+
+CPU = torch.device("cpu")
+SCALE, FLAG = torch.ones(()), torch.zeros(())
+
+
+class Odd:
+    """A compiled kernel of a Triton that launches otherwise."""
+
+    def __init__(self, compiled, **others):
+        self.__dict__.update(function=compiled.function, packed_metadata=compiled.packed_metadata, run=compiled.run)
+        self.__dict__.update(others)
+
+
+refusals = []
+
+
+def refuse(*args):
+    refusals.append(args)
+    raise TypeError("function takes exactly 3 arguments (99 given)")
+
+
+def paths(count, *, other=None, hooks=()):
+    """Launch `count` times over one table: how many went through dispatch, and what reached the driver."""
+    dispatched = []
+
+    def dispatch(kernel, *args, **kwargs):
+        dispatched.append(kernel)
+        compiled = run(kernel, *args, **kwargs)
+        return compiled if other is None else Odd(compiled, **other)
+
+    table, run, before = GradTable([3], torch.float32, CPU), JITFunction.run, stub_driver.launches()
+    with mock.patch.object(JITFunction, "run", dispatch):
+        for number in range(count):
+            if number == 2:
+                for hook in hooks:
+                    triton.knobs.runtime.launch_enter_hook.add(hook)
+            launch_unscale(table, SCALE, FLAG, inverse=False)
+    for hook in hooks:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    launches = [stub_driver.launch(number) for number in range(before, stub_driver.launches())]
+    return {"dispatched": len(dispatched), "same": len({each[1:] for each in launches}) == 1, "launches": len(launches)}
+
+
+def main():
+    stub_driver.activate()
+    stub_driver.note_params(6)
+    seen = []
+    with stub_driver.as_gpu():
+        answers = {
+            "usual": paths(4),
+            "hooked": paths(5, hooks=[lambda metadata: seen.append(metadata.get()["name"])]),
+            "without run": paths(4, other={"run": None}),
+            "refusing": paths(4, other={"run": refuse}),
+        }
+    json.dump({**answers, "seen": seen, "refusals": len(refusals), "interpreted": launcher.INTERPRETED}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

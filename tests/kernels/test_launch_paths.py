@@ -1,0 +1,35 @@
+"""After the first launch Triton's dispatch is left out, unless somebody watches or this Triton cannot do without it."""
+
+import platform
+import shutil
+
+import pytest
+
+from perf import stub_driver
+
+pytestmark = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64") or shutil.which("gcc") is None,
+    reason="the stub driver needs gcc on Linux, x86-64",
+)
+
+
+@pytest.fixture(scope="module")
+def paths(run_compiled, tmp_path_factory):
+    return run_compiled("launch_paths.py", stub_driver.environment(tmp_path_factory.mktemp("stub_driver")))
+
+
+@pytest.mark.parametrize(
+    ("case", "launches", "dispatched"),
+    [("usual", 4, 1), ("hooked", 5, 4), ("without run", 4, 4), ("refusing", 4, 4)],
+)
+def test_every_launch_is_the_same_whichever_way_it_takes(paths, case, launches, dispatched):
+    assert not paths["interpreted"]
+    assert paths[case] == {"dispatched": dispatched, "same": True, "launches": launches}
+
+
+def test_a_profilers_hook_sees_every_launch(paths):
+    assert paths["seen"] == ["_unscale_kernel"] * 3
+
+
+def test_a_refusal_is_remembered(paths):
+    assert paths["refusals"] == 1
