@@ -37,8 +37,7 @@ def visit_chunk(
     WRITE: tl.constexpr,
 ):
     """Flag what is not finite in this program's chunk and, with WRITE, multiply the chunk by `inv`."""
-    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    VEC: tl.constexpr = 16 // ITEMSIZE
+    VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
 
     pid = tl.program_id(0)
     tensor = tl.load(chunk_tensor_ptr + pid)
@@ -46,28 +45,37 @@ def visit_chunk(
     if address != 0:
         n_elements = tl.load(numel_ptr + tensor)
         start = tl.load(chunk_index_ptr + pid).to(tl.int64) * (BLOCK_SIZE * UNROLL)
-
-        aligned = (address + 15) & -16
-        head = tl.minimum((aligned - address) // ITEMSIZE, n_elements)
-        tail = head + (n_elements - head) // VEC * VEC
-        body_ptr = tl.multiple_of((aligned + start * ITEMSIZE).to(tl.pointer_type(DTYPE)), 16)
-        limit = tl.multiple_of(tl.minimum(tail - head - start, BLOCK_SIZE * UNROLL).to(tl.int32), VEC)
-        has_edges = (start == 0) & (tail - head < n_elements)
-        body = (body_ptr, limit)
-        edges = (address.to(tl.pointer_type(DTYPE)), head, tail, n_elements)
+        body, edges, has_edges = find_chunk(address, n_elements, start, DTYPE, BLOCK_SIZE * UNROLL)
 
         # A product is NaN, Inf or finite just as its gradient was, unless the factor is 0 or beyond 1: so the
         # bits may be read after the stores, or between them, but for such a factor they are read before.
         keeps_kinds = (not WRITE) | ((tl.abs(inv) <= 1) & (inv != 0))
         if not keeps_kinds:
-            _mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+            mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
         bad = _visit_body(body, inv, VEC, BLOCK_SIZE, UNROLL, WRITE)
         if has_edges:
             bad += _visit_edges(edges, inv, VEC, WRITE)
         if bad != bad:
             tl.store(found_inf_ptr, 1.0)  # all who store here store the same: no atomic
             if keeps_kinds:
-                _mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+                mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+
+
+@triton.jit
+def find_chunk(address, n_elements, start, DTYPE: tl.constexpr, CHUNK_SIZE: tl.constexpr):
+    """The body of the chunk from element `start` on, the edges of its tensor, and whether they are this chunk's."""
+    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VEC: tl.constexpr = 16 // ITEMSIZE
+
+    aligned = (address + 15) & -16
+    head = tl.minimum((aligned - address) // ITEMSIZE, n_elements)
+    tail = head + (n_elements - head) // VEC * VEC
+    body_ptr = tl.multiple_of((aligned + start * ITEMSIZE).to(tl.pointer_type(DTYPE)), 16)
+    limit = tl.multiple_of(tl.minimum(tail - head - start, CHUNK_SIZE).to(tl.int32), VEC)
+    has_edges = (start == 0) & (tail - head < n_elements)
+    body = (body_ptr, limit)
+    edges = (address.to(tl.pointer_type(DTYPE)), head, tail, n_elements)
+    return body, edges, has_edges
 
 
 @triton.jit
@@ -80,28 +88,28 @@ def _visit_body(body, inv, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: 
     for step in tl.static_range(UNROLL):
         offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         grad = tl.load(body_ptr + offs, mask=offs < limit, other=0.0)
-        x = _widen(grad)
+        x = widen(grad)
         acc += x * 0.0  # Inf * 0 is NaN, and NaN stays
         if WRITE:
-            tl.store(body_ptr + offs, _narrow(x * inv, grad.dtype), mask=offs < store_limit)
+            tl.store(body_ptr + offs, narrow(x * inv, grad.dtype), mask=offs < store_limit)
     return tl.sum(acc)
 
 
 @triton.jit
 def _visit_edges(edges, inv, VEC: tl.constexpr, WRITE: tl.constexpr):
     """As `_visit_body`, for the elements before and after the body."""
-    ptrs, mask = _edge_ptrs(edges, VEC)
+    ptrs, mask = edge_ptrs(edges, VEC)
     grad = tl.load(ptrs, mask=mask, other=0.0)
-    x = _widen(grad)
+    x = widen(grad)
     if WRITE:
         tl.debug_barrier()  # every warp loads these few elements, one stores them: not before all have loaded
         if inv != 1.0:
-            tl.store(ptrs, _narrow(x * inv, grad.dtype), mask=mask)
+            tl.store(ptrs, narrow(x * inv, grad.dtype), mask=mask)
     return tl.sum(x * 0.0)
 
 
 @triton.jit
-def _edge_ptrs(edges, VEC: tl.constexpr):
+def edge_ptrs(edges, VEC: tl.constexpr):
     """Pointers to the elements before and after the body, and their mask."""
     edge_ptr, head, tail, n_elements = edges
     lane = tl.arange(0, 2 * VEC)
@@ -111,31 +119,32 @@ def _edge_ptrs(edges, VEC: tl.constexpr):
 
 
 @triton.jit
-def _mark(bits_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
-    """Add what the chunk holds to its tensor's bits: the rare path, which reads the chunk once more."""
+def mark(bits_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
+    """Add what the chunk holds to its tensor's bits, and return it: the rare path, which reads the chunk once more."""
     body_ptr, limit = body
     kinds = 0
     for step in range(UNROLL):
         offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         kinds |= _kinds(tl.load(body_ptr + offs, mask=offs < limit, other=0.0))
     if has_edges:
-        ptrs, mask = _edge_ptrs(edges, VEC)
+        ptrs, mask = edge_ptrs(edges, VEC)
         kinds |= _kinds(tl.load(ptrs, mask=mask, other=0.0))
     if kinds != 0:
         tl.atomic_or(bits_ptr, kinds, sem="relaxed")
+    return kinds
 
 
 @triton.jit
 def _kinds(grad):
     """SAW_NAN and SAW_INF of a block as it was loaded, as one int32."""
-    x = _widen(grad)
+    x = widen(grad)
     nan = tl.max((x != x).to(tl.int32), 0)
     inf = tl.max((tl.abs(x) == float("inf")).to(tl.int32), 0)
     return nan * SAW_NAN | inf * SAW_INF
 
 
 @triton.jit
-def _widen(x):
+def widen(x):
     """fp16, bf16 and fp32 as fp32, fp64 as it is: the types that torch multiplies in."""
     if x.dtype == tl.float64:
         return x
@@ -146,7 +155,7 @@ def _widen(x):
 
 
 @triton.jit
-def _narrow(x, dtype: tl.constexpr):
+def narrow(x, dtype: tl.constexpr):
     """`x` rounded once, to nearest even, to `dtype`."""
     if _BF16_BY_BITS and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

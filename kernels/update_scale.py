@@ -1,6 +1,7 @@
 """The scale after a step, in one program of one warp: nothing waits on the host, and no flag is left set."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,46 +12,86 @@ from torch import Tensor
 from scaler_triton.kernels import launcher
 
 # Between these the inverse of the scale is finite and not 0.
-_MIN_SCALE = tl.constexpr(2.0**-126)
-_MAX_SCALE = tl.constexpr(torch.finfo(torch.float32).max)
+MIN_SCALE = 2.0**-126
+MAX_SCALE = torch.finfo(torch.float32).max
+_MAX_SCALE = tl.constexpr(MAX_SCALE)
 _MAX_TRACKER = tl.constexpr(2**31 - 1)
-
 
 # One lane of the only program for each flag.
 MAX_FLAGS = tl.constexpr(32)
 
+# Where the policy and the counters keep what.
+_GROWTH, _BACKOFF, _INTERVAL, _MIN, _MAX, _HYSTERESIS, _CONSECUTIVE = map(tl.constexpr, range(7))
+_UPDATES, _SKIPPED, _STREAK, _GROWTHS, _BACKOFFS, _LAST_SKIP, _STRIKES = map(tl.constexpr, range(7))
+N_COUNTERS = 7
+
 
 class DevicePolicy:
-    """growth_factor, backoff_factor and growth_interval on a device, where a replayed graph reads what they are then.
+    """The numbers that an update goes by, on a device, where a replayed graph reads what they are then.
 
     Attributes:
-        numbers: int64 [3] on the device: the bits of two fp64, and the interval. As scalar arguments they would reach
-            the kernel as fp32, and 1.1 is not the same number there.
+        numbers: int64 [7] on the device, in the order of `hold`'s arguments: the bits of an fp64, or an int. As scalar
+            arguments they would reach the kernel as fp32, and 1.1 is not the same number there.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.numbers = torch.zeros(3, dtype=torch.int64, device=device)
-        self._held: tuple[float, float, int] | None = None
+        self.numbers = torch.zeros(7, dtype=torch.int64, device=device)
+        self._held: tuple[tuple[float, ...], tuple[int, ...]] | None = None
 
-    def hold(self, growth_factor: float, backoff_factor: float, growth_interval: int) -> Tensor:
+    def hold(
+        self,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        min_scale: float = MIN_SCALE,
+        max_scale: float = MAX_SCALE,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+    ) -> Tensor:
         """Return `numbers`, which hold these now; nothing is copied if they did before."""
-        wanted = (growth_factor, backoff_factor, growth_interval)
-        if wanted != self._held:
-            bits = [*np.array(wanted[:2], dtype=np.float64).view(np.int64).tolist(), growth_interval]
-            self.numbers.copy_(torch.tensor(bits, dtype=torch.int64, device="cpu"))
-            self._held = wanted
+        floats = (growth_factor, backoff_factor, min_scale, max_scale)
+        ints = (growth_interval, hysteresis, int(consecutive_hysteresis))
+        if (floats, ints) != self._held:
+            growth, backoff, low, high = np.array(floats, dtype=np.float64).view(np.int64).tolist()
+            bits = [growth, backoff, ints[0], low, high, *ints[1:]]
+            host = torch.tensor(bits, dtype=torch.int64, device="cpu", pin_memory=self.numbers.is_cuda)
+            # Later ones are waited for: a graph that reads them may be replayed on any stream.
+            self.numbers.copy_(host, non_blocking=self._held is None)
+            self._held = floats, ints
         return self.numbers
+
+
+@triton.jit
+def _fp64(policy_ptr, place: tl.constexpr):
+    return tl.load(policy_ptr + place).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _count(counters_ptr, found, scale, new_scale):
+    """Count this update; the strikes are not counted here, the scale depends on them."""
+    updates = tl.load(counters_ptr + _UPDATES) + 1
+    tl.store(counters_ptr + _UPDATES, updates)
+    streak = tl.load(counters_ptr + _STREAK)
+    tl.store(counters_ptr + _STREAK, tl.where(found != 0, streak + 1, 0))
+    if found != 0:
+        tl.store(counters_ptr + _SKIPPED, tl.load(counters_ptr + _SKIPPED) + 1)
+        tl.store(counters_ptr + _LAST_SKIP, updates)
+    if new_scale > scale:
+        tl.store(counters_ptr + _GROWTHS, tl.load(counters_ptr + _GROWTHS) + 1)
+    if new_scale < scale:
+        tl.store(counters_ptr + _BACKOFFS, tl.load(counters_ptr + _BACKOFFS) + 1)
 
 
 @triton.jit(
     do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=["scale_ptr", "growth_tracker_ptr", "flags_ptr", "policy_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "growth_tracker_ptr", "flags_ptr", "policy_ptr", "counters_ptr"],
 )
 def _update_scale_kernel(
     scale_ptr,
     growth_tracker_ptr,
     flags_ptr,
     policy_ptr,
+    counters_ptr,
     rows: tl.int64,
     CLEAR: tl.constexpr,
 ):
@@ -61,39 +102,55 @@ def _update_scale_kernel(
     scale = tl.load(scale_ptr)
     new_scale = scale
     new_tracker = tl.zeros((), tl.int64)
+    strikes = tl.load(counters_ptr + _STRIKES)
     if found != 0:
-        backoff_factor = tl.load(policy_ptr + 1).to(tl.float64, bitcast=True)
-        new_scale = (scale.to(tl.float64) * backoff_factor).to(tl.float32)
+        strikes += 1
+        if strikes >= tl.load(policy_ptr + _HYSTERESIS):
+            new_scale = (scale.to(tl.float64) * _fp64(policy_ptr, _BACKOFF)).to(tl.float32)
     else:
         successful = tl.load(growth_tracker_ptr).to(tl.int64) + 1
-        if successful >= tl.load(policy_ptr + 2):
-            growth_factor = tl.load(policy_ptr).to(tl.float64, bitcast=True)
-            grown = (scale.to(tl.float64) * growth_factor).to(tl.float32)
+        due = successful >= tl.load(policy_ptr + _INTERVAL)
+        if due:
+            grown = (scale.to(tl.float64) * _fp64(policy_ptr, _GROWTH)).to(tl.float32)
             new_scale = tl.where(tl.abs(grown) <= _MAX_SCALE, grown, scale)  # false of NaN
         else:
             new_tracker = tl.minimum(successful, _MAX_TRACKER)
+        strikes = tl.where(due | (tl.load(policy_ptr + _CONSECUTIVE) != 0), 0, strikes)
     # Whatever was written into the scale from outside, NaN too, ends within the bounds.
-    tl.store(scale_ptr, tl.minimum(tl.where(new_scale > _MIN_SCALE, new_scale, _MIN_SCALE), _MAX_SCALE))
+    low, high = _fp64(policy_ptr, _MIN).to(tl.float32), _fp64(policy_ptr, _MAX).to(tl.float32)
+    new_scale = tl.minimum(tl.where(new_scale > low, new_scale, low), high)
+    tl.store(scale_ptr, new_scale)
     tl.store(growth_tracker_ptr, new_tracker.to(tl.int32))
+    tl.store(counters_ptr + _STRIKES, strikes)
+    _count(counters_ptr, found, scale, new_scale)
     if CLEAR:
         nothing = tl.zeros([MAX_FLAGS], tl.float32)
         tl.store(flags_ptr + 2 * row, nothing, mask=chosen)
         tl.store(flags_ptr + 2 * row + 1, nothing, mask=chosen)
+        tl.store(flags_ptr + 2 * MAX_FLAGS + row, flags, mask=chosen)
 
 
 def launch_update_rows(
-    scale: Tensor, growth_tracker: Tensor, flags: Tensor, policy: Tensor, rows: int, *, clear: bool
+    scale: Tensor, growth_tracker: Tensor, flags: Tensor, policy: Tensor, counters: Tensor, rows: int, *, clear: bool
 ) -> None:
-    """Back the scale off after a bad step; grow it after `growth_interval` good ones in a row.
+    """Back the scale off after bad steps; grow it after `growth_interval` good ones in a row.
 
-        if any(flags[row, 0] != 0 for row in rows):
-            scale, growth_tracker = scale * backoff_factor, 0
+        bad = any(flags[row, 0] != 0 for row in rows)
+        if bad:
+            strikes, growth_tracker = strikes + 1, 0
+            scale = scale * backoff_factor if strikes >= hysteresis else scale
         elif growth_tracker + 1 >= growth_interval:
             scale, growth_tracker = scale * growth_factor if that is finite else scale, 0
+            strikes = 0
         else:
             growth_tracker += 1
-        scale = clamp(scale, 2**-126, fp32 max)       # NaN becomes 2**-126
-        if clear: flags[rows] = 0
+            strikes = 0 if consecutive_hysteresis else strikes
+        scale = clamp(scale, min_scale, max_scale)       # NaN becomes min_scale
+        updates += 1
+        if bad: skipped += 1; last_skip = updates
+        streak = streak + 1 if bad else 0
+        growths, backoffs = growths + (scale is larger), backoffs + (scale is smaller)
+        if clear: last[rows], flags[rows] = flags[rows, 0], 0
 
     Products are taken in fp64 and rounded once to fp32, as torch does.
 
@@ -102,10 +159,13 @@ def launch_update_rows(
         growth_tracker: int32, one element, on the scale's device, mutated; it stops at 2**31 - 1.
         flags: fp32 [n, 2], n <= 32, on the scale's device; NaN counts as bad. Column 0 is read.
         policy: what `DevicePolicy.hold` returned for the scale's device.
+        counters: int64 [7] on the scale's device, mutated: updates, skipped, streak, growths, backoffs, last_skip and
+            strikes.
         rows: which of the flags count, one bit each.
-        clear: zero both columns of those rows afterwards.
+        clear: zero both columns of those rows afterwards, and keep column 0 in fp32 [32], `last`, that follows
+            `flags` [32, 2] in memory.
     """
-    _launch_on(scale.device, clear)(1, scale, growth_tracker, flags, policy, rows)
+    _launch_on(scale.device, clear)(1, scale, growth_tracker, flags, policy, counters, rows)
 
 
 def launch_update_scale(
@@ -115,14 +175,20 @@ def launch_update_scale(
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
+    *limits: float,
+    counters: Tensor | None = None,
 ) -> None:
     """`launch_update_rows` for one flag, read only, and plain numbers.
 
     Args:
         found_inf: fp32, one element, on the scale's device.
+        limits: what else `DevicePolicy.hold` takes.
+        counters: see there; None counts nothing, and hysteresis has no memory.
     """
-    policy = _policy_on(scale.device, (growth_factor, backoff_factor, growth_interval))
-    launch_update_rows(scale, growth_tracker, found_inf, policy, 1, clear=False)
+    policy = _policy_on(scale.device, (growth_factor, backoff_factor, growth_interval, *limits))
+    if counters is None:
+        counters = _scratch_on(scale.device)
+    launch_update_rows(scale, growth_tracker, found_inf, policy, counters, 1, clear=False)
 
 
 @functools.cache
@@ -131,5 +197,10 @@ def _launch_on(device: torch.device, clear: bool) -> launcher.Launch:
 
 
 @functools.lru_cache(maxsize=16)
-def _policy_on(device: torch.device, numbers: tuple[float, float, int]) -> Tensor:
+def _policy_on(device: torch.device, numbers: tuple[Any, ...]) -> Tensor:
     return DevicePolicy(device).hold(*numbers)
+
+
+@functools.cache
+def _scratch_on(device: torch.device) -> Tensor:
+    return torch.zeros(N_COUNTERS, dtype=torch.int64, device=device)

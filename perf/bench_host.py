@@ -21,7 +21,7 @@ def sections(context: Context) -> list[Section]:
     found = [Section("host, cpu path", lambda: measure_path(context, "cpu"))]
     if context.gpu:
         return [*found, Section("host, cuda path", lambda: measure_path(context, "cuda"))]
-    return [*found, Section("host, gpu path over the stub driver", lambda: measure_stub(context))]
+    return [*found, Section("host, gpu path over the stub driver", lambda: measure_stub(context, "perf.host_stub"))]
 
 
 def counts(quick: bool) -> tuple[int, ...]:
@@ -44,15 +44,15 @@ def measure_path(context: Context, path: str) -> Iterator[Row]:
             yield from measure(case, mesh, effort(context))
 
 
-def measure_stub(context: Context) -> Iterator[Row]:
-    """Measure the GPU's path in a process whose CUDA driver computes nothing."""
+def measure_stub(context: Context, module: str) -> Iterator[Row]:
+    """Measure the GPU's path in a process whose CUDA driver computes nothing: run there, `module` prints its rows."""
     from perf import stub_driver
 
-    command = [sys.executable, "-m", "perf.host_stub", *(["--quick"] if context.quick else [])]
+    command = [sys.executable, "-m", module, *(["--quick"] if context.quick else [])]
     with tempfile.TemporaryDirectory() as folder:
         variables = {**os.environ, **stub_driver.environment(Path(folder))}
         run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
     if run.returncode != 0:
-        raise RuntimeError(f"perf.host_stub ended with {run.returncode}:\n{run.stdout}{run.stderr}")
+        raise RuntimeError(f"{module} ended with {run.returncode}:\n{run.stdout}{run.stderr}")
     for line in run.stdout.splitlines():
         yield Row(**json.loads(line))

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import torch
 
-from perf import bench_check, bench_cpu, bench_host, bench_import, bench_launches, bench_step, bench_unscale, readme
+from perf import (
+    bench_check,
+    bench_clip,
+    bench_cpu,
+    bench_host,
+    bench_import,
+    bench_launches,
+    bench_step,
+    bench_unscale,
+    readme,
+)
 from perf.context import Context, Section
 from perf.goals import answers
 from perf.machine import here
@@ -24,6 +34,7 @@ BENCHES = {
     "cpu": bench_cpu,
     "unscale": bench_unscale,
     "check": bench_check,
+    "clip": bench_clip,
     "launches": bench_launches,
     "step": bench_step,
 }

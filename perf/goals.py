@@ -10,7 +10,6 @@ from perf.rows import Entry, Row
 EVEN = 1.02  # 2 % apart counts as equally fast
 
 GPU, FULL = "needs a GPU", "needs a full run"
-NO_CLIP = "there is no fused `clip_grad_norm_` yet"
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,13 @@ class Goal:
         return f"{'>=' if self.at_least else '<='} {limit}"
 
 
-def _missing(question: str, limit: float) -> Goal:
-    return Goal(question, "clip", "", "", limit, needs=NO_CLIP)
-
-
 # Causes, each from a measurement of its own.
 FIXED = "what a step costs whatever the number of gradients, and too few gradients to make up for it"
 CALLS = "torch has no call that only reads a list of tensors: small ones are copied together and summed"
 LARGE = "large gradients cost their bytes, merged or not"
 
 HOST, WHOLE = "unscale_", r"unscale_ + step + update"
+CLIP, CLIPPED_STEP = "unscale + clip", "unscale + clip + fused AdamW"
 GOALS = (
     Goal("whole step, eager, over none", "step", r"(GPT-2|LoRA|FSDP2)(?!.*cpu).*", "step", 1.005, "ours / none"),
     Goal("whole step, captured, over none", "step", r".*captured", "step", 1.001, "ours / none"),
@@ -65,7 +61,8 @@ GOALS = (
     Goal("GPU idle, backward to forward", "step", r".*AdamW.*", "idle", 1.0),
     Goal("500 FSDP2, unscale_, host", "host", r"500 DTensor, .*(cuda|stub)", HOST, 0.25, needs=FULL),
     Goal("the same on the CPU, as a whole", "host", r"500 DTensor, .*cpu", HOST, 0.25, needs=FULL),
-    _missing("500 FSDP2, unscale + clip, host", 0.1),
+    Goal("500 FSDP2, unscale + clip, host", "clip", r"500 DTensor, .*(cuda|stub)", CLIP, 0.1, needs=FULL),
+    Goal("500 FSDP2, unscale + clip, CPU", "clip", r"500 DTensor, .*cpu", CLIP, 0.2, needs=FULL),
     Goal("500 plain, unscale_, host", "host", r"500 plain, same.*(cuda|stub)", HOST, 0.4, needs=FULL),
     Goal("the same, new addresses", "host", r"500 plain, new.*(cuda|stub)", HOST, 0.5, needs=FULL),
     Goal("500 plain, unscale_, on the CPU", "host", r"500 plain, .*cpu", HOST, 0.5, needs=FULL),
@@ -74,9 +71,9 @@ GOALS = (
     Goal("grads come and go, a step, host", "host", r"(MoE|LoRA).*(cuda|stub)", WHOLE, EVEN, needs=FULL),
     Goal("2000 small, one unscale_, wall", "unscale", r"2000 x (64|1k) fp32", "wall", 1 / 3),
     Goal("check before fused, large", "check", r"(GPT-2|Llama|ViT|2000 x 100k).*", "device", 1 / 1.9),
-    _missing("unscale + clip, any optimizer", 1 / 1.6),
-    _missing("unscale + clip + fused AdamW", 1 / 1.15),
-    _missing("the same with defer=True", 1 / 1.3),
+    Goal("unscale + clip, any optimizer", "clip", r"\d+ x 5M fp32, cuda", f"{CLIP}, device", 1 / 1.6),
+    Goal("unscale + clip + fused AdamW", "clip", r"\d+ x 5M fp32, cuda", f"{CLIPPED_STEP}, device", 1 / 1.15),
+    Goal("the same with defer=True", "clip", r"\d+ x 5M fp32, cuda", f"{CLIPPED_STEP}, deferred, device", 1 / 1.3),
     Goal(
         "share of copy bandwidth, large",
         "unscale",
@@ -91,6 +88,7 @@ GOALS = (
     Goal("CPU: unscale_ + step + update", "host", r".*, cpu", WHOLE, EVEN, needs=FULL, because=FIXED),
     Goal("CPU: adjacent gradients, small", "cpu", r"2000 x 64 .*", "unscale, adjacent", 0.5, needs=FULL),
     Goal("CPU: adjacent gradients, others", "cpu", r".*", "unscale, adjacent", EVEN, needs=FULL, because=LARGE),
+    Goal("CPU: unscale + clip, plain", "clip", r"(?!.*DTensor).*, cpu", CLIP, 1 / 1.2, needs=FULL),
     Goal("CPU: check, over 1 MB each", "cpu", r"20 x 1M.*", "check", 1 / 1.2, needs=FULL, because=CALLS),
     Goal("CPU: check, smaller ones too", "cpu", r".*", "check", EVEN, needs=FULL, because=CALLS),
     Goal("import, over import torch", "import", r".*", "import", 50_000, "ours", needs=FULL),

@@ -43,11 +43,11 @@ class Gradients:
 
     def restore(self) -> None:
         """Write the original values back, where the gradients are."""
-        torch._foreach_copy_(self.locals, self._pieces(self.values))
+        torch._foreach_copy_(self.locals, self.pieces())
 
     def renew(self) -> None:
         """Give every parameter a new gradient at a new address, as `zero_grad` and a backward pass do."""
-        self.locals = [piece.clone() for piece in self._pieces(self.values)]  # the old ones are still there
+        self.locals = [piece.clone() for piece in self.pieces()]  # the old ones are still there
         self._held = [self._wrap(local, like) for local, like in zip(self.locals, self._held, strict=True)]
         self.choose(range(len(self._held)))
 
@@ -65,6 +65,17 @@ class Gradients:
             self.values[-1] = math.inf
         yield
         self.values[-1] = finite
+
+    def pieces(self, *, only_present: bool = False) -> list[Tensor]:
+        """Return the original values as views, gradient by gradient; of those in place, or of all."""
+        return self._chosen(self._pieces(self.values)) if only_present else self._pieces(self.values)
+
+    def present(self) -> list[Tensor]:
+        """Return the local tensors of the gradients that are in place."""
+        return self._chosen(self.locals)
+
+    def _chosen(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor for tensor, p in zip(tensors, self.parameters, strict=True) if p.grad is not None]
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         return list(flat.split(self._numels))

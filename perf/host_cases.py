@@ -107,17 +107,16 @@ class Bench:
 
     def _subject(self, name: str, call: Callable[..., None], after: Callable[..., None]) -> Subject:
         scaler, optimizer = self.scalers[name], self.optimizer
-        return Subject(
-            lambda: call(scaler, optimizer), lambda: self._prepare(self._draws[name]), lambda: after(scaler, optimizer)
-        )
+        return Subject(lambda: call(scaler, optimizer), lambda: self.prepare(name), lambda: after(scaler, optimizer))
 
-    def _prepare(self, draw: random.Random) -> None:
+    def prepare(self, name: str) -> None:
+        """Put the gradients in place for a scaler's next step."""
         if self.case.coming == "new addresses":
             self.gradients.renew()
         else:
             self.gradients.restore()
         if self.case.coming == "come and go":  # each scaler sees the same sequence of choices
-            chosen = {*draw.sample(range(EXPERTS), EXPERTS // 2)}
+            chosen = {*self._draws[name].sample(range(EXPERTS), EXPERTS // 2)}
             self.gradients.choose(i for i in range(self.case.count) if i // EXPERT_WEIGHTS in chosen)
         if self.device == "cuda":
             torch.cuda.synchronize()

@@ -7,12 +7,33 @@ from scaler_triton._version import __version__
 
 if TYPE_CHECKING:
     from scaler_triton import ops
+    from scaler_triton.auditing import audit
     from scaler_triton.grad_scaler import GradScaler
+    from scaler_triton.patching import patch_torch, unpatch_torch
     from scaler_triton.sharded import ShardedGradScaler
+    from scaler_triton.stats import ScalerStats, SkipStreakError
 
-__all__ = ["GradScaler", "ShardedGradScaler", "__version__", "ops"]
+__all__ = [
+    "GradScaler",
+    "ScalerStats",
+    "ShardedGradScaler",
+    "SkipStreakError",
+    "__version__",
+    "audit",
+    "ops",
+    "patch_torch",
+    "unpatch_torch",
+]
 
-_HOMES = {"GradScaler": "grad_scaler", "ShardedGradScaler": "sharded"}
+_HOMES = {
+    "GradScaler": "grad_scaler",
+    "ScalerStats": "stats",
+    "ShardedGradScaler": "sharded",
+    "SkipStreakError": "stats",
+    "audit": "auditing",
+    "patch_torch": "patching",
+    "unpatch_torch": "patching",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +34,10 @@ class Layout:
 
     key: LayoutKey
     numels: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)  # whose each is: the parameter's position, where there is one
     backends: dict[str, Any] = field(default_factory=dict)  # what serves it, by what was requested
     tables: dict[str, Any] = field(default_factory=dict)  # the kernels', by mode
+    weights: Any = None  # each tensor's share in a global norm, by whoever takes one
     neighbours: Neighbours = field(default_factory=Neighbours)  # of all its tensors
 
 
@@ -156,12 +159,37 @@ def coalesce_fp16(gradient: Tensor) -> Tensor:
     return gradient.float().coalesce().half()
 
 
-def group(tensors: Iterable[Tensor]) -> list[Batch]:
-    """Return `tensors` (local, already checked) as batches, one for each layout key, in order of appearance."""
-    groups: dict[LayoutKey, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(layout_key(tensor), []).append(tensor)
-    return [Batch(Layout(key, [t.numel() for t in members]), members, True) for key, members in groups.items()]
+def is_yet_a_sum(gradient: Tensor) -> bool:
+    """Tell whether a gradient is terms still to be added up: a Partial DTensor, or sparse with duplicates."""
+    if is_dtensor(gradient):
+        return partial_terms(gradient) > 1
+    return gradient.layout is torch.sparse_coo and not gradient.is_coalesced()
+
+
+def summed(gradient: Tensor) -> Tensor:
+    """Return the sum that `is_yet_a_sum` told of; for a Partial DTensor all ranks of its mesh must take part."""
+    if not is_dtensor(gradient):
+        return coalesce_fp16(gradient) if gradient.dtype is torch.float16 else gradient.coalesce()
+    from torch.distributed.tensor import Replicate
+
+    placements = gradient.placements  # type: ignore[attr-defined]
+    whole = [Replicate() if placement.is_partial() else placement for placement in placements]
+    result: Tensor = gradient.redistribute(placements=whole)  # type: ignore[attr-defined]
+    return result
+
+
+def group(tensors: Iterable[Tensor], slots_of: Iterable[int] | None = None) -> list[Batch]:
+    """Return `tensors` (local, already checked) as batches, one for each layout key, in order of appearance.
+
+    Args:
+        slots_of: whose each is, a parameter's position; None: its own in the list.
+    """
+    groups: dict[LayoutKey, tuple[list[int], list[Tensor]]] = {}
+    for index, tensor in zip(itertools.count() if slots_of is None else slots_of, tensors, strict=False):
+        slots, members = groups.setdefault(layout_key(tensor), ([], []))
+        slots.append(index)
+        members.append(tensor)
+    return [Batch(Layout(key, [t.numel() for t in ts], slots), ts, True) for key, (slots, ts) in groups.items()]
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

@@ -7,11 +7,11 @@ imports torch before `run`, so that `--help` answers at once.
 import argparse
 from collections.abc import Sequence
 
-from scaler_triton import info, tune
+from scaler_triton import checkpoint_audit, info, tune
 from scaler_triton._version import __version__
 from scaler_triton.demo import command as demo
 
-COMMANDS = {"demo": demo, "info": info, "tune": tune}
+COMMANDS = {"demo": demo, "info": info, "tune": tune, "audit": checkpoint_audit}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -40,13 +40,20 @@ class Agreement:
         Args:
             signals: fp32, shape (n,), any device; written. It travels on a device the group's backend serves.
         """
-        device = _serving_device(self.group, signals.device)
-        if device == signals.device:
-            dist.all_reduce(signals, op=dist.ReduceOp.MAX, group=self.group)
+        self._reduce_(signals, dist.ReduceOp.MAX)
+
+    def sum_(self, totals: Tensor) -> None:
+        """Replace `totals` (fp64, shape (n,), any device) by their sums over the ranks, as `maximum_` does."""
+        self._reduce_(totals, dist.ReduceOp.SUM)
+
+    def _reduce_(self, values: Tensor, op: Any) -> None:
+        device = _serving_device(self.group, values.device)
+        if device == values.device:
+            dist.all_reduce(values, op=op, group=self.group)
         else:
-            carrier = signals.to(device)
-            dist.all_reduce(carrier, op=dist.ReduceOp.MAX, group=self.group)
-            signals.copy_(carrier)
+            carrier = values.to(device)
+            dist.all_reduce(carrier, op=op, group=self.group)
+            values.copy_(carrier)
 
 
 def default_group() -> ProcessGroup | None:

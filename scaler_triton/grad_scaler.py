@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import collectives, dispatch, optimizers, policy
+from scaler_triton import collectives, dispatch, limits, optimizers, policy
+from scaler_triton.clipping import ClippingMixin
+from scaler_triton.flags import State
 from scaler_triton.plan import PlanCache
-from scaler_triton.unscaling import State, UnscalingMixin
+from scaler_triton.stand_in import StandIn
+from scaler_triton.stats import Counters, Lagging
+from scaler_triton.stepped import Stepped
 from scaler_triton.unstepped import Unstepped
 from scaler_triton.updating import UpdatingMixin
 
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class ScalerMixin(UnscalingMixin, UpdatingMixin):
+class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
     """One step of dynamic loss scaling.
 
     READY --unscale_--> UNSCALED --step--> STEPPED --update--> READY, for each optimizer, where
@@ -45,6 +49,7 @@ class ScalerMixin(UnscalingMixin, UpdatingMixin):
         enabled: bool,
         process_group: ProcessGroup | None,
         backend: str | None,
+        **extras: Any,
     ) -> None:
         self._backend = dispatch.check_backend(backend)
         super().__init__(
@@ -55,8 +60,9 @@ class ScalerMixin(UnscalingMixin, UpdatingMixin):
             growth_interval=growth_interval,
             enabled=enabled,
         )
+        self._init_extras(**extras)
         if self._enabled:
-            init_scale = policy.check_scale(init_scale, "init_scale")
+            init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"), self._limits)
             growth_factor = policy.check_growth_factor(growth_factor)
             backoff_factor = policy.check_backoff_factor(backoff_factor)
             growth_interval = policy.check_growth_interval(growth_interval)
@@ -71,9 +77,8 @@ class ScalerMixin(UnscalingMixin, UpdatingMixin):
         self._growth_tracker: Tensor | None = None
         self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
         self._plans = PlanCache()
-        self._unstepped = Unstepped()
+        self._unstepped, self._stepped = Unstepped(), Stepped()
         self._boards = {}
-        self._device_policies = {}
         self._warned_fsdp1 = False
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -97,7 +102,7 @@ class ScalerMixin(UnscalingMixin, UpdatingMixin):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state.get("void"):
-            state["stage"] = OptState.STEPPED
+            self._has_stepped(state)
             return None
         if state["stage"] is OptState.READY:
             state["unscaled_flag"] = self._unstepped.recall(optimizer)
@@ -108,8 +113,12 @@ class ScalerMixin(UnscalingMixin, UpdatingMixin):
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        state["stage"] = OptState.STEPPED
+        self._has_stepped(state)
         return result
+
+    def _has_stepped(self, state: State) -> None:
+        state["stage"] = OptState.STEPPED
+        self._stepped.keep(state)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: State, *args: Any, **kwargs: Any) -> float | None:
         if self._host_flag(optimizer_state):
@@ -131,7 +140,7 @@ class ScalerMixin(UnscalingMixin, UpdatingMixin):
             result = optimizer.step(*args, **kwargs, grad_scaler=self)
         else:
             result = self._step_fused(optimizer, state, args, kwargs)
-        state["stage"] = OptState.STEPPED
+        self._has_stepped(state)
         return cast("float | None", result)
 
     def _step_fused(self, optimizer: Any, state: State, args: Any, kwargs: Any) -> Any:
@@ -143,22 +152,23 @@ class ScalerMixin(UnscalingMixin, UpdatingMixin):
             return None
         assert self._scale is not None
         scaled = ready and state["unscaled_flag"] is None
-        with optimizers.lent((optimizer, inner), self._scale.reshape(()) if scaled else None, self._flag(state)):
+        factor = self._scale.reshape(()) if scaled else state.get("deferred")
+        with optimizers.lent((optimizer, inner), factor, self._flag(state)):
             try:
                 return optimizer.step(*args, **kwargs)
             except BaseException:
                 # Its kernels divide gradients, and nobody can tell which they reached. The flag stays as agreed.
-                state.update(stage=OptState.UNSCALED, void=scaled)
+                state.update(stage=OptState.UNSCALED, void=factor is not None)
                 raise
-
-    def _host_flag(self, state: State) -> bool:
-        verdict = self._verdict(state)
-        if verdict is not None:
-            return verdict.on_host()
-        return any(flag.item() for flag in state["found_inf_per_device"].values())
 
     def __getstate__(self) -> State:
         return {**self._own_state(), "process_group": collectives.picklable(self.process_group)}
+
+    def __setstate__(self, state: State) -> None:
+        if "_plans" not in state:  # a scaler of torch's, pickled before `patch_torch` put this class in its place
+            ours: Any = next(cls for cls in type(self).__mro__ if "_is_sharded" in vars(cls))
+            ours.__init__(self, state["_device"], enabled=False)
+        super().__setstate__(state)
 
     def _own_state(self) -> State:
         """Return what a copy needs, but for the process group."""
@@ -166,6 +176,9 @@ class ScalerMixin(UnscalingMixin, UpdatingMixin):
         fresh: State = {
             "_plans": PlanCache(),
             "_unstepped": Unstepped(),
+            "_stepped": Stepped(),
+            "_counters": Counters(self._counters.read()),
+            "_lagging": Lagging(),
             "_boards": {},
             "_device_policies": {},
             "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
@@ -206,6 +219,15 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
         process_group: the ranks that must agree, instead of those that the parameters' meshes tell.
         backend: "auto" (Triton for CUDA, torch elsewhere), "triton" or "torch"; default: the environment's
             SCALER_TRITON_BACKEND, else "auto".
+        min_scale, max_scale: the scale is clamped to them, the first one and after every update; None: 2^-126 and
+            fp32 max.
+        hysteresis: overflows, >= 1, until the scale backs off; the last of them does it, and each one after it until
+            the scale grows again. Megatron's.
+        consecutive_hysteresis: True: any good update starts that count anew. DeepSpeed's.
+        max_consecutive_skips: updates, >= 0; if more in a row are skipped, `update` raises `SkipStreakError`, on all
+            ranks at once and a few updates late. None: never.
+
+    Once one of the last five is not its default, `state_dict` holds them and the counters under one more key.
 
     Raises: torch's AssertionErrors for its own limits; ValueError or TypeError naming another illegal argument.
     """
@@ -224,6 +246,11 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
         *,
         process_group: ProcessGroup | None = None,
         backend: str | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        max_consecutive_skips: int | None = None,
     ) -> None:
         super().__init__(
             device,
@@ -234,4 +261,9 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
             enabled,
             process_group,
             backend,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            max_consecutive_skips=max_consecutive_skips,
         )

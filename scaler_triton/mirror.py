@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,13 @@ class HostMirror:
     Args:
         source: a small tensor on any device, not written. On CUDA a copy goes to pinned memory and an event marks
             its end; elsewhere the source is read when asked for.
+        frozen: elsewhere, too, what is read is what the source held at the last start.
     """
 
-    def __init__(self, source: Tensor) -> None:
-        self._source = source
+    def __init__(self, source: Tensor, frozen: bool = False) -> None:
+        self.source = source
+        self._copy = source
+        self._frozen = frozen
         self._event: torch.cuda.Event | None = None
         if source.is_cuda:
             self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
@@ -30,13 +35,19 @@ class HostMirror:
     def start(self) -> None:
         """Start a copy in the order of the current stream; the one before is overwritten."""
         if self._event is not None:
-            with torch.cuda.device(self._source.device):
-                self._copy.copy_(self._source, non_blocking=True)
+            with torch.cuda.device(self.source.device):
+                self._copy.copy_(self.source, non_blocking=True)
                 self._event.record()
+        elif self._frozen:
+            self._copy = self.source.clone()
 
-    def read(self) -> list[float]:
+    def has_arrived(self) -> bool:
+        """Tell whether `read` would not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[Any]:
         """Return the values of the last start, waiting for that copy only."""
-        if self._event is None:
-            return [float(value) for value in self._source.tolist()]
-        self._event.synchronize()
-        return [float(value) for value in self._copy.tolist()]
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[Any] = self._copy.tolist()
+        return values

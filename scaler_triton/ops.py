@@ -14,7 +14,9 @@ from scaler_triton import batch as batching
 from scaler_triton import policy, reference
 from scaler_triton.batch import Batch, Layout
 from scaler_triton.dispatch import Backend, check_backend, choose
+from scaler_triton.limits import NO_LIMITS, Limits
 from scaler_triton.neighbours import Neighbours
+from scaler_triton.stats import Counters
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
@@ -93,31 +95,42 @@ def update_scale_(
         policy.check_backoff_factor(backoff_factor),
         policy.check_growth_interval(growth_interval),
     )
-    update_scalars_(scale, growth_tracker, found_inf, *numbers, check_backend(backend))
+    update_scalars_(scale, growth_tracker, found_inf, numbers, check_backend(backend))
 
 
 def update_scalars_(
     scale: Tensor,
     growth_tracker: Tensor,
     found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
+    numbers: tuple[float, float, int],
     requested: str,
+    limits: Limits = NO_LIMITS,
+    counters: Counters | None = None,
 ) -> None:
-    """`update_scale_` for arguments that are known to be right."""
-    triton = choose(scale.device, scale.dtype, requested) == "triton"
-    launch = _kernels().update_scale.launch_update_scale if triton else reference.update_scale_
-    launch(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-
-
-def update_by_rows_(scale: Tensor, growth_tracker: Tensor, flags: Tensor, rows: int, policy: Tensor) -> None:
-    """`update_scale_` by several flags at once, on Triton; they are cleared.
+    """`update_scale_` for arguments that are known to be right, within limits and counted.
 
     Args:
-        flags, rows, policy: see `kernels.update_scale.launch_update_rows`.
+        numbers: growth_factor, backoff_factor, growth_interval.
+        requested: a backend, as `check_backend` returns it.
+        limits, counters: as `reference.update_scale_`.
     """
-    _kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, rows, clear=True)
+    if choose(scale.device, scale.dtype, requested) == "torch":
+        reference.update_scale_(scale, growth_tracker, found_inf, *numbers, limits, counters)
+        return
+    counted = None if counters is None else counters.on(scale.device)
+    launch = _kernels().update_scale.launch_update_scale
+    launch(scale, growth_tracker, found_inf, *numbers, *limits, counters=counted)
+
+
+def update_by_rows_(
+    scale: Tensor, growth_tracker: Tensor, flags: Tensor, rows: int, policy: Tensor, counters: Tensor
+) -> None:
+    """`update_scale_` by several flags at once, on Triton; they are cleared, and kept as the last ones.
+
+    Args:
+        flags, rows, policy, counters: see `kernels.update_scale.launch_update_rows`.
+    """
+    _kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, counters, rows, clear=True)
 
 
 def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:

@@ -54,6 +54,8 @@ class GradPlan:
         self.rebuilds = 0
         self.agreement: Any = None  # whoever works out which ranks must agree keeps the answer here
         self.verdict: Any = None  # whoever judges these gradients keeps the flag here
+        self.copies: Any = None  # whoever counts them keeps how many ranks hold each parameter here
+        self.joint: Any = None  # and who must agree on several plans at once
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
         self._whole_specs: list[Any] = [None] * len(self.parameters)  # of DTensors that are not Partial
@@ -67,10 +69,15 @@ class GradPlan:
             and (not parameters or parameters[0].device == self.devices[0])
         )
 
-    def collect(self, *, allow_fp16: bool = True) -> Gradients:
+    def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> Gradients:
         """Return this step's gradients as batches; every one is checked, none is written.
 
         Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does.
+
+        Args:
+            allow_fp16: whether fp16 gradients are.
+            summed: replace what is yet to be summed by its sum: other uncoalesced gradients too, and Partial ones,
+                which takes a collective each.
 
         Raises: what `batch.check_gradient` raises, naming the parameter's position.
         """
@@ -81,7 +88,14 @@ class GradPlan:
                 self._refuse_fp16(shards)
             batches = [Batch(layout, row(shards), True) for layout, row in zip(self._layouts, self._rows, strict=True)]
             return Gradients(batches, [])
+        if summed:
+            self._sum_up(gradients)
         return self._collect_each(gradients, allow_fp16)
+
+    def _sum_up(self, gradients: list[Tensor | None]) -> None:
+        for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            if gradient is not None and batching.is_yet_a_sum(gradient):
+                gradients[index] = parameter.grad = batching.summed(gradient)
 
     def _whole_shards(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the shards of gradients that are all there and none of them Partial, as before; else none."""
@@ -95,14 +109,14 @@ class GradPlan:
         bounds = self._localise(gradients)
         if not allow_fp16:
             self._refuse_fp16(gradients)
-        loose: list[Tensor] = []
+        loose: dict[int, Tensor] = {}
         if not self._known.hold(gradients):
             loose = self._admit(gradients, allow_fp16)
             if not loose:
                 self._known.learn(gradients)
         rows = [Batch(layout, row(gradients)) for layout, row in zip(self._layouts, self._rows, strict=True)]
         batches = [batch for batch in rows if any(tensor is not None for tensor in batch.tensors)]
-        return Gradients(batches + batching.group(loose), batching.group(bounds))
+        return Gradients(batches + batching.group(loose.values(), loose), batching.group(bounds))
 
     def _localise(self, gradients: list[Tensor | None]) -> list[Tensor]:
         """Put shards in the place of DTensors; return what bounds the sums of those that are Partial."""
@@ -126,7 +140,7 @@ class GradPlan:
             if gradient is not None and gradient.dtype is torch.float16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
 
-    def _admit(self, gradients: list[Tensor | None], allow_fp16: bool) -> list[Tensor]:
+    def _admit(self, gradients: list[Tensor | None], allow_fp16: bool) -> dict[int, Tensor]:
         """Check gradients of a new form and make room for them; take out and return sparse ones, which have no slot."""
         strange = [
             (index, batching.local_tensor(gradient))
@@ -138,14 +152,15 @@ class GradPlan:
             raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
         for index, gradient in strange:  # all of them, before the first is touched
             batching.check_gradient(gradient, f"the gradient of parameter {index}", allow_fp16=allow_fp16)
-        loose, forms = [], list(self._forms)
+        loose: dict[int, Tensor] = {}
+        forms = list(self._forms)
         for index, gradient in strange:
             if gradient.layout is torch.strided:
                 gradients[index] = gradient
                 forms[index] = _form(gradient)
             else:
                 gradients[index] = None
-                loose.append(self._values(index, gradient))
+                loose[index] = self._values(index, gradient)
         if len(strange) > len(loose):
             self._place(forms)
             self.rebuilds += 1
@@ -172,6 +187,7 @@ class GradPlan:
         layouts = [Layout(key) for key in dict.fromkeys(keys) if key is not None]
         members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in layouts]
         for layout, indices in zip(layouts, members, strict=True):
+            layout.slots = indices
             layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]

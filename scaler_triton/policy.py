@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,55 +12,6 @@ import torch
 MIN_SCALE = 2.0**-126
 MAX_SCALE = torch.finfo(torch.float32).max
 MAX_TRACKER = 2**31 - 1
-
-
-class Limits(NamedTuple):
-    """What torch's rule does not have; by default it changes nothing.
-
-    Args:
-        min_scale, max_scale: the scale is clamped to them, fp32 numbers.
-        hysteresis: overflows until the scale backs off, the last of which does it.
-        consecutive_hysteresis: whether they are counted anew after every good update, not only when the scale grows.
-    """
-
-    min_scale: float = MIN_SCALE
-    max_scale: float = MAX_SCALE
-    hysteresis: int = 1
-    consecutive_hysteresis: bool = False
-
-
-def check_limits(limits: Limits) -> Limits:
-    """Return `limits`, with bounds rounded to fp32, if all of them are legal."""
-    return check_bounds(
-        Limits(
-            check_bound(limits.min_scale, "min_scale"),
-            check_bound(limits.max_scale, "max_scale"),
-            check_hysteresis(limits.hysteresis),
-            check_bool(limits.consecutive_hysteresis, "consecutive_hysteresis"),
-        )
-    )
-
-
-def check_bounds(limits: Limits) -> Limits:
-    """Return `limits` if there is a scale between the bounds."""
-    if limits.min_scale > limits.max_scale:
-        raise ValueError(f"min_scale must be at most max_scale, {limits.max_scale}, got {limits.min_scale}")
-    return limits
-
-
-def check_bound(value: Any, name: str) -> float:
-    """Return `value`, rounded to fp32, if it can be a loss scale."""
-    return _as_fp32(check_scale(value, name))
-
-
-def check_within(value: Any, name: str, limits: Limits) -> float:
-    """Return `value` as a float if it can be a loss scale and lies between the bounds."""
-    number = check_scale(value, name)
-    if not limits.min_scale <= _as_fp32(number) <= limits.max_scale:
-        raise ValueError(
-            f"{name} must be in [min_scale, max_scale], [{limits.min_scale}, {limits.max_scale}], got {value!r}"
-        )
-    return number
 
 
 def check_scale(value: Any, name: str) -> float:
@@ -139,7 +88,6 @@ def check_count(value: Any, name: str) -> int:
     return number
 
 
-EXTRAS_KEY = "scaler_triton"  # the one key of a checkpoint that torch's class does not know, and passes over
 _STATE_CHECKS = {
     "scale": check_scale,
     "growth_factor": check_growth_factor,
@@ -155,39 +103,6 @@ def check_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
     """
     return {name: check(state_dict[name], name) for name, check in _STATE_CHECKS.items()}
-
-
-class Extras(NamedTuple):
-    """What a checkpoint holds beside torch's five fields once one of these is switched on.
-
-    Args:
-        limits: see there.
-        max_consecutive_skips: updates, None for no limit.
-        counters: see `stats.Counters`.
-    """
-
-    limits: Limits
-    max_consecutive_skips: int | None
-    counters: list[int]
-
-    def as_dict(self, counter_names: Sequence[str]) -> dict[str, Any]:
-        """Return plain numbers by name."""
-        counters = dict(zip(counter_names, self.counters, strict=True))
-        return {**self.limits._asdict(), "max_consecutive_skips": self.max_consecutive_skips, "counters": counters}
-
-
-def check_extras(fields: Any, counter_names: Sequence[str]) -> Extras:
-    """Return what `Extras.as_dict` made a dict of; other keys are left out.
-
-    Raises: as `check_state_dict`; TypeError if it is no dict.
-    """
-    fields = _as_dict(fields, EXTRAS_KEY)
-    counters = _as_dict(fields["counters"], "counters")
-    return Extras(
-        check_limits(Limits(*(fields[name] for name in Limits._fields))),
-        check_max_skips(fields["max_consecutive_skips"]),
-        [check_count(counters[name], name) for name in counter_names],
-    )
 
 
 def device_type(device: str | torch.device) -> str:
@@ -207,17 +122,6 @@ def _as_float(value: Any, name: str) -> float:
         raise TypeError(f"{name} must be a number, got {value!r}") from error
     except OverflowError as error:
         raise ValueError(f"{name} must be a positive finite fp32 number, got {value!r}") from error
-
-
-def _as_fp32(number: float) -> float:
-    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
-    return rounded
-
-
-def _as_dict(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be a dict, got {value!r}")
-    return value
 
 
 def _as_int(value: Any, name: str) -> int:

@@ -9,8 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from scaler_triton.limits import NO_LIMITS, Limits
 from scaler_triton.neighbours import Neighbours
-from scaler_triton.policy import MAX_SCALE, MAX_TRACKER, MIN_SCALE
+from scaler_triton.policy import MAX_TRACKER
+from scaler_triton.stats import BACKOFFS, GROWTHS, LAST_SKIP, SKIPPED, STREAK, STRIKES, UPDATES, Counters
 
 # From this size on, a tensor is checked where it lies; smaller ones are gathered and checked together.
 _LARGE_BYTES = 1 << 16
@@ -69,45 +71,111 @@ def update_scale_(
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
+    limits: Limits = NO_LIMITS,
+    counters: Counters | None = None,
 ) -> None:
     """Back the scale off after an overflow, let it grow after `growth_interval` good steps.
 
-    if found_inf: scale *= backoff_factor; tracker = 0
-    else: tracker += 1; if tracker >= growth_interval: scale *= growth_factor unless not finite; tracker = 0
-    and scale ends in [2^-126, fp32 max], NaN as 2^-126.
+    if found_inf: strikes += 1; tracker = 0; scale *= backoff_factor if strikes >= hysteresis
+    else: tracker += 1; if tracker >= growth_interval: scale *= growth_factor unless not finite; tracker = strikes = 0
+    and scale ends in [min_scale, max_scale], NaN as min_scale.
 
-    Equivalent: `torch._amp_update_scale_`, but for >= and the bounds.
+    Equivalent: `torch._amp_update_scale_`, but for >= and the limits. Hysteresis is Megatron's `DynamicGradScaler`
+    (megatron/core/optimizer/grad_scaler.py); with `consecutive_hysteresis` every good step clears the strikes, as
+    DeepSpeed's option of that name and apex's `update_scale_hysteresis` do.
 
     Args:
         scale: fp32, one element; written.
         growth_tracker: int32, one element, same device; written.
         found_inf: fp32, one element, same device; anything but 0 is an overflow.
+        counters: count this update; None: nothing is counted, and hysteresis has no memory.
     """
+    counters = Counters() if counters is None else counters
+    numbers = growth_factor, backoff_factor, growth_interval
     if scale.device.type == "cpu":
-        _update_on_host_(scale, growth_tracker, bool(found_inf.item()), growth_factor, backoff_factor, growth_interval)
-        return
+        _update_on_host_(scale, growth_tracker, found_inf.item(), numbers, limits, counters.on_host())
+    else:
+        update_on_device_(scale, growth_tracker, found_inf, numbers, limits, counters.on(scale.device))
+
+
+def update_on_device_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    numbers: tuple[float, float, int],
+    limits: Limits,
+    counters: Tensor,
+) -> None:
+    """`update_scale_` without a host wait, on any device."""
+    bad, before = found_inf.reshape(()) != 0, scale.clone()
     # torch grows at tracker + 1 == interval: capped below it, the tracker cannot have passed.
-    growth_tracker.clamp_(max=min(growth_interval, MAX_TRACKER) - 1)
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-    scale.nan_to_num_(nan=MIN_SCALE, posinf=MAX_SCALE).clamp_(min=MIN_SCALE)
+    growth_tracker.clamp_(max=min(numbers[2], MAX_TRACKER) - 1)
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, *numbers)
+    if limits.hysteresis > 1:
+        spared = bad & (counters[STRIKES] + 1 < limits.hysteresis)
+        scale.copy_(torch.where(spared, before, scale))
+    scale.nan_to_num_(nan=limits.min_scale, posinf=limits.max_scale).clamp_(limits.min_scale, limits.max_scale)
+    refilled = torch.ones_like(bad) if limits.consecutive_hysteresis else growth_tracker.reshape(()) == 0
+    _count_on_device_(counters, bad, refilled, (scale > before).reshape(()), (scale < before).reshape(()))
+
+
+def _count_on_device_(counters: Tensor, bad: Tensor, refilled: Tensor, larger: Tensor, smaller: Tensor) -> None:
+    """Count one update; all flags are bool, ()."""
+    updates, skipped, streak, growths, backoffs, last_skip, strikes = counters.unbind()
+    updates.add_(1)
+    skipped.add_(bad)
+    streak.add_(1).mul_(bad)
+    growths.add_(larger)
+    backoffs.add_(smaller)
+    last_skip.copy_(torch.where(bad, updates, last_skip))
+    strikes.add_(bad).mul_(bad | ~refilled)
 
 
 def _update_on_host_(
-    scale: Tensor, growth_tracker: Tensor, found_inf: bool, growth_factor: float, backoff_factor: float, interval: int
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: float,
+    numbers: tuple[float, float, int],
+    limits: Limits,
+    counters: list[int],
 ) -> None:
     """The same in Python's doubles, which is what torch's op multiplies in; an op on one number costs more."""
+    growth_factor, backoff_factor, interval = numbers
+    low, high, hysteresis, consecutive = limits
     before, successful = scale.item(), int(growth_tracker.item()) + 1
     value, tracker = before, 0
+    counters[UPDATES] += 1
     if found_inf:
-        value = before * backoff_factor
-    elif successful < interval:
-        tracker = min(successful, MAX_TRACKER)
-    elif abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
-        value = before * growth_factor
-    value = min(value, MAX_SCALE) if value > MIN_SCALE else MIN_SCALE
+        _count_skip(counters)
+        if counters[STRIKES] >= hysteresis:
+            value = before * backoff_factor
+    else:
+        counters[STREAK] = 0
+        if successful < interval:
+            tracker = min(successful, MAX_TRACKER)
+        elif abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
+            value = before * growth_factor
+        if consecutive or not tracker:
+            counters[STRIKES] = 0
+    value = min(value, high) if value > low else low
     if value != before:
         scale.fill_(value)
+        _count_change(counters, before, scale.item())
     growth_tracker.fill_(tracker)
+
+
+def _count_skip(counters: list[int]) -> None:
+    counters[SKIPPED] += 1
+    counters[STREAK] += 1
+    counters[STRIKES] += 1
+    counters[LAST_SKIP] = counters[UPDATES]
+
+
+def _count_change(counters: list[int], before: float, after: float) -> None:
+    if after > before:
+        counters[GROWTHS] += 1
+    elif after < before:  # neither is true of NaN, nor of a product that rounds back
+        counters[BACKOFFS] += 1
 
 
 def _unscale_bf16_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:

@@ -24,8 +24,9 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
     If any rank's gradients overflow, no rank steps, whatever the optimizer: plain, foreach or fused.
 
     Args:
-        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, backend: as `GradScaler`; mind
-            torch's order, backoff before growth.
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, backend, min_scale, max_scale,
+            hysteresis, consecutive_hysteresis, max_consecutive_skips: as `GradScaler`; mind torch's order, backoff
+            before growth.
         process_group: the ranks that must agree; None: the default group, looked up whenever it is used.
 
     Raises: as `GradScaler`; at the first unscale or step, torch's ValueError without an initialised default group,
@@ -46,6 +47,11 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
         process_group: ProcessGroup | None = None,
         *,
         backend: str | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        max_consecutive_skips: int | None = None,
     ) -> None:
         super().__init__(
             device,
@@ -56,4 +62,9 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
             enabled,
             process_group,
             backend,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            max_consecutive_skips=max_consecutive_skips,
         )

@@ -11,23 +11,25 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import collectives, dispatch, ops, optimizers, reference
+from scaler_triton import callers, collectives, dispatch, ops, optimizers, reference, stand_in
+from scaler_triton.flags import FlagsMixin, State
 from scaler_triton.plan import GradPlan, PlanCache
+from scaler_triton.stepped import Stepped
 from scaler_triton.verdict import Board, Verdict, tell_failure
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
     from scaler_triton.collectives import Agreement
 
-    _Base = torch.amp.GradScaler
-else:
-    _Base = object
-
-State = dict[str, Any]
 Flags = dict[torch.device, Tensor]
 
+_ON_FSDP1 = (
+    "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
+    "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=."
+)
 
-class UnscalingMixin(_Base):
+
+class UnscalingMixin(FlagsMixin):
     """`unscale_` and the check for optimizers that unscale themselves; what goes wrong here splits no ranks."""
 
     process_group: Any
@@ -36,8 +38,8 @@ class UnscalingMixin(_Base):
     _backend: str
     _plans: PlanCache
     _boards: dict[torch.device, Board]
-    _scale: Tensor | None
     _growth_tracker: Tensor | None
+    _stepped: Stepped
     _warned_fsdp1: bool
     _per_optimizer_states: Any
 
@@ -144,6 +146,7 @@ class UnscalingMixin(_Base):
 
         Whatever error `examine` raises, the other ranks are told, not left waiting.
         """
+        self._stepped.forget(state)
         plan = self._plans.get(optimizer)
         agreement = self._agreement(plan)
         if state["found_inf_per_device"]:
@@ -225,15 +228,13 @@ class UnscalingMixin(_Base):
         return collectives.inferred_agreement(plan.parameters)
 
     def _warn_of_fsdp1(self, plan: GradPlan) -> None:
-        if self._warned_fsdp1 or not collectives.several_ranks() or not collectives.has_fsdp1(plan.parameters):
+        if not collectives.several_ranks() or not collectives.has_fsdp1(plan.parameters):
             return
-        self._warned_fsdp1 = True
-        warnings.warn(
-            "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
-            "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=.",
-            UserWarning,
-            stacklevel=2,
-        )
+        if stand_in.strict:
+            raise RuntimeError(_ON_FSDP1)
+        if not self._warned_fsdp1:
+            self._warned_fsdp1 = True
+            warnings.warn(_ON_FSDP1, UserWarning, stacklevel=callers.stacklevel())
 
     def _initialised_scale(self, funcname: str, optimizer: Any) -> Tensor:
         """Return the scale; without one, tell the ranks that wait for this one's flag before raising torch's error."""

@@ -1,57 +1,110 @@
-"""The second half of a step: the flags of all optimizers move the scale, by numbers that setters may change."""
+"""The second half of a step: the flags of all optimizers move the scale, and tell what it did."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import dispatch, ops, policy
+from scaler_triton import dispatch, limits, ops
+from scaler_triton.flags import FlagsMixin, State
+from scaler_triton.settings import SettingsMixin
+from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError, is_captured
+from scaler_triton.stepped import Stepped
 from scaler_triton.unstepped import Unstepped
-from scaler_triton.verdict import Board, Verdict, any_flag, as_flag
-
-if TYPE_CHECKING:
-    from scaler_triton.kernels.update_scale import DevicePolicy
-
-    _Base = torch.amp.GradScaler
-else:
-    _Base = object
-
-State = dict[str, Any]
+from scaler_triton.verdict import Board, any_flag
 
 
-class UpdatingMixin(_Base):
-    """`update`, and the setters and checkpoints of what it goes by."""
+class UpdatingMixin(SettingsMixin, FlagsMixin):
+    """`update`, and what can be asked of the updates and steps that were."""
 
     _backend: str
     _boards: dict[torch.device, Board]
-    _device_policies: dict[torch.device, DevicePolicy]
     _unstepped: Unstepped
+    _stepped: Stepped
     _per_optimizer_states: Any
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Back the scale off if any optimizer's flag was set, let it grow after `growth_interval` good updates.
 
         Args:
-            new_scale: sets the scale instead: a number, or a one-element tensor on a device of the scaler's type,
-                whose value is checked with one host wait.
+            new_scale: sets the scale instead, and nothing else: a number, or a one-element tensor on a device of the
+                scaler's type, whose value is checked with one host wait.
 
         Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
-            kind; ValueError for a scale outside [2^-126, fp32 max]. Scale and tracker are as before then.
+            kind; ValueError for a scale outside [min_scale, max_scale]. Scale and tracker are as before then.
+            `SkipStreakError`, once the update is done, if more than `max_consecutive_skips` updates in a row had been
+            skipped `stats.Lagging.LAG` updates ago: on every rank at the same update, and at each one until the streak
+            ends. Not while a graph is captured or replayed.
         """
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        self._refuse_to_lose_clipping()
         self._keep_unstepped()
         if new_scale is not None:
             scale.fill_(self._checked_scale(new_scale))
         else:
             self._update_by_flags(scale, growth_tracker)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        if self._max_consecutive_skips is not None and new_scale is None:
+            self._check_streak(self._max_consecutive_skips, scale)
+
+    def stats(self, *, wait: bool = True) -> ScalerStats:
+        """Return what the updates did so far, replayed ones included; all 0 on a disabled scaler.
+
+        Args:
+            wait: True waits for the device once. False never waits on CUDA: it returns what has arrived on the host
+                by then and starts the next copy, so a call after every update is one or two updates behind.
+        """
+        return ScalerStats.of(self._counters.read() if wait else self._counters.newest())
+
+    def was_skipped(self, optimizer: Any) -> bool:
+        """Tell whether the last `step(optimizer)` was skipped, fused or not, until its next `unscale_`, clip or step.
+
+        May be asked before and after `update()`; waits for the device if the optimizer is fused. Of a step in a
+        replayed graph it tells what the last replay did. Always False on a disabled scaler.
+
+        Args:
+            optimizer: the one that was stepped, or a wrapper around it.
+
+        Raises: ValueError if it was never stepped, or unscaled since.
+        """
+        if not self._enabled:
+            return False
+        state = self._stepped.of(optimizer)
+        if state is None:
+            raise ValueError(f"optimizer must have been stepped and not unscaled since, got {type(optimizer).__name__}")
+        return self._skips(state)
+
+    def _skips(self, state: State) -> bool:
+        if "skips" in state or state.get("void"):  # the host knew
+            return bool(state.get("skips", True))
+        verdict = self._verdict(state)
+        if verdict is not None:
+            return verdict.last()
+        return any(flag.item() for flag in state["found_inf_per_device"].values())
+
+    def _check_streak(self, limit: int, scale: Tensor) -> None:
+        if is_captured(scale):
+            return
+        seen = self._lagging.push(self._counters.where_they_are())
+        if seen is not None and seen[STREAK] > limit:
+            raise SkipStreakError(
+                f"{seen[STREAK]} updates in a row were skipped, more than max_consecutive_skips={limit}; "
+                f"{Lagging.LAG} updates later the scale is {self.get_scale()}. {ScalerStats.of(seen)}"
+            )
+
+    def _refuse_to_lose_clipping(self) -> None:
+        for state in self._per_optimizer_states.values():
+            if "deferred" in state and state["stage"] is OptState.UNSCALED and not state.get("void"):
+                raise RuntimeError(
+                    "update() is being called before the step() that clip_grad_norm_(defer=True) left the clipping to."
+                )
 
     def _keep_unstepped(self) -> None:
         for state in self._per_optimizer_states.values():
@@ -68,8 +121,9 @@ class UpdatingMixin(_Base):
         backend = dispatch.choose(scale.device, scale.dtype, self._backend)
         if backend == "triton" and self._update_by_board(scale, growth_tracker, states):
             return
-        found_inf = any_flag([self._flag(state) for state in states], scale.device)
-        ops.update_scalars_(scale, growth_tracker, found_inf, *self._numbers(), backend)
+        flags = [self._flag(state) for state in states]
+        found_inf = flags[0] if len(flags) == 1 else any_flag(flags, scale.device)
+        ops.update_scalars_(scale, growth_tracker, found_inf, self._numbers(), backend, self._limits, self._counters)
 
     def _update_by_board(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[State]) -> bool:
         """Update by one launch that clears the flags for the next step; False if they are not all on one board."""
@@ -80,39 +134,12 @@ class UpdatingMixin(_Base):
         rows = None if board is None else board.rows(verdicts)
         if board is None or rows is None:
             return False
-        ops.update_by_rows_(scale, growth_tracker, board.signals, rows, self._device_policy(scale.device))
+        numbers, counters = self._device_policy(scale.device), self._counters.on(scale.device)
+        ops.update_by_rows_(scale, growth_tracker, board.signals, rows, numbers, counters)
         for verdict in verdicts:
             assert verdict is not None
             verdict.cleared = True
         return True
-
-    def _numbers(self) -> tuple[float, float, int]:
-        return self._growth_factor, self._backoff_factor, self._growth_interval
-
-    def _device_policy(self, device: torch.device) -> Tensor:
-        if device not in self._device_policies:
-            from scaler_triton.kernels.update_scale import DevicePolicy
-
-            self._device_policies[device] = DevicePolicy(device)
-        return self._device_policies[device].hold(*self._numbers())
-
-    def _numbers_changed(self) -> None:
-        for device in self._device_policies:  # a replayed graph reads them there
-            self._device_policy(device)
-
-    def _verdict(self, state: State) -> Verdict | None:
-        """Return the verdict behind the state's flags, None if somebody else stored them."""
-        verdict: Verdict | None = state.get("verdict")
-        return verdict if verdict is not None and verdict.is_behind(state["found_inf_per_device"]) else None
-
-    def _flag(self, state: State) -> Tensor:
-        """Return this optimizer's flag, fp32 `()`, 0.0 or 1.0, on the scale's device."""
-        assert self._scale is not None
-        verdict = self._verdict(state)
-        if verdict is not None:
-            return verdict.found_inf
-        device = self._scale.device
-        return any_flag([as_flag(flag, device) for flag in state["found_inf_per_device"].values()], device)
 
     def _checked_scale(self, new_scale: Any) -> float:
         if isinstance(new_scale, Tensor) and (
@@ -122,33 +149,7 @@ class UpdatingMixin(_Base):
                 "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                 "torch.FloatTensor with requires_grad=False."
             )
-        return policy.check_scale(new_scale, "new_scale")
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor the scale grows by: finite, >= 1 (1: it stays)."""
-        self._growth_factor = policy.check_growth_factor(new_factor, "new_factor")
-        self._numbers_changed()
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor the scale is multiplied by after an overflow: in (0, 1] (1: it stays)."""
-        self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
-        self._numbers_changed()
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many updates in a row without overflow the scale grows: >= 1."""
-        self._growth_interval = policy.check_growth_interval(new_interval, "new_interval")
-        self._numbers_changed()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch's returned; nothing on a disabled scaler.
-
-        Raises: torch's RuntimeError for an empty dict and KeyError for a missing field; ValueError or TypeError
-            naming a wrong field and its value. The scaler is as before then.
-        """
-        if self._enabled and len(state_dict) > 0:
-            state_dict = policy.check_state_dict(state_dict)
-        super().load_state_dict(state_dict)
-        self._numbers_changed()
+        return limits.check_within(new_scale, "new_scale", self._limits)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""

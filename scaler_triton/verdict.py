@@ -42,7 +42,9 @@ class Board:
     ROWS = 32
 
     def __init__(self, device: torch.device) -> None:
-        self.signals = torch.zeros(self.ROWS, 2, dtype=torch.float32, device=device)
+        numbers = torch.zeros(3 * self.ROWS, dtype=torch.float32, device=device)
+        self.signals = numbers[: 2 * self.ROWS].view(self.ROWS, 2)
+        self.last = numbers[2 * self.ROWS :]  # the flags that the launch cleared last, which finds them behind the rest
         self._free = list(reversed(range(self.ROWS)))
         self.captured: set[Verdict] = set()  # graphs write them at every replay: their rows are never free again
 
@@ -104,6 +106,10 @@ class Verdict:
         if agreement is not None:
             agreement.maximum_(self._signals)
 
+    def settle(self, found: Tensor, failed: Tensor) -> None:
+        """Become what a reduction over the ranks found: how many of them saw an overflow, how many failed to look."""
+        self._signals.copy_(torch.stack([found, failed]) != 0)
+
     def skip(self) -> None:
         """Have this rank skip, without an error when the flag is read: it has raised one already."""
         self._signals[_FLAG], self._signals[_FAILED] = 1.0, 0.0
@@ -143,6 +149,11 @@ class Verdict:
         if values[_FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         return bool(values[_FLAG])
+
+    def last(self) -> bool:
+        """Return the flag of the last step, also when an update has cleared it since, waiting for the device."""
+        flag = self.board.last[self.row] if self.board is not None and self.cleared else self.found_inf
+        return bool(flag.item())
 
 
 def tell_failure(agreement: Agreement, device: torch.device) -> None:

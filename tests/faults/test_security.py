@@ -39,6 +39,9 @@ FORBIDDEN_MODULES = {
 # The demo's pool of ranks speaks pickle with the processes that it has itself spawned, over pipes that nobody else
 # holds: what arrives was written by this program, run by this user, a moment ago. Nothing there reads a file.
 ALLOWED = {("demo/ranks.py", "pickle")}
+# The audit reads what ranks have saved: by torch's loader of tensors and plain values, nothing else.
+SAFE_LOADER = "torch.load(path, map_location='cpu', weights_only=True, mmap=True)"
+ALLOWED |= {("saved_states.py", "torch.load")}
 PIPES = {"_load", "_receive"}
 
 
@@ -116,6 +119,12 @@ def test_the_demos_pool_unpickles_what_its_own_pipes_bring_and_no_file() -> None
     assert "_load(connection.recv_bytes())" in ast.unparse(next(f for f in functions if f.name == "_serve"))
 
 
+
+def test_the_only_file_that_is_loaded_is_loaded_safely() -> None:
+    tree = ast.parse((ROOT / "scaler_triton/saved_states.py").read_text())
+    assert [ast.unparse(call) for name, call in called(tree) if name == "torch.load"] == [SAFE_LOADER]
+
+
 class Bomb:
     """Reports when somebody makes it run."""
 
@@ -169,7 +178,11 @@ def test_a_pickled_scaler_asks_for_its_own_classes_only(cls: Any) -> None:
         ("builtins", "object"),
         ("collections", "defaultdict"),
         ("torch.amp.grad_scaler", "_refresh_per_optimizer_state"),
+        ("scaler_triton.limits", "Limits"),
         ("scaler_triton.plan", "PlanCache"),
+        ("scaler_triton.stats", "Counters"),
+        ("scaler_triton.stats", "Lagging"),
+        ("scaler_triton.stepped", "Stepped"),
         ("scaler_triton.unstepped", "Unstepped"),
         (cls.__module__, cls.__name__),
     } - ({("copyreg", "_reconstructor"), ("builtins", "object")} - recorder.asked)

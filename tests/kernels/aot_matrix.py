@@ -22,15 +22,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from scaler_triton.kernels import launcher, tuned_file
+from scaler_triton.kernels.clip import _clip_kernel
 from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, MODES, WARP_LANES
 from scaler_triton.kernels.lookup import SHIPPED
 from scaler_triton.kernels.nonfinite import _check_nonfinite_kernel
+from scaler_triton.kernels.norm import _FINISH_BLOCK, _FINISH_WARPS, _finish_kernel, _sum_squares_kernel
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import _unscale_kernel, launch_unscale
 from scaler_triton.kernels.update_scale import _update_scale_kernel
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (70, 75, 80, 90, 100)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+# Where clipping is compiled for: the kernels share what is delicate with those that are compiled for all.
+CLIP_TARGETS = ("sm_80", "sm_90", "gfx942")
 
 TYPES = {
     "address_ptr": "*i64",
@@ -43,6 +47,11 @@ TYPES = {
     "growth_tracker_ptr": "*i32",
     "flags_ptr": "*fp32",
     "policy_ptr": "*i64",
+    "counters_ptr": "*i64",
+    "weight_ptr": "*fp64",
+    "partial_ptr": "*fp64",
+    "out_ptr": "*fp64",
+    "coef_ptr": "*fp64",
 }
 CONFIG_TARGET = "sm_90"
 # What a launch promises of the table's own tensors, and of nothing else.
@@ -61,16 +70,42 @@ def variants():
         yield f"update{'_and_clear' * clear}", _update_scale_kernel, {"CLEAR": clear}, 1
 
 
+def clip_variants():
+    """As `variants`, of the two passes that clip."""
+    for torch_dtype in launcher.TRITON_DTYPES:
+        name = dtype_name(torch_dtype)
+        table = table_constants(torch_dtype, DEFAULT)
+        yield f"norm-{name}", _sum_squares_kernel, table, DEFAULT.num_warps
+        yield f"clip-{name}", _clip_kernel, {**table, "INVERSE": False}, DEFAULT.num_warps
+        yield f"clip_inverse-{name}", _clip_kernel, {**table, "INVERSE": True}, DEFAULT.num_warps
+    for inverse in (False, True):
+        constants = {"INVERSE": inverse, "BLOCK_SIZE": _FINISH_BLOCK}
+        yield f"finish{'_inverse' * inverse}", _finish_kernel, constants, _FINISH_WARPS
+
+
+# Every pass over a table, and the mode whose launch configuration it takes.
+PASSES = {
+    "unscale": (_unscale_kernel, "unscale"),
+    "check": (_check_nonfinite_kernel, "check"),
+    "norm": (_sum_squares_kernel, "check"),
+    "clip": (_clip_kernel, "unscale"),
+}
+
+
 def config_variants():
-    """As `variants`, for every launch configuration; of the two forms of unscale the one that divides, too."""
-    for mode in MODES:
+    """As `variants`, for every launch configuration; of the two forms of a pass that writes the one that divides."""
+    for name, (kernel, mode) in PASSES.items():
         for torch_dtype in launcher.TRITON_DTYPES:
-            for config in sorted({*CANDIDATES, *shipped_configs(mode, torch_dtype.itemsize)}, key=str):
-                kernel = _unscale_kernel if mode == "unscale" else _check_nonfinite_kernel
+            for config in sorted({*candidates(name), *shipped_configs(mode, torch_dtype.itemsize)}, key=str):
                 constants = table_constants(torch_dtype, config)
                 if mode == "unscale":
                     constants["INVERSE"] = False
-                yield f"{mode}-{dtype_name(torch_dtype)}-{config}", kernel, constants, config.num_warps
+                yield f"{name}-{dtype_name(torch_dtype)}-{config}", kernel, constants, config.num_warps
+
+
+def candidates(name):
+    """What `tune` may choose for a pass; of those that clip, the ones that take most registers."""
+    return [config for config in CANDIDATES if name == PASSES[name][1] or config.vectors * config.unroll >= 4]
 
 
 def shipped_configs(mode, itemsize):
@@ -154,7 +189,7 @@ def jobs():
     """(key, target, report, variant) of everything that is compiled."""
     for target_name, target in TARGETS.items():
         report = report_amdgcn if target.backend == "hip" else report_ptx
-        for variant in variants():
+        for variant in [*variants(), *(clip_variants() if target_name in CLIP_TARGETS else ())]:
             yield f"{target_name}-{variant[0]}", target, report, variant
     for variant in config_variants():
         yield f"config-{variant[0]}", TARGETS[CONFIG_TARGET], report_resources, variant

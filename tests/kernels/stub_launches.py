@@ -41,6 +41,7 @@ def launch_all():
             "inverse": launched(launch_unscale, table, floats[1], floats[0], inverse=True),
             "update": launched(launch_update_scale, floats[1], tracker, floats[0], 1.1, 0.5, 2000),
             "policy": [policy.data_ptr(), *policy.tolist()],
+            "counters": update_scale._scratch_on(cpu).data_ptr(),
             "scalars": [floats[1].data_ptr(), tracker.data_ptr(), floats[0].data_ptr()],
         }
 

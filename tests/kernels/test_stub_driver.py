@@ -41,13 +41,14 @@ def test_a_table_is_one_launch_with_its_own_addresses(rounds, op, kernel):
 
 def test_the_scale_is_updated_by_one_warp_with_factors_in_fp64(rounds):
     factors = struct.unpack("2q", struct.pack("2d", 1.1, 0.5))
+    bounds = struct.unpack("2q", struct.pack("2d", 2.0**-126, 2.0**128 - 2.0**104))
     for seen in rounds:
         (launch,) = seen["update"]
         assert launch["kernel"] == "_update_scale_kernel"
         assert (launch["grid"], launch["block"]) == ([1, 1, 1], [32, 1, 1])
         address, *numbers = seen["policy"]
-        assert numbers == [*factors, 2000]
-        assert launch["params"][:5] == [*seen["scalars"], address, 1]
+        assert numbers == [*factors, 2000, *bounds, 1, 0]
+        assert launch["params"][:6] == [*seen["scalars"], address, seen["counters"], 1]
 
 
 def test_the_driver_is_compiled_once(tmp_path):

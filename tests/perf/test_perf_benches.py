@@ -136,7 +136,7 @@ def test_the_stub_must_have_been_launched_on(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(torch.cuda.is_available() or not shutil.which("gcc"), reason="for machines with gcc and no GPU")
 def test_the_gpus_host_path_is_measured_without_a_gpu() -> None:
-    rows = list(bench_host.measure_stub(Context(quick=True, gpu=False)))
+    rows = list(bench_host.measure_stub(Context(quick=True, gpu=False), "perf.host_stub"))
     assert {found.case.rsplit(", ", 1)[1] for found in rows} == {"stub"}
     assert {found.metric for found in rows} == set(host_cases.CALLS)
 

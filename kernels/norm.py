@@ -1,0 +1,178 @@
+"""The sum of squares of all gradients and the check, in one pass that reads every gradient once and writes none.
+
+Moves one element width an element. A program squares and adds in fp32, a few squares to each sum, and adds the sums in
+fp64; one fp64 number a chunk is stored, and one program adds those in their order. So the outcome is the same in
+every run, for tensors that lie equally far from a 16-byte boundary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from scaler_triton.kernels import launcher
+from scaler_triton.kernels.common import edge_ptrs, find_chunk, mark, widen
+from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
+from scaler_triton.kernels.table import GradTable
+
+# A chunk has at most 2^20 elements: where its fp32 sum reaches this, what its squares lost by underflow is
+# nothing beside it. Where it does not, or is infinite, the chunk is read again, lifted so that no square is lost.
+_LOW_SUM = tl.constexpr(2.0**-100)
+_RAISE = tl.constexpr(2.0**100)
+_LOWER = tl.constexpr(2.0**-80)
+
+_FINISH_WARPS, _FINISH_BLOCK = 16, 4096
+
+
+class NormTable(GradTable):
+    """A table with room for a sum of squares a chunk, and with a weight for each tensor.
+
+    Attributes:
+        partials: fp64 `[n_chunks]`, on the device.
+        weights: fp64 `[N]`, on the device; what the sum of squares of tensor `t` is multiplied by.
+    """
+
+    def __init__(
+        self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, config: LaunchConfig = DEFAULT
+    ) -> None:
+        """As `GradTable`; all weights are 1."""
+        super().__init__(numels, dtype, device, config)
+        self.partials = torch.zeros(self.n_chunks, dtype=torch.float64, device=device)
+        self.weights = torch.ones(len(numels), dtype=torch.float64, device=device)
+        self._held: Sequence[float] | None = None
+        self._finishes: dict[bool, launcher.Launch] = {}
+
+    def set_weights(self, weights: Sequence[float] | None) -> None:
+        """Weigh the tensors; nothing is copied if these are the weights there are.
+
+        Args:
+            weights: one a tensor; None: 1 for all.
+
+        Raises: ValueError for a wrong number of them.
+        """
+        if weights is self._held or weights == self._held:
+            return
+        if weights is not None and len(weights) != len(self.weights):
+            raise ValueError(f"weights: expected {len(self.weights)} of them, got {len(weights)}")
+        launcher.refuse_capture(self.device)
+        wanted = [1.0] * len(self.weights) if weights is None else list(weights)
+        self.weights.copy_(torch.tensor(wanted, dtype=torch.float64, device="cpu"))
+        self._held = weights
+
+    def launch_finish(self, scale: Tensor, out: Tensor, *, inverse: bool) -> None:
+        """Run `_finish_kernel` over the partial sums."""
+        if inverse not in self._finishes:
+            self._finishes[inverse] = launcher.Launch(
+                _finish_kernel,
+                self.device,
+                fixed=(self.partials,),
+                num_warps=_FINISH_WARPS,
+                INVERSE=inverse,
+                BLOCK_SIZE=_FINISH_BLOCK,
+            )
+        self._finishes[inverse](1, scale, out, self.n_chunks)
+
+
+@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr"])
+def _sum_squares_kernel(
+    address_ptr,
+    numel_ptr,
+    chunk_tensor_ptr,
+    chunk_index_ptr,
+    bits_ptr,
+    found_inf_ptr,
+    weight_ptr,
+    partial_ptr,
+    DTYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    pid = tl.program_id(0)
+    tensor = tl.load(chunk_tensor_ptr + pid)
+    address = tl.load(address_ptr + tensor)
+    total = tl.zeros((), tl.float64)
+    if address != 0:
+        n_elements = tl.load(numel_ptr + tensor)
+        start = tl.load(chunk_index_ptr + pid).to(tl.int64) * (BLOCK_SIZE * UNROLL)
+        body, edges, has_edges = find_chunk(address, n_elements, start, DTYPE, BLOCK_SIZE * UNROLL)
+        total = _sum_squares(body, edges, has_edges, 1.0, VEC, BLOCK_SIZE, UNROLL)
+        if DTYPE.is_bf16() or DTYPE.is_fp32():  # fp32 holds every square of fp16, and their sum
+            total = _sum_lifted(total, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+        if total - total != 0:
+            kinds = mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+            if kinds != 0:  # else squares of finite fp64 elements overflowed
+                tl.store(found_inf_ptr, 1.0)
+        total *= tl.load(weight_ptr + tensor)
+    tl.store(partial_ptr + pid, total)
+
+
+@triton.jit
+def _sum_squares(body, edges, has_edges, lift, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
+    """The sum of (x * lift)^2 over the chunk in fp64; each square, and the sum of UNROLL of them, in fp32."""
+    body_ptr, limit = body
+    acc = tl.zeros([BLOCK_SIZE], tl.float64 if VEC == 2 else tl.float32)
+    for step in tl.static_range(UNROLL):
+        offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        x = widen(tl.load(body_ptr + offs, mask=offs < limit, other=0.0)) * lift
+        acc += x * x
+    total = tl.sum(acc.to(tl.float64))
+    if has_edges:
+        ptrs, mask = edge_ptrs(edges, VEC)
+        edge = widen(tl.load(ptrs, mask=mask, other=0.0)) * lift
+        total += tl.sum((edge * edge).to(tl.float64))
+    return total
+
+
+@triton.jit
+def _sum_lifted(total, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
+    """`total`, or where fp32 may have lost or cannot hold it the sum of the chunk read once more, lifted."""
+    low = total < _LOW_SUM
+    if low | (total - total != 0):
+        lift = tl.where(low, _RAISE, _LOWER)
+        lifted = _sum_squares(body, edges, has_edges, lift, VEC, BLOCK_SIZE, UNROLL)
+        total = lifted * tl.where(low, _RAISE**-2, _LOWER**-2).to(tl.float64)
+    return total
+
+
+@triton.jit(do_not_specialize=["n_partials"], do_not_specialize_on_alignment=["scale_ptr", "out_ptr"])
+def _finish_kernel(
+    partial_ptr, scale_ptr, out_ptr, n_partials: tl.int64, INVERSE: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    offs = tl.arange(0, BLOCK_SIZE).to(tl.int64)
+    acc = tl.zeros([BLOCK_SIZE], tl.float64)
+    while n_partials > 0:
+        acc += tl.load(partial_ptr + offs, mask=offs < n_partials, other=0.0)
+        partial_ptr += BLOCK_SIZE
+        n_partials -= BLOCK_SIZE
+    inv = tl.load(scale_ptr)
+    if not INVERSE:
+        inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
+    inv = inv.to(tl.float64)
+    tl.store(out_ptr, tl.sum(acc) * inv * inv)
+
+
+def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, out: Tensor, *, inverse: bool) -> None:
+    """Sum the squares of what `launch_unscale` would make of the gradients, and flag what is not finite in them.
+
+        inv = scale if inverse else 1 / scale
+        found_inf = 1 if any gradient has a NaN or an Inf else found_inf
+        out = sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * inv.double() ** 2
+
+    The relative error of `out` is at most 1e-6 while the result is a normal fp64 number, however large or small the
+    gradients are; they are not rounded to their dtype once unscaled.
+
+    Args:
+        table: the gradients, read only; a tensor's `bits` gain what was seen in it.
+        scale: the scale or its inverse, fp32, one element, on the table's device, read only.
+        found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
+        out: fp64, one element, on the table's device; overwritten, with 0 if there are no elements.
+        inverse: `scale` holds the inverse scale.
+    """
+    if table.n_chunks == 0:
+        out.zero_()
+        return
+    table.launch(_sum_squares_kernel, found_inf, table.weights, table.partials)
+    table.launch_finish(scale, out, inverse=inverse)

@@ -1,0 +1,138 @@
+"""What do unscaling and clipping in one call cost beside torch's two, alone and with a fused step behind them?"""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import record_function
+
+from perf import clip_host, shapes
+from perf.bench_cpu import GPT2
+from perf.bench_host import measure_stub
+from perf.check import require
+from perf.clipping import CLIP, DEFERRED, METRICS, STEP, Clipping, require_right
+from perf.compare import DTYPES
+from perf.context import Context, Section
+from perf.gpu import ColdClock
+from perf.grads import Gradients
+from perf.host_cases import Case
+from perf.measure import Clock, Effort, Subject, host_clock, interleaved, one_thread
+from perf.rows import Row, row, time_rows
+from perf.trace import record
+
+FEW = {"100 x 64": [64] * 100}
+SMALL = {"2000 x 64": [64] * 2000, "2000 x 1k": [1000] * 2000}
+LARGE, MOST = 5_000_000, 200  # 1e9 elements where they fit
+COPIES = 9  # of all gradients: values, gradients old and new, parameters, two moments, what a check needs
+RANKS, SHARDED = 2, 50
+STEPS = 5
+
+Lists = Mapping[str, Sequence[int]]
+
+
+def sections(context: Context) -> list[Section]:
+    """Return the CPU's parts, and the GPU's: its host part over the stub driver where there is none."""
+    found = [
+        Section("clip, cpu path", lambda: clip_host.measure_path(context, "cpu")),
+        Section("clip, lists on the CPU", lambda: on_cpu(context)),
+        Section("clip, collectives", collectives),
+    ]
+    if context.gpu:
+        return [
+            *found,
+            Section("clip, cuda path", lambda: clip_host.measure_path(context, "cuda")),
+            Section("clip, lists on the GPU", lambda: on_gpu(context)),
+            Section("clip, launches", launches),
+        ]
+    context.leave_out("unscale + clip of 1e9 elements, alone and with fused AdamW", "needs a GPU")
+    return [*found, Section("clip, gpu path over the stub driver", lambda: measure_stub(context, "perf.clip_host"))]
+
+
+def on_cpu(context: Context) -> Iterator[Row]:
+    """Time lists on one thread; fp16 is left out, as plain scalers refuse it."""
+    for name, numels in (FEW if context.quick else SMALL | GPT2).items():
+        for dtype in ("fp32", "bf16"):
+            with one_thread():
+                gradients = Gradients(numels, DTYPES[dtype])
+                yield from compared(f"{name} {dtype}, cpu", gradients, context.effort(0.4, 9), {"": host_clock})
+
+
+def on_gpu(context: Context) -> Iterator[Row]:
+    """Time lists on the GPU: its own work, and the wait for it."""
+    clocks = {", device": ColdClock(device_only=True), ", wall": ColdClock(device_only=False)}
+    for name, numels in gpu_lists(context).items():
+        gradients = Gradients(numels, device="cuda")
+        yield from compared(f"{name} fp32, cuda", gradients, context.effort(0.6, 9), clocks)
+        del gradients
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def gpu_lists(context: Context) -> Lists:
+    """Return the lists, the largest as long as memory allows."""
+    if context.quick:
+        return FEW
+    count = min(MOST, torch.cuda.mem_get_info()[0] // (COPIES * 4 * LARGE))
+    return {f"{count} x 5M": [LARGE] * count, "GPT-2 124M": shapes.gpt2(), "ViT-L": shapes.vit_large()}
+
+
+def compared(case: str, gradients: Gradients, effort: Effort, clocks: Mapping[str, Clock]) -> Iterator[Row]:
+    """Check and time all of `METRICS` on one list."""
+    for metric in METRICS:
+        require_right(case, lambda share, metric=metric: Clipping(gradients, metric, share=share))
+    alone = Clipping(gradients).subjects()
+    for suffix, clock in clocks.items():
+        yield from time_rows("clip", case, CLIP + suffix, interleaved(alone, effort, clock=clock))
+        times = interleaved(stepped(gradients), effort, clock=clock)
+        yield from time_rows("clip", case, STEP + suffix, {name: times[name] for name in ("torch", "ours")})
+        yield from time_rows("clip", case, DEFERRED + suffix, {"torch": times["torch"], "ours": times["deferred"]})
+
+
+def stepped(gradients: Gradients) -> dict[str, Subject]:
+    """Return clipping and a step by torch, by us, and by us with the clipping left to the step."""
+    deferred = Clipping(gradients, DEFERRED)
+    at_once = Clipping(gradients, STEP, optimizer=deferred.optimizer)
+    return {**at_once.subjects(), "deferred": deferred.subjects()["ours"]}
+
+
+def launches() -> Iterator[Row]:
+    """Count what a clipped step launches on the GPU, copies and waits for, by torch.profiler."""
+    for metric in METRICS:
+        gradients = Gradients(shapes.gpt2(), device="cuda")
+        subjects = Clipping(gradients, metric).subjects()
+        counts = {
+            name: record(partial(_marked, subject), STEPS).per_step("scaler") for name, subject in subjects.items()
+        }
+        for what in counts["ours"]:
+            for name, count in counts.items():
+                yield row("clip", f"GPT-2 124M, {metric}", what, name, "count", [count[what]])
+
+
+def _marked(subject: Subject) -> None:
+    subject.before()
+    with record_function("scaler"):
+        subject.run()
+    subject.after()
+
+
+def collectives() -> Iterator[Row]:
+    """Count the collectives of ranks that hold shards; nothing is sent, as a group of pretended ranks lets it."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    try:
+        case = Case(str(SHARDED), "DTensor", "same addresses", f"{RANKS} ranks", SHARDED)
+        clipping = clip_host.clipping_of(case, init_device_mesh("cpu", (RANKS,)))
+        for name, subject in clipping.subjects().items():
+            subject.before()
+            with CommDebugMode() as seen:
+                subject.run()
+            subject.after()
+            require(seen.get_total_counts(), f"{case.name}: {name} has asked nobody")
+            yield row("clip", case.name, "collectives", name, "count", [seen.get_total_counts()])
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,163 @@
+"""`python -m scaler_triton audit`: had the ranks split when each of them saved its state?"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from scaler_triton.audit_report import AuditReport, RankState, judge, one_line, ranges
+
+HELP = "tell from the states that each rank saved whether their scales, trackers and step counters have split"
+PATTERN = "**/*"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of torch.save; never a bare pickle
+RANK = re.compile(r"(?<![A-Za-z])rank[-_.]?(?P<rank>\d{1,6})", re.IGNORECASE)
+NUMBERED = re.compile(r"(?:^|/)(?:grad_?scaler|scaler|optimizer|optim)[-_.]?(?P<rank>\d{1,6})\.\w+$")
+STATUS = {"agree": 0, "split": 1, "unknown": 2, "nothing": 2}
+ONE_FOR_ALL = (
+    "A state that one rank saves for all (such as scaler.pt) says nothing of the others: "
+    "call scaler_triton.audit(optimizer, scaler, model) in the running job, on every rank."
+)
+
+Files = dict[str, dict[int, Path]]  # by name with * for the rank, then by rank
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the folder and which files in it count."""
+    parser.add_argument("folder", type=Path, metavar="CHECKPOINT_DIR", help="where the ranks' states were saved")
+    parser.add_argument(
+        "--pattern",
+        default=PATTERN,
+        metavar="GLOB",
+        help=f"only these files, default: {PATTERN}. {{rank}} in it stands where a rank's number is; without, that "
+        "number follows the word rank, or counts files named scaler or optimizer from 0 on",
+    )
+    parser.epilog = "exit status: 0 the ranks agree, 1 they have split, 2 nothing to compare or a file not readable"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table and returns the exit status.
+
+    Args:
+        arguments: what `add_arguments` declared, parsed.
+    """
+    if not arguments.folder.is_dir():
+        return _usage_error(f"CHECKPOINT_DIR must be a folder, got {arguments.folder}")
+    try:
+        files = find_files(arguments.folder, arguments.pattern)
+    except (ValueError, NotImplementedError, IndexError) as error:
+        return _usage_error(f"--pattern must be a relative pattern of files, got {arguments.pattern!r}: {error}")
+    report = audit_files(arguments.folder, files)
+    print(report)
+    return STATUS[report.verdict]
+
+
+def find_files(folder: Path, pattern: str) -> Files:
+    """Return the files whose names tell a rank.
+
+    Args:
+        folder: where to look.
+        pattern: as `--pattern`.
+    """
+    paths = [path for path in sorted(folder.glob(pattern.replace("{rank}", "*"))) if path.is_file()]
+    names = {path: path.relative_to(folder).as_posix() for path in paths if path.suffix.lower() in SUFFIXES}
+    if "{rank}" in pattern:
+        return _placed(names, pattern)
+    by_word = {path: RANK.search(name) for path, name in names.items()}
+    files = _collected((path, names[path], found) for path, found in by_word.items() if found)
+    return files | _numbered({path: name for path, name in names.items() if not by_word[path]})
+
+
+def audit_files(folder: Path, files: Files) -> AuditReport:
+    """Read and compare what the ranks saved.
+
+    Args:
+        folder: for the title.
+        files: as `find_files` gives them.
+    """
+    states: dict[int, RankState] = {}
+    speaking = []
+    for name, by_rank in files.items():
+        found = {rank: _state(rank, name, path, path.relative_to(folder)) for rank, path in by_rank.items()}
+        if any(state.readings or state.error for state in found.values()):
+            speaking.append(name)
+            states.update({rank: _joined(states.get(rank), state) for rank, state in found.items()})
+    subject = f"{one_line(', '.join(speaking) or 'no states of ranks')} in {one_line(folder)}"
+    return judge(_simply_named([states[rank] for rank in sorted(states)]), _notes(states), subject)
+
+
+def _placed(names: Mapping[Path, str], pattern: str) -> Files:
+    """Take the rank from where {rank} is in the pattern."""
+    parts = Path(pattern).parts
+    index = next(-k for k in range(1, len(parts) + 1) if "{rank}" in parts[-k])
+    expression = fnmatch.translate(parts[index].replace("{rank}", "RANKNUMBER", 1).replace("{rank}", "*"))
+    form = re.compile(expression.replace("RANKNUMBER", r"(?P<rank>\d{1,6})"))
+    files: Files = {}
+    for path, name in names.items():
+        here = name.split("/")
+        if found := form.match(here[index]):
+            here[index] = _starred(here[index], found)
+            files.setdefault("/".join(here), {})[int(found["rank"])] = path
+    return files
+
+
+def _numbered(names: Mapping[Path, str]) -> Files:
+    """Take bare numbers for ranks if they run from 0 and no file is without: else they count something else."""
+    found = ((path, name, NUMBERED.search(name)) for path, name in names.items())
+    files = _collected((path, name, match) for path, name, match in found if match)
+    return {
+        name: by_rank
+        for name, by_rank in files.items()
+        if set(by_rank) == set(range(len(by_rank))) and re.sub(r"[-_.]?\*", "", name) not in names.values()
+    }
+
+
+def _collected(found: Iterable[tuple[Path, str, re.Match[str]]]) -> Files:
+    files: Files = {}
+    for path, name, match in found:
+        files.setdefault(_starred(name, match), {})[int(match["rank"])] = path
+    return files
+
+
+def _starred(text: str, match: re.Match[str]) -> str:
+    return f"{text[: match.start('rank')]}*{text[match.end('rank') :]}"
+
+
+def _state(rank: int, name: str, path: Path, shown: Path) -> RankState:
+    from scaler_triton.saved_states import Unreadable, read_file
+
+    try:
+        return RankState(rank, {f"{one_line(name)} {what}": reading for what, reading in read_file(path).items()})
+    except Unreadable as error:
+        return RankState(rank, error=one_line(f"{shown}: {error}"))
+
+
+def _joined(state: RankState | None, more: RankState) -> RankState:
+    if state is None:
+        return more
+    errors = one_line("; ".join(error for error in (state.error, more.error) if error))
+    return RankState(state.rank, {**state.readings, **more.readings}, error=errors)
+
+
+def _simply_named(states: Sequence[RankState]) -> list[RankState]:
+    """Call a column "scale" where only one file has a scale, once."""
+    columns = dict.fromkeys(column for state in states for column in state.readings)
+    kinds = [column.split()[-1] for column in columns]
+    short = {name: kind if kinds.count(kind) == 1 else name for name, kind in zip(columns, kinds, strict=True)}
+    return [replace(s, readings={short[c]: r for c, r in s.readings.items()}) for s in states]
+
+
+def _notes(states: Mapping[int, RankState]) -> list[str]:
+    if len(states) < 2:
+        return [ONE_FOR_ALL]
+    missing = set(range(max(states))) - set(states)
+    return [f"There is no state of rank {ranges(missing)}."] if missing else []
+
+
+def _usage_error(message: str) -> int:
+    print(f"scaler_triton: {one_line(message)}", file=sys.stderr)
+    return 2

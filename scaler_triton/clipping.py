@@ -1,0 +1,316 @@
+"""Unscale and clip in one: a pass that reads, one reduction, a pass that writes."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+
+from scaler_triton import collectives, dispatch, norms, ops
+from scaler_triton.batch import is_yet_a_sum, local_tensor, sparse_values, summed
+from scaler_triton.copies import copies_of
+from scaler_triton.optimizers import parameters_of
+from scaler_triton.plan import GradPlan
+from scaler_triton.rank_norms import multiply_, norm_over_ranks
+from scaler_triton.unscaling import UnscalingMixin
+from scaler_triton.verdict import Verdict
+
+if TYPE_CHECKING:
+    from scaler_triton.batch import Batch
+    from scaler_triton.collectives import Agreement
+
+_NONFINITE = (
+    "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
+    "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+)
+
+
+class _Part(NamedTuple):
+    """One of the optimizers that are clipped together."""
+
+    optimizer: Any
+    state: dict[str, Any]
+    plan: GradPlan
+
+
+class _Measured(NamedTuple):
+    """What the pass that reads left of one optimizer."""
+
+    part: _Part
+    verdict: Verdict
+    pairs: list[tuple[Batch, dispatch.Backend]]
+    flags: dict[torch.device, Tensor]
+    squares: Tensor
+
+
+class ClippingMixin(UnscalingMixin):
+    """`clip_grad_norm_`: what `unscale_` and torch's clipping do, with fewer passes and reductions."""
+
+    def clip_grad_norm_(
+        self,
+        optimizers: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        model: nn.Module | None = None,
+        parameters: Iterable[Tensor] | Tensor | None = None,
+        defer: bool = False,
+    ) -> Tensor:
+        """Unscale the optimizers' gradients and scale them down to a global norm of at most `max_norm`.
+
+        Equivalent PyTorch, for one optimizer whose gradients are all on this rank:
+
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+        The norm is that of the whole model: shards are summed over the ranks, copies counted once. It moves 12 bytes an
+        fp32 element instead of 20, and makes one reduction whatever the layouts. An overflow skips the step; gradients
+        are unscaled then, not clipped.
+
+        Args:
+            optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.
+            max_norm: > 0, of the unscaled gradients.
+            norm_type: 2.0, inf, or another p > 0, which take a reduction an optimizer and one more.
+            error_if_nonfinite: raise torch's RuntimeError on every rank if the norm is NaN or infinite; waits for it.
+            model: what holds the FSDP1 modules, where parameters are theirs.
+            parameters: the ones that the norm is of and that are clipped; all gradients are unscaled and checked. The
+                call may be repeated with others.
+            defer: leave the second pass to the optimizer's step, which then unscales and clips; the gradients stay
+                scaled until then, and unscaling, clipping or updating before it raises. For optimizers that take
+                `grad_scale` (`fused=True`).
+
+        Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks.
+
+        Raises: as `unscale_`; ValueError naming `max_norm`, `norm_type`, `model`, `defer` or `parameters`.
+        """
+        parts_of = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+        chosen = _chosen(parameters)
+        _check_numbers(max_norm, norm_type)
+        if not self._enabled:
+            return _clip_unscaled(parts_of, chosen, max_norm, norm_type, error_if_nonfinite)
+        parts = self._parts(parts_of, again=chosen is not None)
+        if defer:
+            _check_deferable(parts, chosen, norm_type)
+        if chosen is not None or norm_type != 2.0 or self._unscale_is_overridden():
+            return self._clip_after_unscaling(parts, chosen, max_norm, norm_type, error_if_nonfinite, model)
+        return self._clip_at_once(parts, max_norm, error_if_nonfinite, model, defer)
+
+    def _parts(self, optimizers: Sequence[Any], *, again: bool) -> list[_Part]:
+        """Return the optimizers with their states and plans; errors of order are raised before any reduction."""
+        states = []
+        for optimizer in optimizers:
+            self._initialised_scale("clip_grad_norm_", optimizer)
+            states.append(self._state(optimizer))
+            self._check_order(states[-1], again)
+        return [_Part(o, state, self._plans.get(o)) for o, state in zip(optimizers, states, strict=True)]
+
+    def _check_order(self, state: dict[str, Any], again: bool) -> None:
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+
+    def _clip_at_once(
+        self, parts: Sequence[_Part], max_norm: float, error_if_nonfinite: bool, model: nn.Module | None, defer: bool
+    ) -> Tensor:
+        agreement = self._joint_agreement(parts)
+        copies = [_copies(part.plan, agreement, model) for part in parts]
+        try:
+            measured = [self._measure(part, counts) for part, counts in zip(parts, copies, strict=True)]
+        except Exception:
+            self._fail_together(parts, agreement)
+            raise
+        try:
+            norm = self._agree_on_norm(measured, agreement)
+            coefficient = _coefficient(norm, max_norm, [each.verdict.found_inf for each in measured])
+            refused = error_if_nonfinite and not math.isfinite(norm.item())
+            for each in measured:
+                self._finish(each, torch.ones_like(coefficient) if refused else coefficient, agreement, defer)
+        except BaseException:
+            for part in parts:
+                self._skip(part.state, part.plan)
+            raise
+        if refused:
+            raise RuntimeError(_NONFINITE.format(2.0))
+        return norm
+
+    def _measure(self, part: _Part, copies: Sequence[int]) -> _Measured:
+        """Check one optimizer's gradients and sum their squares, each piece's share of the global sum."""
+        self._stepped.forget(part.state)
+        verdict = self._new_verdict(part.plan)
+        flags: dict[torch.device, Tensor] = {}
+        with torch.no_grad():
+            gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
+            pairs = ops.choose_backends(gradients.batches, self._backend)
+            squares = torch.zeros((), dtype=torch.float64, device=verdict.device)
+            for batch, backend in pairs:
+                device = batch.layout.key.device
+                if device not in flags:
+                    here = device == verdict.device
+                    flags[device] = verdict.found_inf if here else torch.zeros_like(verdict.found_inf, device=device)
+                weights = _weights(batch, copies)
+                factor = self._factor_on(device)
+                total = norms.sum_of_squares_batch(batch, factor, flags[device], weights, backend, inverse=False)
+                squares = squares + total.to(verdict.device)
+            verdict.add(flags.values())
+        return _Measured(part, verdict, pairs, flags, squares)
+
+    def _factor_on(self, device: torch.device) -> Tensor:
+        assert self._scale is not None
+        return self._scale.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
+
+    def _agree_on_norm(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
+        """Replace the flags by those of all ranks and return the global norm: one reduction."""
+        squares = torch.stack([each.squares for each in measured]).sum()
+        if agreement is not None:
+            flags = [each.verdict.found_inf.double() for each in measured]
+            totals = torch.stack([*flags, torch.zeros_like(squares), squares])
+            agreement.sum_(totals)
+            *found, failed, squares = totals.unbind()
+            for each, flag in zip(measured, found, strict=True):
+                each.verdict.settle(flag, failed)
+        return squares.sqrt().float()
+
+    def _finish(self, each: _Measured, coefficient: Tensor, agreement: Agreement | None, defer: bool) -> None:
+        part = each.part
+        assert self._scale is not None
+        if defer:
+            part.state["deferred"] = self._scale.reshape(()) / coefficient
+        else:
+            with torch.no_grad():
+                for batch, backend in each.pairs:
+                    device = batch.layout.key.device
+                    local = coefficient.to(device, non_blocking=device.type != "cpu")
+                    norms.clip_batch_(batch, self._factor_on(device), local, backend, inverse=False)
+        self._keep(part.state, each.verdict, self._served_devices(each.flags, part.plan, agreement))
+        part.state["stage"] = OptState.UNSCALED
+        if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
+            each.verdict.start_mirror()
+
+    def _fail_together(self, parts: Sequence[_Part], agreement: Agreement | None) -> None:
+        """Tell the other ranks, in the reduction that they wait in, that this one could not check its gradients."""
+        if agreement is None:
+            return
+        for part in parts:
+            self._skip(part.state, part.plan)
+        totals = torch.ones(len(parts) + 2, dtype=torch.float64, device=self._home(parts[0].plan))
+        agreement.sum_(totals)
+
+    def _joint_agreement(self, parts: Sequence[_Part]) -> Agreement | None:
+        """Return who must agree on all of the optimizers: they share one reduction."""
+        if len(parts) == 1:
+            return self._agreement(parts[0].plan)
+        first, members = parts[0].plan, [part.plan for part in parts]
+        groups = (self.process_group, collectives.default_group())
+        known = first.joint
+        if known is None or known[0] != [id(plan) for plan in members] or known[1] != groups:
+            everything = GradPlan([parameter for plan in members for parameter in plan.parameters])
+            first.joint = ([id(plan) for plan in members], groups, self._new_agreement(everything), members)
+        agreement: Agreement | None = first.joint[2]
+        return agreement
+
+    def _clip_after_unscaling(
+        self,
+        parts: Sequence[_Part],
+        chosen: set[int] | None,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        model: nn.Module | None,
+    ) -> Tensor:
+        """Clip in a pass of its own: some of the parameters, or another norm."""
+        assert self._scale is not None
+        agreement = self._joint_agreement(parts)
+        copies = [_copies(part.plan, agreement, model) for part in parts]
+        for part in parts:
+            if part.state["stage"] is OptState.READY:
+                self.unscale_(part.optimizer)
+        with torch.no_grad():
+            gradients, counts = _chosen_gradients(parts, copies, chosen)
+            norm = norm_over_ranks(gradients, counts, norm_type, agreement, self._scale.device)
+            if error_if_nonfinite and not math.isfinite(norm.item()):
+                raise RuntimeError(_NONFINITE.format(norm_type))
+            multiply_(gradients, _coefficient(norm, max_norm, [self._flag(part.state) for part in parts]))
+        return norm
+
+
+def _chosen_gradients(
+    parts: Sequence[_Part], copies: Sequence[Sequence[int]], chosen: set[int] | None
+) -> tuple[list[Tensor], list[int]]:
+    """Return the gradients of the chosen parameters, local, and how many ranks hold each."""
+    gradients, counts = [], []
+    for part, counts_of in zip(parts, copies, strict=True):
+        for parameter, count in zip(part.plan.parameters, counts_of, strict=True):
+            if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
+                continue
+            if is_yet_a_sum(parameter.grad):
+                parameter.grad = summed(parameter.grad)
+            local = local_tensor(parameter.grad)
+            gradients.append(sparse_values(local) if local.layout is torch.sparse_coo else local)
+            counts.append(count)
+    return gradients, counts
+
+
+def _chosen(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
+    if parameters is None:
+        return None
+    return {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+
+
+def _check_numbers(max_norm: float, norm_type: float) -> None:
+    if math.isnan(max_norm) or max_norm < 0:
+        raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
+    if math.isnan(norm_type) or norm_type <= 0:
+        raise ValueError(f"norm_type must be > 0, got {norm_type!r}")
+
+
+def _check_deferable(parts: Sequence[_Part], chosen: set[int] | None, norm_type: float) -> None:
+    if chosen is not None or norm_type != 2.0:
+        raise ValueError(f"defer=True clips all gradients by norm_type 2.0, got {norm_type!r} or parameters=")
+    for part in parts:
+        takes_factor = getattr(part.optimizer, "_step_supports_amp_scaling", False)
+        if not takes_factor:
+            name = type(part.optimizer).__name__
+            raise ValueError(f"defer=True needs optimizers that take grad_scale (fused=True), got {name}")
+
+
+def _coefficient(norm: Tensor, max_norm: float, flags: Sequence[Tensor]) -> Tensor:
+    """Return what gradients are multiplied by, fp32 `()`: torch's coefficient, 1 after an overflow."""
+    coefficient = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    for flag in flags:
+        coefficient = torch.where(flag.to(norm.device) != 0, 1.0, coefficient)
+    return coefficient
+
+
+def _copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:
+    """`copies_of` for a plan, which keeps the answer."""
+    group = None if agreement is None else agreement.group
+    if plan.copies is None or plan.copies[0] is not group or plan.copies[1]() is not model:
+        seen = (lambda: None) if model is None else weakref.ref(model)
+        plan.copies = (group, seen, copies_of(plan.parameters, group, model))
+    counts: list[int] = plan.copies[2]
+    return counts
+
+
+def _weights(batch: Batch, copies: Sequence[int]) -> list[float] | None:
+    """Return each gradient's share in the global sum, the same list as long as `copies` is; None: 1 for all."""
+    layout = batch.layout
+    if layout.weights is None or layout.weights[0] is not copies:
+        weights = [1.0 / copies[slot] for slot in layout.slots]
+        layout.weights = (copies, None if set(weights) <= {1.0} else weights)
+    weights_: list[float] | None = layout.weights[1]
+    return weights_
+
+
+def _clip_unscaled(
+    optimizers: Sequence[Any], chosen: set[int] | None, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    """What a disabled scaler does: torch's clipping."""
+    parameters = [p for optimizer in optimizers for p in parameters_of(optimizer) if chosen is None or id(p) in chosen]
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

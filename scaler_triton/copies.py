@@ -1,0 +1,71 @@
+"""How many ranks hold the same piece of a parameter: a global norm counts each piece once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scaler_triton.batch import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def copies_of(parameters: Sequence[Tensor], group: ProcessGroup | None, model: nn.Module | None) -> list[int]:
+    """Return for each parameter how many ranks of `group` hold what this rank holds of it.
+
+    A DTensor's placements tell, and its mesh if it spans a part of the group: the other parts hold copies, as the
+    norms of FSDP x TP do. An FSDP1 parameter looks the same sharded or not, so its wrapper is asked. Any other
+    parameter is taken for a copy, as under DDP: torch's own clipping counts it on every rank.
+
+    Args:
+        parameters: of any kind, frozen ones too.
+        group: the ranks whose gradients make up the norm; None: this one alone.
+        model: holds the `FullyShardedDataParallel` modules, where there are any.
+
+    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules.
+    """
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if ranks == 1:
+        return [1] * len(parameters)
+    shards = _fsdp1_shards(model)
+    return [_copies_of_one(index, parameter, ranks, shards) for index, parameter in enumerate(parameters)]
+
+
+def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int]) -> int:
+    if is_dtensor(parameter):
+        return max(1, ranks // _pieces(parameter))
+    if not getattr(parameter, "_fsdp_flattened", False):
+        return ranks
+    if id(parameter) not in shards:
+        raise ValueError(
+            f"model is needed: parameter {index} is FullyShardedDataParallel's, which does not tell how it is sharded; "
+            "pass model= the module that holds the FSDP modules"
+        )
+    return max(1, ranks // shards[id(parameter)])
+
+
+def _pieces(parameter: Any) -> int:
+    """Return into how many different pieces a DTensor is cut."""
+    mesh, pieces = parameter.device_mesh, 1
+    for dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():  # is_shard() is False for the strided shards of FSDP2 beside TP
+            pieces *= mesh.size(dim)
+    return pieces
+
+
+def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
+    """Return into how many pieces each FSDP1 parameter of `model` is cut, by its id."""
+    if model is None:
+        return {}
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    shards = {}
+    for module in FullyShardedDataParallel.fsdp_modules(model):  # outer ones first: the innermost has the last word
+        whole = module.sharding_strategy is ShardingStrategy.NO_SHARD
+        pieces = 1 if whole else dist.get_world_size(module.process_group)
+        shards.update({id(parameter): pieces for parameter in module.parameters()})
+    return shards

@@ -1,0 +1,114 @@
+"""What goes beyond torch's rule: bounds of the scale, hysteresis, a limit of skips; and how a checkpoint holds them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from scaler_triton import policy
+
+# The one key of a checkpoint that torch's class does not know, and passes over.
+KEY = "scaler_triton"
+
+
+class Limits(NamedTuple):
+    """How the scale moves, beyond the three numbers that torch knows; by default they change nothing.
+
+    Args:
+        min_scale, max_scale: the scale is clamped to them; fp32 numbers.
+        hysteresis: overflows until the scale backs off; the last of them does it, and each one after it.
+        consecutive_hysteresis: whether every good update starts that count anew, not only one that ends an interval.
+    """
+
+    min_scale: float = policy.MIN_SCALE
+    max_scale: float = policy.MAX_SCALE
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+
+
+NO_LIMITS = Limits()
+
+
+class Extras(NamedTuple):
+    """What a checkpoint holds beside torch's five fields.
+
+    Args:
+        limits: see there.
+        max_consecutive_skips: updates; None: no limit.
+        counters: in the order of their names.
+    """
+
+    limits: Limits
+    max_consecutive_skips: int | None
+    counters: list[int]
+
+
+def bound(value: Any, name: str) -> float:
+    """Return `value`, rounded to fp32, if it can be a loss scale."""
+    return _as_fp32(policy.check_scale(value, name))
+
+
+def check_within(value: Any, name: str, limits: Limits) -> float:
+    """Return `value` as a float if it can be a loss scale and lies within the bounds."""
+    number = policy.check_scale(value, name)
+    if not limits.min_scale <= _as_fp32(number) <= limits.max_scale:
+        raise ValueError(
+            f"{name} must be in [min_scale, max_scale], [{limits.min_scale}, {limits.max_scale}], got {value!r}"
+        )
+    return number
+
+
+def clamp(scale: float, limits: Limits) -> float:
+    """Return `scale`, or the bound that it is beyond."""
+    return min(max(scale, limits.min_scale), limits.max_scale)
+
+
+def check_order(limits: Limits) -> Limits:
+    """Return `limits` if a scale fits between the bounds."""
+    if limits.min_scale > limits.max_scale:
+        raise ValueError(f"min_scale must be <= max_scale, got {limits.min_scale} and {limits.max_scale}")
+    return limits
+
+
+def check(min_scale: Any, max_scale: Any, hysteresis: Any, consecutive_hysteresis: Any) -> Limits:
+    """Return the limits as numbers of the right kinds; a bound of None is no bound.
+
+    Raises: ValueError or TypeError naming a wrong one and its value.
+    """
+    limits = Limits(
+        NO_LIMITS.min_scale if min_scale is None else bound(min_scale, "min_scale"),
+        NO_LIMITS.max_scale if max_scale is None else bound(max_scale, "max_scale"),
+        policy.check_hysteresis(hysteresis),
+        policy.check_bool(consecutive_hysteresis, "consecutive_hysteresis"),
+    )
+    return check_order(limits)
+
+
+def to_checkpoint(extras: Extras, counter_names: Sequence[str]) -> dict[str, Any]:
+    """Return `extras` as plain numbers by name."""
+    counters = dict(zip(counter_names, extras.counters, strict=True))
+    return {**extras.limits._asdict(), "max_consecutive_skips": extras.max_consecutive_skips, "counters": counters}
+
+
+def from_checkpoint(fields: Any, counter_names: Sequence[str]) -> Extras:
+    """Return the extras that `to_checkpoint` made `fields` of; other keys are left out.
+
+    Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
+    """
+    fields = _as_dict(fields, KEY)
+    limits = check(*(fields[name] for name in Limits._fields))
+    max_skips = policy.check_max_skips(fields["max_consecutive_skips"])
+    counters = _as_dict(fields["counters"], "counters")
+    return Extras(limits, max_skips, [policy.check_count(counters[name], name) for name in counter_names])
+
+
+def _as_fp32(number: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
+    return rounded
+
+
+def _as_dict(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be a dict, got {value!r}")
+    return value

@@ -1,0 +1,190 @@
+"""The norm of gradients, and clipping by it: the ops' second half, each a pass over batches run by one backend."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from scaler_triton import ops, reference, reference_norm
+from scaler_triton.batch import Batch, Layout
+from scaler_triton.dispatch import Backend
+
+if TYPE_CHECKING:
+    from scaler_triton.kernels.norm import NormTable
+
+__all__ = ["grad_norm"]
+
+
+def grad_norm(
+    grads: Sequence[Tensor],
+    found_inf: Tensor | None = None,
+    *,
+    inv_scale: Tensor | None = None,
+    norm_type: float = 2.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Return the norm that all gradients together have once they are unscaled; they are read, not written.
+
+        torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads]) * inv_scale, norm_type)
+
+    in one pass for the 2-norm, with a relative error below 1e-6; other norms are torch's, in fp64. Gradients are not
+    rounded to their dtype between.
+
+    Args:
+        grads: fp16, bf16, fp32 or fp64 tensors of any mix of devices, strided or sparse COO (values as they are),
+            DTensors as their local shards; read.
+        found_inf: fp32, one element, any device; set to 1.0 if a gradient holds NaN or Inf, else left as it is.
+        inv_scale: fp32, one element, any device; None: 1.
+        norm_type: the norm's order; inf is the largest absolute value.
+        backend: as `ops.unscale_`.
+
+    Returns: fp64, `()`, on the first gradient's device; 0 for no gradients.
+
+    Raises: as `ops.unscale_`; TypeError or ValueError for a `norm_type` that is no number, or 0.
+    """
+    order = _checked_order(norm_type)
+    for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
+        if scalar is not None:
+            ops._check_scalar(scalar, name)
+    home = _home(grads)
+    flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
+    factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
+    parts: list[Tensor] = []
+
+    def add(batch: Batch, bad: Tensor, name: Backend) -> None:
+        local = factor.to(bad.device)
+        if order == 2:
+            parts.append(sum_of_squares_batch(batch, local, bad, None, name, inverse=True).to(home))
+            return
+        if found_inf is not None:
+            ops.check_batch(batch, bad, name)
+        if any(tensor.numel() for tensor in batch.present):
+            parts.append((reference_norm.norm(batch.present, order) * local.double().reshape(())).to(home))
+
+    ops._run(grads, flag, backend, add)
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=home)
+    stacked = torch.stack(parts)
+    return stacked.sum().sqrt() if order == 2 else torch.linalg.vector_norm(stacked, order)
+
+
+def sum_of_squares_batch(
+    batch: Batch,
+    factor: Tensor,
+    found_inf: Tensor,
+    weights: Sequence[float] | None,
+    backend: Backend,
+    *,
+    inverse: bool,
+) -> Tensor:
+    """Return the weighted sum of squares that a batch has once it is unscaled, and flag what is not finite in it.
+
+        sum(weight * (grad.double() * inv_scale).square().sum() for grad, weight in zip(batch.tensors, weights))
+
+    Args:
+        batch: read only.
+        factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
+        found_inf: fp32, one element, the batch's device; set to 1.0 on overflow, else left as it is.
+        weights: one for each slot of the batch's layout, such as 1 / the number of a gradient's copies; None: 1 for
+            all. Other weights than in the step before are copied to the device.
+        inverse: see `factor`.
+
+    Returns: fp64, `()`, on the batch's device.
+
+    Raises: ValueError for a wrong number of weights.
+    """
+    if weights is not None and len(weights) != len(batch.tensors):
+        raise ValueError(f"weights: expected {len(batch.tensors)} of them, got {len(weights)}")
+    if backend == "torch":
+        return _reference_sum_of_squares(batch, factor, found_inf, inverse, weights)
+    dense = ops._dense(batch)  # kept until the launch: an address keeps nothing alive
+    table = _norm_table(batch.layout, dense)
+    table.set_weights(weights)
+    out = torch.empty((), dtype=torch.float64, device=batch.layout.key.device)
+    _kernels().norm.launch_sum_of_squares(table, factor, found_inf, out, inverse=inverse)
+    return out
+
+
+def clip_batch_(batch: Batch, factor: Tensor, coef: Tensor, backend: Backend, *, inverse: bool) -> None:
+    """Unscale a batch whose flag is known, then multiply it by `coef`: two products, each rounded.
+
+    Equivalent PyTorch: `torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inv_scale)`, then
+    `torch._foreach_mul_(grads, coef)` as on the CPU: `coef` is rounded to fp32 (for fp64 gradients not at all).
+
+    Args:
+        batch: written.
+        factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
+        coef: fp32 or fp64, one element, the batch's device.
+    """
+    if backend == "torch":
+        _reference_clip_(batch, factor if inverse else reference.inverse(factor), coef)
+        return
+    dense = ops._dense(batch)
+    table = ops._table(batch.layout, dense, "unscale")
+    _kernels().clip.launch_clip(table, factor, coef.to(torch.float64), inverse=inverse)
+    if dense is not batch:
+        for original, copy in zip(batch.present, dense.present, strict=True):
+            original.copy_(copy)
+    torch.autograd.graph.increment_version(batch.present)  # as `ops.unscale_batch_` does
+
+
+def _reference_sum_of_squares(
+    batch: Batch, factor: Tensor, found_inf: Tensor, inverse: bool, weights: Sequence[float] | None
+) -> Tensor:
+    if weights is not None:
+        weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
+    if batch.layout.key.plain:
+        squares = reference_norm.sum_of_squares(batch.present, found_inf, weights, ops._neighbours(batch))
+    else:  # a tensor subclass knows itself what torch's ops mean for it
+        ops.check_batch(batch, found_inf, "torch")
+        squares = reference_norm.sum_one_by_one(batch.present, torch.zeros_like(found_inf), weights)
+    inv_scale = (factor if inverse else reference.inverse(factor)).double().reshape(())
+    return squares * inv_scale * inv_scale
+
+
+def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:
+    if batch.layout.key.plain:
+        reference_norm.clip_(batch.present, inv_scale, coef, ops._neighbours(batch))
+    else:
+        tensors = list(batch.present)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros_like(inv_scale), inv_scale)
+        torch._foreach_mul_(tensors, coef.reshape(()))
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Return the kernels' modules, imported when the first one is needed: triton is heavy, and not everywhere."""
+    from scaler_triton.kernels import clip, norm
+
+    return SimpleNamespace(clip=clip, norm=norm)
+
+
+def _norm_table(layout: Layout, dense: Batch) -> NormTable:
+    """Return the layout's table for norms, filled with this step's addresses; clipping shares it if it can."""
+    if "norm" not in layout.tables:
+        from scaler_triton.kernels.lookup import config_for
+
+        device, dtype = layout.key.device, layout.key.dtype
+        config = config_for(device, "check", dtype.itemsize)  # a norm reads as a check does
+        layout.tables["norm"] = _kernels().norm.NormTable(layout.numels, dtype, device, config)
+    return cast("NormTable", ops._table(layout, dense, "norm"))
+
+
+def _home(grads: Sequence[Tensor]) -> torch.device:
+    return grads[0].device if len(grads) and isinstance(grads[0], Tensor) else torch.device("cpu")
+
+
+def _checked_order(norm_type: float) -> float:
+    try:
+        order = float(norm_type)  # "inf" is one for torch, too
+    except (TypeError, ValueError):
+        raise TypeError(f"norm_type must be a number, got {norm_type!r}") from None
+    if math.isnan(order) or order == 0:  # of order 0 it counts elements, and does not scale with them
+        raise ValueError(f"norm_type must be a number other than 0, got {norm_type!r}")
+    return order

@@ -1,0 +1,143 @@
+"""`patch_torch`: our classes under torch's names, for frameworks that build the scaler themselves."""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from scaler_triton import callers, cpu_amp, cuda_amp, grad_scaler, policy, stand_in
+
+# torch's class -> ours. Our bases are torch's, even where somebody has put a class of ours in their place by hand.
+_STAND_INS: dict[type, type] = {
+    grad_scaler.GradScaler.__bases__[-1]: grad_scaler.GradScaler,
+    torch.cuda.amp.grad_scaler.GradScaler: cuda_amp.GradScaler,
+    torch.cpu.amp.grad_scaler.GradScaler: cpu_amp.GradScaler,
+}
+if torch.distributed.is_available():  # else there is no FSDP
+    from scaler_triton import sharded
+
+    _STAND_INS[sharded.ShardedGradScaler.__bases__[-1]] = sharded.ShardedGradScaler
+
+_NOT_NAMED = ("torch", "scaler_triton", "__mp_main__")  # the last is multiprocessing's alias of __main__
+
+_lock = threading.RLock()  # re-entrant: a warning may run anybody's code
+_holds: set[_Hold] = set()
+
+
+class _Hold(AbstractContextManager[None]):
+    """One call of `patch_torch`: torch is patched for as long as there is any."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+
+    def __enter__(self) -> None:
+        with _lock:
+            if not _holds:
+                _warn_of_takers()
+            _holds.add(self)
+            _settle()
+
+    def __exit__(self, *exception: object) -> None:
+        with _lock:
+            _holds.discard(self)
+            _settle()
+
+
+def patch_torch(*, strict: bool = False) -> AbstractContextManager[None]:
+    """Put our classes in the place of torch's, now and for the whole process.
+
+    `torch.amp.GradScaler`, `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler` and whatever module of
+    torch re-exports them become `scaler_triton.GradScaler` and `ShardedGradScaler`; `torch.cuda.amp.GradScaler` and
+    `torch.cpu.amp.GradScaler` become subclasses without `device`, which give torch's FutureWarning. Scalers of
+    torch's that exist already keep working, can be pickled, and are instances of the new classes.
+
+    Lasts until `unpatch_torch`, or as a context manager until its end: calls may be repeated, nested and made by
+    several threads, and torch's classes are back when the last of them has ended. Imports FSDP, which takes half a
+    second. Every process patches for itself, and before it imports what takes torch's classes.
+
+    Args:
+        strict: True: as long as this call lasts, a `GradScaler` without `process_group` that meets FSDP1
+            parameters in a world of several ranks raises a RuntimeError naming the fix; False: it warns once.
+
+    Warns: UserWarning naming the modules outside torch that have taken torch's classes already; they keep them.
+    """
+    hold = _Hold(policy.check_bool(strict, "strict"))
+    hold.__enter__()
+    return hold
+
+
+def unpatch_torch() -> None:
+    """Give torch its classes back, however often `patch_torch` was called; what was imported meanwhile keeps ours."""
+    with _lock:
+        _holds.clear()
+        _settle()
+
+
+def _settle() -> None:
+    """Make torch what the calls in force ask for."""
+    stand_in.strict = any(hold.strict for hold in _holds)
+    if _holds and not stand_in.originals:
+        stand_in.originals.update({ours: theirs for theirs, ours in _STAND_INS.items()})
+        _rename(_STAND_INS)
+        for theirs in _STAND_INS:
+            copyreg.pickle(theirs, _reduce)
+    elif stand_in.originals and not _holds:
+        _rename(stand_in.originals)
+        stand_in.originals.clear()
+        for theirs in _STAND_INS:
+            copyreg.dispatch_table.pop(theirs, None)
+
+
+def _rename(successors: Mapping[type, type]) -> None:
+    """Let every name in torch's modules that means one of these classes mean its successor."""
+    known = {id(old): new for old, new in successors.items()}
+    for module, names in _modules():
+        if module.split(".")[0] == "torch":
+            names.update({name: known[id(value)] for name, value in list(names.items()) if id(value) in known})
+
+
+def _warn_of_takers() -> None:
+    takers = sorted({name for name in _takers() if name.split(".")[0] not in _NOT_NAMED})
+    if takers:
+        warnings.warn(
+            f"torch's gradient scalers were taken before patch_torch() by {', '.join(takers)}, and stay there. "
+            "Call patch_torch() before importing what takes them.",
+            UserWarning,
+            stacklevel=callers.stacklevel(),
+        )
+
+
+def _takers() -> Iterator[str]:
+    """Yield the names of the modules that hold torch's classes, or subclasses of them."""
+    known = set(map(id, _STAND_INS))
+    for module, names in _modules():
+        if any(id(value) in known for value in list(names.values())):
+            yield module
+    for theirs in _STAND_INS:
+        subclasses: list[type] = type.__subclasses__(theirs)
+        yield from (subclass.__module__ for subclass in subclasses)
+
+
+def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType):
+            # vars() would wake a module that is loaded at its first use.
+            yield name, object.__getattribute__(module, "__dict__")
+
+
+def _reduce(scaler: Any) -> tuple[Any, ...]:
+    """Pickle a scaler of torch's own, whose class is not to be found under its name while ours is."""
+    return _new_original, (type(scaler).__module__,), scaler.__getstate__()
+
+
+def _new_original(module: str) -> Any:
+    theirs = next(cls for cls in _STAND_INS if cls.__module__ == module)
+    return object.__new__(theirs)

@@ -1,0 +1,216 @@
+"""Sums of squares, other norms and clipping in plain torch: the path of every device without kernels of ours.
+
+torch's own norms are rounded to the gradients' dtype, and on the CPU their fp32 sums of millions of squares drift.
+Here squares are summed in fp32 over short rows only, and the rows in fp64.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from scaler_triton import reference
+from scaler_triton.neighbours import Neighbours
+
+# How many squares are summed in fp32: whole vectors, few enough for the sum to be right, enough to be quick.
+_ROWS = range(512, 127, -16)
+# Smaller tensors are copied together until they have so many elements: fewer than the 32,768 from which on torch
+# calls upon more threads, which costs more than it gains; what has to be converted gains by size.
+_GATHERED, _GATHERED_16BIT = 1 << 14, 1 << 18
+# Dtypes of 16 bits are converted in pieces of so many elements, which stay in the cache.
+_CONVERTED = 1 << 19
+# Where the squares' mean is below this, what they lost by underflow may count.
+_LOW_SQUARE = 2.0**-120
+# So many bytes are unscaled and then clipped while they are in the cache.
+_BLOCK_BYTES = 1 << 19
+# From this size on a tensor is more than the caches hold.
+_SPLIT_BYTES = 1 << 23
+
+
+def sum_of_squares(
+    tensors: Sequence[Tensor],
+    found_inf: Tensor,
+    weights: Sequence[float] | None = None,
+    neighbours: Neighbours | None = None,
+) -> Tensor:
+    """Return `sum(weight * (tensor.double() ** 2).sum())`, and set `found_inf` to 1 if a tensor holds NaN or Inf.
+
+    The relative error is below 1e-6, however large or small the elements are.
+
+    Args:
+        tensors: fp16, bf16, fp32 or fp64 tensors of one device and dtype, any shape and strides; read.
+        found_inf: fp32, one element, on the same device; written only to become 1.
+        weights: one a tensor; None: 1 for all.
+        neighbours: what is known of this list from earlier steps.
+
+    Returns: fp64, `()`, on the same device.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=found_inf.device)
+    if tensors[0].device.type != "cpu":
+        return sum_one_by_one(tensors, found_inf, weights)
+    return torch.tensor(_on_host(tensors, found_inf, weights, neighbours), dtype=torch.float64, device="cpu")
+
+
+def sum_one_by_one(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None = None) -> Tensor:
+    """`sum_of_squares` in fp64 throughout, for any device and any kind of tensors; no host wait."""
+    squares = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square_()
+    if tensors[0].dtype is torch.float64:  # whose squares overflow even where all is finite
+        reference.check_nonfinite(tensors, found_inf)
+    else:
+        found_inf.copy_(torch.maximum(found_inf, (~squares.isfinite().all()).to(found_inf.dtype)))
+    if weights is not None:
+        squares *= torch.tensor(weights, dtype=torch.float64, device="cpu").to(squares.device, non_blocking=True)
+    return squares.sum()
+
+
+def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return `torch.linalg.vector_norm` of all elements in fp64, as torch takes it: the norm of the tensors' norms.
+
+    Args:
+        tensors: floating point, of one device, not all of them empty; read.
+        norm_type: its order; inf is the largest absolute value.
+
+    Returns: fp64, `()`, on the same device.
+    """
+    norms = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64) for t in tensors if t.numel()]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return whole
+
+
+def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor, neighbours: Neighbours | None = None) -> None:
+    """Multiply every gradient by `inv_scale`, then by `coef`; each product is rounded to the gradients' dtype.
+
+    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by `coef` in fp32 (for
+    fp64 gradients in fp64).
+
+    Args:
+        tensors: as for `sum_of_squares`; written.
+        inv_scale: fp32, one element, on the same device.
+        coef: fp32 or fp64, one element, on the same device.
+        neighbours: what is known of this list from earlier steps.
+    """
+    if not tensors:
+        return
+    ignored = torch.zeros_like(inv_scale)
+    if tensors[0].device.type != "cpu":
+        reference.unscale_(tensors, inv_scale, ignored, neighbours)
+        _multiply_(tensors, coef, ignored)
+    elif coef.item() == 1.0:
+        reference.unscale_(tensors, inv_scale, ignored, neighbours)
+    else:
+        for block in _blocks((neighbours or Neighbours()).merged(tensors)):
+            torch._amp_foreach_non_finite_check_and_unscale_(block, ignored, inv_scale)
+            _multiply_(block, coef, ignored)
+
+
+def _multiply_(tensors: Sequence[Tensor], coef: Tensor, ignored: Tensor) -> None:
+    if tensors[0].dtype in (torch.float32, torch.float64):
+        torch._foreach_mul_(list(tensors), coef.reshape(()).to(tensors[0].dtype))
+    else:  # the same product; where the factor's dtype is another, `_foreach_mul_` is an op a tensor
+        reference.unscale_(tensors, coef.to(torch.float32), ignored)
+
+
+def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the same memory in lists of about `_BLOCK_BYTES`, larger tensors alone."""
+    block: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.nbytes >= _BLOCK_BYTES:
+            yield from _split(tensor)
+            continue
+        block.append(tensor)
+        size += tensor.nbytes
+        if size >= _BLOCK_BYTES:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _split(tensor: Tensor) -> Iterator[list[Tensor]]:
+    """Yield a large tensor, in parts if that pays: with several threads it does not, nor with 16 bits."""
+    pays = tensor.nbytes >= _SPLIT_BYTES and tensor.element_size() >= 4 and torch.get_num_threads() == 1
+    if pays and tensor.is_contiguous():
+        yield from ([part] for part in _parts(tensor, _BLOCK_BYTES // tensor.element_size()))
+    else:
+        yield [tensor]
+
+
+def _on_host(
+    tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None, neighbours: Neighbours | None
+) -> float:
+    if weights is None:
+        total = _quick_sum((neighbours or Neighbours()).merged(tensors))
+    else:
+        total = sum(weight * _quick_sum(members) for weight, members in _by_weight(tensors, weights).items())
+    if not math.isfinite(total):
+        bad = torch.zeros_like(found_inf)
+        reference.check_nonfinite(tensors, bad)
+        if bad.item():
+            found_inf.fill_(1.0)
+            return total
+    elif total >= sum(tensor.numel() for tensor in tensors) * _LOW_SQUARE:
+        return total
+    return sum_one_by_one(tensors, found_inf, weights).item()
+
+
+def _by_weight(tensors: Sequence[Tensor], weights: Sequence[float]) -> dict[float, list[Tensor]]:
+    groups: dict[float, list[Tensor]] = {}
+    for tensor, weight in zip(tensors, weights, strict=True):
+        groups.setdefault(weight, []).append(tensor)
+    return groups
+
+
+def _quick_sum(tensors: Sequence[Tensor]) -> float:
+    """The sum of squares, unless it is infinite or so small that squares may have been lost."""
+    if not tensors:
+        return 0.0
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms: list[Tensor] = []
+    for piece in _pieces(tensors):
+        numel = piece.numel()
+        row = _row_length(numel)
+        rest = numel % row
+        if rest:
+            flat = piece.reshape(-1)
+            piece = flat[: numel - rest]
+            norms.append(torch.linalg.vector_norm(flat[numel - rest :], dim=0, keepdim=True, dtype=wide))
+        norms.append(torch.linalg.vector_norm(piece.reshape(-1, row), dim=1, dtype=wide))
+    return torch.cat(norms).double().square_().sum().item()
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_length(numel: int) -> int:
+    """The longest row that leaves no rest, which would be an op more; if all of them are short, the longest at all."""
+    return next((row for row in _ROWS if numel % row == 0), _ROWS[0])
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield all elements: small tensors gathered, large ones that are to be converted split."""
+    converted = tensors[0].element_size() < 4
+    enough = _GATHERED_16BIT if converted else _GATHERED
+    small: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        numel = tensor.numel()
+        if numel < enough:
+            small.append(tensor)
+            size += numel
+            if size >= enough:
+                yield reference._copied_together(small)
+                small, size = [], 0
+        elif converted:
+            yield from _parts(tensor, _CONVERTED)
+        else:
+            yield tensor
+    if small:
+        yield reference._copied_together(small)
+
+
+def _parts(tensor: Tensor, numel: int) -> tuple[Tensor, ...]:
+    return torch.split(tensor.detach().reshape(-1), numel)

@@ -1,0 +1,126 @@
+"""Which of a rank's parameters are meant to equal those of other ranks, and what this rank's copies hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scaler_triton.audit_report import UNKNOWN, Copy, one_line, ranges
+from scaler_triton.batch import is_dtensor, local_tensor
+from scaler_triton.fingerprint import fingerprint
+from scaler_triton.optimizers import unwrap
+
+FSDP1_SHARD = "FSDP1 shard (nothing tells which ranks hold the same)"
+DTENSOR_SHARD = "DTensor shard (no other rank holds a copy)"
+OPAQUE = "parameter (on meta, sparse, or of a class of its own: no bits to read)"
+
+Named = tuple[str, Tensor]
+
+
+def copies_of(
+    optimizers: Sequence[Any], model: nn.Module | None, ranks: Sequence[int], replicated: bool
+) -> tuple[list[Copy], dict[str, int]]:
+    """Return this rank's copies, hashed, and how many parameters were left out, by the reason.
+
+    Args:
+        optimizers: what is trained.
+        model: names the parameters; DDP and FSDP1's NO_SHARD tell which ranks hold the same.
+        ranks: all that take part.
+        replicated: plain parameters are meant to be equal on all of them.
+    """
+    told = _told_by(model) if model is not None else {}
+    everybody = ranges(ranks) if replicated else UNKNOWN
+    chosen: list[tuple[str, str, Tensor]] = []
+    left_out: Counter[str] = Counter()
+    for name, parameter in _named(optimizers, model):
+        among = _among(parameter, told, everybody)
+        if among in (FSDP1_SHARD, DTENSOR_SHARD, OPAQUE):
+            left_out[among] += 1
+        else:
+            chosen.append((name, among, local_tensor(parameter)))
+    digests = _digests([local for *_, local in chosen])
+    return [Copy(name, among, digests[i]) for i, (name, among, _) in enumerate(chosen)], dict(left_out)
+
+
+def _named(optimizers: Sequence[Any], model: nn.Module | None) -> Iterator[Named]:
+    """Yield every parameter once: the model's by name, then what only an optimizer has, by its place."""
+    seen: set[int] = set()
+    for name, parameter in [*(model.named_parameters() if model is not None else ()), *_by_place(optimizers)]:
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield one_line(name), parameter
+
+
+def _by_place(optimizers: Sequence[Any]) -> Iterator[Named]:
+    for number, optimizer in enumerate(optimizers):
+        prefix = f"optimizer {number} " if len(optimizers) > 1 else ""
+        for index, group in enumerate(unwrap(optimizer).param_groups):
+            for place, parameter in enumerate(group["params"]):
+                yield f"{prefix}group {index} parameter {place} {tuple(parameter.shape)}", parameter
+
+
+def _among(parameter: Tensor, told: dict[int, str], everybody: str) -> str:
+    """Return the ranks whose copies must equal this one's, UNKNOWN, or why there are none to compare."""
+    if is_dtensor(parameter):
+        return _among_mesh(parameter)
+    if _opaque(parameter):
+        return OPAQUE
+    if getattr(parameter, "_fsdp_flattened", False):
+        return told.get(id(parameter), FSDP1_SHARD)
+    return told.get(id(parameter), everybody)
+
+
+def _among_mesh(parameter: Any) -> str:
+    """Return the ranks at the same coordinates of the dimensions that shard; they hold the same part."""
+    mesh = parameter.device_mesh
+    coordinates = mesh.get_coordinate()
+    if coordinates is None or _opaque(local_tensor(parameter)):
+        return OPAQUE
+    places = zip(parameter.placements, coordinates, strict=True)
+    peers = mesh.mesh[tuple(slice(None) if p.is_replicate() else at for p, at in places)].flatten().tolist()
+    return ranges(peers) if len(peers) > 1 else DTENSOR_SHARD
+
+
+def _opaque(tensor: Tensor) -> bool:
+    wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return wrapper or tensor.layout is not torch.strided or tensor.device.type == "meta"
+
+
+def _told_by(model: nn.Module) -> dict[int, str]:
+    """Return the ranks that share a parameter, by its id, as far as a module of torch's says so."""
+    told: dict[int, str] = {}
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            ignored = module.parameters_to_ignore
+            ours = (p for name, p in module.module.named_parameters() if name not in ignored)
+            told.update(dict.fromkeys(map(id, ours), _ranks_of(module)))
+    return told | _told_by_no_shard(model)
+
+
+def _told_by_no_shard(model: nn.Module) -> dict[int, str]:
+    """Return the ranks of FSDP1's parameters if nothing is sharded; with several strategies nobody is asked."""
+    wrapped = [module for module in model.modules() if hasattr(module, "sharding_strategy")]
+    among = {_ranks_of(module) for module in wrapped}
+    if len(among) != 1 or any(getattr(m.sharding_strategy, "name", "") != "NO_SHARD" for m in wrapped):
+        return {}
+    return dict.fromkeys((id(p) for p in model.parameters() if getattr(p, "_fsdp_flattened", False)), among.pop())
+
+
+def _ranks_of(module: Any) -> str:
+    return ranges(dist.get_process_group_ranks(module.process_group))
+
+
+def _digests(tensors: Iterable[Tensor]) -> list[str]:
+    """Return hashes as hexadecimal digits; the host waits once for each device."""
+    with torch.no_grad():
+        found = [fingerprint(tensor) for tensor in tensors]
+    values: dict[int, int] = {}
+    for device in {each.device for each in found}:
+        here = [index for index, each in enumerate(found) if each.device == device]
+        values.update(zip(here, torch.stack([found[index] for index in here]).tolist(), strict=True))
+    return [f"{values[index] % 2**64:016x}" for index in range(len(found))]

@@ -1,0 +1,125 @@
+"""What a saved file says of a scaler and of optimizers; nothing in it is run, and no tensor but counters is read."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton.audit_report import Reading, one_line, scaler_readings, steps_reading
+
+SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+OPTIMIZER = {"state", "param_groups"}
+STRUCTURE_LIMIT = 2**28  # bytes of a file's structure, tensors apart; 100,000 parameters take a tenth of it
+DEPTH = 8  # of dicts and lists in each other
+NAME = 40  # characters of a key
+
+Found = dict[str, Reading]  # what a file says, by its place in the file and what it is
+
+
+class Unreadable(ValueError):
+    """A file that was not read; says why, on one line."""
+
+
+def read_file(path: Path) -> Found:
+    """Return the scale, tracker and steps that are anywhere in a file of `torch.save`, such as "model.opt steps".
+
+    Args:
+        path: a file that anybody may have written.
+
+    Raises: Unreadable for every other file, and for values that are no numbers.
+    """
+    try:
+        content = _load(path)
+        return {one_line(f"{place} {name}"): each for place, found in _search(content) for name, each in found.items()}
+    except Unreadable:
+        raise
+    except Exception as error:  # whatever a broken or hostile file makes of torch's reader
+        raise Unreadable(_reason(error)) from error
+
+
+def _load(path: Path) -> Any:
+    """Unpickle tensors and plain values only, with the tensors left in the file."""
+    _check_archive(path)
+    log = logging.getLogger("torch.distributed.device_mesh")  # says that a DTensor's mesh has no process group here
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    finally:
+        log.setLevel(level)
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse what would be larger in memory than on disk."""
+    if not zipfile.is_zipfile(path):
+        raise Unreadable("not a zip archive, as torch.save writes")
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise Unreadable("its archive is compressed; torch.save's is not")
+    structure = sum(record.file_size for record in records if record.filename.endswith(".pkl"))
+    if structure > STRUCTURE_LIMIT:
+        raise Unreadable(f"its structure takes {structure} bytes; the limit is {STRUCTURE_LIMIT}")
+
+
+def _search(content: Any) -> Iterator[tuple[str, Found]]:
+    """Yield every scaler's and optimizer's readings with their place, e.g. "states.scaler"."""
+    waiting = [("", content, 0)] if isinstance(content, (Mapping, list, tuple)) else []
+    seen = {id(content)}
+    while waiting:
+        place, value, depth = waiting.pop()
+        if isinstance(value, Mapping) and value.keys() >= SCALER:
+            yield place, _scaler(value)
+        elif isinstance(value, Mapping) and value.keys() >= OPTIMIZER and isinstance(value["state"], Mapping):
+            yield place, {"steps": steps_reading(list(_steps(value)))}
+        elif depth < DEPTH:
+            inner = [(name, each) for name, each in _inside(value) if id(each) not in seen]
+            seen.update(id(each) for _, each in inner)  # a file can hold the same list in itself a million times
+            waiting += [(f"{place}.{name}".strip("."), each, depth + 1) for name, each in reversed(inner)]
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dicts, lists and tuples in a container, with their names in it."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, each in pairs:
+        if isinstance(each, (Mapping, list, tuple)):
+            yield key[:NAME] if isinstance(key, str) else f"{key}" if isinstance(key, int) else "?", each
+
+
+def _scaler(state: Mapping[str, Any]) -> Found:
+    tracker = _number(state["_growth_tracker"], "_growth_tracker")
+    return scaler_readings(_number(state["scale"], "scale"), int(tracker))
+
+
+def _steps(state: Mapping[str, Any]) -> Iterator[float]:
+    groups = state["param_groups"] if isinstance(state["param_groups"], (list, tuple)) else []
+    for each in (*state["state"].values(), *groups):
+        if isinstance(each, Mapping) and "step" in each:
+            yield _number(each["step"], "step")
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise Unreadable(f"{name} must be a number, got {type(value).__name__}")
+    return float(value)
+
+
+def _reason(error: Exception) -> str:
+    """Say what was wrong; not in torch's words where those advise to load the file in an unsafe way."""
+    if refused := re.search(r"GLOBAL (\S+)", str(error)):
+        return one_line(f"holds {refused[1]}, not only tensors and plain values, so nothing of it was read")
+    if "weights_only" in str(error):
+        return "holds more than tensors and plain values, so nothing of it was read"
+    return one_line(f"{type(error).__name__}: {error}")

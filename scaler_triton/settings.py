@@ -1,0 +1,149 @@
+"""What a scaler goes by: getters, setters, checkpoints; a setter takes effect at the next update, replayed or not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton import limits, policy
+from scaler_triton.limits import NO_LIMITS, Extras, Limits
+from scaler_triton.stats import NAMES, Counters, Lagging
+
+if TYPE_CHECKING:
+    from scaler_triton.kernels.update_scale import DevicePolicy
+
+    _Base = torch.amp.GradScaler
+else:
+    _Base = object
+
+
+class SettingsMixin(_Base):
+    """The numbers that `update` goes by, and the counters that a checkpoint holds beside them."""
+
+    _device_policies: dict[torch.device, DevicePolicy]
+    _limits: Limits
+    _max_consecutive_skips: int | None
+    _counters: Counters
+    _lagging: Lagging
+
+    def _init_extras(
+        self,
+        min_scale: float | None,
+        max_scale: float | None,
+        hysteresis: int,
+        consecutive_hysteresis: bool,
+        max_consecutive_skips: int | None,
+    ) -> None:
+        self._limits, self._max_consecutive_skips = NO_LIMITS, None
+        self._counters, self._lagging = Counters(), Lagging()
+        self._device_policies = {}
+        if self._enabled:
+            self._limits = limits.check(min_scale, max_scale, hysteresis, consecutive_hysteresis)
+            self._max_consecutive_skips = policy.check_max_skips(max_consecutive_skips)
+
+    def _numbers(self) -> tuple[float, float, int]:
+        return self._growth_factor, self._backoff_factor, self._growth_interval
+
+    def _device_policy(self, device: torch.device) -> Tensor:
+        if device not in self._device_policies:
+            from scaler_triton.kernels.update_scale import DevicePolicy
+
+            self._device_policies[device] = DevicePolicy(device)
+        low, high, hysteresis, consecutive = self._limits
+        return self._device_policies[device].hold(*self._numbers(), low, high, hysteresis, consecutive)
+
+    def _numbers_changed(self) -> None:
+        for device in self._device_policies:  # a replayed graph reads them there
+            self._device_policy(device)
+
+    def _set_limits(self, **changed: Any) -> None:
+        self._limits = limits.check_order(self._limits._replace(**changed))
+        self._numbers_changed()
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor the scale grows by: finite, >= 1 (1: it stays)."""
+        self._growth_factor = policy.check_growth_factor(new_factor, "new_factor")
+        self._numbers_changed()
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor the scale is multiplied by after an overflow: in (0, 1] (1: it stays)."""
+        self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
+        self._numbers_changed()
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many updates in a row without overflow the scale grows: >= 1."""
+        self._growth_interval = policy.check_growth_interval(new_interval, "new_interval")
+        self._numbers_changed()
+
+    def get_min_scale(self) -> float:
+        """Return the smallest scale that an update leaves, 2^-126 by default."""
+        return self._limits.min_scale
+
+    def set_min_scale(self, new_scale: float) -> None:
+        """Set the smallest scale that an update leaves: in [2^-126, max_scale], rounded to fp32."""
+        self._set_limits(min_scale=limits.bound(new_scale, "new_scale"))
+
+    def get_max_scale(self) -> float:
+        """Return the largest scale that an update leaves, fp32 max by default."""
+        return self._limits.max_scale
+
+    def set_max_scale(self, new_scale: float) -> None:
+        """Set the largest scale that an update leaves: in [min_scale, fp32 max], rounded to fp32."""
+        self._set_limits(max_scale=limits.bound(new_scale, "new_scale"))
+
+    def get_hysteresis(self) -> int:
+        """Return how many overflows it takes until the scale backs off, 1 by default."""
+        return self._limits.hysteresis
+
+    def set_hysteresis(self, new_hysteresis: int) -> None:
+        """Set how many overflows it takes until the scale backs off: >= 1; those counted already count."""
+        self._set_limits(hysteresis=policy.check_hysteresis(new_hysteresis, "new_hysteresis"))
+
+    def get_consecutive_hysteresis(self) -> bool:
+        """Return whether the overflows of `hysteresis` must come in a row, False by default."""
+        return self._limits.consecutive_hysteresis
+
+    def set_consecutive_hysteresis(self, new_value: bool) -> None:
+        """Set whether the overflows of `hysteresis` must come in a row."""
+        self._set_limits(consecutive_hysteresis=policy.check_bool(new_value, "new_value"))
+
+    def get_max_consecutive_skips(self) -> int | None:
+        """Return how many updates in a row may be skipped without an error, None (any number) by default."""
+        return self._max_consecutive_skips
+
+    def set_max_consecutive_skips(self, new_limit: int | None) -> None:
+        """Set how many updates in a row may be skipped without an error: >= 0, or None for any number."""
+        self._max_consecutive_skips = policy.check_max_skips(new_limit, "new_limit")
+        self._lagging = Lagging()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five fields, and `scaler_triton` with limits and counters if one of the extras is on.
+
+        torch's class loads it, too, and passes over that key.
+        """
+        state = super().state_dict()
+        extras = Extras(self._limits, self._max_consecutive_skips, [])
+        if state and extras != (NO_LIMITS, None, []):
+            state[limits.KEY] = limits.to_checkpoint(extras._replace(counters=self._counters.read()), NAMES)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class or of torch's returned; nothing on a disabled scaler.
+
+        Without the key `scaler_triton` limits stay as they are. Counters are the checkpoint's, all 0 if it has none.
+
+        Raises: torch's RuntimeError for an empty dict and KeyError for a missing field; ValueError or TypeError
+            naming a wrong field and its value. The scaler is as before then.
+        """
+        extras = Extras(self._limits, self._max_consecutive_skips, [0] * len(NAMES))
+        if self._enabled and len(state_dict) > 0:
+            if limits.KEY in state_dict:
+                extras = limits.from_checkpoint(state_dict[limits.KEY], NAMES)
+            state_dict = policy.check_state_dict(state_dict)
+        super().load_state_dict(state_dict)
+        self._limits, self._max_consecutive_skips = extras.limits, extras.max_consecutive_skips
+        self._counters.set(extras.counters)
+        self._lagging = Lagging()
+        self._numbers_changed()

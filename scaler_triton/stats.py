@@ -1,0 +1,147 @@
+"""What the updates did: counted where the scale lives, read on the host when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scaler_triton.mirror import HostMirror
+
+# The order of the counters, on every device. Strikes are the overflows that hysteresis counts.
+UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES = range(7)
+NAMES = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Tell whether what is done with `tensor` now goes into a graph instead of being done."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class SkipStreakError(FloatingPointError):
+    """More updates in a row were skipped than `max_consecutive_skips` allows."""
+
+
+@dataclass(frozen=True)
+class ScalerStats:
+    """What a scaler's updates did so far; `update(new_scale)` is none, and does not count.
+
+    Args:
+        updates: calls of `update()`.
+        skipped: those with an overflow, after which a step was skipped.
+        consecutive_skips: how many of them came last, without another between; 0 after a good one.
+        growths: updates that made the scale larger.
+        backoffs: updates that made the scale smaller.
+        last_skip: which update skipped last, the first one being 1; None if none did.
+    """
+
+    updates: int = 0
+    skipped: int = 0
+    consecutive_skips: int = 0
+    growths: int = 0
+    backoffs: int = 0
+    last_skip: int | None = None
+
+    @classmethod
+    def of(cls, counters: Sequence[int]) -> ScalerStats:
+        """Return the stats that `counters` tell."""
+        updates, skipped, streak, growths, backoffs, last_skip, _ = counters
+        return cls(updates, skipped, streak, growths, backoffs, last_skip or None)
+
+
+class Counters:
+    """A scaler's counters: ints on the host as long as updates run there, else int64 [7] on the scale's device."""
+
+    def __init__(self, values: Sequence[int] = (0,) * len(NAMES)) -> None:
+        self._values: list[int] | Tensor = list(values)
+        self._known = list(values)
+        self._mirror: HostMirror | None = None
+
+    def on_host(self) -> list[int]:
+        """Return the ints themselves, to be written by an update on the host."""
+        if not isinstance(self._values, list):
+            self._values = self.read()
+        return self._values
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the tensor, to be written by an update on `device`; the same one as long as nobody else counts."""
+        if isinstance(self._values, list) or self._values.device != device:
+            with torch.inference_mode(False):
+                host = torch.tensor(self.read(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+                self._values = host.to(device, non_blocking=True)
+            self._mirror = None
+        return self._values
+
+    def where_they_are(self) -> list[int] | Tensor:
+        """Return what `on_host` or `on` returned last."""
+        return self._values
+
+    def set(self, values: Sequence[int]) -> None:
+        """Write other values, on the device into the same tensor: a graph counts there."""
+        self._known = list(values)
+        self._mirror = None  # a copy under way is of the values before
+        if isinstance(self._values, list):
+            self._values = list(values)
+        else:
+            self._values.copy_(torch.tensor(self._known, dtype=torch.int64, device="cpu"))
+
+    def read(self) -> list[int]:
+        """Return a copy of the values, waiting for the device."""
+        self._known = list(self._values) if isinstance(self._values, list) else self._values.tolist()
+        return list(self._known)
+
+    def newest(self) -> list[int]:
+        """Return the values that last arrived on the host, and start the next copy; on CUDA without waiting."""
+        if isinstance(self._values, list):
+            return self.read()
+        if not is_captured(self._values):
+            self._exchange_copies(self._values)
+        return list(self._known)
+
+    def _exchange_copies(self, values: Tensor) -> None:
+        if self._mirror is None:
+            self._mirror = HostMirror(values, frozen=True)
+        elif not self._take_arrived(self._mirror):
+            return
+        self._mirror.start()
+        self._take_arrived(self._mirror)  # at once where nothing is waited for
+
+    def _take_arrived(self, mirror: HostMirror) -> bool:
+        if not mirror.has_arrived():
+            return False
+        values = mirror.read()
+        if values[UPDATES] >= self._known[UPDATES]:  # else somebody has waited for newer ones
+            self._known = values
+        return True
+
+
+class Lagging:
+    """The counters as they were some updates ago: on the host by then, and the same ones on every rank."""
+
+    LAG = 4  # updates
+
+    def __init__(self) -> None:
+        self._taken: list[HostMirror | list[int]] = []
+
+    def push(self, values: list[int] | Tensor) -> list[int] | None:
+        """Take the counters after an update, and return those of `LAG` updates before it, None if there are none yet.
+
+        Waits only for a device that is more than `LAG` updates behind.
+
+        Args:
+            values: what `Counters` counts in now.
+        """
+        oldest = self._taken.pop(0) if len(self._taken) == self.LAG else None
+        seen = oldest.read() if isinstance(oldest, HostMirror) else oldest
+        self._taken.append(list(values) if isinstance(values, list) else _started(values, oldest))
+        return seen
+
+
+def _started(values: Tensor, done: HostMirror | list[int] | None) -> HostMirror:
+    """Return a copy of `values` under way, through `done` if that has copied them before."""
+    if not isinstance(done, HostMirror) or done.source is not values:
+        done = HostMirror(values, frozen=True)
+    done.start()
+    return done

@@ -1,0 +1,134 @@
+"""What the ranks run in test_clipping_ranks: one norm over all that they hold, beside the same model in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import cases
+import model_cases
+import torch
+import torch.distributed as dist
+from cases import Fault, collectives_of, local_of
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+MAX_NORM = 0.05
+
+
+class Clipped(NamedTuple):
+    """What one rank saw: norms, ours and the reference's; collectives of each clip and step; and where it ended."""
+
+    norms: list[float]
+    expected: list[float]
+    collectives: list[tuple[int, int]]
+    distance: float
+    values: list[list[float]]
+    scale: float
+
+
+def laid_out(rank: int, kind: str, layout: str, name: str, faults: Sequence[Fault], gradless: int = -1) -> Clipped:
+    """One clipped step over parameters in a named layout; their gradients are known, so the test knows the norm."""
+    scaler, params = cases.new_scaler(kind), cases.LAYOUTS[layout]()
+    optimizer = cases.new_optimizer(name, [{"params": [param]} for param in params])
+    cases.give_grads(scaler, params, 0, range(len(params)) if rank == gradless else ())
+    cases.plant(faults, rank, 0, params)
+    norms: list[Tensor] = []
+    clip = collectives_of(lambda: norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM)))
+    grads = [local_of(param.grad).flatten().tolist() for param in params if param.grad is not None]
+    step = collectives_of(scaler.step, optimizer)
+    scaler.update()
+    return Clipped([norms[0].item()], [], [(clip, step)], 0.0, grads, scaler.get_scale())
+
+
+def trained(rank: int, kind: str, wrapper: str, name: str, defer: bool) -> Clipped:
+    """A wrapped model clipped by us, and the bare one by torch on the whole batch."""
+    net = model_cases.Net()
+    bare = copy.deepcopy(net)
+    model = model_cases.WRAPPERS[wrapper](net, False)
+    part = (rank // 2, 2) if wrapper == "fsdp2-tp" else (rank, dist.get_world_size())
+    optimizer, reference = (cases.new_optimizer(name, m.parameters()) for m in (model, bare))
+    scaler = cases.new_scaler(kind)
+    norms, expected, collectives = [], [], []
+    for step in range(4):
+        _backward(model, optimizer, part, step, scaler)
+        clip = collectives_of(_clip, norms, scaler, optimizer, model, defer)
+        collectives.append((clip, collectives_of(scaler.step, optimizer)))
+        scaler.update()
+        _backward(bare, reference, (0, 1), step, None)
+        expected.append(torch.nn.utils.clip_grad_norm_(bare.parameters(), MAX_NORM).item())
+        reference.step()
+    pairs = zip(model_cases._full_params(model), bare.parameters(), strict=True)
+    distance = max(float((full - one).detach().abs().max()) for full, one in pairs)
+    return Clipped(norms, expected, collectives, distance, [], scaler.get_scale())
+
+
+def _clip(norms: list[float], scaler, optimizer: torch.optim.Optimizer, model: torch.nn.Module, defer: bool) -> None:
+    norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM, model=model, defer=defer).item())
+
+
+def _backward(model: torch.nn.Module, optimizer: torch.optim.Optimizer, part: tuple[int, int], step: int, scaler):
+    optimizer.zero_grad()
+    x, y = model_cases._batch(step, part)
+    loss = torch.nn.functional.mse_loss(model(x).float(), y)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def several(rank: int, kind: str, faults: Sequence[Fault]) -> Clipped:
+    """Two optimizers over two meshes under one norm; rank 1's second one has no gradients."""
+    scaler = cases.new_scaler(kind)
+    params = cases.LAYOUTS["fsdp-then-tp"]()
+    optimizers = [cases.new_optimizer("adamw", [params[0]]), cases.new_optimizer("adamw-fused", [params[1]])]
+    cases.give_grads(scaler, params, 0)
+    cases.plant(faults, rank, 0, params)
+    norms: list[Tensor] = []
+    clip = collectives_of(lambda: norms.append(scaler.clip_grad_norm_(optimizers, MAX_NORM)))
+    before = [local_of(param.detach()).clone() for param in params]
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    stepped = [float(not torch.equal(old, local_of(p.detach()))) for old, p in zip(before, params, strict=True)]
+    return Clipped([norms[0].item()], [], [(clip, 0)], 0.0, [stepped], scaler.get_scale())
+
+
+def partial(rank: int, kind: str) -> Clipped:
+    """A replicated parameter whose gradient is a sum over the ranks, yet to be taken."""
+    scaler = cases.new_scaler(kind)
+    param = cases.dtensor_param(cases.line(), [cases.Replicate()])
+    local = scaler.scale(torch.ones(2, 3)) * (rank + 1)
+    param.grad = DTensor.from_local(local, cases.line(), [Partial()], run_check=False)
+    norm = scaler.clip_grad_norm_(cases.new_optimizer("sgd", [param]), 1e6)
+    return Clipped([norm.item()], [], [], 0.0, [local_of(param.grad).flatten().tolist()], scaler.get_scale())
+
+
+def one_rank_fails(rank: int, kind: str) -> list[str]:
+    """Rank 1's gradient cannot be unscaled; what every rank is told, and where."""
+    scaler = cases.new_scaler(kind)
+    params = [cases.plain_param(3)]
+    optimizer = cases.new_optimizer("sgd", params)
+    cases.give_grads(scaler, params, 0)
+    if rank == 1:
+        params[0].grad = torch.ones(1).expand(3)
+    said = []
+    for call in (lambda: scaler.clip_grad_norm_(optimizer, 1.0), lambda: scaler.step(optimizer)):
+        try:
+            call()
+            said.append("")
+        except Exception as error:
+            said.append(cases.described(error))
+    scaler.update()
+    return [*said, str(scaler.get_scale())]
+
+
+def fsdp1_without_model(rank: int) -> str:
+    """An FSDP1 model's optimizer clipped without telling the model."""
+    model = model_cases.WRAPPERS["fsdp1-full"](model_cases.Net(), False)
+    scaler = cases.new_scaler("sharded")
+    optimizer = cases.new_optimizer("sgd", model.parameters())
+    _backward(model, optimizer, (0, 1), 0, scaler)
+    try:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    except ValueError as error:
+        return str(error)
+    return ""

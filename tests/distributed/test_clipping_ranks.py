@@ -1,0 +1,130 @@
+"""`clip_grad_norm_` over ranks: one norm of the whole model whatever its layout, one collective, all agree."""
+
+import math
+
+import clipping_cases
+import pytest
+from cases import INIT_SCALE, Fault
+from clipping_cases import MAX_NORM
+
+pytestmark = pytest.mark.distributed
+
+# Into how many different pieces of 2 x 3 each parameter of a layout is cut; the others of the ranks hold copies.
+PIECES = {
+    "line-shards": [4, 4],
+    "line-replicated-first": [1, 4],
+    "line-dtypes": [4, 4, 4],
+    "line-beside-plain": [4, 0.5],  # the plain one has 3 elements
+    "plain-beside-line": [0.5, 4],
+    "square-shards": [4, 4],
+    "square-replicated-first": [1, 4],
+    "square-half-replicated-first": [2, 4],
+    "hsdp": [2, 2],
+    "fsdp-then-tp": [2, 4],
+    "two-slices": [2, 2],
+    "expert-parallel": [4, 4],
+}
+
+
+def gradient(index):
+    return 2.0 ** (-index - 3)
+
+
+def norm_of(layout):
+    return math.sqrt(sum(6 * pieces * gradient(index) ** 2 for index, pieces in enumerate(PIECES[layout])))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
+@pytest.mark.parametrize("layout", PIECES)
+def test_every_layout_has_the_norm_of_the_whole(four, kind, layout):
+    outcomes = four.run(clipping_cases.laid_out, kind, layout, "adamw", [])
+    for outcome in outcomes:
+        assert outcome.norms[0] == pytest.approx(norm_of(layout), rel=1e-6)
+        assert outcome.collectives == [(1, 0)]
+        for index, values in enumerate(outcome.values):
+            coefficient = min(1.0, MAX_NORM / norm_of(layout))
+            assert values == pytest.approx([gradient(index) * coefficient] * len(values), rel=1e-2)
+    assert len({outcome.norms[0] for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+@pytest.mark.parametrize("layout", ["line-shards", "hsdp", "fsdp-then-tp"])
+def test_one_ranks_overflow_is_everybodys(four, layout, name, value):
+    for outcome in four.run(clipping_cases.laid_out, "grad", layout, name, [Fault(0, 3, param=1, value=value)]):
+        norm = outcome.norms[0]
+        assert math.isnan(norm) if math.isnan(value) else norm == math.inf
+        assert outcome.scale == INIT_SCALE / 2
+        assert outcome.collectives == [(1, 0)]
+        assert outcome.values[0] == [gradient(0)] * 6  # unscaled, not clipped
+
+
+def test_a_rank_without_gradients_takes_part(two):
+    for outcome in two.run(clipping_cases.laid_out, "grad", "line-shards", "adamw", [], 1):
+        assert outcome.norms[0] == pytest.approx(math.sqrt(6 * (gradient(0) ** 2 + gradient(1) ** 2)), rel=1e-6)
+        assert outcome.collectives == [(1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper"),
+    [
+        ("grad", "ddp"),
+        ("sharded", "ddp"),
+        ("sharded", "fsdp1-full"),
+        ("sharded", "fsdp1-full-flat"),
+        ("sharded", "fsdp1-no-shard"),
+        ("grad", "fsdp2"),
+        ("sharded", "fsdp2"),
+    ],
+)
+@pytest.mark.parametrize(("name", "defer"), [("sgd", False), ("adamw-fused", True)])
+def test_models_are_clipped_as_one_process_is(two, kind, wrapper, name, defer):
+    assert_as_one_process(two.run(clipping_cases.trained, kind, wrapper, name, defer), 0 if kind == "grad" else 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper"), [("sharded", "fsdp1-hybrid"), ("grad", "hsdp2"), ("grad", "fsdp2-tp"), ("sharded", "fsdp2-tp")]
+)
+def test_models_on_two_meshes_are_clipped_as_one_process_is(four, kind, wrapper):
+    assert_as_one_process(four.run(clipping_cases.trained, kind, wrapper, "sgd", False), 1)
+
+
+def assert_as_one_process(outcomes, collectives):
+    collectives = 0 if collectives == 0 and all(outcome.collectives[0] == (0, 0) for outcome in outcomes) else 1
+    for outcome in outcomes:
+        assert outcome.norms == pytest.approx(outcome.expected, rel=1e-5)
+        assert outcome.collectives == [(collectives, 0)] * 4
+        assert outcome.distance <= 2e-5
+
+
+def test_ddp_needs_no_collective(two):
+    for outcome in two.run(clipping_cases.trained, "grad", "ddp", "sgd", False):
+        assert outcome.collectives == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("faults", [[], [Fault(0, 2, param=1)]], ids=["good", "bad"])
+def test_two_optimizers_two_meshes_one_norm_one_collective(four, faults):
+    for outcome in four.run(clipping_cases.several, "grad", faults):
+        assert outcome.collectives == [(1, 0)]
+        assert outcome.values == [[1.0, 0.0 if faults else 1.0]]
+        assert outcome.scale == (INIT_SCALE / 2 if faults else INIT_SCALE)
+
+
+def test_partial_gradients_are_summed_first(two):
+    for outcome in two.run(clipping_cases.partial, "grad"):
+        assert outcome.values == [[3.0] * 6]
+        assert outcome.norms[0] == pytest.approx(3.0 * math.sqrt(6))
+
+
+@pytest.mark.parametrize("kind", ["sharded"])
+def test_a_rank_that_fails_tells_the_others(two, kind):
+    first, second = two.run(clipping_cases.one_rank_fails, kind)
+    assert second[0].startswith("RuntimeError: unsupported operation: more than one element")
+    assert first[0] == ""
+    assert first[1].startswith("RuntimeError: Another rank failed to check its gradients")
+    assert first[2] == second[2] == str(INIT_SCALE / 2)
+
+
+def test_fsdp1_needs_its_model(two):
+    for text in two.run(clipping_cases.fsdp1_without_model):
+        assert text.startswith("model is needed: parameter 0 is FullyShardedDataParallel's")

@@ -1,0 +1,165 @@
+"""Unscale and clip in one pass, bit for bit against torch's two."""
+
+import pytest
+import torch
+from kernel_cases import (
+    DEVICE,
+    DTYPES,
+    INF,
+    NAN,
+    NATIVE,
+    SMALL,
+    Guarded,
+    assert_same,
+    assert_untouched,
+    finite_values,
+    inverse_of,
+    launched,
+    make_table,
+)
+
+from scaler_triton.kernels.clip import launch_clip
+from scaler_triton.kernels.launch_config import DEFAULT
+from scaler_triton.kernels.table import GradTable
+
+OFFSETS = [0, 1, 3, 8]
+# Scale and coefficient; in fp64 a third is not the fp32 one.
+FACTORS = [(65536.0, 0.3), (65536.0, 1.0), (3.0, 1 / 3), (1.0, 2.0**-20), (2.0**-24, 1e-30)]
+
+
+def every_shape(dtype):
+    vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)
+    numels = (0, 1, vector - 1, vector, vector + 1, chunk - 1, chunk, chunk + 1, 1009)
+    shapes = [(numel, offset) for numel in numels for offset in OFFSETS]
+    return [Guarded(finite_values(numel, dtype, seed), offset) for seed, (numel, offset) in enumerate(shapes)]
+
+
+def torchs(values, inv_scale, coef):
+    """What torch's unscale and torch's clipping make of copies, on the CPU."""
+    grads = [value.clone() for value in values]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(()), inv_scale)
+    torch._foreach_mul_(grads, coef)
+    return grads
+
+
+def run_clip(table, scale, coef, *, inverse):
+    """Neighbours of both factors are NaN: who reads one shows it."""
+    scales = torch.tensor([NAN, scale, NAN], device=DEVICE)
+    coefs = torch.tensor([NAN, coef, NAN], dtype=torch.float64, device=DEVICE)
+    with launched(*["_clip_kernel"][: table.n_chunks]):
+        launch_clip(table, scales[1], coefs[1], inverse=inverse)
+    assert_same(scales, torch.tensor([NAN, scale, NAN]))
+    assert_same(coefs, torch.tensor([NAN, coef, NAN], dtype=torch.float64))
+
+
+def check_clip(grads, scale, coef, *, inverse, config=SMALL):
+    """One launch over `grads` gives what torch's two steps give, and touches nothing else."""
+    table = make_table(grads, grads[0].tensor.dtype, config)
+    run_clip(table, scale, coef, inverse=inverse)
+    scale = torch.tensor(scale)
+    want = torchs(
+        [grad.values for grad in grads],
+        scale if inverse else inverse_of(scale),
+        torch.tensor(coef, dtype=torch.float64),
+    )
+    for grad, want_grad in zip(grads, want, strict=True):
+        grad.assert_holds(want_grad)
+    assert not table.bits.any()
+
+
+@pytest.mark.parametrize("factors", FACTORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_torchs(dtype, factors):
+    check_clip(every_shape(dtype), *factors, inverse=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_inverse_is_taken_as_it_is(dtype):
+    check_clip(every_shape(dtype), 1 / 3, 0.3, inverse=True)
+
+
+@pytest.mark.parametrize("coef", [0.3, 0.9999])
+@pytest.mark.parametrize("scale", [65536.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_16_bit_pattern_is_torchs(dtype, scale, coef):
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    check_clip([Guarded(patterns, 3)], scale, coef, inverse=False, config=DEFAULT)
+
+
+def test_an_fp32_coefficient_is_rounded_to_no_narrower_dtype():
+    """As torch does it on the CPU; on a GPU it rounds the coefficient to the gradients' dtype."""
+    coef = torch.tensor(1 / 3)
+    for dtype in (torch.float16, torch.bfloat16):
+        grad = Guarded(finite_values(1000, dtype, seed=0))
+        run_clip(make_table([grad], dtype), 1.0, coef.item(), inverse=True)
+        want = (grad.values.float() * coef).to(dtype)
+        assert_same(torchs([grad.values], torch.ones(()), coef)[0], want)
+        grad.assert_holds(want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_products_are_rounded(dtype):
+    values = torch.ones(4096, dtype=dtype) + torch.arange(4096) * torch.finfo(dtype).eps
+    twice = torchs([values], inverse_of(torch.tensor(3.0)), torch.tensor(0.3))[0]
+    wide = torch.promote_types(dtype, torch.float32)
+    factor = inverse_of(torch.tensor(3.0)).to(torch.float64) * torch.tensor(0.3).to(torch.float64)
+    assert not torch.equal(twice, (values.to(wide) * factor.to(wide)).to(dtype))  # else this could not tell
+    check_clip([Guarded(values)], 3.0, torch.tensor(0.3).item(), inverse=False)
+
+
+@pytest.mark.parametrize(
+    "factors", [(INF, 0.5), (NAN, 0.5), (2.0, NAN), (2.0, INF), (2.0, 0.0), (-2.0, 0.5), (0.0, 1.0)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_factors_that_no_healthy_step_has(dtype, factors):
+    check_clip(every_shape(dtype)[-8:], *factors, inverse=True)
+
+
+@pytest.mark.parametrize("special", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_so(dtype, special):
+    values = finite_values(700, dtype, seed=0)
+    values[::50] = special
+    for coef in (0.5, 1.0):
+        check_clip([Guarded(values, 1)], 4.0, coef, inverse=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_address_zero_is_skipped(dtype):
+    grads = [Guarded(finite_values(700, dtype, seed), seed) for seed in range(3)]
+    table = make_table(grads, dtype)
+    table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
+    run_clip(table, 4.0, 0.5, inverse=False)
+    want = torchs([grads[0].values, grads[2].values], torch.tensor(0.25), torch.tensor(0.5))
+    grads[0].assert_holds(want[0])
+    grads[2].assert_holds(want[1])
+    assert_untouched(grads[1].buffer, grads[1].start)
+
+
+@pytest.mark.parametrize("coef", [1.0, 1.0 - 2.0**-30])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_factors_of_one_write_nothing(dtype, coef):
+    values = finite_values(700, dtype, seed=0)
+    # A signalling NaN: conversions to fp32 and back would leave it quiet.
+    values.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[3] = {
+        torch.float16: 0x7C01,
+        torch.bfloat16: 0x7F81,
+        torch.float32: 0x7F800001,
+    }[dtype]
+    grad = Guarded(values, 1)
+    run_clip(make_table([grad], dtype), 1.0, coef, inverse=False)
+    assert_untouched(grad.tensor, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edges_are_multiplied_once_however_many_warps_visit_them(dtype):
+    # All warps load the few elements at a tensor's edges and one stores them. Only a GPU can be late.
+    repeats, count = (20, 500) if NATIVE else (1, 8)
+    for _ in range(repeats):
+        grads = [Guarded(finite_values(3, dtype, index), index % 5) for index in range(count)]
+        check_clip(grads, 3.0, 0.3, inverse=False, config=DEFAULT)
+
+
+def test_nothing_is_launched_for_no_elements():
+    for numels in ([], [0], [0, 0]):
+        run_clip(GradTable(numels, torch.float16, DEVICE), 2.0, 0.5, inverse=False)

@@ -1,0 +1,273 @@
+"""The sum of squares and the check in one pass, against fp64, and what it leaves alone."""
+
+import math
+
+import pytest
+import torch
+from kernel_cases import (
+    DEVICE,
+    DTYPES,
+    INF,
+    NAN,
+    SMALL,
+    Guarded,
+    assert_untouched,
+    expected_bits,
+    finite_values,
+    inverse_of,
+    launched,
+)
+
+from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
+from scaler_triton.kernels.norm import _FINISH_BLOCK, NormTable, launch_sum_of_squares
+
+OFFSETS = [0, 1, 3, 8]
+# A square is rounded once in fp32, the sum of a lane's squares once a step: 2^-24 each, for 4 steps. The rest is fp64.
+TOLERANCE = 5 * 2.0**-24
+
+
+def make_table(grads, dtype, config=SMALL):
+    table = NormTable([grad.tensor.numel() for grad in grads], dtype, DEVICE, config)
+    table.set_addresses([grad.tensor.data_ptr() for grad in grads])
+    table.grads = grads  # an address keeps nothing alive
+    return table
+
+
+def run(table, scale=1.0, *, inverse=True):
+    """The sum and the flag, on the CPU; what lies beside the sum is not written."""
+    found_inf = torch.zeros((), device=DEVICE)
+    out = torch.full((3,), NAN, dtype=torch.float64, device=DEVICE)
+    kernels = ["_sum_squares_kernel", "_finish_kernel"] if table.n_chunks else []
+    with launched(*kernels):
+        launch_sum_of_squares(table, torch.tensor(scale).to(DEVICE), found_inf, out[1], inverse=inverse)
+    assert out[::2].isnan().all()
+    return out[1].cpu(), found_inf.cpu()
+
+
+def expected(values, inv_scale=1.0, weights=None):
+    """The sum by Python, whose products are fp64 and whose sum is exact."""
+    sums = [math.fsum(x * x for x in each.double().tolist()) for each in values]
+    return math.fsum(w * s for w, s in zip(weights or [1.0] * len(sums), sums, strict=True)) * inv_scale * inv_scale
+
+
+def moderate_values(numel, dtype, seed):
+    """Finite values of every magnitude whose squares fp64 can hold, subnormals and zeros included."""
+    values = finite_values(numel, dtype, seed)
+    return values.clamp(-1e150, 1e150) if dtype == torch.float64 else values
+
+
+def every_shape(dtype):
+    vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)
+    numels = (0, 1, vector - 1, vector, vector + 1, chunk - 1, chunk, chunk + 1, 1009)
+    shapes = [(numel, offset) for numel in numels for offset in OFFSETS]
+    return [Guarded(moderate_values(numel, dtype, seed), offset) for seed, (numel, offset) in enumerate(shapes)]
+
+
+def check_sum(grads, dtype, scale=1.0, *, inverse=True, config=SMALL):
+    """The sum is right, nothing is flagged, and every byte is as it was."""
+    table = make_table(grads, dtype, config)
+    total, found_inf = run(table, scale, inverse=inverse)
+    scale = torch.tensor(scale)
+    want = expected([grad.values for grad in grads], (scale if inverse else inverse_of(scale)).item())
+    assert total.item() == pytest.approx(want, rel=TOLERANCE, abs=0)
+    assert found_inf == 0
+    assert not table.bits.any()
+    for grad in grads:
+        assert_untouched(grad.buffer, grad.start)
+
+
+@pytest.mark.parametrize(("scale", "inverse"), [(65536.0, False), (3.0, False), (1.0, False), (1 / 3, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_right_whatever_the_shape(dtype, scale, inverse):
+    check_sum(every_shape(dtype), dtype, scale, inverse=inverse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tensor_alone(dtype):
+    for grad in every_shape(dtype):
+        if grad.tensor.numel():
+            check_sum([grad], dtype, 3.0, inverse=False)
+
+
+MAGNITUDES = [1e38, 3e19, 1e19, 1e-10, 1e-15, 1e-19, 1e-23, 1e-30, 1e-38, 1e-40]
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_square_overflows_or_is_lost(dtype, magnitude):
+    random = torch.randn(1200, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    for offset in OFFSETS:
+        check_sum([Guarded((random * magnitude).to(dtype), offset)], dtype, 2.0**16, inverse=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_magnitudes_may_differ_from_chunk_to_chunk(dtype):
+    chunk = SMALL.chunk_elements(dtype.itemsize)
+    limit = torch.finfo(dtype).max if dtype != torch.float64 else 1e150
+    parts = [torch.full((chunk,), factor, dtype=dtype) for factor in (limit, torch.finfo(dtype).tiny, 0.0, 1.0)]
+    check_sum([Guarded(torch.cat(parts), 1)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_subnormals_count(dtype):
+    values = torch.full((700,), torch.finfo(dtype).smallest_normal / 2, dtype=dtype)
+    if dtype == torch.float64:  # their squares are below all of fp64
+        values = torch.full((700,), 1e-150, dtype=dtype)
+    check_sum([Guarded(values, 3)], dtype)
+
+
+@pytest.mark.parametrize("value", [1.1, 0.7123, 3.3e-5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_values_whose_roundings_all_go_one_way(dtype, value):
+    values = torch.full((3 * DEFAULT.chunk_elements(dtype.itemsize) + 5,), value, dtype=dtype)
+    check_sum([Guarded(values, 1)], dtype, config=DEFAULT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_sum_to_zero(dtype):
+    total, _ = run(make_table([Guarded(torch.zeros(700, dtype=dtype))], dtype))
+    assert total == 0
+
+
+@pytest.mark.parametrize("config", [DEFAULT, LaunchConfig(1, 1, 1), LaunchConfig(2, 2, 3)])
+def test_other_configurations_give_the_same(config):
+    for dtype in DTYPES:
+        chunk = config.chunk_elements(dtype.itemsize)
+        check_sum([Guarded(moderate_values(chunk + 13, dtype, 0), 1)], dtype, 3.0, inverse=False, config=config)
+
+
+@pytest.mark.parametrize("specials", [[NAN], [INF], [-INF], [NAN, INF]])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_flagged_and_told_apart(dtype, specials):
+    vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)
+    numel = chunk + 2 * vector + 1
+    for offset in (0, 3):
+        for place in (0, vector, chunk - 1, chunk + vector, numel - 2):
+            values = moderate_values(numel, dtype, place)
+            values[place : place + len(specials)] = torch.tensor(specials, dtype=dtype)[: numel - place]
+            grads = [Guarded(values, offset), Guarded(moderate_values(numel, dtype, 1), offset)]
+            table = make_table(grads, dtype)
+            total, found_inf = run(table)
+            assert found_inf == 1
+            assert table.bits.tolist() == [expected_bits(values), 0]
+            assert str(total.item()) == ("nan" if values.isnan().any() else "inf")
+
+
+def test_huge_fp64_is_not_taken_for_infinite():
+    table = make_table([Guarded(torch.full((40,), 1e200, dtype=torch.float64), 1)], torch.float64)
+    total, found_inf = run(table)
+    assert total == INF  # so is the sum
+    assert found_inf == 0
+    assert table.bits.tolist() == [0]
+
+
+def test_a_product_that_overflows_is_not_flagged():
+    values = torch.full((40,), 1e38)
+    total, found_inf = run(make_table([Guarded(values)], torch.float32), 2.0**20)
+    assert total.item() == pytest.approx(expected([values], 2.0**20), rel=TOLERANCE)
+    assert found_inf == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_absent_tensors_count_nothing_every_time(dtype):
+    grads = [Guarded(moderate_values(700, dtype, seed), seed) for seed in range(3)]
+    table = make_table(grads, dtype)
+    run(table)
+    grads[1].buffer.fill_(NAN)
+    table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
+    for _ in range(2):
+        total, found_inf = run(table)
+        assert total.item() == pytest.approx(expected([grads[0].values, grads[2].values]), rel=TOLERANCE)
+        assert found_inf == 0
+        assert table.bits.tolist() == [0, 0, 0]
+    table.set_addresses([0, 0, 0])
+    assert run(table)[0] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights(dtype):
+    grads = [Guarded(moderate_values(700, dtype, seed), seed) for seed in range(3)]
+    table = make_table(grads, dtype)
+    values = [grad.values for grad in grads]
+    for weights in (None, [0.5, 0.25, 1 / 3], [0.5, 0.25, 1.0], None):
+        table.set_weights(weights)
+        assert run(table)[0].item() == pytest.approx(expected(values, 1.0, weights), rel=TOLERANCE)
+
+
+def test_weights_are_copied_once():
+    table = NormTable([1, 2], torch.float32, DEVICE, SMALL)
+    weights = [0.5, 0.25]
+    table.set_weights(weights)
+    before = table.weights._version
+    for same in (weights, list(weights)):
+        table.set_weights(same)
+    assert table.weights._version == before
+    with pytest.raises(ValueError, match="weights: expected 2 of them, got 1"):
+        table.set_weights([1.0])
+    assert table.weights.tolist() == weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_runs_are_bitwise_equal_wherever_the_tensors_lie(dtype):
+    totals = []
+    for _ in range(2):
+        grads = [Guarded(moderate_values(900, dtype, seed), seed) for seed in range(4)]
+        table = make_table(grads, dtype)
+        for _ in range(2):
+            totals.append(run(table, 3.0, inverse=False)[0])
+        table.set_addresses([grad.tensor.data_ptr() for grad in grads])
+        # Equally far from a 16-byte boundary, but elsewhere.
+        moved = [Guarded(grad.values, seed) for seed, grad in enumerate(grads)]
+        table.set_addresses([grad.tensor.data_ptr() for grad in moved])
+        totals.append(run(table, 3.0, inverse=False)[0])
+    for total in totals[1:]:
+        assert_untouched(total, totals[0])
+
+
+@pytest.mark.parametrize("n_partials", [1, _FINISH_BLOCK - 1, _FINISH_BLOCK, _FINISH_BLOCK + 1, 3 * _FINISH_BLOCK + 7])
+def test_all_partial_sums_are_added(n_partials):
+    table = NormTable([1] * n_partials, torch.float32, DEVICE, SMALL)
+    partials = torch.rand(n_partials, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    table.partials.copy_(partials)
+    out = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    with launched("_finish_kernel"):
+        table.launch_finish(torch.tensor(4.0, device=DEVICE), out, inverse=False)
+    assert out.item() == pytest.approx(math.fsum(partials.tolist()) / 16, rel=1e-14)  # fp64 sums of few thousand
+
+
+def test_a_raised_flag_is_left_raised():
+    table = make_table([Guarded(torch.ones(40))], torch.float32)
+    flags = torch.tensor([5.0, 1.0, 7.0], device=DEVICE)
+    out = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    launch_sum_of_squares(table, torch.ones((), device=DEVICE), flags[1], out, inverse=True)
+    assert flags.tolist() == [5.0, 1.0, 7.0]
+    assert out == 40
+
+
+def test_nothing_is_launched_for_no_elements():
+    for numels in ([], [0], [0, 0]):
+        total, found_inf = run(NormTable(numels, torch.float16, DEVICE))
+        assert total == 0
+        assert found_inf == 0
+
+
+def test_a_tensor_past_int32_elements():
+    numel, dtype = 2**31 + 12345, torch.float16
+    chunk = DEFAULT.chunk_elements(dtype.itemsize)
+    # 4 GiB, of which a CPU ever touches only the end: the launch is cut down to the chunks that lie there.
+    grad = torch.empty(numel + 1, dtype=dtype, device=DEVICE)[1:]
+    table = NormTable([numel], dtype, DEVICE)
+    ends = torch.tensor([table.n_chunks - 2, table.n_chunks - 1], device=DEVICE)
+    table.chunk_tensors, table.chunk_indices = table.chunk_tensors[ends], table.chunk_indices[ends]
+    table.n_chunks = len(ends)
+    table.set_addresses([grad.data_ptr()])
+    start = 7 + int(table.chunk_indices[0]) * chunk  # 7 elements lie before the first 16-byte boundary
+    grad[start - 500 : start] = NAN
+    values = finite_values(numel - start, dtype, seed=1)
+    grad[start:] = values.to(DEVICE)
+
+    total, found_inf = run(table)
+
+    edge = (numel - 7) % 8  # after the last whole vector: chunk 0 visits it, which is left out here
+    assert total.item() == pytest.approx(expected([values[: len(values) - edge]]), rel=TOLERANCE)
+    assert found_inf == 0

@@ -1,0 +1,272 @@
+"""`clip_grad_norm_` on one process: torch's unscale_ and clipping, with one pass less, and a truer norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, assert_same, flags, parameters, places, sgd, started
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from scaler_triton import GradScaler
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+SCALE = 8.0
+
+
+def scaler_on(place: Place, **kwargs: Any) -> Any:
+    return started(GradScaler, place.device, **{"init_scale": SCALE, "backend": place.backend, **kwargs})
+
+
+def some_gradients(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(7,), (), (3, 5), (0,), (130,)]
+    return [(torch.randn(shape, generator=generator) * 3).to(dtype) for shape in shapes]
+
+
+def grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def true_norm(tensors: list[Tensor], scale: float = SCALE) -> float:
+    return math.sqrt(sum((t.double() / scale).square().sum().item() for t in tensors))
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6], ids=["clips", "leaves"])
+def test_norm_and_gradients_are_torchs(place: Place, dtype: torch.dtype, max_norm: float) -> None:
+    start = some_gradients(dtype)
+    optimizer = sgd(start, place.device)
+    scaler = scaler_on(place)
+    norm = scaler.clip_grad_norm_(optimizer, max_norm)
+    assert (norm.dtype, norm.shape, norm.device.type) == (torch.float32, (), place.device)
+    assert norm.item() == pytest.approx(true_norm(start), rel=1e-6)
+    twice = [gradient.clone() for gradient in start]
+    torch._amp_foreach_non_finite_check_and_unscale_(twice, torch.zeros(()), torch.tensor(1 / SCALE))
+    coefficient = (max_norm / (norm.cpu() + 1e-6)).clamp(max=1.0)
+    for mine, theirs in zip(grads(optimizer), twice, strict=True):
+        wide = theirs.dtype if dtype is torch.float64 else torch.float32
+        assert_same(mine, (theirs.to(wide) * coefficient.to(wide)).to(dtype))
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+
+
+@PLACES
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_is_not_clipped_and_skips(place: Place, value: float, fused: bool) -> None:
+    start = [torch.full((3,), 16.0), torch.tensor([value, 8.0])]
+    optimizer = sgd(start, place.device, fused=fused)
+    scaler = scaler_on(place)
+    norm = scaler.clip_grad_norm_(optimizer, 0.1)
+    assert math.isnan(norm.item()) if math.isnan(value) else norm.item() == math.inf
+    assert flags(scaler, optimizer) == [1.0]
+    assert grads(optimizer)[0].tolist() == [2.0] * 3
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(not p.detach().any() for p in optimizer.param_groups[0]["params"])
+    assert scaler.get_scale() == SCALE / 2
+
+
+@PLACES
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_error_if_nonfinite_is_torchs_and_the_step_is_skipped(place: Place, value: float) -> None:
+    optimizer = sgd([torch.full((3,), 16.0), torch.tensor([value])], place.device)
+    scaler = scaler_on(place)
+    with pytest.raises(RuntimeError) as ours:
+        scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError) as torchs:
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0, error_if_nonfinite=True)
+    assert str(ours.value) == str(torchs.value)
+    assert grads(optimizer)[0].tolist() == [2.0] * 3
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
+@PLACES
+def test_several_optimizers_share_one_norm(place: Place) -> None:
+    first, second = sgd([torch.full((3,), 24.0)], place.device), sgd([torch.full((1,), 32.0)], place.device, fused=True)
+    scaler = scaler_on(place)
+    norm = scaler.clip_grad_norm_([first, second], 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(3 * 9 + 16))
+    for optimizer, value in ((first, 3.0), (second, 4.0)):
+        assert grads(optimizer)[0][0].item() == pytest.approx(value / norm.item(), rel=1e-5)
+        scaler.step(optimizer)
+    scaler.update()
+
+
+@PLACES
+def test_each_optimizer_keeps_its_own_flag(place: Place) -> None:
+    good, bad = sgd([torch.full((3,), 24.0)], place.device), sgd([torch.tensor([math.inf])], place.device)
+    scaler = scaler_on(place)
+    scaler.clip_grad_norm_([good, bad], 1.0)
+    assert (flags(scaler, good), flags(scaler, bad)) == ([0.0], [1.0])
+    scaler.step(good)
+    scaler.step(bad)
+    assert good.param_groups[0]["params"][0][0].item() == -1.5
+    assert bad.param_groups[0]["params"][0].item() == 0.0
+
+
+@PLACES
+def test_module_by_module(place: Place) -> None:
+    """As DINO does: everything is unscaled and checked once, each module clipped by its own norm."""
+    optimizer = sgd([torch.full((4,), 16.0), torch.full((4,), 160.0), torch.tensor([8.0])], place.device)
+    head, body, rest = optimizer.param_groups[0]["params"]
+    scaler = scaler_on(place)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, parameters=[head]).item() == pytest.approx(4.0)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, parameters=body).item() == pytest.approx(40.0)
+    assert head.grad.tolist() == pytest.approx([0.5] * 4, rel=1e-5)
+    assert body.grad.tolist() == pytest.approx([0.5] * 4, rel=1e-5)
+    assert rest.grad.item() == 1.0
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@PLACES
+def test_a_bad_gradient_outside_the_chosen_ones_skips_the_step(place: Place) -> None:
+    optimizer = sgd([torch.full((4,), 16.0), torch.tensor([math.inf])], place.device)
+    scaler = scaler_on(place)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, parameters=optimizer.param_groups[0]["params"][:1])
+    assert norm.item() == pytest.approx(4.0)
+    assert grads(optimizer)[0].tolist() == [2.0] * 4  # nothing is clipped
+    scaler.step(optimizer)
+    assert not optimizer.param_groups[0]["params"][0].detach().any()
+
+
+@PLACES
+@pytest.mark.parametrize("norm_type", [math.inf, 1.0, 3.0])
+def test_other_norms_are_torchs(place: Place, norm_type: float) -> None:
+    start = [gradient for gradient in some_gradients() if gradient.numel()]  # torch has no inf-norm of nothing
+    optimizer = sgd(start, place.device)
+    scaler = scaler_on(place)
+    norm = scaler.clip_grad_norm_(optimizer, 0.5, norm_type)
+    expected = parameters([gradient / SCALE for gradient in start], place.device)
+    torchs = torch.nn.utils.clip_grad_norm_(expected, 0.5, norm_type)
+    assert norm.item() == pytest.approx(torchs.item(), rel=1e-5)
+    for mine, theirs in zip(grads(optimizer), expected, strict=True):
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine, theirs.grad, rtol=1e-5, atol=0.0)
+
+
+@PLACES
+def test_without_gradients_the_norm_is_0(place: Place) -> None:
+    optimizer = sgd([None, None], place.device)
+    scaler = scaler_on(place)
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+
+
+@PLACES
+def test_sparse_duplicates_are_summed_before_the_norm(place: Place) -> None:
+    indices, values = torch.tensor([[1, 1, 0]]), torch.tensor([8.0, 16.0, 32.0])
+    gradient = torch.sparse_coo_tensor(indices, values, (3,), check_invariants=True)
+    optimizer = sgd([gradient], place.device)
+    scaler = scaler_on(place)
+    assert scaler.clip_grad_norm_(optimizer, 1e3).item() == pytest.approx(5.0)
+    assert grads(optimizer)[0].to_dense().tolist() == [4.0, 3.0, 0.0]
+
+
+@PLACES
+def test_deferred_clipping_is_done_by_the_step(place: Place) -> None:
+    start = [torch.full((3,), 24.0), torch.full((1,), 32.0)]
+    optimizer = sgd(start, place.device, fused=True)
+    scaler = scaler_on(place)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
+    assert grads(optimizer)[0].tolist() == [24.0] * 3  # scaled still
+    scaler.step(optimizer)
+    scaler.update()
+    stepped = [-0.5 * value / norm.item() for value in (3.0, 4.0)]
+    assert [p[0].item() for p in optimizer.param_groups[0]["params"]] == pytest.approx(stepped, rel=1e-5)
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@PLACES
+def test_a_deferred_overflow_skips(place: Place) -> None:
+    optimizer = sgd([torch.tensor([math.inf, 8.0])], place.device, fused=True)
+    scaler = scaler_on(place)
+    scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not optimizer.param_groups[0]["params"][0].detach().any()
+    assert scaler.get_scale() == SCALE / 2
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda scaler, optimizer: scaler.unscale_(optimizer), r"^unscale_\(\) has already been called"),
+        (lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0), r"^unscale_\(\) has already been called"),
+        (
+            lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0, parameters=[]),
+            r"^unscale_\(\) has already been called",
+        ),
+        (lambda scaler, optimizer: scaler.update(), r"^update\(\) is being called before the step\(\)"),
+    ],
+)
+def test_between_a_deferred_clip_and_its_step_nothing_else_is_allowed(call: Callable[..., Any], text: str) -> None:
+    optimizer = sgd([torch.full((3,), 24.0)], fused=True)
+    scaler = scaler_on(Place("cpu", "torch"))
+    scaler.clip_grad_norm_(optimizer, 1e3, defer=True)
+    with pytest.raises(RuntimeError, match=text):
+        call(scaler, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.param_groups[0]["params"][0].tolist() == [-1.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((-1.0,), {}, "^max_norm must be a number >= 0, got -1.0"),
+        ((math.nan,), {}, "^max_norm must be a number >= 0, got nan"),
+        ((1.0, 0.0), {}, "^norm_type must be > 0, got 0.0"),
+        ((1.0,), {"defer": True}, r"^defer=True needs optimizers that take grad_scale \(fused=True\), got SGD"),
+        ((1.0, 1.0), {"defer": True}, "^defer=True clips all gradients by norm_type 2.0"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_changes(arguments: Any, options: Any, text: str) -> None:
+    optimizer = sgd([torch.full((3,), 24.0)])
+    scaler = scaler_on(Place("cpu", "torch"))
+    with pytest.raises(ValueError, match=text):
+        scaler.clip_grad_norm_(optimizer, *arguments, **options)
+    assert grads(optimizer)[0].tolist() == [24.0] * 3
+    scaler.step(optimizer)
+    assert optimizer.param_groups[0]["params"][0].tolist() == [-1.5] * 3
+
+
+@PLACES
+def test_the_order_of_calls_is_unscale_s(place: Place) -> None:
+    optimizer = sgd([torch.full((3,), 24.0)], place.device)
+    scaler = scaler_on(place)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"^unscale_\(\) has already been called on this optimizer"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    assert scaler.clip_grad_norm_(optimizer, 1e3, parameters=optimizer.param_groups[0]["params"]).item() > 5
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"^unscale_\(\) is being called after step\(\)\.$"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+def test_a_bad_gradient_is_refused_before_any_is_written() -> None:
+    good, bad = sgd([torch.full((3,), 24.0)]), sgd([torch.ones(1)])
+    bad.param_groups[0]["params"][0].grad = torch.ones(1).expand(1)
+    bad.param_groups[0]["params"][0].data = torch.zeros(2)
+    bad.param_groups[0]["params"][0].grad = torch.ones(1).expand(2)
+    scaler = scaler_on(Place("cpu", "torch"))
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        scaler.clip_grad_norm_([good, bad], 1.0)
+    assert grads(good)[0].tolist() == [24.0] * 3
+    assert scaler._per_optimizer_states[id(good)]["stage"] is OptState.READY
+
+
+def test_a_disabled_scaler_clips_as_torch() -> None:
+    optimizer = sgd([torch.full((4,), 2.0)])
+    norm = GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 1.0)
+    assert norm.item() == 4.0
+    assert grads(optimizer)[0].tolist() == pytest.approx([0.5] * 4, rel=1e-5)

@@ -1,0 +1,550 @@
+"""`patch_torch`: torch's names mean our classes while it lasts, and nothing of it is left afterwards."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from abc import ABC
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
+
+import scaler_triton
+from scaler_triton import GradScaler, ShardedGradScaler, cpu_amp, cuda_amp, patch_torch, stand_in, unpatch_torch
+from scaler_triton.grad_scaler import ScalerMixin
+
+ROOT = Path(__file__).parents[1]
+
+TorchPlain = torch.amp.GradScaler
+TorchCuda = torch.cuda.amp.GradScaler
+TorchCpu = torch.cpu.amp.GradScaler
+
+NAMES = {
+    "torch.GradScaler": (TorchPlain, GradScaler),
+    "torch.amp.GradScaler": (TorchPlain, GradScaler),
+    "torch.amp.grad_scaler.GradScaler": (TorchPlain, GradScaler),
+    "torch.cuda.amp.GradScaler": (TorchCuda, cuda_amp.GradScaler),
+    "torch.cuda.amp.grad_scaler.GradScaler": (TorchCuda, cuda_amp.GradScaler),
+    "torch.cpu.amp.GradScaler": (TorchCpu, cpu_amp.GradScaler),
+    "torch.cpu.amp.grad_scaler.GradScaler": (TorchCpu, cpu_amp.GradScaler),
+    "torch.distributed.fsdp.sharded_grad_scaler.GradScaler": (TorchPlain, GradScaler),
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler": (TorchSharded, ShardedGradScaler),
+}
+OURS = dict(NAMES.values())
+
+
+def scaler_names() -> dict[str, type]:
+    """Return what every name of torch that means a scaler class means, wherever it is."""
+    found = {}
+    for module in [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "torch"]:
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if type in type(value).__mro__ and TorchPlain in value.__mro__:  # isinstance() would wake proxies
+                found[f"{module.__name__}.{name}"] = value
+    return found
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Nothing of a patch outlives its test, not even of one that failed."""
+    before = scaler_names()
+    # The classes that this and other test modules have taken would be named; test_takers_are_named looks at that.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch's gradient scalers were taken", category=UserWarning)
+        yield
+        after = scaler_names()
+        unpatch_torch()
+    assert after == before == scaler_names(), "the test left torch patched"
+    assert (stand_in.originals, stand_in.strict) == ({}, False)
+
+
+@pytest.fixture
+def patched(restored: None) -> Iterator[None]:
+    """Torch is patched during the test."""
+    with patch_torch():
+        yield
+
+
+def is_patched() -> bool:
+    return torch.amp.GradScaler is GradScaler
+
+
+def quietly(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build a scaler without hearing that its class is deprecated, or is for a GPU that is not there."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* is (deprecated|enabled, but CUDA is not available)")
+        return build(*args, **kwargs)
+
+
+def built(cls: Any) -> Any:
+    return quietly(cls, **no_device(cls), init_scale=8.0)
+
+
+def no_device(cls: Any) -> dict[str, Any]:
+    return {"device": "cpu"} if "device" in inspect.signature(cls).parameters else {}
+
+
+def isolated(code: str, *options: str) -> str:
+    """Run `code` in a process of its own, where every warning is an error; return what it printed."""
+    command = [sys.executable, "-W", "error", *options, "-c", code]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_every_name_of_torch_means_ours_until_it_is_unpatched() -> None:
+    before = scaler_names()
+    assert {name: cls for name, (cls, _) in NAMES.items()}.items() <= before.items()
+    patch_torch()
+    assert scaler_names() == {name: OURS[cls] for name, cls in before.items()}
+    unpatch_torch()
+    assert scaler_names() == before
+
+
+def test_a_module_of_torch_that_is_imported_meanwhile_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = types.ModuleType("torch.late")
+    monkeypatch.setitem(sys.modules, "torch.late", late)
+    with patch_torch():
+        late.GradScaler = torch.amp.GradScaler
+    assert late.GradScaler is TorchPlain
+    del late.GradScaler
+
+
+def test_what_somebody_else_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        pass
+
+    monkeypatch.setattr(torch.cpu.amp, "GradScaler", TorchCpu)
+    with patch_torch():
+        torch.cpu.amp.GradScaler = Other
+    assert torch.cpu.amp.GradScaler is Other
+    monkeypatch.undo()
+
+
+# The classes without a device.
+
+
+@pytest.mark.parametrize("theirs", [TorchCuda, TorchCpu], ids=["cuda", "cpu"])
+def test_the_older_classes_have_torchs_signature(theirs: Any) -> None:
+    assert inspect.signature(OURS[theirs], eval_str=True) == inspect.signature(theirs, eval_str=True)
+
+
+def warning_of(build: Callable[[], Any]) -> list[tuple[Any, ...]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build()
+    return [(str(w.message), w.category, w.filename, w.lineno) for w in caught if w.category is FutureWarning]
+
+
+@pytest.mark.parametrize("theirs", [TorchCuda, TorchCpu], ids=["cuda", "cpu"])
+def test_the_older_classes_give_torchs_warning_for_the_callers_line(theirs: Any) -> None:
+    found = [warning_of(lambda: cls(enabled=False)) for cls in (theirs, OURS[theirs])]  # noqa: B023
+    assert len(found[0]) == 1
+    assert found[0] == found[1]
+
+
+def test_the_older_classes_pass_their_arguments_on(patched: None) -> None:
+    numbers = (4.0, 3.0, 0.25, 7)
+    ours, theirs = quietly(torch.cpu.amp.GradScaler, *numbers), quietly(TorchCpu, *numbers)
+    assert isinstance(ours, GradScaler)
+    assert ours.state_dict() == theirs.state_dict()
+    assert (ours._device, quietly(torch.cuda.amp.GradScaler, enabled=False)._device) == ("cpu", "cuda")
+    assert not quietly(torch.cpu.amp.GradScaler, *numbers, False).is_enabled()
+
+
+# Who is an instance of what.
+
+
+def test_scalers_made_before_are_instances_of_the_new_classes() -> None:
+    before = {cls: built(cls) for cls in OURS}
+    with patch_torch():
+        for cls, scaler in before.items():
+            assert isinstance(scaler, OURS[cls])
+            assert issubclass(cls, OURS[cls])
+            assert isinstance(scaler, torch.amp.GradScaler)
+        assert not isinstance(before[TorchPlain], torch.cpu.amp.GradScaler)
+        assert not isinstance(before[TorchPlain], ShardedGradScaler)
+        assert not isinstance(3, torch.amp.GradScaler)
+    for cls, scaler in before.items():
+        assert isinstance(scaler, cls)
+        assert not isinstance(scaler, OURS[cls])
+        assert not issubclass(cls, OURS[cls])
+
+
+def test_new_scalers_are_instances_of_old_and_new_classes(patched: None) -> None:
+    for ours in OURS.values():
+        scaler = built(ours)
+        assert isinstance(scaler, ours)
+        assert isinstance(scaler, torch.amp.GradScaler)  # the sharded one, too, as with torch's classes
+        assert isinstance(scaler, TorchPlain)
+    assert isinstance(ShardedGradScaler("cpu"), TorchSharded)
+    assert not isinstance(GradScaler("cpu"), ShardedGradScaler)
+
+
+def test_what_is_ours_can_still_be_told_apart() -> None:
+    theirs = TorchPlain("cpu")
+    with patch_torch():
+        assert isinstance(theirs, GradScaler)
+        assert not isinstance(theirs, ScalerMixin)
+    assert not isinstance(theirs, ScalerMixin)
+    assert isinstance(GradScaler("cpu"), ScalerMixin)
+
+
+def test_isinstance_is_unchanged_without_a_patch() -> None:
+    assert not isinstance(TorchPlain("cpu"), GradScaler)
+    assert not isinstance(ShardedGradScaler("cpu"), GradScaler)
+    assert isinstance(GradScaler("cpu"), TorchPlain)
+
+
+# What frameworks do with the class.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_framework_may_derive_from_any_of_the_names(name: str, patched: None) -> None:
+    base = NAMES[name][1]
+
+    class MyScaler(base, ABC):
+        def __init__(self, floor: float) -> None:
+            super().__init__(**no_device(base), init_scale=8.0)
+            self.floor = floor
+
+    scaler = quietly(MyScaler, 2.0)
+    assert isinstance(scaler, ScalerMixin)
+    assert not isinstance(GradScaler("cpu"), MyScaler)
+    assert not isinstance(TorchPlain("cpu"), MyScaler)
+    if scaler._device == "cpu" and not isinstance(scaler, ShardedGradScaler):  # which asks for a process group
+        assert skips_and_backs_off(scaler)
+
+
+def skips_and_backs_off(scaler: Any) -> bool:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(weight.sum()).backward()
+    weight.grad[1] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    return bool((weight == 1).all()) and scaler.get_scale() == 4.0
+
+
+def test_a_scaler_built_by_torchs_name_is_ours_and_works(patched: None) -> None:
+    assert skips_and_backs_off(torch.GradScaler("cpu", init_scale=8.0))
+    assert skips_and_backs_off(quietly(torch.cpu.amp.GradScaler, init_scale=8.0))
+
+
+def test_a_scaler_made_before_works_on(patched: None) -> None:
+    assert skips_and_backs_off(TorchPlain("cpu", init_scale=8.0))
+
+
+@pytest.mark.parametrize("cls", OURS.values(), ids=lambda cls: cls.__module__)
+def test_names_stay_torchs(cls: type) -> None:
+    """Composer keys its checkpoints by them."""
+    theirs = next(torchs for torchs, ours in OURS.items() if ours is cls)
+    assert (cls.__name__, cls.__qualname__) == (theirs.__name__, theirs.__qualname__)
+
+
+# Pickles and copies.
+
+
+@pytest.mark.parametrize("cls", OURS.values(), ids=lambda cls: cls.__module__)
+def test_pickles_of_ours_load_with_and_without_a_patch(cls: type) -> None:
+    with patch_torch():
+        scaler = quietly(cls, **no_device(cls), enabled=False)
+        pickled = pickle.dumps(scaler)
+        assert type(pickle.loads(pickled)) is type(copy.deepcopy(scaler)) is cls
+    assert type(pickle.loads(pickled)) is cls
+
+
+@pytest.mark.parametrize("cls", OURS, ids=lambda cls: cls.__module__)
+def test_scalers_made_before_are_pickled_and_copied_as_what_they_are(cls: type) -> None:
+    scaler = built(cls)
+    with patch_torch():
+        pickled = pickle.dumps(scaler)
+        copies = [pickle.loads(pickled), copy.copy(scaler), copy.deepcopy(scaler)]
+    copies.append(pickle.loads(pickled))
+    assert [type(made) for made in copies] == [cls] * 4
+    assert [made.state_dict() for made in copies] == [scaler.state_dict()] * 4
+    assert pickle.dumps(scaler) != pickled, "torch's own way to pickle is back"
+
+
+def test_an_older_pickle_loads_as_ours(patched: None) -> None:
+    unpatch_torch()
+    scaler = TorchPlain("cpu", init_scale=8.0, growth_interval=5)
+    scaler.scale(torch.ones(()))
+    pickles = [pickle.dumps(each) for each in (scaler, quietly(TorchCpu, init_scale=8.0, growth_interval=5))]
+    patch_torch()
+    for loaded in map(pickle.loads, pickles):
+        assert isinstance(loaded, ScalerMixin)
+        assert loaded.state_dict() == scaler.state_dict()
+        assert skips_and_backs_off(loaded)
+    unpatch_torch()
+
+
+def test_an_older_pickle_of_a_sharded_scaler_loads_as_ours() -> None:
+    pickled = pickle.dumps(TorchSharded("cpu", init_scale=8.0))
+    with patch_torch():
+        loaded = pickle.loads(pickled)
+    assert type(loaded) is ShardedGradScaler
+    assert (loaded.get_scale(), loaded.process_group) == (8.0, None)
+    assert loaded.scale(torch.ones(())) == 8.0
+
+
+# How long it lasts.
+
+
+def test_a_context_manager_restores_at_its_end_also_after_an_error() -> None:
+    with pytest.raises(KeyError), patch_torch():
+        raise KeyError(is_patched())
+    assert not is_patched()
+
+
+def test_contexts_nest_and_end_in_any_order() -> None:
+    with patch_torch():
+        with patch_torch():
+            pass
+        assert is_patched()
+    assert not is_patched()
+    first, second = patch_torch(), patch_torch()
+    first.__exit__(None, None, None)
+    assert is_patched()
+    second.__exit__(None, None, None)
+    assert not is_patched()
+
+
+def test_a_context_inside_a_lasting_patch_leaves_it_in_force() -> None:
+    patch_torch()
+    with patch_torch():
+        pass
+    assert is_patched()
+    unpatch_torch()
+
+
+def test_a_context_may_be_entered_again() -> None:
+    context = patch_torch()
+    for _ in range(2):
+        with context:
+            assert is_patched()
+        assert not is_patched()
+
+
+def test_one_unpatch_ends_it_however_often_it_was_called() -> None:
+    for _ in range(3):
+        patch_torch()
+    with patch_torch():
+        unpatch_torch()
+        assert not is_patched()
+    assert not is_patched()
+    unpatch_torch()
+
+
+def test_strict_lasts_as_long_as_its_call() -> None:
+    with patch_torch():
+        with patch_torch(strict=True):
+            assert stand_in.strict
+            with patch_torch():
+                assert stand_in.strict
+        assert not stand_in.strict
+
+
+def test_strict_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="strict must be True or False, got 'yes'"):
+        patch_torch(strict="yes")  # type: ignore[arg-type]
+    assert not is_patched()
+
+
+def test_threads_share_it() -> None:
+    wrong: list[object] = []
+    switching = sys.getswitchinterval()
+    inside = threading.Barrier(8)
+
+    def work() -> None:
+        inside.wait()
+        for _ in range(40):
+            with patch_torch():
+                if set(scaler_names().values()) & set(OURS):
+                    wrong.append(scaler_names())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switching)
+    assert wrong == []
+    assert not is_patched()
+
+
+# Who came too early.
+
+TAKEN = """
+import sys, types, warnings
+from importlib.util import LazyLoader, find_spec, module_from_spec
+import torch
+from torch.cpu.amp import GradScaler
+import scaler_triton.patching  # FSDP is imported now: its import wakes lazy modules
+
+def module(name):
+    sys.modules[name] = types.ModuleType(name)
+    return sys.modules[name]
+
+module("framework.amp").Scaler = torch.cuda.amp.GradScaler
+module("framework.plugin").Base = type("Mine", (torch.amp.GradScaler,), {"__module__": "framework.plugin"})
+module("framework.innocent").torch = torch
+module("torchlike").GradScaler = torch.amp.GradScaler
+spec = find_spec("this")  # prints when it is loaded
+loader = LazyLoader(spec.loader)
+sys.modules["this"] = lazy = module_from_spec(spec)
+loader.exec_module(lazy)
+
+taken = {name: dict(vars(sys.modules[name])) for name in ("framework.amp", "framework.plugin", "torchlike", "__main__")}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    scaler_triton.patch_torch()
+    scaler_triton.patch_torch()
+for warning in caught:
+    print(warning.category.__name__, warning.filename, warning.message)
+for name, names in taken.items():
+    assert all(vars(sys.modules[name])[key] is value for key, value in names.items()), name
+assert issubclass(GradScaler, torch.amp.GradScaler)
+"""
+
+
+def test_takers_are_named_once_and_keep_what_they_took() -> None:
+    (line,) = isolated(TAKEN).splitlines()
+    assert line == (
+        "UserWarning <string> torch's gradient scalers were taken before patch_torch() by __main__, framework.amp, "
+        "framework.plugin, torchlike, and stay there. Call patch_torch() before importing what takes them."
+    )
+
+
+REFUSED = """
+import sys, types, torch, scaler_triton
+sys.modules["early"] = types.ModuleType("early")
+sys.modules["early"].GradScaler = torch.GradScaler
+try:
+    scaler_triton.patch_torch()
+except UserWarning:
+    print(torch.GradScaler is sys.modules["early"].GradScaler)
+scaler_triton.unpatch_torch()
+"""
+
+
+def test_a_warning_that_is_an_error_leaves_torch_as_it_was() -> None:
+    assert isolated(REFUSED).split() == ["True"]
+
+
+PATCHED_FIRST = """
+import sys, torch
+from scaler_triton import patch_torch
+with patch_torch():
+    from torch.cuda.amp import GradScaler as cuda
+    from torch.amp import GradScaler
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    print(cuda.__module__, GradScaler.__module__, ShardedGradScaler.__module__)
+print(torch.amp.GradScaler.__module__)
+"""
+
+
+def test_who_patches_first_hears_nothing() -> None:
+    ours = ["scaler_triton.cuda_amp", "scaler_triton.grad_scaler", "scaler_triton.sharded", "torch.amp.grad_scaler"]
+    assert isolated(PATCHED_FIRST).split() == ours
+
+
+WITHOUT_DISTRIBUTED = """
+import sys, torch
+torch.distributed.is_available = lambda: False
+import scaler_triton
+with scaler_triton.patch_torch():
+    print(torch.amp.GradScaler.__module__, "torch.distributed.fsdp" in sys.modules)
+"""
+
+
+def test_a_torch_without_distributed_is_patched_as_far_as_it_goes() -> None:
+    assert isolated(WITHOUT_DISTRIBUTED).split() == ["scaler_triton.grad_scaler", "False"]
+
+
+BY_HAND = """
+import torch, scaler_triton
+old = torch.amp.GradScaler("cpu")
+torch.amp.GradScaler = scaler_triton.GradScaler
+with scaler_triton.patch_torch():
+    print(isinstance(old, torch.amp.GradScaler), isinstance(3, torch.amp.GradScaler))
+print(torch.amp.grad_scaler.GradScaler is type(old))
+"""
+
+
+def test_a_class_put_there_by_hand_before_does_no_harm() -> None:
+    assert isolated(BY_HAND).split() == ["True", "False", "True"]
+
+
+LOADS = """
+import pickle, sys
+print(*[type(scaler).__module__ for scaler in pickle.loads(bytes.fromhex(sys.stdin.read()))])
+"""
+
+
+def test_pickles_travel_to_processes_that_are_not_patched() -> None:
+    before = TorchPlain("cpu")
+    with patch_torch():
+        pickled = pickle.dumps([before, torch.amp.GradScaler("cpu"), quietly(torch.cpu.amp.GradScaler)])
+    command = [sys.executable, "-c", LOADS]
+    out = subprocess.check_output(command, cwd=ROOT, input=pickled.hex(), text=True, timeout=120)
+    assert out.split() == ["torch.amp.grad_scaler", "scaler_triton.grad_scaler", "scaler_triton.cpu_amp"]
+
+
+# torch's own test suite trains with a scaler that it builds by its name. It asks for a package that is not needed here.
+TORCHS_TRAINING = """
+import sys, types, unittest, warnings
+import torch, torch.distributed as dist
+import scaler_triton
+
+scaler_triton.patch_torch()
+calls = []
+update = scaler_triton.ShardedGradScaler.update
+scaler_triton.ShardedGradScaler.update = lambda scaler, *args: (calls.append(scaler.get_scale()), update(scaler, *args))
+
+stub = types.ModuleType("expecttest")
+stub.TestCase = unittest.TestCase
+sys.modules.setdefault("expecttest", stub)
+warnings.simplefilter("ignore")
+try:
+    from torch.testing._internal.common_fsdp import FSDPTest
+except ImportError as error:
+    sys.exit(print("skip", error))
+
+class Model(torch.nn.Linear):
+    module = property(lambda self: self)
+    get_input = lambda self, device: (torch.ones(1, 2),)
+    get_loss = lambda self, batch, output: output.sum()
+    run_backward = lambda self, loss: loss.backward()
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+settings = {"device": "cpu", "init_scale": 8.0, "growth_interval": 1}
+train = FSDPTest._train_for_several_steps
+train(unittest.TestCase(), Model(2, 1), 3, autocast=False, enable_sharded_grad_scaler=True,
+      sharded_grad_scaler_kwargs=settings)
+print(*calls)
+"""
+
+
+def test_torchs_own_training_code_builds_ours() -> None:
+    printed = isolated(TORCHS_TRAINING).split()
+    if printed[0] == "skip":
+        pytest.skip(" ".join(printed[1:]))
+    assert printed == ["8.0", "16.0", "32.0"]
+
+
+def test_public_names() -> None:
+    assert {"patch_torch", "unpatch_torch"} <= set(scaler_triton.__all__)
+    assert [inspect.getdoc(name).splitlines()[0][-1] for name in (patch_torch, unpatch_torch)] == [".", "."]
