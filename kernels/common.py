@@ -20,6 +20,9 @@ _BF16_BY_BITS = tl.constexpr(launcher.INTERPRETED)
 
 SAW_NAN = tl.constexpr(1)
 SAW_INF = tl.constexpr(2)
+# Above the kinds stands the epoch in which they were seen.
+KIND_BITS = tl.constexpr(2)
+EPOCH_MASK = tl.constexpr((1 << 28) - 1)
 
 
 @triton.jit
@@ -30,6 +33,7 @@ def visit_chunk(
     chunk_index_ptr,
     bits_ptr,
     found_inf_ptr,
+    epoch_ptr,
     inv,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -51,14 +55,14 @@ def visit_chunk(
         # bits may be read after the stores, or between them, but for such a factor they are read before.
         keeps_kinds = (not WRITE) | ((tl.abs(inv) <= 1) & (inv != 0))
         if not keeps_kinds:
-            mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+            mark(bits_ptr + tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
         bad = _visit_body(body, inv, VEC, BLOCK_SIZE, UNROLL, WRITE)
         if has_edges:
             bad += _visit_edges(edges, inv, VEC, WRITE)
         if bad != bad:
             tl.store(found_inf_ptr, 1.0)  # all who store here store the same: no atomic
             if keeps_kinds:
-                mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+                mark(bits_ptr + tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
 
 
 @triton.jit
@@ -119,8 +123,11 @@ def edge_ptrs(edges, VEC: tl.constexpr):
 
 
 @triton.jit
-def mark(bits_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
-    """Add what the chunk holds to its tensor's bits, and return it: the rare path, which reads the chunk once more."""
+def mark(bits_ptr, epoch_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
+    """Add what the chunk holds to its tensor's bits, and return it: the rare path, which reads the chunk once more.
+
+    Bits of an earlier epoch are forgotten: the epoch stands above them, so a larger one replaces both.
+    """
     body_ptr, limit = body
     kinds = 0
     for step in range(UNROLL):
@@ -130,6 +137,8 @@ def mark(bits_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.con
         ptrs, mask = edge_ptrs(edges, VEC)
         kinds |= _kinds(tl.load(ptrs, mask=mask, other=0.0))
     if kinds != 0:
+        epoch = (tl.load(epoch_ptr) & EPOCH_MASK).to(tl.int32) << KIND_BITS
+        tl.atomic_max(bits_ptr, epoch, sem="relaxed")
         tl.atomic_or(bits_ptr, kinds, sem="relaxed")
     return kinds
 

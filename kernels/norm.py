@@ -75,7 +75,7 @@ class NormTable(GradTable):
         self._finishes[inverse](1, scale, out, self.n_chunks)
 
 
-@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "epoch_ptr"])
 def _sum_squares_kernel(
     address_ptr,
     numel_ptr,
@@ -85,6 +85,7 @@ def _sum_squares_kernel(
     found_inf_ptr,
     weight_ptr,
     partial_ptr,
+    epoch_ptr,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -102,7 +103,7 @@ def _sum_squares_kernel(
         if DTYPE.is_bf16() or DTYPE.is_fp32():  # fp32 holds every square of fp16, and their sum
             total = _sum_lifted(total, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
         if total - total != 0:
-            kinds = mark(bits_ptr + tensor, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+            kinds = mark(bits_ptr + tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
             if kinds != 0:  # else squares of finite fp64 elements overflowed
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)
@@ -174,5 +175,5 @@ def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, ou
     if table.n_chunks == 0:
         out.zero_()
         return
-    table.launch(_sum_squares_kernel, found_inf, table.weights, table.partials)
+    table.launch(_sum_squares_kernel, found_inf, table.weights, table.partials, table.epoch)
     table.launch_finish(scale, out, inverse=inverse)

@@ -21,7 +21,7 @@ from scaler_triton.audit_report import (
     steps_reading,
 )
 from scaler_triton.batch import local_tensor
-from scaler_triton.collectives import _serving_device, default_group
+from scaler_triton.collectives import default_group, gather_bytes
 from scaler_triton.optimizers import parameters_of, unwrap
 from scaler_triton.replicas import copies_of
 
@@ -66,7 +66,7 @@ def audit(
         state = _read(rank, ranks, optimizer, scaler, model, replicated)
     except Exception as error:  # the others wait in the gather
         state = RankState(rank, error=one_line(f"{type(error).__name__}: {error}"))
-    report = judge(_gather(state, group) if group is not None and len(ranks) > 1 else [state])
+    report = judge(_of_all_ranks(state, group) if group is not None and len(ranks) > 1 else [state])
     if rank == ranks[0]:
         print(report, file=file or sys.stdout, flush=True)
     return report
@@ -133,20 +133,5 @@ def _is_fused(optimizer: Any) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
-def _gather(state: RankState, group: Any) -> list[RankState]:
-    """Return the states of all ranks of the group: the lengths in one all-gather, the bytes in another."""
-    device = _serving_device(group, torch.device("cpu"))
-    data = torch.frombuffer(bytearray(state.to_bytes()), dtype=torch.uint8)
-    lengths = [int(each) for each in _all_gather(torch.tensor([len(data)], device=device), group)]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(data)] = data
-    parts = _all_gather(padded.to(device), group)
-    return [
-        RankState.from_bytes(part[:length].cpu().numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)
-    ]
-
-
-def _all_gather(tensor: Tensor, group: Any) -> list[Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return parts
+def _of_all_ranks(state: RankState, group: Any) -> list[RankState]:
+    return [RankState.from_bytes(data) for data in gather_bytes(state.to_bytes(), group)]

@@ -37,6 +37,7 @@ class Layout:
     slots: list[int] = field(default_factory=list)  # whose each is: the parameter's position, where there is one
     backends: dict[str, Any] = field(default_factory=dict)  # what serves it, by what was requested
     tables: dict[str, Any] = field(default_factory=dict)  # the kernels', by mode
+    epoch: Any = None  # the number that tables mark with what they see, on the device
     weights: Any = None  # each tensor's share in a global norm, by whoever takes one
     neighbours: Neighbours = field(default_factory=Neighbours)  # of all its tensors
 

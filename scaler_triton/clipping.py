@@ -145,21 +145,25 @@ class ClippingMixin(UnscalingMixin):
         self._stepped.forget(part.state)
         verdict = self._new_verdict(part.plan)
         flags: dict[torch.device, Tensor] = {}
+        squares: list[Tensor] = []
+
+        def add(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
+            factor, weights = self._factor_on(flag.device), _weights(batch, copies)
+            total = norms.sum_of_squares_batch(batch, factor, flag, weights, backend, inverse=False)
+            squares.append(total.to(verdict.device))
+
         with torch.no_grad():
             gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
             pairs = ops.choose_backends(gradients.batches, self._backend)
-            squares = torch.zeros((), dtype=torch.float64, device=verdict.device)
             for batch, backend in pairs:
                 device = batch.layout.key.device
                 if device not in flags:
                     here = device == verdict.device
                     flags[device] = verdict.found_inf if here else torch.zeros_like(verdict.found_inf, device=device)
-                weights = _weights(batch, copies)
-                factor = self._factor_on(device)
-                total = norms.sum_of_squares_batch(batch, factor, flags[device], weights, backend, inverse=False)
-                squares = squares + total.to(verdict.device)
+                self._run(part.plan, add, batch, flags[device], backend)
             verdict.add(flags.values())
-        return _Measured(part, verdict, pairs, flags, squares)
+            total = sum(squares[1:], start=squares[0]) if squares else verdict.found_inf.double()
+        return _Measured(part, verdict, pairs, flags, total)
 
     def _factor_on(self, device: torch.device) -> Tensor:
         assert self._scale is not None

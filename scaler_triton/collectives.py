@@ -61,6 +61,23 @@ def default_group() -> ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+def gather_bytes(data: bytes, group: Any) -> list[bytes]:
+    """Return what every rank of `group` passed: the lengths in one all-gather, the bytes in another."""
+    device = _serving_device(group, torch.device("cpu"))
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    lengths = [int(each) for each in _all_gather(torch.tensor([len(mine)], device=device), group)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    parts = _all_gather(padded.to(device), group)
+    return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+
+def _all_gather(tensor: Tensor, group: Any) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
 def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agreement | None:
     """Return the agreement of all ranks of `process_group`, or of the default group where it is None.
 

@@ -164,7 +164,8 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
         else:
             _reference_unscale_(batch, torch.ones_like(found_inf), found_inf)
         return
-    _kernels().nonfinite.launch_check_nonfinite(_table(batch.layout, _dense(batch), "check"), found_inf)
+    dense = _dense(batch)  # kept until the launch: an address keeps nothing alive
+    _kernels().nonfinite.launch_check_nonfinite(_table(batch.layout, dense, "check"), found_inf)
 
 
 @functools.cache
@@ -205,6 +206,8 @@ def _table(layout: Layout, dense: Batch, mode: str) -> GradTable:
     table = layout.tables.get(mode)
     if table is None:
         table = layout.tables[mode] = _new_table(layout, mode)
+    if layout.epoch is not None:
+        table.epoch = layout.epoch
     if dense.complete:
         table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
     else:

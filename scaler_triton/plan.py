@@ -54,12 +54,27 @@ class GradPlan:
         self.rebuilds = 0
         self.agreement: Any = None  # whoever works out which ranks must agree keeps the answer here
         self.verdict: Any = None  # whoever judges these gradients keeps the flag here
+        self.marks: tuple[int, dict[int, int]] = (-1, {})  # on the host: an epoch, and what was seen in whose gradient
+        self.epoch: tuple[Tensor, Tensor] | None = None  # on the device: its counters, and the number of the epoch
         self.copies: Any = None  # whoever counts them keeps how many ranks hold each parameter here
         self.joint: Any = None  # and who must agree on several plans at once
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
         self._whole_specs: list[Any] = [None] * len(self.parameters)  # of DTensors that are not Partial
         self._place([self._expected_form(parameter) for parameter in self.parameters])
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        """What the gradients' batches have in common from step to step."""
+        return self._layouts
+
+    def set_epoch(self, counters: Tensor, epoch: Tensor) -> None:
+        """Have tables mark what they see with `epoch` (int64, one element), a view of `counters`."""
+        self.epoch = (counters, epoch)
+        for layout in self._layouts:
+            layout.epoch = epoch
+            for table in layout.tables.values():
+                table.epoch = epoch
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether `parameters` are the ones this plan was made for, the first of them where it was."""
@@ -188,6 +203,7 @@ class GradPlan:
         members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in layouts]
         for layout, indices in zip(layouts, members, strict=True):
             layout.slots = indices
+            layout.epoch = self.epoch[1] if self.epoch else None
             layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]
@@ -222,6 +238,10 @@ class PlanCache:
 
     def __len__(self) -> int:
         return len(self._plans)
+
+    def plans(self) -> list[GradPlan]:
+        """Return the plans of all optimizers that are alive."""
+        return [plan for _, plan in self._plans.values()]
 
     def get(self, optimizer: Any) -> GradPlan:
         """Return the optimizer's plan, made anew when its parameters changed.

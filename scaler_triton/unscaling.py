@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import callers, collectives, dispatch, ops, optimizers, reference, stand_in
-from scaler_triton.flags import FlagsMixin, State
+from scaler_triton.flags import State
+from scaler_triton.overflow import OverflowMixin
 from scaler_triton.plan import GradPlan, PlanCache
 from scaler_triton.stepped import Stepped
 from scaler_triton.verdict import Board, Verdict, tell_failure
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
 
 Flags = dict[torch.device, Tensor]
+Op = Callable[["Batch", Tensor, dispatch.Backend], None]
 
 _ON_FSDP1 = (
     "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
@@ -29,7 +31,7 @@ _ON_FSDP1 = (
 )
 
 
-class UnscalingMixin(FlagsMixin):
+class UnscalingMixin(OverflowMixin):
     """`unscale_` and the check for optimizers that unscale themselves; what goes wrong here splits no ranks."""
 
     process_group: Any
@@ -120,7 +122,7 @@ class UnscalingMixin(FlagsMixin):
         state: State,
         found_inf: Tensor,
         allow_fp16: bool,
-        op: Callable[[Batch, Tensor, dispatch.Backend], None],
+        op: Op,
     ) -> Flags:
         flags: Flags = {}
         plan = state.get("plan") or self._plans.get(optimizer)
@@ -135,8 +137,16 @@ class UnscalingMixin(FlagsMixin):
                     if device not in flags:
                         here = device == found_inf.device
                         flags[device] = found_inf if here else torch.zeros_like(found_inf, device=device)
-                    run(batch, flags[device], backend)
+                    self._run(plan, run, batch, flags[device], backend)
         return flags
+
+    def _run(self, plan: GradPlan, run: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
+        """Run an op on a batch, and have it marked whose gradients overflow."""
+        if backend == "triton" and self._scale is not None and flag.device == self._scale.device:
+            self._count_epochs_on(plan, flag.device)
+        run(batch, flag, backend)
+        if backend == "torch" and flag.device.type == "cpu" and flag.item():
+            self._mark_on_host(plan, batch)
 
     def _unscale_is_overridden(self) -> bool:
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_

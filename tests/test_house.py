@@ -37,6 +37,8 @@ ALLOWED = {
     "unstepped": {"batch", "mirror", "optimizers"},
     "verdict": {"collectives", "mirror"},
     "flags": {"verdict"},
+    "overflow_report": set(),
+    "overflow": {"batch", "collectives", "flags", "overflow_report", "plan", "stats"},
     "ops": {"batch", "dispatch", "limits", "neighbours", "policy", "reference", "stats"},
     "unscaling": {
         "batch",
@@ -46,6 +48,7 @@ ALLOWED = {
         "flags",
         "ops",
         "optimizers",
+        "overflow",
         "plan",
         "reference",
         "stand_in",

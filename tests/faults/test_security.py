@@ -119,7 +119,6 @@ def test_the_demos_pool_unpickles_what_its_own_pipes_bring_and_no_file() -> None
     assert "_load(connection.recv_bytes())" in ast.unparse(next(f for f in functions if f.name == "_serve"))
 
 
-
 def test_the_only_file_that_is_loaded_is_loaded_safely() -> None:
     tree = ast.parse((ROOT / "scaler_triton/saved_states.py").read_text())
     assert [ast.unparse(call) for name, call in called(tree) if name == "torch.load"] == [SAFE_LOADER]

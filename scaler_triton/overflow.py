@@ -1,0 +1,104 @@
+"""Why was a step skipped? Kernels and the CPU's path leave marks on overflow; here they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scaler_triton import collectives
+from scaler_triton.batch import Batch, local_tensor
+from scaler_triton.flags import FlagsMixin
+from scaler_triton.overflow_report import INF, NAN, BadGradient, OverflowReport, from_bytes, kinds_of, to_bytes
+from scaler_triton.plan import GradPlan, PlanCache
+from scaler_triton.stats import LAST_SKIP, SKIPPED, Counters
+
+_KIND_BITS, _KINDS = 2, NAN | INF
+
+
+class OverflowMixin(FlagsMixin):
+    """Marks which gradients overflowed, each with the number of skips before, and tells of the last ones."""
+
+    process_group: Any
+    _plans: PlanCache
+    _counters: Counters
+    _per_optimizer_states: Any
+
+    def overflow_report(
+        self, model: nn.Module | Iterable[tuple[str, Tensor]] | None = None, *, gather: bool = False
+    ) -> OverflowReport:
+        """Return which gradients made the last skipped step be skipped; it survives `zero_grad()` and good steps.
+
+        Steps without overflow pay nothing for it. Waits for the device.
+
+        Args:
+            model: names the parameters: a module, or what its `named_parameters()` gives; None: they are numbered.
+            gather: ask all ranks, in two all-gathers that each of them must join, instead of this one alone.
+
+        Returns: a report whose `str` is a table.
+        """
+        counters = self._counters.read()
+        pending = any(self._flag(state).item() for state in self._per_optimizer_states.values() if _has_flag(state))
+        epoch = counters[SKIPPED] if pending else counters[SKIPPED] - 1
+        bad = list(self._marked(epoch, dict(_names(model))))
+        untold = sorted({text for plan in self._plans.plans() for text in _untold(plan)})
+        group = self.process_group or collectives.default_group()
+        if gather and group is not None:
+            told = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(bad, untold), group)]
+            bad, untold = [each for found, _ in told for each in found], sorted({text for _, ts in told for text in ts})
+        update = None if pending else counters[LAST_SKIP] or None
+        return OverflowReport(update, tuple(bad), gather, tuple(untold))
+
+    def _marked(self, epoch: int, names: dict[int, str]) -> Iterator[BadGradient]:
+        rank = dist.get_rank() if collectives.default_group() is not None else 0
+        for number, plan in enumerate(self._plans.plans()):
+            for index, bits in sorted(marks_of(plan, epoch).items()):
+                parameter = plan.parameters[index]
+                name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
+                yield BadGradient(name, kinds_of(bits), local_tensor(parameter.detach()).numel(), rank)
+
+    def _mark_on_host(self, plan: GradPlan, batch: Batch) -> None:
+        """Mark what is not finite in a batch on the CPU, where torch's op told that something is."""
+        epoch = self._counters.read()[SKIPPED]
+        if plan.marks[0] != epoch:
+            plan.marks = (epoch, {})
+        for slot, tensor in zip(batch.layout.slots, batch.tensors, strict=True):
+            if tensor is not None and (bits := NAN * bool(tensor.isnan().any()) | INF * bool(tensor.isinf().any())):
+                plan.marks[1][slot] = plan.marks[1].get(slot, 0) | bits
+
+    def _count_epochs_on(self, plan: GradPlan, device: torch.device) -> None:
+        """Have kernels mark gradients with the number of skips before, which is counted on `device`."""
+        counters = self._counters.on(device)
+        if plan.epoch is None or plan.epoch[0] is not counters:
+            plan.set_epoch(counters, counters[SKIPPED : SKIPPED + 1])
+
+
+def marks_of(plan: GradPlan, epoch: int) -> dict[int, int]:
+    """Return what was seen in an epoch, by the parameter's position, waiting for the device."""
+    marks = dict(plan.marks[1]) if plan.marks[0] == epoch else {}
+    for layout in plan.layouts:
+        for table in {id(table): table for table in layout.tables.values()}.values():
+            for slot, bits in zip(layout.slots, table.bits.tolist(), strict=True):
+                if bits & _KINDS and bits >> _KIND_BITS == epoch:
+                    marks[slot] = marks.get(slot, 0) | bits & _KINDS
+    return marks
+
+
+def _untold(plan: GradPlan) -> Iterator[str]:
+    for layout in plan.layouts:
+        key = layout.key
+        if "torch" in layout.backends.values() and (key.device.type != "cpu" or not key.plain):
+            yield f"gradients on {key.device} that torch's own op serves"
+
+
+def _has_flag(state: dict[str, Any]) -> bool:
+    return bool(state["found_inf_per_device"])
+
+
+def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[tuple[int, str]]:
+    named = model.named_parameters() if isinstance(model, nn.Module) else model or ()
+    for name, parameter in named:
+        yield id(parameter), name

@@ -1,0 +1,90 @@
+"""Which gradients made a step be skipped, as a person wants to read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+NAN, INF = 1, 2
+_KINDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
+
+
+@dataclass(frozen=True)
+class BadGradient:
+    """A gradient, or a rank's shard of one, that was not finite.
+
+    Args:
+        name: the parameter's, fully qualified where the model told.
+        kinds: "NaN", "Inf" or "NaN and Inf".
+        numel: elements that this rank holds.
+        rank: the one whose shard it was.
+    """
+
+    name: str
+    kinds: str
+    numel: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """What `overflow_report` found of the last skip.
+
+    Args:
+        update: which update that was, the first one being 1; None: none was skipped, or not yet updated for.
+        bad: the gradients, by rank, each rank's in the order of its parameters.
+        gathered: whether all ranks were asked, or only this one.
+        untold: what could not be looked into, in words.
+    """
+
+    update: int | None
+    bad: tuple[BadGradient, ...]
+    gathered: bool
+    untold: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.update is None and not self.bad:
+            return "No step was skipped."
+        when = "The last skip" if self.update is None else f"The last skip, at update {self.update}"
+        lines = [f"{when}: {self._summary()}", *_table(self.bad)]
+        return "\n".join([*lines, *(f"Not told: {text}." for text in self.untold)])
+
+    def _summary(self) -> str:
+        ranks = sorted({each.rank for each in self.bad})
+        if not self.bad:
+            return "nothing on any rank." if self.gathered else "nothing on this rank; ask with gather=True."
+        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        count = f"{len(self.bad)} bad gradient{'s' * (len(self.bad) > 1)}"
+        return f"{count} on {where}{'' if self.gathered else ', the only one asked'}."
+
+
+def kinds_of(bits: int) -> str:
+    """Return the words for NAN and INF bits."""
+    return _KINDS[bits]
+
+
+def to_bytes(bad: Sequence[BadGradient], untold: Sequence[str]) -> bytes:
+    """Return what a rank tells the others."""
+    return json.dumps([[asdict(each) for each in bad], list(untold)]).encode()
+
+
+def from_bytes(data: bytes) -> tuple[list[BadGradient], list[str]]:
+    """Return what a rank told."""
+    bad, untold = json.loads(data)
+    return [BadGradient(**each) for each in bad], untold
+
+
+def _table(bad: Sequence[BadGradient]) -> list[str]:
+    if not bad:
+        return []
+    rows = [("rank", "parameter", "holds", "elements")]
+    rows += [(str(each.rank), each.name, each.kinds, str(each.numel)) for each in bad]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]
+    return ["  ".join(_padded(row, widths)).rstrip() for row in rows]
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    rank, name, kinds, numel = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+    return [rank.strip().rjust(widths[0]), name, kinds, numel.strip().rjust(widths[3])]

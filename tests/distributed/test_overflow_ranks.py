@@ -1,0 +1,30 @@
+"""`overflow_report(gather=True)` names the parameter and the rank whose shard of it was bad."""
+
+import overflow_cases
+import pytest
+from cases import Fault
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
+def test_every_rank_is_told_which_parameter_on_which_rank(two, kind):
+    faults = [Fault(0, 1, param=1), Fault(0, 0, param=0, value=float("nan"))]
+    outcomes = two.run(overflow_cases.reported, kind, "line-shards", faults)
+    whole = (
+        "The last skip, at update 1: 2 bad gradients on ranks 0, 1.\n"
+        "rank  parameter  holds  elements\n"
+        "----  ---------  -----  --------\n"
+        "   0  first      NaN           6\n"
+        "   1  second     Inf           6"
+    )
+    for local, gathered, collectives in outcomes:
+        assert gathered == whole
+        assert collectives == 2
+        assert "1 bad gradient on rank" in local
+
+
+def test_a_rank_with_good_gradients_says_so(two):
+    first, second = two.run(overflow_cases.reported, "sharded", "line-shards", [Fault(0, 1)])
+    assert first[0] == "The last skip, at update 1: nothing on this rank; ask with gather=True."
+    assert first[1] == second[1]

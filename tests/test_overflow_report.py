@@ -1,0 +1,114 @@
+"""`overflow_report`: which gradients made the last step be skipped, on every path, and nothing of earlier ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, places, started
+from torch import nn
+
+from scaler_triton import GradScaler
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+CLIPS = pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+
+
+def setup(place: Place, fused: bool) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(place.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    return started(GradScaler, place.device, init_scale=8.0, backend=place.backend), model, optimizer
+
+
+def step(scaler: Any, model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool, **bad: list[float]) -> None:
+    optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+        for index, value in enumerate(bad.get("_" + name.replace(".", "_"), [])):
+            parameter.grad.view(-1)[index] = value
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def told(scaler: Any, model: nn.Module) -> list[tuple[str, str, int]]:
+    if scaler._plans.plans() and scaler._backend == "torch" and next(model.parameters()).is_cuda:
+        pytest.skip("torch's op on a GPU does not tell")
+    return [(each.name, each.kinds, each.numel) for each in scaler.overflow_report(model).bad]
+
+
+@PLACES
+@FUSED
+@CLIPS
+def test_the_last_skip_is_told_and_survives_good_steps(place: Place, fused: bool, clip: bool) -> None:
+    scaler, model, optimizer = setup(place, fused)
+    assert str(scaler.overflow_report(model)) == "No step was skipped."
+    step(scaler, model, optimizer, clip, _0_bias=[math.inf])
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
+    step(scaler, model, optimizer, clip, _1_weight=[math.nan, -math.inf], _1_bias=[math.nan])
+    want = [("1.weight", "NaN and Inf", 21), ("1.bias", "NaN", 3)]
+    assert told(scaler, model) == want
+    for _ in range(3):
+        step(scaler, model, optimizer, clip)
+        optimizer.zero_grad()
+        assert told(scaler, model) == want
+    assert scaler.overflow_report(model).update == 2
+    step(scaler, model, optimizer, clip, _0_weight=[math.nan])
+    assert told(scaler, model) == [("0.weight", "NaN", 35)]
+
+
+@PLACES
+def test_before_the_update_the_current_step_is_told(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    step(scaler, model, optimizer, False, _0_bias=[math.inf])
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan if parameter.numel() == 3 else 1.0)
+    scaler.unscale_(optimizer)
+    assert told(scaler, model) == [("1.bias", "NaN", 3)]
+    assert scaler.overflow_report(model).update is None
+
+
+def test_as_a_person_reads_it() -> None:
+    scaler, model, optimizer = setup(Place("cpu", "torch"), fused=False)
+    step(scaler, model, optimizer, False)
+    step(scaler, model, optimizer, False, _0_weight=[math.nan], _1_bias=[math.inf])
+    assert str(scaler.overflow_report(model.named_parameters())) == (
+        "The last skip, at update 2: 2 bad gradients on rank 0, the only one asked.\n"
+        "rank  parameter  holds  elements\n"
+        "----  ---------  -----  --------\n"
+        "   0  0.weight   NaN          35\n"
+        "   0  1.bias     Inf           3"
+    )
+    assert [each.name for each in scaler.overflow_report().bad] == [
+        "optimizer 0, parameter 0",
+        "optimizer 0, parameter 3",
+    ]
+
+
+@PLACES
+def test_a_skip_by_somebody_elses_flag_is_nothing_here(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    step(scaler, model, optimizer, False, _0_bias=[math.inf])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    scaler.unscale_(optimizer)
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.fill_(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.overflow_report(model).bad == ()
+    assert "nothing on this rank; ask with gather=True" in str(scaler.overflow_report(model))
+
+
+@PLACES
+def test_good_steps_mark_nothing(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    for _ in range(3):
+        step(scaler, model, optimizer, False)
+    (plan,) = scaler._plans.plans()
+    assert plan.marks == (-1, {})
+    assert all(not table.bits.any() for layout in plan.layouts for table in layout.tables.values())
