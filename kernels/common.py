@@ -123,7 +123,9 @@ def edge_ptrs(edges, VEC: tl.constexpr):
 
 
 @triton.jit
-def mark(bits_ptr, epoch_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
+def mark(
+    bits_ptr, epoch_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr
+):
     """Add what the chunk holds to its tensor's bits, and return it: the rare path, which reads the chunk once more.
 
     Bits of an earlier epoch are forgotten: the epoch stands above them, so a larger one replaces both.
@@ -137,7 +139,7 @@ def mark(bits_ptr, epoch_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_S
         ptrs, mask = edge_ptrs(edges, VEC)
         kinds |= _kinds(tl.load(ptrs, mask=mask, other=0.0))
     if kinds != 0:
-        epoch = (tl.load(epoch_ptr) & EPOCH_MASK).to(tl.int32) << KIND_BITS
+        epoch = (tl.load(epoch_ptr) & EPOCH_MASK) << KIND_BITS
         tl.atomic_max(bits_ptr, epoch, sem="relaxed")
         tl.atomic_or(bits_ptr, kinds, sem="relaxed")
     return kinds

@@ -26,7 +26,7 @@ class GradTable:
         bits: what was last seen in tensor `t`: bit 0 a NaN, bit 1 an Inf, and above them the epoch that it was seen
             in (int32 `[N]`, on the device). Bits of an earlier epoch are forgotten with the first of a later one;
             `clear_bits` clears them.
-        epoch: the number of the epoch (int64, one element, on the device), 0 until somebody puts another tensor here.
+        epoch: the number of the epoch (int32, one element, on the device), 0 until somebody puts another tensor here.
         n_chunks: programs in a launch over this table; 0 where no tensor has elements.
     """
 
@@ -52,7 +52,7 @@ class GradTable:
         self.numels = torch.tensor(numels, dtype=torch.int64, device=device)
         self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
         self.bits = torch.zeros(len(numels), dtype=torch.int32, device=device)
-        self.epoch = torch.zeros(1, dtype=torch.int64, device=device)
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self._last = [0] * len(numels)
         self._staging = None if device.type == "cpu" else _Staging(len(numels), device)
         self._launches: dict[Any, launcher.Launch] = {}

@@ -73,7 +73,8 @@ class OverflowMixin(FlagsMixin):
         """Have kernels mark gradients with the number of skips before, which is counted on `device`."""
         counters = self._counters.on(device)
         if plan.epoch is None or plan.epoch[0] is not counters:
-            plan.set_epoch(counters, counters[SKIPPED : SKIPPED + 1])
+            low_words = counters.view(torch.int32)[::2]
+            plan.set_epoch(counters, low_words[SKIPPED : SKIPPED + 1])
 
 
 def marks_of(plan: GradPlan, epoch: int) -> dict[int, int]:

@@ -69,7 +69,7 @@ class GradPlan:
         return self._layouts
 
     def set_epoch(self, counters: Tensor, epoch: Tensor) -> None:
-        """Have tables mark what they see with `epoch` (int64, one element), a view of `counters`."""
+        """Have tables mark what they see with `epoch` (int32, one element), a view of `counters`."""
         self.epoch = (counters, epoch)
         for layout in self._layouts:
             layout.epoch = epoch

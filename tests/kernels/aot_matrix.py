@@ -48,7 +48,7 @@ TYPES = {
     "flags_ptr": "*fp32",
     "policy_ptr": "*i64",
     "counters_ptr": "*i64",
-    "epoch_ptr": "*i64",
+    "epoch_ptr": "*i32",
     "weight_ptr": "*fp64",
     "partial_ptr": "*fp64",
     "out_ptr": "*fp64",
