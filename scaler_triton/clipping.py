@@ -171,7 +171,7 @@ class ClippingMixin(UnscalingMixin):
 
     def _agree_on_norm(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
         """Replace the flags by those of all ranks and return the global norm: one reduction."""
-        squares = torch.stack([each.squares for each in measured]).sum()
+        squares = sum((each.squares for each in measured[1:]), start=measured[0].squares)
         if agreement is not None:
             flags = [each.verdict.found_inf.double() for each in measured]
             totals = torch.stack([*flags, torch.zeros_like(squares), squares])
@@ -191,7 +191,7 @@ class ClippingMixin(UnscalingMixin):
                 for batch, backend in each.pairs:
                     device = batch.layout.key.device
                     local = coefficient.to(device, non_blocking=device.type != "cpu")
-                    norms.clip_batch_(batch, self._factor_on(device), local, backend, inverse=False)
+                    norms.clip_batch_(batch, self._factor_on(device), local, backend, inverse=False, measured=True)
         self._keep(part.state, each.verdict, self._served_devices(each.flags, part.plan, agreement))
         part.state["stage"] = OptState.UNSCALED
         if not getattr(part.optimizer, "_step_supports_amp_scaling", False):

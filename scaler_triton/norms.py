@@ -111,7 +111,9 @@ def sum_of_squares_batch(
     return out
 
 
-def clip_batch_(batch: Batch, factor: Tensor, coef: Tensor, backend: Backend, *, inverse: bool) -> None:
+def clip_batch_(
+    batch: Batch, factor: Tensor, coef: Tensor, backend: Backend, *, inverse: bool, measured: bool = False
+) -> None:
     """Unscale a batch whose flag is known, then multiply it by `coef`: two products, each rounded.
 
     Equivalent PyTorch: `torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inv_scale)`, then
@@ -121,17 +123,22 @@ def clip_batch_(batch: Batch, factor: Tensor, coef: Tensor, backend: Backend, *,
         batch: written.
         factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
         coef: fp32 or fp64, one element, the batch's device.
+        measured: this batch is what `sum_of_squares_batch` saw last of its layout: a table that both share is filled.
     """
     if backend == "torch":
         _reference_clip_(batch, factor if inverse else reference.inverse(factor), coef)
         return
     dense = ops._dense(batch)
-    table = ops._table(batch.layout, dense, "unscale")
+    tables = batch.layout.tables
+    if measured and dense is batch and tables.get("unscale") is tables["norm"]:
+        table = tables["norm"]
+    else:
+        table = ops._table(batch.layout, dense, "unscale")
     _kernels().clip.launch_clip(table, factor, coef.to(torch.float64), inverse=inverse)
     if dense is not batch:
         for original, copy in zip(batch.present, dense.present, strict=True):
             original.copy_(copy)
-    torch.autograd.graph.increment_version(batch.present)  # as `ops.unscale_batch_` does
+    torch.autograd.graph.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
 
 
 def _reference_sum_of_squares(

@@ -209,7 +209,9 @@ def _gathered(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _copied_together(tensors: list[Tensor]) -> Tensor:
-    flat: Tensor = torch.ops.aten.flatten_dense_tensors(tensors)  # one call: torch.cat takes flat ones only
+    if all(tensor.dim() == 1 for tensor in tensors):
+        return torch.cat(tensors)  # three times as quick, but for flat ones only
+    flat: Tensor = torch.ops.aten.flatten_dense_tensors(tensors)
     return flat
 
 
