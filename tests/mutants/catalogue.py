@@ -31,6 +31,14 @@ GROUPS = "tests/distributed/test_process_group.py"
 KERNELS = "tests/kernels/test_unscale_kernel.py tests/kernels/test_nonfinite_kernel.py"
 TABLE = "tests/kernels/test_grad_table.py tests/kernels/test_launcher.py"
 UPDATE = "tests/kernels/test_update_scale_kernel.py"
+POLICY = "tests/kernels/test_update_policy_kernel.py"
+LAUNCHES = "tests/kernels/test_launch_paths.py"
+UNSTEPPED = "tests/test_unstepped.py"
+CLIP = "tests/test_clipping.py"
+CLIPPED = "tests/distributed/test_clipping_ranks.py"
+REPORT = "tests/test_overflow_report.py"
+AUDIT, AUDITED = "tests/test_audit.py", "tests/distributed/test_audit_ranks.py"
+PATCH, PATCHED = "tests/test_patching.py", "tests/distributed/test_patching_ranks.py"
 
 _S = "scaler_triton/"
 MUTANTS = [
@@ -38,11 +46,11 @@ MUTANTS = [
     Mutant(_S + "grad_scaler.py", "or (args and callable(args[0]))", "", DIFFERENCES),
     Mutant(_S + "grad_scaler.py", 'state["found_inf_per_device"] = {}  # checked', "pass  # checked", CONTRACT),
     Mutant(_S + "grad_scaler.py", "if optimizers.skip_would_corrupt(inner) and", "if False and", STEPS),
-    Mutant(_S + "grad_scaler.py", "void=ready", "void=False", FAILURE),
-    Mutant(_S + "grad_scaler.py", "update(stage=OptState.UNSCALED, void=ready)", "update(void=ready)", FAILURE),
-    Mutant(_S + "grad_scaler.py", "if self._growth_tracker is None:", "if True:", CONTRACT),
+    Mutant(_S + "grad_scaler.py", "void=factor is not None", "void=False", FAILURE),
+    Mutant(_S + "grad_scaler.py", "update(stage=OptState.UNSCALED, void=", "update(void=", FAILURE),
+    Mutant(_S + "updating.py", "if self._growth_tracker is None:", "if True:", CONTRACT),
     Mutant(_S + "grad_scaler.py", "if self._host_flag(optimizer_state):", "if False:", STEPS),
-    Mutant(_S + "grad_scaler.py", "scale.fill_(self._checked_scale(new_scale))", "scale.fill_(new_scale)", DIFFERENCES),
+    Mutant(_S + "updating.py", "scale.fill_(self._checked_scale(new_scale))", "scale.fill_(new_scale)", DIFFERENCES),
     Mutant(_S + "grad_scaler.py", "clone.process_group = self.process_group", "pass", GROUPS),
     # unscaling and what happens when it fails
     Mutant(_S + "unscaling.py", 'state["written"] = False', "pass", FAILURE),
@@ -51,22 +59,38 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", 'states[("gone", id(state))] = state', "pass", CONTRACT),
     Mutant(_S + "unscaling.py", "if self._unscale_is_overridden() else None", "if False else None", CONTRACT),
     Mutant(_S + "unscaling.py", "if self._unscale_is_overridden():  # the", "if False:  # the", CONTRACT),
-    Mutant(_S + "unscaling.py", "self._new_verdict(plan).fail(agreement)", "pass", RANKS),
-    Mutant(_S + "unscaling.py", "self._lazy_init_scale_growth_tracker(self._new", "str(self._new", RANKS),
-    Mutant(_S + "unscaling.py", "if flags or expected else []", "if flags else []", RANKS),
-    Mutant(
-        _S + "unscaling.py",
-        "for pair in ops.choose_backends(gradients.bounds",
-        "for pair in ops.choose_backends([]",
-        MESHES,
-    ),
+    Mutant(_S + "unscaling.py", "tell_failure(agreement, self._home(plan))", "pass", RANKS),
+    Mutant(_S + "unscaling.py", "self._lazy_init_scale_growth_tracker(self._home", "str(self._home", RANKS),
+    Mutant(_S + "unscaling.py", "if not flags and agreement is None and not self._is_sharded:", "if not flags:", RANKS),
+    Mutant(_S + "unscaling.py", "jobs.append((ops.check_batch, ops", "str((ops.check_batch, ops", MESHES),
+    Mutant(_S + "unscaling.py", "plan.verdict = None  # what", "pass  # what", STEPS),
+    Mutant(_S + "unscaling.py", "if stand_in.strict:", "if False:", PATCHED),
+    Mutant(_S + "unscaling.py", "stacklevel=callers.stacklevel()", "stacklevel=2", PATCHED),
+    Mutant(_S + "unscaling.py", "self._mark_on_host(plan, batch)", "pass", REPORT),
+    # what is left of a step after its update
+    Mutant(_S + "unstepped.py", "self.gradient() is gradient and ", "", UNSTEPPED),
+    Mutant(_S + "unstepped.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
+    Mutant(_S + "unstepped.py", "if any(marks):", "if True:", "tests/distributed/test_unstepped_ranks.py"),
+    Mutant(_S + "updating.py", 'if state.get("void") else flag', "if False else flag", "tests/fuzz/test_single.py"),
     # the flag and who agrees on it
     Mutant(_S + "verdict.py", "agreement.maximum_(self._signals)", "pass", RANKS),
-    Mutant(_S + "verdict.py", "flag is mine and version(flag) == seen", "flag is mine", CONTRACT),
-    Mutant(_S + "verdict.py", "flag is mine and version(flag) == seen", "version(flag) == seen", CONTRACT),
+    Mutant(_S + "verdict.py", "flag is not mine or version(flag) != seen", "flag is not mine", CONTRACT),
+    Mutant(_S + "verdict.py", "flag is not mine or version(flag) != seen", "version(flag) != seen", CONTRACT),
     Mutant(_S + "verdict.py", "_FAILED] = 1.0, 0.0", "_FAILED] = 0.0, 0.0", FAILURE),
     Mutant(_S + "verdict.py", "if values[_FAILED]:", "if False:", RANKS),
-    Mutant(_S + "collectives.py", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.SUM", RANKS),
+    Mutant(_S + "verdict.py", "        if not self.cleared:\n", "        if False:\n", CONTRACT),
+    Mutant(
+        _S + "verdict.py",
+        "weakref.finalize(verdict, self._free.append, row)",
+        "weakref.finalize(verdict, str)",
+        CONTRACT,
+    ),
+    Mutant(
+        _S + "collectives.py",
+        "self._reduce_(signals, dist.ReduceOp.MAX)",
+        "self._reduce_(signals, dist.ReduceOp.SUM)",
+        RANKS,
+    ),
     Mutant(_S + "collectives.py", "if len(members) > 1 else None", "", GROUPS),
     Mutant(_S + "collectives.py", "len(meshes) == 1 and meshes[0].ndim == 1", "meshes[0].ndim == 1", MESHES),
     Mutant(_S + "collectives.py", "        if missing:", "        if False:", GROUPS),
@@ -74,22 +98,34 @@ MUTANTS = [
     # plans and batches
     Mutant(_S + "plan.py", "or gradient.stride() != form.stride", "", PLAN),
     Mutant(_S + "plan.py", "            self._place(forms)\n", "", PLAN),
-    Mutant(_S + "plan.py", "all(mine is theirs for", "all(True for", PLAN),
+    Mutant(_S + "plan.py", "and all(map(is_, self.parameters, parameters))", "", PLAN),
     Mutant(_S + "plan.py", "if isinstance(reference, weakref.ref):", "if True:", CONTRACT),
+    Mutant(_S + "plan.py", "if (terms := batching.partial_terms(gradient)) > 1:", "if False:", MESHES),
+    Mutant(_S + "forms.py", "(check is None or not check(gradient))", "(check is None)", "tests/test_known_forms.py"),
+    Mutant(
+        _S + "forms.py",
+        "and bool(gradients) and self._all(*gradients)",
+        "and bool(gradients)",
+        "tests/test_known_forms.py",
+    ),
     Mutant(_S + "batch.py", "if gradient.dtype is torch.float16 and not allow_fp16:", "if False:", GRADIENTS),
     Mutant(_S + "batch.py", "        check_overlap(sparse_values(gradient))", "        pass", GRADIENTS),
     Mutant(_S + "batch.py", "if size != 1 and stride != expected:", "if stride != expected:", REFERENCE),
     Mutant(_S + "batch.py", "gradient.float().coalesce().half()", "gradient", GRADIENTS),
     # the torch path, policy, dispatch, optimizers
-    Mutant(_S + "reference.py", "growth_tracker.clamp_(max=", "growth_tracker.clamp(max=", DIFFERENCES),
-    Mutant(_S + "reference.py", ".clamp_(min=MIN_SCALE)", "", DIFFERENCES),
-    Mutant(_S + "reference.py", "if tensor.dtype is not torch.float16 and", "if True or", REFERENCE),
-    Mutant(_S + "reference.py", "and _storage(left) == _storage(right)", "", REFERENCE),
+    Mutant(_S + "reference.py", "if math.isfinite(tensor.sum().item()):", "if True:", REFERENCE),
+    Mutant(_S + "reference.py", "< _ROUNDS_TO_INF", "< math.inf", DIFFERENCES),
+    Mutant(_S + "neighbours.py", "and _storage(left) == _storage(right)", "", REFERENCE),
+    Mutant(_S + "neighbours.py", "not np.array_equal(offsets, self._offsets)", "False", REFERENCE),
+    Mutant(_S + "neighbours.py", "except RuntimeError:", "except KeyError:", REFERENCE),
     Mutant(_S + "policy.py", "if not 1.0 <= number < math.inf:", "if not 1.0 < number < math.inf:", DIFFERENCES),
     Mutant(_S + "policy.py", "if not 0.0 < number <= 1.0:", "if not 0.0 <= number <= 1.0:", DIFFERENCES),
     Mutant(_S + "policy.py", "if not MIN_SCALE <= number", "if not 0.0 < number", DIFFERENCES),
     Mutant(_S + "dispatch.py", "if device not in _warned:", "if True:", DISPATCH),
     Mutant(_S + "dispatch.py", 'if requested == "triton":', "if False:", DISPATCH),
+    Mutant(
+        _S + "dispatch.py", "os.register_at_fork(after_in_child=_renew_lock)", "pass", "tests/faults/test_processes.py"
+    ),
     Mutant(_S + "optimizers.py", "optimizers[-1].grad_scale = own", "pass", FAILURE),
     Mutant(_S + "optimizers.py", "factors[0] * factors[1]", "factors[0]", CONTRACT),
     # kernels
@@ -101,14 +137,54 @@ MUTANTS = [
         "kernels/common.py", "rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = bits >> 16", KERNELS
     ),
     Mutant("kernels/unscale.py", "    if not INVERSE:", "    if INVERSE:", KERNELS),
-    Mutant("kernels/table.py", "if addresses == self._last:", "if self._last:", TABLE),
-    Mutant("kernels/update_scale.py", "if successful >= growth_interval:", "if successful == growth_interval:", UPDATE),
+    Mutant("kernels/table.py", "if addresses == self._last and", "if self._last and", TABLE),
+    Mutant("kernels/table.py", "(bool(staging.captured) or", "(", TABLE),
+    Mutant("kernels/table.py", "buffer = self._spare.pop()", "buffer = self._spare[0]", TABLE),
+    Mutant("kernels/launcher.py", "if not self._compiled or _hooked():", "if not self._compiled:", LAUNCHES),
     Mutant(
-        "kernels/update_scale.py",
-        "    growth_factor: tl.float64,",
-        "    growth_factor: tl.float32,",
-        "tests/kernels/test_aot.py",
+        "kernels/launcher.py",
+        "            self._compiled = ()\n            self._kernel",
+        "            self._kernel",
+        LAUNCHES,
     ),
+    Mutant("kernels/update_scale.py", "due = successful >= tl.load", "due = successful == tl.load", UPDATE),
+    Mutant("kernels/update_scale.py", "if strikes >= tl.load", "if strikes > tl.load", POLICY),
+    Mutant("kernels/update_scale.py", "0, strikes)", "strikes, strikes)", POLICY),
+    Mutant("kernels/update_scale.py", "tl.where(found != 0, streak + 1, 0)", "streak + 1", POLICY),
+    Mutant("kernels/common.py", 'tl.atomic_max(bits_ptr, epoch, sem="relaxed")', "pass", REPORT),
+    # clipping
+    Mutant(_S + "copies.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
+    Mutant(_S + "copies.py", "return max(1, ranks // shards[id(parameter)])", "return 1", CLIPPED),
+    Mutant(_S + "clipping.py", "1.0 / copies[slot]", "1.0", CLIPPED),
+    Mutant(_S + "clipping.py", "agreement.sum_(totals)\n            *found", "*found", CLIPPED),
+    Mutant(_S + "clipping.py", "coefficient = torch.where(flag.to(norm.device) != 0, 1.0, coefficient)", "pass", CLIP),
+    Mutant(_S + "clipping.py", 'or "deferred" in state', "", CLIP),
+    Mutant(_S + "clipping.py", "self._fail_together(parts, agreement)", "pass", CLIPPED),
+    Mutant(_S + "updating.py", "self._refuse_to_lose_clipping()\n", "pass\n", CLIP),
+    Mutant(_S + "rank_norms.py", "stacked**order * weights", "stacked**order", CLIPPED),
+    Mutant(
+        "kernels/norm.py", "total *= tl.load(weight_ptr + tensor)", "total *= 1.0", "tests/kernels/test_norm_kernel.py"
+    ),
+    Mutant(_S + "reference_norm.py", "_LOW_SQUARE = 2.0**-120", "_LOW_SQUARE = 0.0", "tests/test_norms.py"),
+    # launch configurations
+    Mutant(
+        "kernels/sweep.py",
+        "min(times(each)) > 1 + MARGIN",
+        "max(times(each)) > 1 + MARGIN",
+        "tests/kernels/test_sweep.py",
+    ),
+    Mutant("kernels/scratch.py", "self.reset(-1.0)", "self.reset(1.0)", "tests/kernels/test_sweep.py"),
+    # the audit
+    Mutant(_S + "replicas.py", "slice(None) if p.is_replicate() else at", "slice(None)", AUDITED),
+    Mutant(_S + "replicas.py", '!= "NO_SHARD"', '== "NO_SHARD"', AUDITED),
+    Mutant(_S + "auditing.py", "except Exception as error:", "except KeyError as error:", AUDITED),
+    Mutant(_S + "audit_report.py", "float(scale).hex()", 'f"{scale:g}"', AUDIT),
+    Mutant(_S + "fingerprint.py", "words + positions * STEP", "words", AUDIT),
+    Mutant(_S + "saved_states.py", "weights_only=True", "weights_only=False", AUDIT),
+    # torch patched
+    Mutant(_S + "stand_in.py", " or issubclass(subclass, originals.get(cls, ()))", "", PATCH),
+    Mutant(_S + "patching.py", "_holds.discard(self)", "_holds.clear()", PATCH),
+    Mutant(_S + "patching.py", "_rename(stand_in.originals)", "pass", PATCH),
     Mutant("kernels/update_scale.py", "tl.where(tl.abs(grown) <= _MAX_SCALE, grown, scale)", "grown", UPDATE),
     Mutant("kernels/update_scale.py", "tl.minimum(successful, _MAX_TRACKER)", "successful", UPDATE),
 ]
