@@ -93,7 +93,7 @@ class ClippingMixin(UnscalingMixin):
         chosen = _chosen(parameters)
         _check_numbers(max_norm, norm_type)
         if not self._enabled:
-            return _clip_unscaled(parts_of, chosen, max_norm, norm_type, error_if_nonfinite)
+            return _clip_unscaled(parts_of, chosen, max_norm, norm_type, error_if_nonfinite, model)
         parts = self._parts(parts_of, again=chosen is not None)
         if defer:
             _check_deferable(parts, chosen, norm_type)
@@ -313,8 +313,17 @@ def _weights(batch: Batch, copies: Sequence[int]) -> list[float] | None:
 
 
 def _clip_unscaled(
-    optimizers: Sequence[Any], chosen: set[int] | None, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    optimizers: Sequence[Any],
+    chosen: set[int] | None,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    model: nn.Module | None,
 ) -> Tensor:
-    """What a disabled scaler does: torch's clipping."""
+    """What a disabled scaler does: torch's clipping, by FSDP1's own method where the model has it."""
+    own = getattr(model, "clip_grad_norm_", None)
+    if own is not None and chosen is None:
+        norm: Tensor = own(max_norm, norm_type)
+        return norm
     parameters = [p for optimizer in optimizers for p in parameters_of(optimizer) if chosen is None or id(p) in chosen]
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

@@ -270,3 +270,14 @@ def test_a_disabled_scaler_clips_as_torch() -> None:
     norm = GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 1.0)
     assert norm.item() == 4.0
     assert grads(optimizer)[0].tolist() == pytest.approx([0.5] * 4, rel=1e-5)
+
+
+def test_a_disabled_scaler_leaves_fsdp1_models_to_themselves() -> None:
+    class Wrapped(torch.nn.Module):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+            return torch.tensor([max_norm, norm_type])
+
+    optimizer = sgd([torch.full((4,), 2.0)])
+    norm = GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 1.5, model=Wrapped())
+    assert norm.tolist() == [1.5, 2.0]
+    assert grads(optimizer)[0].tolist() == [2.0] * 4

@@ -40,6 +40,8 @@ def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> i
     with new_bar("one process, to compare", steps) as bar:
         reference = train_reference(config, bar.update)
     print(f"\n{steps_table(config, ranks)}\n")
+    if ranks[0].why:
+        print(f"{ranks[0].why}\n")
     save_plot(config, ranks, title, picture)
     print(f"plot: {picture}\n")
     return _report_verdict(ranks, reference)

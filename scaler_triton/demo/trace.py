@@ -19,6 +19,7 @@ class Trace:
         step_counts: the optimizer's own step counters at the end, without repeats.
         start: all parameters before the first step, gathered.
         end: all parameters after the last, gathered.
+        why: what the scaler says of the last skip, if it is one that can tell.
     """
 
     enabled: bool
@@ -28,6 +29,7 @@ class Trace:
     step_counts: tuple[int, ...] = ()
     start: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     end: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    why: str = ""
 
 
 class StepCounter:

@@ -69,6 +69,9 @@ class Trainer:
         self.trace.scales.append(self.scaler.get_scale())
         self.trace.step_counts = self.counter.counts()
         self.trace.end = whole_parameters(self.model).numpy()
+        report = getattr(self.scaler, "overflow_report", None)  # torch's scaler has none
+        if report is not None:
+            self.trace.why = str(report(self.model, gather=True))
         return self.trace
 
 
