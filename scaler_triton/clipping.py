@@ -97,7 +97,10 @@ class ClippingMixin(UnscalingMixin):
         parts = self._parts(parts_of, again=chosen is not None)
         if defer:
             _check_deferable(parts, chosen, norm_type)
-        if chosen is not None or norm_type != 2.0 or self._unscale_is_overridden():
+            if self._check_unscaled:
+                raise ValueError("defer=True leaves gradients scaled, so check_unscaled=True cannot be done, got both")
+        in_one = norm_type == 2.0 and not self._check_unscaled and not self._unscale_is_overridden()
+        if chosen is not None or not in_one:
             return self._clip_after_unscaling(parts, chosen, max_norm, norm_type, error_if_nonfinite, model)
         return self._clip_at_once(parts, max_norm, error_if_nonfinite, model, defer)
 

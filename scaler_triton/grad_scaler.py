@@ -145,6 +145,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
 
     def _step_fused(self, optimizer: Any, state: State, args: Any, kwargs: Any) -> Any:
         inner = optimizers.unwrap(optimizer)
+        if self._check_unscaled and state["stage"] is OptState.READY:
+            self.unscale_(optimizer)  # what the optimizer would unscale by itself cannot be checked
         ready = state["stage"] is OptState.READY
         if ready:
             self._check_inf_per_device(optimizer)
@@ -226,8 +228,11 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
         consecutive_hysteresis: True: any good update starts that count anew. DeepSpeed's.
         max_consecutive_skips: updates, >= 0; if more in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
+        check_unscaled: a gradient that becomes infinite only by unscaling, as a scale below 1 can make it, counts as
+            overflow, too; one more pass over the gradients, which optimizers with `fused=True` get unscaled then.
 
-    Once one of the last five is not its default, `state_dict` holds them and the counters under one more key.
+    Once one of `min_scale` to `max_consecutive_skips` is not its default, `state_dict` holds them and the counters
+    under one more key.
 
     Raises: torch's AssertionErrors for its own limits; ValueError or TypeError naming another illegal argument.
     """
@@ -251,6 +256,7 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
         max_consecutive_skips: int | None = None,
+        check_unscaled: bool = False,
     ) -> None:
         super().__init__(
             device,
@@ -266,4 +272,5 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
             hysteresis=hysteresis,
             consecutive_hysteresis=consecutive_hysteresis,
             max_consecutive_skips=max_consecutive_skips,
+            check_unscaled=check_unscaled,
         )

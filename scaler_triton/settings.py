@@ -35,7 +35,9 @@ class SettingsMixin(_Base):
         hysteresis: int,
         consecutive_hysteresis: bool,
         max_consecutive_skips: int | None,
+        check_unscaled: bool,
     ) -> None:
+        self._check_unscaled = bool(check_unscaled)
         self._limits, self._max_consecutive_skips = NO_LIMITS, None
         self._counters, self._lagging = Counters(), Lagging()
         self._device_policies = {}

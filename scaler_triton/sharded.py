@@ -25,8 +25,8 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, backend, min_scale, max_scale,
-            hysteresis, consecutive_hysteresis, max_consecutive_skips: as `GradScaler`; mind torch's order, backoff
-            before growth.
+            hysteresis, consecutive_hysteresis, max_consecutive_skips, check_unscaled: as `GradScaler`; mind torch's
+            order, backoff before growth.
         process_group: the ranks that must agree; None: the default group, looked up whenever it is used.
 
     Raises: as `GradScaler`; at the first unscale or step, torch's ValueError without an initialised default group,
@@ -52,6 +52,7 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
         max_consecutive_skips: int | None = None,
+        check_unscaled: bool = False,
     ) -> None:
         super().__init__(
             device,
@@ -67,4 +68,5 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
             hysteresis=hysteresis,
             consecutive_hysteresis=consecutive_hysteresis,
             max_consecutive_skips=max_consecutive_skips,
+            check_unscaled=check_unscaled,
         )

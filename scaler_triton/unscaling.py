@@ -38,6 +38,7 @@ class UnscalingMixin(OverflowMixin):
     _allow_fp16: bool  # whether unscale_ takes fp16 gradients
     _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
     _backend: str
+    _check_unscaled: bool
     _plans: PlanCache
     _boards: dict[torch.device, Board]
     _growth_tracker: Tensor | None
@@ -97,6 +98,8 @@ class UnscalingMixin(OverflowMixin):
             apart = flag.device.type != "cpu"  # the CPU would read too early
             local = factor.to(device=flag.device, dtype=torch.float32, non_blocking=apart)
             ops.unscale_batch_(batch, local, flag, backend, inverse=inv_scale is not None)
+            if self._check_unscaled:
+                ops.check_batch(batch, flag, backend)
 
         return self._for_each_batch(optimizer, state, found_inf, allow_fp16, unscale)
 
