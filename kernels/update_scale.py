@@ -19,6 +19,8 @@ _MAX_TRACKER = tl.constexpr(2**31 - 1)
 
 # One lane of the only program for each flag.
 MAX_FLAGS = tl.constexpr(32)
+# What stands in a row beside its flag is the ranks' own affair, but for the failure behind it.
+_COLUMNS = tl.constexpr(4)
 
 # Where the policy and the counters keep what.
 _GROWTH, _BACKOFF, _INTERVAL, _MIN, _MAX, _HYSTERESIS, _CONSECUTIVE = map(tl.constexpr, range(7))
@@ -97,7 +99,7 @@ def _update_scale_kernel(
 ):
     row = tl.arange(0, MAX_FLAGS)
     chosen = ((rows >> row) & 1) != 0
-    flags = tl.load(flags_ptr + 2 * row, mask=chosen, other=0.0)
+    flags = tl.load(flags_ptr + _COLUMNS * row, mask=chosen, other=0.0)
     found = tl.max((flags != 0.0).to(tl.int32), 0)  # NaN != 0
     scale = tl.load(scale_ptr)
     new_scale = scale
@@ -125,9 +127,9 @@ def _update_scale_kernel(
     _count(counters_ptr, found, scale, new_scale)
     if CLEAR:
         nothing = tl.zeros([MAX_FLAGS], tl.float32)
-        tl.store(flags_ptr + 2 * row, nothing, mask=chosen)
-        tl.store(flags_ptr + 2 * row + 1, nothing, mask=chosen)
-        tl.store(flags_ptr + 2 * MAX_FLAGS + row, flags, mask=chosen)
+        tl.store(flags_ptr + _COLUMNS * row, nothing, mask=chosen)
+        tl.store(flags_ptr + _COLUMNS * row + 1, nothing, mask=chosen)
+        tl.store(flags_ptr + _COLUMNS * MAX_FLAGS + row, flags, mask=chosen)
 
 
 def launch_update_rows(
@@ -157,12 +159,12 @@ def launch_update_rows(
     Args:
         scale: fp32, one element, any shape, mutated.
         growth_tracker: int32, one element, on the scale's device, mutated; it stops at 2**31 - 1.
-        flags: fp32 [n, 2], n <= 32, on the scale's device; NaN counts as bad. Column 0 is read.
+        flags: fp32 [n, 4], n <= 32, on the scale's device; NaN counts as bad. Column 0 is read.
         policy: what `DevicePolicy.hold` returned for the scale's device.
         counters: int64 [7] on the scale's device, mutated: updates, skipped, streak, growths, backoffs, last_skip and
             strikes.
         rows: which of the flags count, one bit each.
-        clear: zero both columns of those rows afterwards, and keep column 0 in fp32 [32], `last`, that follows
+        clear: zero columns 0 and 1 of those rows afterwards, and keep column 0 in fp32 [32], `last`, that follows
             `flags` [32, 2] in memory.
     """
     _launch_on(scale.device, clear)(1, scale, growth_tracker, flags, policy, counters, rows)

@@ -177,7 +177,8 @@ class UnscalingMixin(OverflowMixin):
             del state["plan"]
         try:
             verdict.add(flags.values())
-            verdict.agree(agreement)
+            assert self._scale is not None
+            verdict.agree(agreement, self._scale)
             self._keep(state, verdict, self._served_devices(flags, plan, agreement))
         except BaseException:
             self._skip(state, plan)

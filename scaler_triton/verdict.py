@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -11,8 +12,11 @@ from torch import Tensor
 from scaler_triton.collectives import Agreement
 from scaler_triton.mirror import HostMirror, version
 
-# Positions in the signals that the ranks reduce; the flag is a view of them, so one reduction serves both.
-_FLAG, _FAILED = 0, 1
+# Positions in the signals whose maximum the ranks take; the flag is a view of them, so one reduction serves all. The
+# last two are the scale and its negative: the largest scale among the ranks, and the smallest.
+_FLAG, _FAILED, _LARGEST, _SMALLEST = range(4)
+_COLUMNS = 4
+_NO_SCALE = -math.inf
 
 
 def as_flag(flag: Tensor, device: torch.device) -> Tensor:
@@ -42,9 +46,11 @@ class Board:
     ROWS = 32
 
     def __init__(self, device: torch.device) -> None:
-        numbers = torch.zeros(3 * self.ROWS, dtype=torch.float32, device=device)
-        self.signals = numbers[: 2 * self.ROWS].view(self.ROWS, 2)
-        self.last = numbers[2 * self.ROWS :]  # the flags that the launch cleared last, which finds them behind the rest
+        numbers = torch.zeros((_COLUMNS + 1) * self.ROWS, dtype=torch.float32, device=device)
+        self.signals = numbers[: _COLUMNS * self.ROWS].view(self.ROWS, _COLUMNS)
+        self.last = numbers[
+            _COLUMNS * self.ROWS :
+        ]  # the flags that the launch cleared last, which finds them behind the rest
         self._free = list(reversed(range(self.ROWS)))
         self.captured: set[Verdict] = set()  # graphs write them at every replay: their rows are never free again
 
@@ -53,9 +59,11 @@ class Board:
         if not self._free:
             return Verdict(torch.zeros_like(self.signals[0]))
         row = self._free.pop()
-        storage, start = self.signals.untyped_storage(), 2 * row
+        storage, start = self.signals.untyped_storage(), _COLUMNS * row
         # Not a view: those share one counter of writes, and a write to one would look like one to all.
-        signals = torch.empty(0, dtype=torch.float32, device=self.signals.device).set_(storage, start, (2,), (1,))
+        signals = torch.empty(0, dtype=torch.float32, device=self.signals.device).set_(
+            storage, start, (_COLUMNS,), (1,)
+        )
         verdict = Verdict(signals, self, row)
         weakref.finalize(verdict, self._free.append, row).atexit = False
         return verdict
@@ -74,7 +82,7 @@ class Verdict:
     """Whether one optimizer's step is to be skipped; used again from step to step.
 
     Args:
-        signals: fp32, (2,), on the scale's device; flag and failure.
+        signals: fp32, (4,), on the scale's device; flag, failure, and the scales that the ranks compare.
         board: where the signals lie, at `row`; None: nowhere but here.
     """
 
@@ -83,9 +91,11 @@ class Verdict:
         self.device = signals.device
         self.found_inf = signals[_FLAG]
         self.cleared = False  # whether the signals are known to be zero
-        self._signals = signals
+        self._signals, self._scales = signals, signals[_LARGEST:]
         self._mirror: HostMirror | None = None
         self._mirrored = False
+        self._compared = False  # whether the ranks' scales came along
+        self._plus_minus: Tensor | None = None
         self._served: list[tuple[Tensor, int | None]] = []
         self._per_device: dict[torch.device, Tensor] = {}
 
@@ -93,7 +103,7 @@ class Verdict:
         """Forget the step before."""
         if not self.cleared:
             self._signals.zero_()
-        self.cleared = self._mirrored = False
+        self.cleared = self._mirrored = self._compared = False
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Take in flags of other devices, and whatever an override returned as flags."""
@@ -101,14 +111,25 @@ class Verdict:
             if flag is not self.found_inf:
                 self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
 
-    def agree(self, agreement: Agreement | None) -> None:
-        """Become the maximum over the ranks that must agree: one all-reduce, none where nobody else must."""
+    def agree(self, agreement: Agreement | None, scale: Tensor) -> None:
+        """Become the maximum over the ranks that must agree: one all-reduce, none where nobody else must.
+
+        Args:
+            scale: fp32, one element, on this device; the ranks compare theirs.
+        """
         if agreement is not None:
+            torch.mul(scale.reshape(()), self._signs(), out=self._scales)
             agreement.maximum_(self._signals)
+            self._compared = True
+
+    def _signs(self) -> Tensor:
+        if self._plus_minus is None:
+            self._plus_minus = torch.tensor([1.0, -1.0], dtype=torch.float32, device="cpu").to(self.device)
+        return self._plus_minus
 
     def settle(self, found: Tensor, failed: Tensor) -> None:
         """Become what a reduction over the ranks found: how many of them saw an overflow, how many failed to look."""
-        self._signals.copy_(torch.stack([found, failed]) != 0)
+        self._signals[:_LARGEST].copy_(torch.stack([found, failed]) != 0)
 
     def skip(self) -> None:
         """Have this rank skip, without an error when the flag is read: it has raised one already."""
@@ -140,7 +161,7 @@ class Verdict:
     def on_host(self) -> bool:
         """Return the flag as a bool, waiting for its copy only.
 
-        Raises: RuntimeError if another rank could not check its gradients.
+        Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
         """
         if not self._mirrored:
             self.start_mirror()
@@ -148,6 +169,12 @@ class Verdict:
         values = self._mirror.read()
         if values[_FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
+        largest, smallest = values[_LARGEST], -values[_SMALLEST]
+        if self._compared and largest != smallest:
+            raise RuntimeError(
+                f"The ranks hold different scales, from {smallest} to {largest}: they no longer train one model. Go "
+                "back to a checkpoint in which they agree, or set one scale on all of them with update(new_scale)."
+            )
         return bool(values[_FLAG])
 
     def last(self) -> bool:
@@ -158,4 +185,4 @@ class Verdict:
 
 def tell_failure(agreement: Agreement, device: torch.device) -> None:
     """Tell the other ranks that this one could not check its gradients; they skip, and raise when they read."""
-    agreement.maximum_(torch.ones(2, dtype=torch.float32, device=device))
+    agreement.maximum_(torch.tensor([1.0, 1.0, _NO_SCALE, _NO_SCALE], dtype=torch.float32, device=device))

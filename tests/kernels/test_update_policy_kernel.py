@@ -132,7 +132,7 @@ def test_without_counters_nothing_is_remembered():
 
 def test_cleared_flags_are_kept_row_by_row():
     board = Board(DEVICE)
-    board.signals[:] = torch.arange(64.0).view(32, 2) % 3
+    board.signals[:] = torch.arange(128.0).view(32, 4) % 3
     before = board.signals.clone()
     scale, tracker = torch.tensor(64.0, device=DEVICE), torch.zeros((), dtype=torch.int32, device=DEVICE)
     rows = 0b10110
@@ -148,7 +148,7 @@ def test_cleared_flags_are_kept_row_by_row():
         )
     for row in range(32):
         chosen = rows >> row & 1
-        assert board.signals[row].tolist() == ([0.0, 0.0] if chosen else before[row].tolist())
+        assert board.signals[row].tolist() == ([0.0, 0.0] * bool(chosen) + before[row].tolist()[2 * bool(chosen) :])
         assert board.last[row].item() == (before[row, 0].item() if chosen else 0.0)
 
 

@@ -36,6 +36,7 @@ LAUNCHES = "tests/kernels/test_launch_paths.py"
 UNSTEPPED = "tests/test_unstepped.py"
 CLIP = "tests/test_clipping.py"
 CLIPPED = "tests/distributed/test_clipping_ranks.py"
+SPLIT = "tests/distributed/test_split_ranks.py"
 REPORT = "tests/test_overflow_report.py"
 AUDIT, AUDITED = "tests/test_audit.py", "tests/distributed/test_audit_ranks.py"
 PATCH, PATCHED = "tests/test_patching.py", "tests/distributed/test_patching_ranks.py"
@@ -67,6 +68,8 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", "if stand_in.strict:", "if False:", PATCHED),
     Mutant(_S + "unscaling.py", "stacklevel=callers.stacklevel()", "stacklevel=2", PATCHED),
     Mutant(_S + "unscaling.py", "self._mark_on_host(plan, batch)", "pass", REPORT),
+    Mutant(_S + "verdict.py", "if self._compared and largest != smallest:", "if False:", SPLIT),
+    Mutant(_S + "verdict.py", "if self._compared and largest", "if largest", SPLIT),
     # what is left of a step after its update
     Mutant(_S + "unstepped.py", "self.gradient() is gradient and ", "", UNSTEPPED),
     Mutant(_S + "unstepped.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
