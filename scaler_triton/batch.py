@@ -116,16 +116,14 @@ def is_acceptable(gradient: Tensor) -> bool:
     return True
 
 
-def check_gradient(gradient: Tensor, name: str, *, allow_fp16: bool = True) -> None:
+def check_gradient(gradient: Tensor, name: str) -> None:
     """Raise if `gradient` (local, strided or sparse COO) cannot be unscaled; nothing is written.
 
-    Raises: torch's own errors for an fp16 gradient where those are refused and for overlapping memory;
-    NotImplementedError naming dtype or layout, ValueError naming the device, for what no backend serves.
+    Raises: torch's own error for overlapping memory; NotImplementedError naming dtype or layout, ValueError naming
+        the device, for what no backend serves.
     """
     if gradient.dtype not in DTYPES:
         raise NotImplementedError(f"{name} has dtype {gradient.dtype}; only {_names(DTYPES)} can be unscaled")
-    if gradient.dtype is torch.float16 and not allow_fp16:
-        raise ValueError("Attempting to unscale FP16 gradients.")
     if gradient.layout not in (torch.strided, torch.sparse_coo):
         raise NotImplementedError(
             f"{name} has layout {gradient.layout}; only strided and sparse COO gradients can be unscaled"

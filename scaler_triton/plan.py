@@ -166,7 +166,7 @@ class GradPlan:
         if not allow_fp16 and any(gradient.dtype is torch.float16 for _, gradient in strange):
             raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
         for index, gradient in strange:  # all of them, before the first is touched
-            batching.check_gradient(gradient, f"the gradient of parameter {index}", allow_fp16=allow_fp16)
+            batching.check_gradient(gradient, f"the gradient of parameter {index}")
         loose: dict[int, Tensor] = {}
         forms = list(self._forms)
         for index, gradient in strange:

@@ -7,6 +7,7 @@ import random
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from helpers import parameters, sgd, started
 
@@ -56,6 +57,19 @@ def test_only_a_new_look_makes_a_new_plan_and_is_remembered() -> None:
     params[0].grad = torch.ones(6, 4).t()
     assert collected(plan) == addresses(params)
     assert plan.rebuilds == 1
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_changed_gradient_is_noticed_beside_a_missing_one(missing: bool) -> None:
+    params = parameters([torch.ones(4), torch.ones(4)], "cpu")
+    plan = GradPlan(params)
+    if missing:
+        params[1].grad = None
+    for _ in range(3):
+        assert collected(plan) == addresses(params)
+    params[0].grad = torch.ones(1).expand(4)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        plan.collect()
 
 
 def test_frozen_parameters_have_no_slot_until_they_have_a_gradient() -> None:

@@ -91,6 +91,23 @@ def test_18_after_a_skipped_step_new_gradients_are_unscaled(
     assert only(optimizer).tolist() == [-0.5 * 8.0 / SCALE] * 3
 
 
+def test_18_after_a_fused_step_that_raised_the_same_gradients_are_skipped() -> None:
+    """Nobody can tell which of them it divided."""
+    optimizer = optimizer_of("fused", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    step, optimizer.step = optimizer.step, failing  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError):
+        scaler.step(optimizer)
+    optimizer.step = step  # type: ignore[method-assign]
+    scaler.update()
+    scaler.step(optimizer)
+    assert only(optimizer).tolist() == [0.0] * 3
+
+
+def failing() -> None:
+    raise ArithmeticError
+
+
 def test_18_unscale_by_hand_is_obeyed() -> None:
     """Whoever replays a captured backward writes gradients that no counter tells of, and says so by unscaling."""
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
