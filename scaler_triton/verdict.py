@@ -94,7 +94,6 @@ class Verdict:
         self._signals, self._scales = signals, signals[_LARGEST:]
         self._mirror: HostMirror | None = None
         self._mirrored = False
-        self._compared = False  # whether the ranks' scales came along
         self._plus_minus: Tensor | None = None
         self._served: list[tuple[Tensor, int | None]] = []
         self._per_device: dict[torch.device, Tensor] = {}
@@ -103,7 +102,7 @@ class Verdict:
         """Forget the step before."""
         if not self.cleared:
             self._signals.zero_()
-        self.cleared = self._mirrored = self._compared = False
+        self.cleared = self._mirrored = False
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Take in flags of other devices, and whatever an override returned as flags."""
@@ -120,7 +119,6 @@ class Verdict:
         if agreement is not None:
             torch.mul(scale.reshape(()), self._signs(), out=self._scales)
             agreement.maximum_(self._signals)
-            self._compared = True
 
     def _signs(self) -> Tensor:
         if self._plus_minus is None:
@@ -170,7 +168,7 @@ class Verdict:
         if values[_FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         largest, smallest = values[_LARGEST], -values[_SMALLEST]
-        if self._compared and largest != smallest:
+        if largest != smallest:
             raise RuntimeError(
                 f"The ranks hold different scales, from {smallest} to {largest}: they no longer train one model. Go "
                 "back to a checkpoint in which they agree, or set one scale on all of them with update(new_scale)."
