@@ -28,14 +28,16 @@ class Clipped(NamedTuple):
     scale: float
 
 
-def laid_out(rank: int, kind: str, layout: str, name: str, faults: Sequence[Fault], gradless: int = -1) -> Clipped:
+def laid_out(
+    rank: int, kind: str, layout: str, name: str, faults: Sequence[Fault], gradless: int = -1, order: float = 2.0
+) -> Clipped:
     """One clipped step over parameters in a named layout; their gradients are known, so the test knows the norm."""
     scaler, params = cases.new_scaler(kind), cases.LAYOUTS[layout]()
     optimizer = cases.new_optimizer(name, [{"params": [param]} for param in params])
     cases.give_grads(scaler, params, 0, range(len(params)) if rank == gradless else ())
     cases.plant(faults, rank, 0, params)
     norms: list[Tensor] = []
-    clip = collectives_of(lambda: norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM)))
+    clip = collectives_of(lambda: norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM, order)))
     grads = [local_of(param.grad).flatten().tolist() for param in params if param.grad is not None]
     step = collectives_of(scaler.step, optimizer)
     scaler.update()

@@ -47,6 +47,16 @@ def test_every_layout_has_the_norm_of_the_whole(four, kind, layout):
     assert len({outcome.norms[0] for outcome in outcomes}) == 1
 
 
+@pytest.mark.parametrize("layout", ["line-shards", "hsdp", "fsdp-then-tp", "line-beside-plain"])
+@pytest.mark.parametrize("order", [1.0, 3.0, math.inf])
+def test_other_norms_count_each_piece_once(four, order, layout):
+    parts = [(6 * pieces, gradient(index)) for index, pieces in enumerate(PIECES[layout])]
+    want = max(g for _, g in parts) if order == math.inf else sum(n * g**order for n, g in parts) ** (1 / order)
+    for outcome in four.run(clipping_cases.laid_out, "grad", layout, "adamw", [], order=order):
+        assert outcome.norms[0] == pytest.approx(want, rel=1e-6)
+        assert outcome.collectives == [(2, 0)]  # the flag's, and the norm's
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
 @pytest.mark.parametrize("layout", ["line-shards", "hsdp", "fsdp-then-tp"])
