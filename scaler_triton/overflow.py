@@ -16,6 +16,8 @@ from scaler_triton.overflow_report import INF, NAN, BadGradient, OverflowReport,
 from scaler_triton.plan import GradPlan, PlanCache
 from scaler_triton.stats import LAST_SKIP, SKIPPED, Counters
 
+# What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _KIND_BITS, _KINDS = 2, NAN | INF
 
 
@@ -102,4 +104,6 @@ def _has_flag(state: dict[str, Any]) -> bool:
 def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[tuple[int, str]]:
     named = model.named_parameters() if isinstance(model, nn.Module) else model or ()
     for name, parameter in named:
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
         yield id(parameter), name

@@ -89,6 +89,15 @@ def test_as_a_person_reads_it() -> None:
     ]
 
 
+def test_wrappers_are_left_out_of_names() -> None:
+    scaler, model, optimizer = setup(Place("cpu", "torch"), fused=False)
+    step(scaler, model, optimizer, False, _0_bias=[math.inf])
+    named = [
+        (f"_orig_mod.a._fsdp_wrapped_module.b._checkpoint_wrapped_module.{n}", p) for n, p in model.named_parameters()
+    ]
+    assert [each.name for each in scaler.overflow_report(named).bad] == ["a.b.0.bias"]
+
+
 @PLACES
 def test_a_skip_by_somebody_elses_flag_is_nothing_here(place: Place) -> None:
     scaler, model, optimizer = setup(place, fused=False)
