@@ -73,17 +73,28 @@ def test_the_reduction_fails_half_way_on_all_ranks(pool: Pool, variant: Variant)
 
 @pytest.mark.parametrize("variant", VARIANTS[:3], ids=str)
 def test_the_reduction_fails_half_way_on_one_rank(pool: Pool, variant: Variant) -> None:
-    """That rank never steps on what it cannot know; the others hang on nothing."""
+    """That rank never steps on what it cannot know, the others hang on nothing, and at the next step all are told."""
     sound, hit = values(pool(2).run(fault_cases.fails_half_way, variant, True))
     for (failed, again, good), scale in hit:
         assert failed.error == "ConnectionError: link lost"
         assert_skips(failed)
         assert_skips(again)
         assert scale == cases.INIT_SCALE / 2
-        assert good.error is None
-    for outcomes, scale in sound:
-        assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+        assert_told(good, variant)
+    for (*before, good), scale in sound:
+        assert [outcome.error for outcome in before] == [None] * len(before)
         assert scale == cases.INIT_SCALE * 2
+        assert_told(good, variant)
+
+
+def assert_told(outcome: Outcome, variant: Variant) -> None:
+    """Assert that the ranks' scales were found to differ, unless the step, a fused one, reads no flag on the host."""
+    if variant.name.endswith("fused"):
+        assert outcome.error is None
+        return
+    assert outcome.error is not None
+    assert outcome.error.startswith("RuntimeError: The ranks hold different scales, from 4.0 to 16.0")
+    assert not outcome.params_changed
 
 
 def test_four_ranks_lose_one_and_two_go_on_from_the_checkpoint(pool: Pool) -> None:
