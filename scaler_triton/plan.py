@@ -116,7 +116,7 @@ class GradPlan:
         """Return the shards of gradients that are all there and none of them Partial, as before; else none."""
         try:
             same = all(map(is_, map(_spec_of, gradients), self._whole_specs))
-            return [_shard_of(gradient) for gradient in gradients] if same else []
+            return list(map(_shard_of, gradients)) if same else []
         except AttributeError:  # one is missing, or plain, or this torch has no such attribute
             return []
 
