@@ -5,7 +5,7 @@
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make mutants   about 60 wrong versions of the code, each of which the tests must notice (10 minutes)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
-# make perf    what it costs beside torch's scaler, as far as this machine can tell (2 minutes); fills perf/README.md
+# make perf    what it costs beside torch's scaler, as far as this machine can tell (3 minutes); fills perf/README.md
 # make gpu     all of the next four, with the python3 and packages of a GPU machine; OUT names a folder
 #   gpu-tests, gpu-sanitize, gpu-perf, gpu-tune: the suite natively, the kernels under compute-sanitizer,
 #   measurements, tuned launch configurations; under 10 minutes each

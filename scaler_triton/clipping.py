@@ -18,7 +18,7 @@ from scaler_triton.optimizers import parameters_of
 from scaler_triton.plan import GradPlan
 from scaler_triton.rank_norms import multiply_, norm_over_ranks
 from scaler_triton.unscaling import UnscalingMixin
-from scaler_triton.verdict import Verdict
+from scaler_triton.verdict import Verdict, flag_on
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -159,11 +159,8 @@ class ClippingMixin(UnscalingMixin):
             gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
             pairs = ops.choose_backends(gradients.batches, self._backend)
             for batch, backend in pairs:
-                device = batch.layout.key.device
-                if device not in flags:
-                    here = device == verdict.device
-                    flags[device] = verdict.found_inf if here else torch.zeros_like(verdict.found_inf, device=device)
-                self._run(part.plan, add, batch, flags[device], backend)
+                flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)
+                self._run(part.plan, add, batch, flag, backend)
             verdict.add(flags.values())
             total = sum(squares[1:], start=squares[0]) if squares else verdict.found_inf.double()
         return _Measured(part, verdict, pairs, flags, total)

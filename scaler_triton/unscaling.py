@@ -16,7 +16,7 @@ from scaler_triton.flags import State
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.plan import GradPlan, PlanCache
 from scaler_triton.stepped import Stepped
-from scaler_triton.verdict import Board, Verdict, tell_failure
+from scaler_triton.verdict import Board, Verdict, flag_on, tell_failure
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -136,11 +136,7 @@ class UnscalingMixin(OverflowMixin):
                 jobs.append((ops.check_batch, ops.choose_backends(gradients.bounds, self._backend)))
             for run, pairs in jobs:
                 for batch, backend in pairs:
-                    device = batch.layout.key.device
-                    if device not in flags:
-                        here = device == found_inf.device
-                        flags[device] = found_inf if here else torch.zeros_like(found_inf, device=device)
-                    self._run(plan, run, batch, flags[device], backend)
+                    self._run(plan, run, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
         return flags
 
     def _run(self, plan: GradPlan, run: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import dispatch, limits, ops
-from scaler_triton.flags import FlagsMixin, State
+from scaler_triton.flags import State
+from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError, is_captured
 from scaler_triton.stepped import Stepped
@@ -19,7 +20,7 @@ from scaler_triton.unstepped import Unstepped
 from scaler_triton.verdict import Board, any_flag
 
 
-class UpdatingMixin(SettingsMixin, FlagsMixin):
+class UpdatingMixin(SettingsMixin, OverflowMixin):
     """`update`, and what can be asked of the updates and steps that were."""
 
     _backend: str
@@ -96,7 +97,8 @@ class UpdatingMixin(SettingsMixin, FlagsMixin):
         if seen is not None and seen[STREAK] > limit:
             raise SkipStreakError(
                 f"{seen[STREAK]} updates in a row were skipped, more than max_consecutive_skips={limit}; "
-                f"{Lagging.LAG} updates later the scale is {self.get_scale()}. {ScalerStats.of(seen)}"
+                f"{Lagging.LAG} updates later the scale is {self.get_scale()}. {ScalerStats.of(seen)}\n"
+                f"{self.overflow_report()}"  # of this rank: not all need have come here
             )
 
     def _refuse_to_lose_clipping(self) -> None:

@@ -36,6 +36,13 @@ def any_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     return result
 
 
+def flag_on(device: torch.device, flags: dict[torch.device, Tensor], found_inf: Tensor) -> Tensor:
+    """Return the flag of `device` among `flags`, made when first asked for: on its own device `found_inf` itself."""
+    if device not in flags:
+        flags[device] = found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
+    return flags[device]
+
+
 class Board:
     """The signals of a scaler's optimizers on one device, side by side: one launch reads and clears them all.
 
