@@ -1,5 +1,6 @@
 # make demo    train a small transformer across two ranks, one of which overflows
 # make test    every test; without a GPU the kernels run under Triton's interpreter
+# make test-frameworks   all tests with Accelerate, Transformers and Lightning, also those that take long
 # make lint    ruff and mypy
 # make fuzz    10,000 random programs against torch; PROGRAMS= and SEED= choose how many and from where
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
@@ -17,13 +18,16 @@ BIN := $(VENV)/bin
 
 GPU_PARTS := gpu-tests gpu-sanitize gpu-perf gpu-tune
 
-.PHONY: demo test lint style fuzz soak mutants coverage perf gpu $(GPU_PARTS) sanitize clean
+.PHONY: demo test test-frameworks lint style fuzz soak mutants coverage perf gpu $(GPU_PARTS) sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
+
+test-frameworks: $(VENV)/ready
+	HEAVY=1 $(BIN)/python -m pytest tests/frameworks --durations=20
 
 fuzz: $(VENV)/ready
 	SCALER_TRITON_FUZZ=$(PROGRAMS) $(if $(SEED),SCALER_TRITON_FUZZ_SEED=$(SEED)) OMP_NUM_THREADS=1 \

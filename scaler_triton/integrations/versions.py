@@ -1,0 +1,41 @@
+"""The versions of each framework that its integration was tested with."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import version
+
+from torch.torch_version import TorchVersion
+
+from scaler_triton import callers
+
+# Package -> the oldest and the newest version that `make test-frameworks` has passed with.
+TESTED = {
+    "accelerate": ("1.15.0", "1.15.0"),
+    "lightning": ("2.6.6", "2.6.6"),
+    "pytorch-lightning": ("2.6.6", "2.6.6"),
+    "transformers": ("5.23.0", "5.23.0"),
+}
+
+_warned: set[str] = set()
+
+
+def check(package: str) -> None:
+    """Warn, once a process, if the installed version of `package` is none that was tested.
+
+    Args:
+        package: its name on PyPI, one of `TESTED`.
+
+    Raises: PackageNotFoundError if it is not installed.
+    """
+    oldest, newest = TESTED[package]
+    installed = version(package)
+    if oldest <= TorchVersion(installed) <= newest or package in _warned:
+        return
+    _warned.add(package)
+    tested = newest if oldest == newest else f"{oldest} to {newest}"
+    warnings.warn(
+        f"{package} {installed} is installed; scaler_triton was tested with {package} {tested}",
+        UserWarning,
+        stacklevel=callers.stacklevel(),
+    )
