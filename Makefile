@@ -6,7 +6,9 @@
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make mutants   about 60 wrong versions of the code, each of which the tests must notice (10 minutes)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
+# make docs    docs/ as HTML in out/docs; a warning is an error
 # make perf    what it costs beside torch's scaler, as far as this machine can tell (3 minutes); fills perf/README.md
+# make release   sdist and wheel into dist/, checked as an index would; the wheel in an empty environment runs the demo
 # make gpu     all of the next four, with the python3 and packages of a GPU machine; OUT names a folder
 #   gpu-tests, gpu-sanitize, gpu-perf, gpu-tune: the suite natively, the kernels under compute-sanitizer,
 #   measurements, tuned launch configurations; under 10 minutes each
@@ -18,7 +20,7 @@ BIN := $(VENV)/bin
 
 GPU_PARTS := gpu-tests gpu-sanitize gpu-perf gpu-tune
 
-.PHONY: demo test test-frameworks lint style fuzz soak mutants coverage perf gpu $(GPU_PARTS) sanitize clean
+.PHONY: demo test test-frameworks docs lint style fuzz soak mutants coverage perf release gpu $(GPU_PARTS) sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
@@ -45,8 +47,20 @@ coverage: $(VENV)/ready
 	$(BIN)/python -m coverage run -m pytest; status=$$?; \
 		$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report && exit $$status
 
+docs: $(VENV)/ready
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env docs out/docs
+
 perf: $(VENV)/ready
 	$(BIN)/python -m perf
+
+release: $(VENV)/ready
+	rm -rf dist out/release
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv out/release
+	out/release/bin/pip install --quiet --constraint constraints.txt torch
+	out/release/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[demo]"
+	cd out/release && bin/python -m scaler_triton demo --steps 10 --out demo.png
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

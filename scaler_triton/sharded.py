@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
+if not torch.distributed.is_available():
+    raise ImportError("ShardedGradScaler needs torch.distributed, which this torch was built without: use GradScaler")
+
 from torch.distributed.fsdp import sharded_grad_scaler as _torch_sharded
 
 from scaler_triton.grad_scaler import ScalerMixin
@@ -24,10 +28,8 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
     If any rank's gradients overflow, no rank steps, whatever the optimizer: plain, foreach or fused.
 
     Args:
-        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, backend, min_scale, max_scale,
-            hysteresis, consecutive_hysteresis, max_consecutive_skips, check_unscaled: as `GradScaler`; mind torch's
-            order, backoff before growth.
         process_group: the ranks that must agree; None: the default group, looked up whenever it is used.
+        device, ..., check_unscaled: as `GradScaler`; mind torch's order, backoff before growth.
 
     Raises: as `GradScaler`; at the first unscale or step, torch's ValueError without an initialised default group,
         ValueError if this rank is not in the group or a parameter's mesh reaches beyond it.

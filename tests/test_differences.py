@@ -1,4 +1,4 @@
-"""Where we differ from torch: the complete list, by number, each beside what torch does (README, "Differences")."""
+"""Where we differ from torch: the complete list, by number, each beside what torch does (docs/differences.md)."""
 
 from __future__ import annotations
 

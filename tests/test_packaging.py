@@ -53,14 +53,30 @@ def built(source: Path, out: Path, *options: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that `wheel` puts an sdist, and the wheel made of it, into."""
+    return tmp_path_factory.mktemp("published")
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, published: Path) -> list[str]:
     """Build a wheel by way of an sdist, as it is published."""
-    return built(source, tmp_path_factory.mktemp("published"))
+    return built(source, published)
 
 
 def test_wheel_holds_tuned_files(source: Path, tmp_path: Path) -> None:
     (source / "kernels/tuned/SomeGPU.json").write_text("{}")
     assert "scaler_triton/kernels/tuned/SomeGPU.json" in built(source, tmp_path, "--wheel")
+
+
+def test_an_index_would_take_both(wheel: list[str], published: Path) -> None:
+    pytest.importorskip("twine", reason="is in the development environment")
+    files = sorted(map(str, published.iterdir()))
+    assert [Path(file).suffix for file in files] == [".whl", ".gz"]
+    command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *files]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout
+    assert run.stdout.count("PASSED") == 2
 
 
 def test_wheel_holds_the_package_only(wheel: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the scalers must do on one process: torch's classes, but for the README's numbered differences.
+"""What the scalers must do on one process: torch's classes, but for the numbered ones in docs/differences.md.
 
 Every place where it departs from torch calls `departs(number)`; what is not departed from is torch itself.
 """
@@ -18,7 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 FP32_MAX = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-126
 FP16_SUMS = 16  # duplicates in sparse fp16 gradients are added up in fp32, as torch's ShardedGradScaler does
-FAILURE = "failure"  # the README's paragraph under the list: nothing is written before all was checked
+FAILURE = "failure"  # the same page: nothing is written before all was checked
 OVERLAP = (
     "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
     "Please clone() the tensor before performing the operation."
@@ -28,7 +28,7 @@ departures: Counter[int | str] = Counter()  # how often a run met each differenc
 
 
 def departs(number: int | str) -> None:
-    """Mark a departure from torch, by its number in the README."""
+    """Mark a departure from torch, by its number."""
     departures[number] += 1
 
 
@@ -195,7 +195,7 @@ class Specification(torch.amp.GradScaler):
         super().update(new_scale)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
-        if any(map(_overlaps, _gradients(optimizer))) and (allow_fp16 or not any(map(_is_fp16, _gradients(optimizer)))):
+        if any(map(overlaps, gradients_of(optimizer))) and (allow_fp16 or not any(map(is_fp16, gradients_of(optimizer)))):
             departs(FAILURE)  # torch raises the same, after it has written the gradients of other dtypes
             raise RuntimeError(OVERLAP)
         if allow_fp16:
@@ -255,7 +255,7 @@ class Specification(torch.amp.GradScaler):
         except Exception:
             departs(FAILURE)  # nobody knows what it wrote: it can only be skipped now
             del optimizer.grad_scale, optimizer.found_inf
-            state.update(stage=OptState.UNSCALED, void=ready)
+            state.update(stage=OptState.UNSCALED, void=ready or "deferred" in state)
             raise
 
     def _step_with_flag(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +290,8 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer
 
 
-def _gradients(optimizer: Any) -> Iterator[Tensor]:
+def gradients_of(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the gradients that there are."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return (parameter.grad for parameter in parameters if parameter.grad is not None)
 
@@ -308,11 +309,13 @@ def _same(before: list[Any], now: list[Any]) -> bool:
     )
 
 
-def _is_fp16(gradient: Tensor) -> bool:
+def is_fp16(gradient: Tensor) -> bool:
+    """Tell whether GradScaler refuses to unscale it."""
     return gradient.dtype is torch.float16
 
 
-def _overlaps(gradient: Tensor) -> bool:
+def overlaps(gradient: Tensor) -> bool:
+    """Tell whether elements share memory."""
     if gradient.layout is not torch.strided or not gradient.numel():
         return False
     return any(stride == 0 < size - 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
@@ -321,7 +324,7 @@ def _overlaps(gradient: Tensor) -> bool:
 def _sum_in_fp32(optimizer: Any) -> None:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse and _is_fp16(gradient) and not gradient.is_coalesced():
+        if gradient is not None and gradient.is_sparse and is_fp16(gradient) and not gradient.is_coalesced():
             departs(FP16_SUMS)
             parameter.grad = gradient.float().coalesce().half()
 

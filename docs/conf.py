@@ -1,0 +1,45 @@
+"""Sphinx's settings; `make docs` builds, warnings are errors."""
+
+import re
+
+from scaler_triton import __version__
+
+project = "scaler_triton"
+author = "the scaler_triton authors"
+copyright = "2026, the scaler_triton authors"
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "recipes"]
+html_theme = "furo"
+html_title = f"scaler_triton {__version__}"
+default_role = "code"  # docstrings are read in editors more often than here: one backtick is code
+
+myst_heading_anchors = 3
+suppress_warnings = ["myst.xref_missing"]  # links of README and perf/README that point into the repository
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_mock_imports = ["triton"]
+napoleon_use_rtype = False
+nitpicky = False
+
+
+LABEL = re.compile(r"^(Returns|Raises|Warns|Args and raises): (?=\S)")
+
+
+def as_rst(app, what, name, thing, options, lines):
+    """Turn what docstrings write for people into what Sphinx reads: labels at a line's head, literal blocks."""
+    labelled = False
+    for index, line in enumerate(lines):
+        labelled = bool(line) and (labelled or bool(LABEL.match(line)))
+        if labelled:  # one paragraph, its further lines indented
+            lines[index] = LABEL.sub(r"**\1:** ", line).lstrip()
+        following = lines[index + 1 : index + 3]
+        if line.endswith(":") and len(following) == 2 and not following[0] and following[1].startswith("    "):
+            lines[index] = f"{line}:"
+
+
+def setup(app):
+    """Let `as_rst` see docstrings before napoleon does."""
+    app.connect("autodoc-process-docstring", as_rst, priority=400)

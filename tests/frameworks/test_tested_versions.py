@@ -1,0 +1,66 @@
+"""A framework's version that nobody has tried is named once, beside those that were."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import warnings
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from scaler_triton.integrations import versions
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test be the first to warn."""
+    monkeypatch.setattr(versions, "_warned", set())
+
+
+def declare(monkeypatch: pytest.MonkeyPatch, oldest: str, newest: str) -> None:
+    monkeypatch.setitem(versions.TESTED, "torch", (oldest, newest))
+    monkeypatch.setattr(versions, "version", lambda package: "2.13.0")
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [("2.13.0", "2.13.0"), ("2.9.1", "2.13.0"), ("2.13", "2.100")])
+def test_a_tested_version_is_no_news(monkeypatch, oldest, newest):
+    declare(monkeypatch, oldest, newest)
+    versions.check("torch")
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [("2.9.1", "2.12.9"), ("2.13.1", "2.14.0")])
+def test_another_one_is_named_once_with_those_that_were(monkeypatch, oldest, newest):
+    declare(monkeypatch, oldest, newest)
+    text = f"torch 2.13.0 is installed; scaler_triton was tested with torch {oldest} to {newest}"
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$") as caught:
+        versions.check("torch")
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        versions.check("torch")
+
+
+def test_what_is_not_installed_raises(monkeypatch):
+    monkeypatch.setitem(versions.TESTED, "nobody-wrote-this", ("1", "2"))
+    with pytest.raises(PackageNotFoundError):
+        versions.check("nobody-wrote-this")
+
+
+def test_the_pinned_versions_are_within_the_tested_ranges():
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for package, (oldest, newest) in versions.TESTED.items():
+        assert versions.TorchVersion(oldest) <= pins[package] <= versions.TorchVersion(newest)
+        assert pins[package] == newest  # nothing newer is claimed than what runs here
+
+
+def test_the_development_environment_asks_for_the_oldest_tested():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = dict(entry.split(">=") for entry in extras["frameworks"])
+    for package in asked.keys() & versions.TESTED.keys():
+        assert versions.TorchVersion(versions.TESTED[package][0]) == asked[package]
+
+
