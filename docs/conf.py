@@ -26,6 +26,7 @@ nitpicky = False
 
 
 LABEL = re.compile(r"^(Returns|Raises|Warns|Args and raises): (?=\S)")
+LITERAL = re.compile(r"(?<=[^\s:])(:?)\n\n(?=    )")  # text, a blank line, an indented block
 
 
 def as_rst(app, what, name, thing, options, lines):
@@ -35,9 +36,7 @@ def as_rst(app, what, name, thing, options, lines):
         labelled = bool(line) and (labelled or bool(LABEL.match(line)))
         if labelled:  # one paragraph, its further lines indented
             lines[index] = LABEL.sub(r"**\1:** ", line).lstrip()
-        following = lines[index + 1 : index + 3]
-        if line.endswith(":") and len(following) == 2 and not following[0] and following[1].startswith("    "):
-            lines[index] = f"{line}:"
+    lines[:] = LITERAL.sub(lambda match: "::\n\n" if match[1] else "\n\n::\n\n", "\n".join(lines)).split("\n")
 
 
 def setup(app):
