@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import collectives, dispatch, limits, optimizers, policy
+from scaler_triton import collectives, dispatch, limits, optimizers, policy, untraced
 from scaler_triton.clipping import ClippingMixin
 from scaler_triton.flags import State
 from scaler_triton.plan import PlanCache
@@ -198,6 +198,9 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         clone.__setstate__(copied(self._own_state()))
         clone.process_group = self.process_group  # a group is shared, it cannot be copied
         return clone
+
+
+untraced.leave_alone(ScalerMixin)
 
 
 class GradScaler(ScalerMixin, torch.amp.GradScaler):

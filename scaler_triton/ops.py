@@ -21,7 +21,7 @@ from scaler_triton.stats import Counters
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
 
-__all__ = ["check_nonfinite", "unscale_", "update_scale_"]
+__all__ = ["check_nonfinite", "grad_norm", "unscale_", "update_scale_"]
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, backend: str | None = None) -> None:
@@ -40,6 +40,11 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
     Raises: what `batch.check_gradient` raises, naming `grads[i]`; TypeError or ValueError for wrong scalars.
         Nothing is written then.
     """
+    if torch.compiler.is_compiling():
+        from scaler_triton import compiled
+
+        compiled.unscale_(grads, inv_scale, found_inf, backend=backend)
+        return
     _check_scalar(inv_scale, "inv_scale")
     _check_scalar(found_inf, "found_inf")
 
@@ -56,8 +61,35 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
 
     Args and raises: as `unscale_`.
     """
+    if torch.compiler.is_compiling():
+        from scaler_triton import compiled
+
+        compiled.check_nonfinite(grads, found_inf, backend=backend)
+        return
     _check_scalar(found_inf, "found_inf")
     _run(grads, found_inf, backend, check_batch)
+
+
+def grad_norm(
+    grads: Sequence[Tensor],
+    found_inf: Tensor | None = None,
+    *,
+    inv_scale: Tensor | None = None,
+    norm_type: float = 2.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Return the norm that all gradients together have once they are unscaled: `norms.grad_norm`, see there.
+
+    Equivalent PyTorch: `torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads]) * inv_scale,
+    norm_type)`; `found_inf` is set to 1 if a gradient holds NaN or Inf.
+    """
+    if torch.compiler.is_compiling():
+        from scaler_triton import compiled
+
+        return compiled.grad_norm(grads, found_inf, inv_scale=inv_scale, norm_type=norm_type, backend=backend)
+    from scaler_triton import norms
+
+    return norms.grad_norm(grads, found_inf, inv_scale=inv_scale, norm_type=norm_type, backend=backend)
 
 
 def update_scale_(
@@ -84,6 +116,12 @@ def update_scale_(
 
     Raises: TypeError or ValueError naming a wrong argument.
     """
+    if torch.compiler.is_compiling():
+        from scaler_triton import compiled
+
+        numbers = growth_factor, backoff_factor, growth_interval
+        compiled.update_scale_(scale, growth_tracker, found_inf, *numbers, backend=backend)
+        return
     _check_scalar(scale, "scale")
     _check_scalar(growth_tracker, "growth_tracker", torch.int32)
     _check_scalar(found_inf, "found_inf")

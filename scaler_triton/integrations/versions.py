@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from torch.torch_version import TorchVersion
 
@@ -11,10 +11,10 @@ from scaler_triton import callers
 
 # Package -> the oldest and the newest version that `make test-frameworks` has passed with.
 TESTED = {
-    "accelerate": ("1.15.0", "1.15.0"),
-    "lightning": ("2.6.6", "2.6.6"),
-    "pytorch-lightning": ("2.6.6", "2.6.6"),
-    "transformers": ("5.23.0", "5.23.0"),
+    "accelerate": ("1.13.0", "1.15.0"),
+    "lightning": ("2.5.0", "2.6.6"),
+    "pytorch-lightning": ("2.5.0", "2.6.6"),
+    "transformers": ("4.56.0", "5.23.0"),
 }
 
 _warned: set[str] = set()
@@ -24,12 +24,13 @@ def check(package: str) -> None:
     """Warn, once a process, if the installed version of `package` is none that was tested.
 
     Args:
-        package: its name on PyPI, one of `TESTED`.
-
-    Raises: PackageNotFoundError if it is not installed.
+        package: its name on PyPI, one of `TESTED`. A copy that does not tell its version passes.
     """
     oldest, newest = TESTED[package]
-    installed = version(package)
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        return
     if oldest <= TorchVersion(installed) <= newest or package in _warned:
         return
     _warned.add(package)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from scaler_triton.demo.ranks import RankPool
 
 # Spawned ranks import the cases of this folder, and those of the ranks' own tests, by these paths.
 for folder in (Path(__file__).parent, Path(__file__).parents[1] / "distributed"):
     sys.path.insert(0, str(folder))
+
+CASE_LIMIT = 60.0  # Seconds, for a case that imports a framework on a busy machine.
 
 # No test asks a hub for anything.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,3 +27,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("heavy") and not os.environ.get("HEAVY"):
             item.add_marker(pytest.mark.skip(reason="runs with make test-frameworks"))
+
+
+@pytest.fixture
+def two(pools: Callable[[int], RankPool]) -> Callable[..., list[Any]]:
+    """Run `case(rank, *args, **options)` on two ranks with warnings as errors; return one value a rank."""
+    import cases
+
+    def run(case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        results = pools(2).run(cases.strictly, case, args, options, timeout=CASE_LIMIT)
+        failures = [f"rank {result.rank}: {result.traceback}" for result in results if not result.ok]
+        if failures:
+            pytest.fail("\n".join(failures), pytrace=False)
+        return [result.value for result in results]
+
+    return run

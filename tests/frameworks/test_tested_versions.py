@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 import warnings
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,9 @@ def test_another_one_is_named_once_with_those_that_were(monkeypatch, oldest, new
         versions.check("torch")
 
 
-def test_what_is_not_installed_raises(monkeypatch):
+def test_a_copy_without_a_version_passes(monkeypatch):
     monkeypatch.setitem(versions.TESTED, "nobody-wrote-this", ("1", "2"))
-    with pytest.raises(PackageNotFoundError):
-        versions.check("nobody-wrote-this")
+    versions.check("nobody-wrote-this")
 
 
 def test_the_pinned_versions_are_within_the_tested_ranges():
@@ -62,5 +60,3 @@ def test_the_development_environment_asks_for_the_oldest_tested():
     asked = dict(entry.split(">=") for entry in extras["frameworks"])
     for package in asked.keys() & versions.TESTED.keys():
         assert versions.TorchVersion(versions.TESTED[package][0]) == asked[package]
-
-

@@ -1,0 +1,45 @@
+"""Run twice, on any number of ranks each time: torchrun --nproc-per-node 4 checkpoint.py FOLDER, then with 2."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from scaler_triton import ShardedGradScaler
+
+folder = Path(sys.argv[1])
+cuda = torch.cuda.is_available()
+dist.init_process_group("nccl" if cuda else "gloo")
+device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if cuda else torch.device("cpu")
+net = torch.nn.Linear(8, 8, device=device)
+fully_shard(net)
+optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+# The same extras in every run: DCP loads what the new scaler itself would save.
+scaler = ShardedGradScaler(device.type, init_scale=256.0, growth_interval=2, min_scale=1.0, hysteresis=2)
+
+
+class Training:
+    def state_dict(self):
+        model, moments = get_state_dict(net, optimizer)
+        return {"model": model, "optimizer": moments, "scaler": scaler.state_dict()}
+
+    def load_state_dict(self, state):
+        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+
+
+if resumes := (folder / ".metadata").exists():
+    dcp.load({"training": Training()}, checkpoint_id=folder)
+for _ in range(3):
+    optimizer.zero_grad()
+    scaler.scale(net(torch.ones(2, 8, device=device)).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+if not resumes:
+    dcp.save({"training": Training()}, checkpoint_id=folder)
+sys.stdout.write(f"{scaler.stats().updates} updates, scale {scaler.get_scale()}\n")  # one write: lines stay whole
+dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""An actor and a critic, updated as RL trainers do: micro-batches, FSDP2, a clip, a look at the norm.
+
+torchrun --standalone --nproc-per-node 2 docs/recipes/verl_style.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from scaler_triton import ShardedGradScaler
+
+kind = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+device = torch.device(kind, dist.get_rank() % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+mesh = dist.init_device_mesh(kind, (dist.get_world_size(),))
+
+
+class Learner:
+    def __init__(self, outputs: int) -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, outputs))
+        self.model = fully_shard(net.to(device), mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.scaler = ShardedGradScaler(kind, growth_interval=400)
+
+    def update(self, batch: torch.Tensor, micro_batches: int = 4) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        for micro in batch.chunk(micro_batches):
+            with torch.autocast(kind, dtype=torch.float16):
+                loss = self.model(micro).float().square().mean() / micro_batches
+            self.scaler.scale(loss).backward()
+        norm = self.scaler.clip_grad_norm_(self.optimizer, 1.0)  # FSDP1 needs model=self.model, too
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return norm
+
+
+actor, critic = Learner(outputs=8), Learner(outputs=1)
+for step in range(20):
+    batch = torch.randn(32, 16, device=device)
+    if step == 10 and dist.get_rank() == dist.get_world_size() - 1:
+        batch[3, 5] = float("inf")  # on one rank; all skip
+    for name, learner in {"actor": actor, "critic": critic}.items():
+        norm = learner.update(batch)
+        if not norm.isfinite():  # on every rank alike
+            print(f"rank {dist.get_rank()}, step {step}: {name} skipped, scale now {learner.scaler.get_scale():g}")
+dist.destroy_process_group()

@@ -1,0 +1,44 @@
+"""Lightning's Trainer in fp16 with our scaler: a fused optimizer, clipped by norm."""
+
+import lightning.pytorch as pl
+import torch
+
+from scaler_triton import GradScaler
+from scaler_triton.integrations.lightning import mixed_precision
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Sums(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        inputs, targets = batch
+        return torch.nn.functional.mse_loss(self.net(inputs).float(), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+pl.seed_everything(0, verbose=False)
+inputs = torch.randn(256, 16)
+inputs[100, 3] = 1e30  # infinite in fp16: the step of this batch is skipped
+data = torch.utils.data.TensorDataset(inputs, inputs.nan_to_num().sum(1, keepdim=True).clamp(-20, 20))
+module = Sums()
+
+trainer = pl.Trainer(
+    accelerator=device,
+    devices=1,
+    plugins=mixed_precision(pl.Trainer, GradScaler(device), device=device),  # the one line
+    gradient_clip_val=1.0,
+    max_epochs=10,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=32))
+print(trainer.scaler.stats())
+print(trainer.scaler.overflow_report(module))

@@ -1,0 +1,180 @@
+"""Hugging Face Accelerate, and the Trainer on top of it: our scaler, clipping in one pass, the truth about skips."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer as _Original
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from scaler_triton import grad_scaler
+from scaler_triton.integrations import versions
+from scaler_triton.optimizers import parameters_of
+
+_ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)  # scale by themselves
+_STATE_MAKER = "torch.distributed.checkpoint.state_dict"
+
+
+def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMixin:
+    """Give an `Accelerator` a scaler of ours, before `prepare`.
+
+        accelerator = Accelerator(mixed_precision="fp16")
+        use_scaler_triton(accelerator)
+
+    The scaler is a `ShardedGradScaler` under FSDP1, else a `GradScaler`, with the numbers of `GradScalerKwargs`. Then,
+    of this accelerator only:
+
+        clip_grad_norm_(parameters, max_norm)   is scaler.clip_grad_norm_ of the prepared optimizers that hold them
+        optimizer.step_was_skipped              is scaler.was_skipped(optimizer), fused or not
+
+    and a checkpoint that is saved or loaded leaves the scale alone. On a CPU, where Accelerate passes over
+    `mixed_precision="fp16"`, this turns its autocast on, too. May be called again: without `settings` the scaler stays.
+
+    Args:
+        accelerator: with `mixed_precision="fp16"`, nothing prepared yet; changed. A Trainer's is `trainer.accelerator`.
+        settings: more arguments for the scaler, such as `min_scale=1.0`; they beat `GradScalerKwargs`.
+
+    Returns: the scaler, which is `accelerator.scaler` from now on.
+
+    Raises: TypeError or ValueError naming what is wrong with `accelerator`; the scaler's for `settings`.
+        The accelerator is as before then.
+    """
+    _check(accelerator)
+    versions.check("accelerate")
+    if "transformers" in sys.modules:
+        versions.check("transformers")
+    scaler = accelerator.scaler
+    if settings or not isinstance(scaler, grad_scaler.ScalerMixin):
+        _check_unprepared(accelerator)
+        scaler = _new_scaler(accelerator, settings)
+    accelerator.scaler, accelerator.native_amp = scaler, True
+    for optimizer in accelerator._optimizers:  # prepared with a scaler of ours already
+        optimizer.__class__ = AcceleratedOptimizer
+    # Partials of functions that can be found by name, so that the accelerator can still be pickled.
+    accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
+    accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm, accelerator)
+    return scaler
+
+
+class AcceleratedOptimizer(_Original):  # type: ignore[misc]
+    """Accelerate's own, but for what it says of skipped steps, and for steps that are none."""
+
+    def step(self, closure: Any = None) -> None:
+        """Step through the scaler, or straight if `torch.distributed.checkpoint` asks, to have a state made.
+
+        That step, of zero gradients at a learning rate of zero, comes when FSDP2's checkpoints are saved or loaded.
+        """
+        if not self.optimizer.state and _is_called_from(_STATE_MAKER):
+            self.optimizer.step()
+        else:
+            super().step(closure)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped; waits for the device if the optimizer is fused.
+
+        Between clipping or unscaling and the step that follows: what the last question was answered by.
+        """
+        with suppress(ValueError):  # not stepped yet, or unscaled since
+            self._is_overflow = self.scaler.was_skipped(self.optimizer)
+        return bool(self._is_overflow)
+
+
+def _check(accelerator: Any) -> None:
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise TypeError(f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}")
+    if accelerator.distributed_type in _ELSEWHERE:
+        kind = accelerator.distributed_type.value
+        raise ValueError(f"accelerator must be of a distributed_type that uses torch's scaler, got {kind}")
+    if accelerator.mixed_precision != "fp16":
+        raise ValueError(f"accelerator must have mixed_precision='fp16', got {accelerator.mixed_precision!r}")
+
+
+def _check_unprepared(accelerator: Any) -> None:
+    prepared = [*accelerator._optimizers, *(() if accelerator.native_amp else accelerator._models)]
+    if prepared:
+        names = ", ".join(type(getattr(one, "optimizer", one)).__name__ for one in prepared)
+        raise ValueError(f"accelerator must have prepared nothing yet, which would keep what it got: {names}")
+
+
+def _new_scaler(accelerator: Any, settings: dict[str, Any]) -> grad_scaler.ScalerMixin:
+    """Return a scaler with the numbers of Accelerate's, or of the one that it leaves out on a CPU."""
+    device, theirs = accelerator.device.type, accelerator.scaler
+    if theirs is None:
+        handler = accelerator.scaler_handler
+        theirs = torch.amp.GradScaler(device, **(handler.to_kwargs() if handler is not None else {}))
+    numbers: dict[str, Any] = {"enabled": theirs.is_enabled()}
+    if theirs.is_enabled():
+        numbers["init_scale"] = theirs.get_scale()
+        numbers["growth_factor"] = theirs.get_growth_factor()
+        numbers["backoff_factor"] = theirs.get_backoff_factor()
+        numbers["growth_interval"] = theirs.get_growth_interval()
+    scaler: grad_scaler.ScalerMixin = _scaler_class(accelerator)(device, **{**numbers, **settings})
+    scaler._init_growth_tracker = theirs._get_growth_tracker()
+    return scaler
+
+
+def _scaler_class(accelerator: Any) -> Any:
+    if not _is_fsdp1(accelerator):
+        return grad_scaler.GradScaler
+    from scaler_triton.sharded import ShardedGradScaler  # imports FSDP
+
+    return ShardedGradScaler
+
+
+def _is_fsdp1(accelerator: Any) -> bool:
+    return bool(accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2)
+
+
+def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare_optimizer`, whose wrapper tells the truth."""
+    optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
+    optimizer.__class__ = AcceleratedOptimizer
+    return optimizer
+
+
+def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+    """`Accelerator.clip_grad_norm_`, by the scaler: the norm is that of the whole model, however it is sharded.
+
+    Only the optimizers that hold some of `parameters` are unscaled, not all; a gradient that no prepared optimizer
+    holds is left alone, because it is still scaled.
+    """
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    ids = set(map(id, chosen))
+    optimizers = [one.optimizer for one in accelerator._optimizers if any(id(p) in ids for p in parameters_of(one))]
+    if not optimizers or not accelerator.scaler.is_enabled():
+        norm: Tensor = type(accelerator).clip_grad_norm_(accelerator, chosen, max_norm, norm_type)
+        return norm
+    rest = None if _holds_all(ids, optimizers) else chosen
+    clipped: Tensor = accelerator.scaler.clip_grad_norm_(
+        optimizers, float(max_norm), float(norm_type), model=_fsdp1_model(accelerator), parameters=rest
+    )
+    return clipped
+
+
+def _holds_all(ids: set[int], optimizers: Sequence[Any]) -> bool:
+    """Tell whether `ids` are all that the optimizers train, so that one pass and one reduction do."""
+    parameters: Iterable[Tensor] = (p for optimizer in optimizers for p in parameters_of(optimizer))
+    return all(id(p) in ids or not p.requires_grad for p in parameters)
+
+
+def _fsdp1_model(accelerator: Any) -> nn.Module | None:
+    """Return what holds the FSDP1 modules, by which a norm over shards is told from one over copies."""
+    if not _is_fsdp1(accelerator):
+        return None
+    models: list[nn.Module] = accelerator._models
+    return models[0] if len(models) == 1 else nn.ModuleList(models)
+
+
+def _is_called_from(module: str) -> bool:
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None

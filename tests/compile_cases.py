@@ -1,0 +1,84 @@
+"""What the tests of torch.compile share: a training run, compiled in parts or whole, and what Dynamo did meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+STEPS, WARM_UP, BAD_STEPS = 8, 3, (1, 5)
+# 1 and 5 overflow, and two good ones in a row double: one overflow while compiling, one after.
+SCALES = [8.0, 4.0, 4.0, 8.0, 8.0, 4.0, 4.0, 8.0]
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Compiled code of other tests neither helps nor counts towards limits."""
+    torch.compiler.reset()
+    counters.clear()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
+        counters.clear()
+
+
+@contextmanager
+def nothing_new() -> Iterator[None]:
+    """Assert that what runs within is compiled already: no frame, no graph and no second version of one."""
+    before = {name: dict(counters[name]) for name in ("frames", "stats", "graph_break")}
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    assert {name: dict(counters[name]) for name in before} == before
+
+
+class Net(nn.Module):
+    """Two layers, the first one's bias frozen."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 7, device=device), nn.Linear(7, 2, device=device)
+        self.up.bias.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Apply the layers."""
+        return self.down(torch.tanh(self.up(inputs)))
+
+
+def run(step: Step, net: nn.Module, scaler: Any) -> list[Tensor]:
+    """Take STEPS steps, the later ones with nothing left to compile; return scales, then losses and parameters."""
+    scales, rest = [], []
+    device = str(next(net.parameters()).device)
+    draw = torch.Generator().manual_seed(1)
+    for number in range(STEPS):
+        inputs = torch.randn(4, 5, generator=draw).to(device)
+        factor = torch.tensor(math.inf if number in BAD_STEPS else 1.0, device=device)
+        if number < WARM_UP:
+            rest.append(step(inputs, factor))
+        else:
+            with nothing_new():
+                rest.append(step(inputs, factor))
+        scales.append(scaler._scale.clone())
+        rest += [parameter.detach().clone() for parameter in net.parameters()]
+    assert [scale.item() for scale in scales] == SCALES
+    assert not torch.equal(rest[1], rest[-len(list(net.parameters()))])  # it did train
+    return scales + rest
+
+
+def fresh_net(device: str) -> Net:
+    """Return the same one every time."""
+    torch.manual_seed(0)
+    return Net(device)
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    """Return a scaler's arguments for SCALES."""
+    return {"init_scale": 8.0, "growth_interval": 2, **more}

@@ -1,0 +1,52 @@
+"""A whole step under FSDP2 compiled, on every rank, beside the same step uncompiled."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import cases
+import torch
+from cases import Fault
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+
+STEPS, WARM_UP = 6, 3
+
+
+def whole_step(rank: int, kind: str, name: str, faults: list[Fault], *, compiled: bool) -> list[list[str]]:
+    """Train two layers under FSDP2; return scales as hex and the digests of the local parameters after each step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    fully_shard(net, mesh=cases.line())
+    optimizer = cases.new_optimizer(name, net.parameters())
+    scaler = cases.new_scaler(kind)
+    plant = torch.compiler.disable(lambda: cases.plant(faults, rank, len(left), list(net.parameters())))
+    left: list[list[str]] = []
+
+    def step(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(net(inputs).square().mean()).backward()
+        plant()
+        scaler.clip_grad_norm_(optimizer, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    torch.compiler.reset()
+    counters.clear()
+    if compiled:
+        step = _compiled(step)
+    while len(left) < STEPS:
+        with torch._dynamo.config.patch(error_on_recompile=len(left) >= WARM_UP):
+            step(torch.linspace(-1, 1, 8).reshape(2, 4))
+        left.append([float(scaler.get_scale()).hex(), *map(cases.digest, net.parameters())])
+    assert bool(counters["stats"]["unique_graphs"]) == compiled
+    return left
+
+
+def _compiled(step: Any) -> Any:
+    warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)  # Dynamo's import
+    # After a graph break Dynamo asks every tensor it meets for `.grad`, the scaled loss, too.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    return torch.compile(step, backend="aot_eager")

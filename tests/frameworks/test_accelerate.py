@@ -1,0 +1,410 @@
+"""Accelerate in one process: what the one line changes, what it refuses, what it says of skipped steps."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer as Original
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, GradScalerKwargs
+from accelerate_cases import Job, forget, new_accelerator, use_torch
+
+from scaler_triton import GradScaler
+from scaler_triton.integrations.accelerate import AcceleratedOptimizer, use_scaler_triton
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def first_accelerator() -> Any:
+    """Start every test without an Accelerator's state, and leave none."""
+    forget()
+    yield
+    forget()
+
+
+def linear(accelerator: Accelerator, name: str = "SGD", **options: Any) -> tuple[nn.Module, Any]:
+    """A prepared layer of two weights and its optimizer."""
+    layer = nn.Linear(2, 1, bias=False)
+    return accelerator.prepare(layer, getattr(torch.optim, name)(layer.parameters(), lr=0.5, **options))
+
+
+def backward(accelerator: Accelerator, *layers: nn.Module, value: float = 1.0) -> None:
+    """Leave a gradient of (3, 4) in every layer, scaled; of another size by `value`."""
+    accelerator.backward(sum((layer(torch.tensor([[3.0, 4.0]])) * value).float().sum() for layer in layers))
+
+
+# What it gives, and when.
+
+
+def test_the_scaler_gets_accelerates_numbers():
+    numbers = {"init_scale": 32.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**numbers)])
+    scaler = use_scaler_triton(accelerator)
+    assert type(scaler) is GradScaler
+    assert accelerator.scaler is scaler
+    assert scaler.state_dict() == GradScaler("cpu", **numbers).state_dict()
+
+
+def test_the_scaler_gets_what_the_one_before_it_had():
+    accelerator = new_accelerator()
+    theirs = use_torch(accelerator)
+    state = {"scale": 4.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 9, "_growth_tracker": 5}
+    theirs.load_state_dict(state)
+    assert use_scaler_triton(accelerator).state_dict() == state
+
+
+def test_settings_beat_accelerates_numbers():
+    scaler = use_scaler_triton(new_accelerator(), init_scale=64.0, min_scale=2.0)
+    assert scaler.get_scale() == 64.0
+    assert scaler.get_min_scale() == 2.0
+    assert scaler.get_growth_interval() == 2
+
+
+def test_called_again_it_changes_nothing():
+    accelerator = new_accelerator()
+    scaler = use_scaler_triton(accelerator, min_scale=2.0)
+    assert use_scaler_triton(accelerator) is scaler
+    _, optimizer = linear(accelerator)
+    assert use_scaler_triton(accelerator) is scaler
+    assert type(optimizer) is AcceleratedOptimizer
+    assert optimizer.scaler is scaler
+
+
+def test_a_scaler_of_ours_stays_with_what_was_prepared():
+    accelerator = new_accelerator()
+    accelerator.scaler, accelerator.native_amp = GradScaler("cpu", init_scale=4.0), True  # as under patch_torch()
+    scaler, (layer, optimizer) = accelerator.scaler, linear(accelerator)
+    assert type(optimizer) is Original
+    assert use_scaler_triton(accelerator) is scaler
+    assert type(optimizer) is AcceleratedOptimizer
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
+
+
+def test_autocast_is_on_where_accelerate_leaves_it_out():
+    accelerator, seen = new_accelerator(), []
+    use_scaler_triton(accelerator)
+    model = nn.Sequential(nn.Linear(2, 2))  # what the outermost module returns is made fp32
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    accelerator.prepare(model)(torch.ones(1, 2))
+    assert seen == [torch.float16]
+
+
+def test_other_accelerators_stay_as_they_are():
+    use_scaler_triton(new_accelerator())
+    other = new_accelerator()
+    use_torch(other)
+    layer, optimizer = linear(other)
+    assert type(optimizer) is Original
+    backward(other, layer)
+    with mock.patch.object(GradScaler, "clip_grad_norm_", side_effect=AssertionError):
+        assert float(other.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
+
+
+def test_a_disabled_scaler_leaves_all_to_accelerate():
+    handlers = [GradScalerKwargs(enabled=False)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
+    assert not use_scaler_triton(accelerator).is_enabled()
+    layer, optimizer = linear(accelerator)
+    backward(accelerator, layer)
+    with mock.patch.object(GradScaler, "clip_grad_norm_", side_effect=AssertionError):
+        assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+# What it refuses.
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_refuses_other_precisions(precision):
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    with pytest.raises(ValueError, match=f"accelerator must have mixed_precision='fp16', got '{precision}'"):
+        use_scaler_triton(accelerator)
+
+
+def test_refuses_what_is_no_accelerator():
+    with pytest.raises(TypeError, match=r"accelerator must be an accelerate\.Accelerator, got Linear"):
+        use_scaler_triton(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_refuses_what_scales_by_itself(kind):
+    accelerator = new_accelerator()
+    AcceleratorState._shared_state["distributed_type"] = DistributedType[kind]
+    with pytest.raises(ValueError, match=f"distributed_type that uses torch's scaler, got {kind}"):
+        use_scaler_triton(accelerator)
+
+
+def test_refuses_what_was_prepared_and_changes_nothing():
+    accelerator = new_accelerator()
+    theirs = use_torch(accelerator)
+    linear(accelerator)
+    with pytest.raises(ValueError, match="accelerator must have prepared nothing yet, .*: SGD"):
+        use_scaler_triton(accelerator)
+    assert accelerator.scaler is theirs
+    assert not {"clip_grad_norm_", "prepare_optimizer"} & vars(accelerator).keys()
+
+
+def test_refuses_a_model_prepared_without_autocast():
+    accelerator = new_accelerator()
+    accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="accelerator must have prepared nothing yet, .*: Linear"):
+        use_scaler_triton(accelerator)
+
+
+def test_refuses_settings_once_prepared():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    linear(accelerator)
+    with pytest.raises(ValueError, match="accelerator must have prepared nothing yet"):
+        use_scaler_triton(accelerator, min_scale=1.0)
+
+
+def test_refuses_wrong_settings_and_changes_nothing():
+    accelerator = new_accelerator()
+    with pytest.raises(ValueError, match="min_scale"):
+        use_scaler_triton(accelerator, min_scale=-1.0)
+    assert accelerator.scaler is None
+    assert not accelerator.native_amp
+
+
+# Clipping.
+
+
+@pytest.mark.parametrize(("norm_type", "norm"), [(2, 5.0), (1.0, 7.0), (float("inf"), 4.0)])
+def test_clips_by_any_norm(norm_type, norm):
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer, _ = linear(accelerator)
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_(layer.parameters(), norm / 2, norm_type)) == norm
+    torch.testing.assert_close(layer.weight.grad, torch.tensor([[1.5, 2.0]]), rtol=1e-6, atol=0)  # norm + 1e-6
+
+
+def test_a_single_tensor_may_be_clipped():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer, _ = linear(accelerator)
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_(layer.weight, max_norm=9.0, norm_type=2.0)) == 5.0
+
+
+def two_layers(accelerator: Accelerator) -> list[Any]:
+    """Two prepared layers, then their optimizers."""
+    layers = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    return list(accelerator.prepare(*layers, *(torch.optim.SGD(one.parameters(), lr=0.5) for one in layers)))
+
+
+def test_several_optimizers_are_clipped_under_one_norm():
+    accelerator = new_accelerator()
+    scaler = use_scaler_triton(accelerator)
+    one, other, *_ = two_layers(accelerator)
+    backward(accelerator, one, other)
+    with mock.patch.object(scaler, "unscale_", side_effect=AssertionError):  # all in one pass
+        norm = accelerator.clip_grad_norm_([*one.parameters(), *other.parameters()], 1e9)
+    assert float(norm) == pytest.approx(50**0.5, rel=1e-6)
+    assert one.weight.grad.tolist() == other.weight.grad.tolist() == [[3.0, 4.0]]
+
+
+def test_each_optimizer_is_clipped_for_itself():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    one, other, *optimizers = two_layers(accelerator)
+    backward(accelerator, one, other)
+    assert float(accelerator.clip_grad_norm_(one.parameters(), 1e9)) == 5.0
+    assert other.weight.grad.tolist() == [[24.0, 32.0]]  # scaled still
+    assert float(accelerator.clip_grad_norm_(other.parameters(), 1e9)) == 5.0
+    before = [layer.weight.detach().clone() for layer in (one, other)]
+    for optimizer in optimizers:
+        optimizer.step()
+    for layer, weight in zip((one, other), before, strict=True):
+        assert torch.equal(layer.weight, weight - 0.5 * torch.tensor([[3.0, 4.0]]))  # unscaled once
+
+
+def test_some_parameters_are_clipped():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer = nn.Linear(2, 1)
+    layer, _ = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.5))
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_([layer.weight], 2.5)) == 5.0
+    assert float(accelerator.clip_grad_norm_([layer.bias], 9.0)) == 1.0  # accelerate's raises here
+    torch.testing.assert_close(layer.weight.grad, torch.tensor([[1.5, 2.0]]), rtol=1e-6, atol=0)  # norm + 1e-6
+
+
+def test_frozen_parameters_cost_no_second_pass():
+    accelerator = new_accelerator()
+    scaler = use_scaler_triton(accelerator)
+    layer = nn.Linear(2, 1)
+    layer.bias.requires_grad_(False)
+    layer, _ = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.5))
+    backward(accelerator, layer)
+    with mock.patch.object(scaler, "unscale_", side_effect=AssertionError):
+        assert float(accelerator.clip_grad_norm_([p for p in layer.parameters() if p.requires_grad], 1.0)) == 5.0
+
+
+def test_what_no_optimizer_holds_is_accelerates_affair():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert float(accelerator.clip_grad_norm_([parameter], 1.0)) == 5.0
+
+
+def test_clips_by_value_after_unscaling_once():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer, optimizer = linear(accelerator)
+    backward(accelerator, layer)
+    accelerator.clip_grad_value_(layer.parameters(), 3.5)
+    assert layer.weight.grad.tolist() == [[3.0, 3.5]]
+    before = layer.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(layer.weight, before - torch.tensor([[1.5, 1.75]]))
+
+
+def test_unscaling_twice_is_refused_as_by_torch():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer, _ = linear(accelerator)
+    backward(accelerator, layer)
+    accelerator.unscale_gradients()
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+        accelerator.clip_grad_norm_(layer.parameters(), 1.0)
+
+
+# Skipped steps.
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+def test_skips_are_told(options):
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer, optimizer = linear(accelerator, "AdamW", **options)
+    told = [optimizer.step_was_skipped]
+    for value in (1.0, float("inf"), 1.0):
+        backward(accelerator, layer, value=value)
+        optimizer.step()
+        told.append(accelerator.optimizer_step_was_skipped)
+        optimizer.zero_grad()
+    assert told == [False, False, True, False]
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+def test_an_answer_stays_until_the_next_step(options):
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer, optimizer = linear(accelerator, "AdamW", **options)
+    for value in (float("inf"), 1.0):
+        backward(accelerator, layer, value=value)
+        accelerator.clip_grad_norm_(layer.parameters(), 1.0)
+        assert optimizer.step_was_skipped == (value == 1.0)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (value != 1.0)
+        optimizer.zero_grad()
+
+
+def test_nobody_asks_but_the_scheduler():
+    job = Job(0, "ddp", "adamw-fused")
+    with mock.patch.object(job.scaler, "was_skipped", side_effect=AssertionError("asked")):
+        job._backward(0)
+        job.accelerator.clip_grad_norm_(job.model.parameters(), 1.0)
+        job.optimizer.step()
+        with pytest.raises(AssertionError, match="asked"):
+            job.scheduler.step()
+
+
+@pytest.mark.gpu
+def test_nobody_waits_who_does_not_ask_on_a_gpu():
+    accelerator = Accelerator(mixed_precision="fp16")
+    scaler = use_scaler_triton(accelerator)
+    assert scaler._device == "cuda"
+    layer, optimizer = linear(accelerator, "AdamW", fused=True)
+    batch = torch.tensor([[3.0, 4.0]], device="cuda")
+
+    def step(value: float) -> None:
+        accelerator.backward((layer(batch) * value).float().sum())
+        accelerator.clip_grad_norm_(layer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):  # compiles kernels, makes the optimizer's state and the scaler's tables
+        step(1.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(float("inf"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.step_was_skipped
+    step(1.0)
+    assert not accelerator.optimizer_step_was_skipped
+    assert scaler.stats().skipped == 1
+
+
+# Copies.
+
+
+def trained() -> tuple[Accelerator, Any, Any]:
+    """An accelerator, a layer and its optimizer after a good step and a skipped one."""
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator, min_scale=1.0)
+    layer, optimizer = linear(accelerator, "AdamW", fused=True)
+    for value in (1.0, float("inf")):
+        backward(accelerator, layer, value=value)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (value != 1.0)
+        optimizer.zero_grad()
+    return accelerator, layer, optimizer
+
+
+def test_optimizers_can_be_pickled():
+    *_, optimizer = trained()
+    clone = pickle.loads(pickle.dumps(optimizer))
+    assert type(clone) is AcceleratedOptimizer
+    assert clone.scaler.state_dict() == optimizer.scaler.state_dict()
+    assert clone.step_was_skipped
+    for parameter in clone.param_groups[0]["params"]:
+        parameter.grad = clone.scaler.scale(torch.ones(())) * torch.ones_like(parameter)
+    clone.step()
+    assert not clone.step_was_skipped
+
+
+def test_an_accelerator_can_be_pickled():
+    clone = pickle.loads(pickle.dumps(trained()[0]))
+    assert clone.clip_grad_norm_.args == clone.prepare_optimizer.args == (clone,)
+    assert clone.scaler.stats().skipped == 1
+
+
+# The package, and the page.
+
+
+def test_the_package_does_not_import_accelerate():
+    code = "import sys, scaler_triton; scaler_triton.GradScaler; assert 'accelerate' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=True)
+
+
+def test_the_recipe_runs(tmp_path):
+    command = [sys.executable, "-W", "error", str(ROOT / "docs/recipes/with_accelerate.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "step 3 was skipped" in run.stdout
+    assert "updates=64, " in run.stdout  # the first step of all overflows by itself
+    assert (tmp_path / "checkpoint/scaler.pt").exists()

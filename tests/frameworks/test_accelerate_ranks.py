@@ -1,0 +1,127 @@
+"""Accelerate on two ranks: DDP, FSDP1 and FSDP2 train, clip, skip, accumulate and resume with our scaler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+import accelerate_cases
+
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate's FSDP2 takes the GPUs where there are any")
+FSDP2 = pytest.param("fsdp2", marks=ON_CPU)
+SHARDINGS = ["ddp", "fsdp1", "fsdp1-flat", FSDP2]
+OPTIMIZERS = ["adamw", "adamw-fused"]
+STEPS, OVERFLOWS = 6, (1, 4)
+SKIPPED = [False, True, False, False, True, False]
+
+pytestmark = pytest.mark.distributed
+
+
+def in_all(reports: list[Any], name: str) -> Any:
+    """What all ranks say of something that they must agree on."""
+    first, *others = (getattr(report, name) for report in reports)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_all_ranks_skip_and_say_so(two, sharding, name):
+    reports = two(accelerate_cases.train, sharding, name, OVERFLOWS, STEPS)
+    assert in_all(reports, "skipped") == SKIPPED
+    assert [float.fromhex(scale) for scale in in_all(reports, "scales")] == [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]
+    assert in_all(reports, "trackers") == [1, 0, 1, 0, 0, 1]
+    assert in_all(reports, "step_counts") == [float(SKIPPED.count(False))]
+    if sharding == "ddp":
+        in_all(reports, "digests")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_the_scheduler_waits_with_the_optimizer(two, sharding, name):
+    rates = in_all(two(accelerate_cases.train, sharding, name, OVERFLOWS, STEPS), "rates")
+    before = [SKIPPED[:step].count(False) for step in range(STEPS)]
+    # Accelerate steps a scheduler once a rank.
+    assert rates == [pytest.approx(2.0**-4 * accelerate_cases.DECAY ** (2 * count), rel=1e-12) for count in before]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_clipping_is_the_scalers_in_one_reduction(two, sharding, name):
+    reports = two(accelerate_cases.train, sharding, name, OVERFLOWS, STEPS)
+    # None: all parameters, which takes one pass. Under DDP nobody else needs to be asked.
+    assert in_all(reports, "clipped_by_scaler") == [None] * STEPS
+    assert in_all(reports, "collectives") == [(0 if sharding == "ddp" else 1, 0)] * STEPS
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_equals_torchs_scaler_to_the_bit(two, sharding):
+    ours, theirs = (
+        two(accelerate_cases.train, sharding, "adamw", OVERFLOWS, STEPS, max_norm=1e9, ours=ours)
+        for ours in (True, False)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("scales", "trackers", "skipped", "rates", "digests", "step_counts"):
+            assert getattr(mine, name) == getattr(other, name), name
+        # The sum of squares is taken in fp64, torch's in fp32, shard by shard.
+        assert mine.norms == pytest.approx(other.norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_accumulates_as_with_torchs_scaler(two, sharding):
+    ours, theirs = (
+        two(
+            accelerate_cases.train,
+            sharding,
+            "adamw",
+            (5, 11),  # in micro-batches after which gradients are reduced
+            12,
+            max_norm=1e9,
+            ours=ours,
+            gradient_accumulation_steps=3,
+        )
+        for ours in (True, False)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.skipped == other.skipped == [False, True, False, True]
+        assert mine.scales == other.scales
+        assert mine.rates == other.rates
+        assert mine.digests == other.digests
+
+
+@pytest.mark.parametrize("trained", [0, 3], ids=["fresh", "live"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_resumes_to_the_bit(two, tmp_path, sharding, name, trained):
+    for run in two(accelerate_cases.resume, sharding, name, tmp_path, trained=trained):
+        assert run.loaded == run.saved
+        assert run.resumed.skipped == [False, True, False, False]
+        # Accelerate loads no shards of FSDP1's into an optimizer without state, whatever the scaler.
+        if trained or not sharding.startswith("fsdp1"):
+            assert run.resumed == run.straight
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", FSDP2])
+def test_saving_before_the_first_step_leaves_the_scaler_alone(two, tmp_path, sharding):
+    for before, after in two(accelerate_cases.save_before_the_first_step, sharding, "adamw", tmp_path):
+        assert before == after
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp1", FSDP2])
+def test_some_parameters_are_clipped_by_the_norm_of_all_their_shards(two, sharding):
+    for norm, expected, collectives in two(accelerate_cases.clip_some, sharding):
+        assert norm == pytest.approx(expected, rel=1e-6)  # summed by torch, in fp32
+        assert collectives == (0 if sharding == "ddp" else 2)  # the flag's, then the norm's
+
+
+def test_two_sharded_models_are_clipped_together_and_one_by_one(two):
+    results = two(accelerate_cases.clip_two_models)
+    assert results[0] == results[1]
+    norms, collectives, skipped = results[0]
+    assert norms[::2] == pytest.approx(norms[1::2], rel=1e-6)
+    assert collectives == [1, 1, 1]
+    assert skipped == [False, False]

@@ -1,0 +1,119 @@
+"""Where a scaler's state goes: files, torch.distributed.checkpoint, frameworks' dicts; and the recipes that do it."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import sgd, started
+
+from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton.limits import KEY
+
+RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
+EXTRAS: dict[str, Any] = {
+    "min_scale": 0.25,
+    "max_scale": 512.0,
+    "hysteresis": 3,
+    "consecutive_hysteresis": True,
+    "max_consecutive_skips": 50,
+}
+# DCP says once a process that it works alone.
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+EACH_CLASS = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+
+
+def trained(cls: type, **extras: Any) -> Any:
+    """Return a scaler after a few updates, of which the last overflowed."""
+    scaler = started(cls, "cpu", init_scale=64.0, growth_interval=2, process_group=None, **extras)
+    scaler._is_sharded = False  # nobody else is here to agree with
+    for gradient in (1.0, math.inf, 1.0, 1.0, math.nan):
+        scaler.step(sgd([torch.tensor([gradient])]))
+        scaler.update()
+    return scaler
+
+
+@EACH_CLASS
+def test_a_file_is_loaded_safely_with_all_extras(cls: type, tmp_path: Path) -> None:
+    scaler = trained(cls, **EXTRAS)
+    torch.save(scaler.state_dict(), tmp_path / "scaler.pt")
+    other = cls("cpu")
+    other.load_state_dict(torch.load(tmp_path / "scaler.pt", weights_only=True, map_location="cpu"))
+    assert other.state_dict() == scaler.state_dict()
+    assert other.state_dict()[KEY]["counters"] == {
+        "updates": 5,
+        "skipped": 2,
+        "consecutive_skips": 1,
+        "growths": 1,
+        "backoffs": 0,
+        "last_skip": 5,
+        "strikes": 1,
+    }
+    assert {name: getattr(other, f"get_{name}")() for name in EXTRAS} == EXTRAS
+
+
+@EACH_CLASS
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+def test_composers_state_is_keyed_by_torchs_class_names(cls: type, extras: dict[str, Any], tmp_path: Path) -> None:
+    theirs = next(base for base in cls.__mro__[1:] if base.__qualname__ == cls.__qualname__)
+    assert theirs.__module__.startswith("torch.")
+    scaler = trained(cls, **extras)
+    torch.save({"state": {"scaler": {type(scaler).__qualname__: scaler.state_dict()}}}, tmp_path / "ep1.pt")
+    state = torch.load(tmp_path / "ep1.pt", weights_only=True)["state"]["scaler"]
+    for each in (cls("cpu"), theirs("cpu")):
+        each.load_state_dict(state[type(each).__qualname__])
+        assert each.get_scale() == scaler.get_scale()
+        assert each._init_growth_tracker == scaler._get_growth_tracker()
+
+
+@ALONE
+@EACH_CLASS
+def test_dcp_brings_back_all_of_a_scaler(cls: type, tmp_path: Path) -> None:
+    """Every number lies there under a name of its own."""
+    scaler = trained(cls, **EXTRAS)
+    dcp.save({"scaler": scaler}, checkpoint_id=tmp_path, no_dist=True)
+    other = cls("cpu", **EXTRAS)
+    dcp.load({"scaler": other}, checkpoint_id=tmp_path, no_dist=True)
+    assert other.state_dict() == scaler.state_dict()
+    names = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert {"scaler.scale", "scaler.scaler_triton.counters.strikes"} <= set(names)
+
+
+@ALONE
+def test_dcp_reads_what_the_new_scaler_would_save(tmp_path: Path) -> None:
+    """As docs/checkpoints.md says."""
+    scaler = trained(GradScaler, **EXTRAS)
+    dcp.save({"scaler": scaler}, checkpoint_id=tmp_path / "extras", no_dist=True)
+    plain = GradScaler("cpu")
+    dcp.load({"scaler": plain}, checkpoint_id=tmp_path / "extras", no_dist=True)
+    assert plain.state_dict() == {name: value for name, value in scaler.state_dict().items() if name != KEY}
+    dcp.save({"scaler": plain}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    before = scaler.state_dict()
+    with pytest.raises(dcp.api.CheckpointException, match="scaler_triton"):
+        dcp.load({"scaler": scaler}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert scaler.state_dict() == before
+
+
+def run(*command: Any, **variables: str) -> str:
+    call = [sys.executable, *map(str, command)]
+    return subprocess.check_output(call, env={**os.environ, **variables}, text=True, timeout=120)
+
+
+@pytest.mark.distributed
+def test_the_recipe_for_dcp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    command = [RECIPES / "checkpoint.py", tmp_path]
+    first = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command)
+    assert first == "3 updates, scale 512.0\n" * 2
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # as torchrun would
+    assert run(*command, **alone) == "6 updates, scale 2048.0\n"
+
+
+def test_the_recipe_for_compile() -> None:
+    assert run(RECIPES / "compile.py", "aot_eager").endswith("scale 1024.0\n")
