@@ -1,0 +1,163 @@
+"""Lightning's Trainer and Fabric: precision plugins with our scalers, for any optimizer and sharding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from scaler_triton import grad_scaler
+from scaler_triton.integrations import versions
+
+# Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
+_SOURCES = {
+    "lightning.pytorch": ("lightning", "lightning.pytorch.plugins"),
+    "lightning.fabric": ("lightning", "lightning.fabric.plugins"),
+    "pytorch_lightning": ("pytorch-lightning", "pytorch_lightning.plugins"),
+    "lightning_fabric": ("pytorch-lightning", "lightning_fabric.plugins"),
+}
+
+
+def mixed_precision(framework: type, scaler: grad_scaler.ScalerMixin | None = None, *, device: str = "cuda") -> Any:
+    """Return Lightning's `MixedPrecision("16-mixed", device, scaler)`, which clips by norm whatever the optimizer.
+
+        trainer = Trainer(accelerator="gpu", plugins=mixed_precision(Trainer))
+        fabric = Fabric(accelerator="gpu", plugins=mixed_precision(Fabric))
+
+    Takes the place of `precision="16-mixed"`, for one device, DDP and ModelParallelStrategy (FSDP2, tensor parallel).
+    Gradients are unscaled before `on_before_optimizer_step`, a fused optimizer's too. In a checkpoint the scaler's
+    state has Lightning's own key: the plugins read each other's.
+
+    Args:
+        framework: the `Trainer` or `Fabric` that will get it: of lightning or of pytorch_lightning, or a subclass.
+        scaler: of this package; None: a `GradScaler` with its defaults.
+        device: device type for autocast, and for that scaler.
+
+    Raises: TypeError naming `framework` or `scaler`.
+    """
+    plugin_class = _plugin_class(framework, "MixedPrecision")
+    return plugin_class("16-mixed", device, _checked(scaler or grad_scaler.GradScaler(device)))
+
+
+def fsdp_precision(framework: type, scaler: grad_scaler.ScalerMixin | None = None) -> Any:
+    """Return Lightning's `FSDPPrecision("16-mixed")` with a scaler of ours, and clipping by norm in the Trainer.
+
+        trainer = Trainer(accelerator="gpu", strategy="fsdp", plugins=fsdp_precision(Trainer))
+
+    Args:
+        framework: as for `mixed_precision`.
+        scaler: of this package; None: a `ShardedGradScaler` with its defaults.
+
+    Raises: TypeError naming `framework` or `scaler`.
+    """
+    from scaler_triton.sharded import ShardedGradScaler  # imports FSDP
+
+    plugin = _plugin_class(framework, "FSDPPrecision")("16-mixed")
+    plugin.scaler = _checked(scaler or ShardedGradScaler())  # the constructor refuses every scaler
+    return plugin
+
+
+class _Plugin:
+    """What the plugins share: gradients are unscaled once a step, by whoever comes first."""
+
+    scaler: Any
+    _theirs: type  # Lightning's plugin
+
+    def _is_unscaled(self, optimizer: Any) -> bool:
+        return self.scaler._state(optimizer)["stage"] is OptState.UNSCALED
+
+    def _unscale(self, optimizer: Any) -> None:
+        if not self._is_unscaled(optimizer):
+            self.scaler.unscale_(optimizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by Lightning's class, as launchers that spawn do: ours is made when it is asked for."""
+        return _restored, (self._theirs,), self.__dict__
+
+
+class _TrainerPlugin(_Plugin):
+    """The Trainer's: it unscales, clips and steps by itself."""
+
+    _clip_model: Any = None  # what holds the FSDP modules
+    _no_backward = False  # the training step returned None: there is nothing to unscale, clip or step
+
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        """Remember the model as the strategy has wrapped it."""
+        self._clip_model = model
+        return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, unscale, call the hooks, clip, step and update: Lightning's order for all optimizers."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]  # it refuses
+        result = closure()
+        self._no_backward = result is None and model.automatic_optimization
+        if not self._no_backward:
+            self._unscale(optimizer)
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        if self._no_backward:
+            return result
+        result = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return result
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
+        """Clip by norm or by value, after unscaling; also before `step` in manual optimization."""
+        if clip_val <= 0 or self._no_backward:
+            return
+        if gradient_clip_algorithm == "norm":
+            self.clip_grad_by_norm(optimizer, clip_val)
+        else:
+            self._unscale(optimizer)
+            self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip by the norm of the whole model, however it is sharded."""
+        # Only a call that names the parameters may follow `unscale_`.
+        chosen = self.main_params(optimizer) if self._is_unscaled(optimizer) else None  # type: ignore[attr-defined]
+        self.scaler.clip_grad_norm_(optimizer, clip_val, model=self._clip_model, parameters=chosen)
+
+
+class _FabricPlugin(_Plugin):
+    """Fabric's: the strategy clips, after this."""
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Unscale, a fused optimizer's gradients too, and only once however often it clips."""
+        self._unscale(optimizer)
+
+
+def _plugin_class(framework: type, name: str) -> Any:
+    """Return the plugin for a Trainer or a Fabric, derived from its own of that name."""
+    package, plugins = _source(framework)
+    versions.check(package)
+    return _derived(getattr(import_module(plugins), name))
+
+
+def _source(framework: type) -> tuple[str, str]:
+    for cls in getattr(framework, "__mro__", ()):
+        for source, found in _SOURCES.items():
+            if cls.__module__.startswith(f"{source}.") and cls.__name__ in ("Trainer", "Fabric"):
+                return found
+    raise TypeError(f"framework must be Lightning's class Trainer or Fabric, or a subclass of one, got {framework!r}")
+
+
+@functools.cache
+def _derived(theirs: type) -> Any:
+    """Return our subclass of a plugin; of the same name, which is the key of its state in checkpoints."""
+    ours = _TrainerPlugin if hasattr(theirs, "clip_gradients") else _FabricPlugin
+    return type(theirs.__name__, (ours, theirs), {"__doc__": theirs.__doc__, "_theirs": theirs})
+
+
+def _restored(theirs: type) -> Any:
+    plugin_class = _derived(theirs)
+    return plugin_class.__new__(plugin_class)
+
+
+def _checked(scaler: Any) -> grad_scaler.ScalerMixin:
+    if not isinstance(scaler, grad_scaler.ScalerMixin):
+        raise TypeError(f"scaler must be a GradScaler or ShardedGradScaler of scaler_triton, got {scaler!r}")
+    return scaler

@@ -1,0 +1,200 @@
+"""What two ranks run under Lightning's Trainer and Fabric; FSDP too, on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning_cases as cases
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton.integrations import lightning
+
+BAD_RANK = 1  # at the bad steps the other one's gradients are finite
+
+
+def environment(rank: int, base: type) -> Any:
+    """Make a cluster environment for processes that are there already, with their group."""
+
+    class Ranks(base):  # type: ignore[misc]
+        creates_processes_externally = True
+        main_address, main_port = "127.0.0.1", 0
+        detect = staticmethod(lambda: True)
+        world_size = staticmethod(lambda: 2)
+        set_world_size = set_global_rank = staticmethod(lambda value: None)
+        global_rank = local_rank = staticmethod(lambda: rank)
+        node_rank = staticmethod(lambda: 0)
+
+    return Ranks()
+
+
+def on_cpu(strategy: Any, kind: str, **options: Any) -> Any:
+    """Make Lightning's FSDP strategy for CPUs: it goes on with a model that is wrapped already."""
+
+    class OnCpu(strategy):  # type: ignore[misc]
+        def _setup_model(self, model: nn.Module) -> nn.Module:
+            return super()._setup_model(self._wrapped(model))
+
+        def setup_module(self, module: nn.Module) -> nn.Module:
+            return super().setup_module(self._wrapped(module))
+
+        def _wrapped(self, model: nn.Module) -> nn.Module:
+            return FullyShardedDataParallel(
+                model,
+                mixed_precision=self.mixed_precision_config,
+                sharding_strategy=self.sharding_strategy,
+                device_id=torch.device("cpu"),
+                use_orig_params=True,
+            )
+
+    return OnCpu(sharding_strategy=kind, **options)
+
+
+def fsdp_plugin(framework: type, scaler: Any) -> Any:
+    """Make our plugin with autocast on the CPU; Lightning's is on GPUs only."""
+    plugin = lightning.fsdp_precision(framework, scaler)
+    plugin.forward_context = lambda: torch.autocast("cpu", torch.float16)
+    return plugin
+
+
+def scaler_of(strategy: str) -> Any:
+    """Make the scaler that fits."""
+    return (ShardedGradScaler if strategy.startswith("fsdp1") else GradScaler)("cpu", **cases.SETTINGS)
+
+
+def whole(model: nn.Module) -> Tensor:
+    """Return all of a model's parameters, on every rank."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return cases.values(model)
+    full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten().clone() for p in full])
+
+
+def data_of(rank: int) -> list[Tensor]:
+    """Return this rank's batches; one rank's overflow."""
+    return cases.batches(part=rank, bad=cases.BAD_STEPS if rank == BAD_RANK else ())
+
+
+def trainer_fit(rank: int, name: str, strategy: str, optimizer: str, clip: float | None) -> tuple[list[float], Tensor]:
+    """Train under a strategy of the Trainer; return the scale after every step, and all parameters."""
+    cases.quietly()
+    space = cases.namespace(name)
+    module = _module(space, optimizer, rank, strategy)
+    trainer = _trainer(space, rank, strategy, max_epochs=1, gradient_clip_val=clip)
+    trainer.fit(module)
+    return module.scales, whole(trainer.strategy.model)
+
+
+def _trainer(space: Any, rank: int, strategy: str, **options: Any) -> Any:
+    plugin, chosen = _trainer_parts(space, strategy)
+    return space.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=chosen,
+        plugins=[plugin, environment(rank, space.environments.ClusterEnvironment)],
+        use_distributed_sampler=False,
+        **cases.QUIET,
+        **options,
+    )
+
+
+def _trainer_parts(space: Any, strategy: str) -> tuple[Any, Any]:
+    strategies, scaler = space.trainer_strategies, scaler_of(strategy)
+    if strategy.startswith("fsdp1"):
+        kind = {"fsdp1": "FULL_SHARD", "fsdp1-no-shard": "NO_SHARD"}[strategy]
+        return fsdp_plugin(space.Trainer, scaler), on_cpu(strategies.FSDPStrategy, kind, state_dict_type="sharded")
+    plugin = lightning.mixed_precision(space.Trainer, scaler, device="cpu")
+    if strategy == "fsdp2":
+        return plugin, strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return plugin, strategies.DDPStrategy()
+
+
+def _module(space: Any, optimizer: str, rank: int, strategy: str) -> Any:
+    class Module(space.pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.scales = cases.network(), []
+
+        def configure_model(self) -> None:
+            if strategy == "fsdp2":
+                mesh = self.device_mesh["data_parallel"]
+                fully_shard(self.net[0], mesh=mesh)
+                fully_shard(self.net, mesh=mesh)
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.net(batch).float().square().mean()
+
+        def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+            self.scales.append(self.trainer.scaler.get_scale())
+
+        def train_dataloader(self) -> Any:
+            return _loader(data_of(rank))
+
+        def configure_optimizers(self) -> Any:
+            return cases.new_optimizer(optimizer, self.parameters())
+
+    return Module()
+
+
+def fsdp_resumed(rank: int, name: str, optimizer: str, folder: str) -> tuple[list[float], bool]:
+    """Save after three FSDP1 steps and go on in a new Trainer: the scales, and whether it ends as a whole run does."""
+    cases.quietly()
+    ends, scales = {}, {}
+    for which, steps, path in (("whole", [0, 6], None), ("first", [0, 3], None), ("second", [3, 6], "run.ckpt")):
+        space = cases.namespace(name)
+        module = _module(space, optimizer, rank, "fsdp1")
+        module.train_dataloader = lambda part=slice(*steps): _loader(data_of(rank)[part])
+        trainer = _trainer(space, rank, "fsdp1", max_epochs=2 if path else 1)
+        trainer.fit(module, ckpt_path=f"{folder}/{path}" if path else None)
+        if which == "first":
+            trainer.save_checkpoint(f"{folder}/run.ckpt")
+        ends[which], scales[which] = whole(trainer.strategy.model), module.scales
+    assert scales["first"] + scales["second"] == scales["whole"]
+    return scales["whole"], torch.equal(ends["whole"], ends["second"])
+
+
+def _loader(data: list[Tensor]) -> Any:
+    return torch.utils.data.DataLoader(data, batch_size=None)
+
+
+def fabric_fit(rank: int, name: str, strategy: str, optimizer: str, clip: str) -> tuple[list[float], Tensor]:
+    """Train in a Fabric loop; return the scale after every step, and all parameters."""
+    cases.quietly()
+    space, scales = cases.namespace(name), []
+    plugin, chosen = _fabric_parts(space, strategy)
+    plugins = [plugin, environment(rank, space.environments.ClusterEnvironment)]
+    fabric = space.Fabric(accelerator="cpu", devices=2, strategy=chosen, plugins=plugins)
+    fabric.launch()
+    net = fabric.setup_module(cases.network())
+    wrapped = fabric.setup_optimizers(cases.new_optimizer(optimizer, net.parameters()))
+    for batch in data_of(rank):
+        wrapped.zero_grad()
+        fabric.backward(net(batch).float().square().mean())
+        if clip == "fabric":
+            fabric.clip_gradients(net, wrapped, max_norm=cases.MAX_NORM, error_if_nonfinite=False)
+        elif clip == "scaler":
+            plugin.scaler.clip_grad_norm_(wrapped, cases.MAX_NORM, model=net)
+        wrapped.step()
+        scales.append(plugin.scaler.get_scale())
+    return scales, whole(net)
+
+
+def _fabric_parts(space: Any, strategy: str) -> tuple[Any, Any]:
+    strategies, scaler = space.fabric_strategies, scaler_of(strategy)
+    if strategy == "fsdp1":
+        return fsdp_plugin(space.Fabric, scaler), on_cpu(strategies.FSDPStrategy, "FULL_SHARD")
+    plugin = lightning.mixed_precision(space.Fabric, scaler, device="cpu")
+    if strategy == "fsdp2":
+        sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+        return plugin, strategies.ModelParallelStrategy(parallelize_fn=_sharded, **sizes)
+    return plugin, strategies.DDPStrategy()
+
+
+def _sharded(net: nn.Module, mesh: Any) -> nn.Module:
+    for part in (net[0], net):
+        fully_shard(part, mesh=mesh["data_parallel"])
+    return net

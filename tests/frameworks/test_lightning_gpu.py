@@ -1,0 +1,81 @@
+"""Lightning on a GPU: the Trainer with a fused optimizer that is clipped, Fabric, and Lightning's own FSDP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning_cases as cases
+import pytest
+import torch
+from torch import nn
+
+from scaler_triton import GradScaler
+from scaler_triton.integrations import lightning
+
+pytestmark = [pytest.mark.gpu, *(pytest.mark.filterwarnings(known) for known in cases.KNOWN_WARNINGS)]
+
+
+@pytest.fixture(params=cases.NAMESPACES)
+def name(request: pytest.FixtureRequest) -> str:
+    """Each namespace that is installed."""
+    pytest.importorskip(cases.NAMESPACES[request.param][0])
+    return request.param
+
+
+def clip(scaler: GradScaler, optimizer: Any, net: nn.Module) -> None:
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, cases.MAX_NORM, parameters=net.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+def test_trainer(name: str, optimizer: str) -> None:
+    plugin = lightning.mixed_precision(cases.namespace(name).Trainer, cases.ours("cuda"))
+    module = cases.fit(name, plugin, optimizer, accelerator="gpu", gradient_clip_val=cases.MAX_NORM)
+    assert module.trace.scales == cases.SCALES
+    by_hand = cases.by_hand(cases.ours("cuda"), optimizer, clip, "cuda")
+    for mine, other in zip(module.trace.weights, by_hand.weights, strict=True):
+        # Lightning turns autocast's cache off, and cuBLAS may take another kernel.
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+def test_fabric(name: str, optimizer: str) -> None:
+    scaler = cases.ours("cuda")
+    plugin = lightning.mixed_precision(cases.namespace(name).Fabric, scaler)
+    fabric = cases.namespace(name).Fabric(accelerator="gpu", devices=1, plugins=plugin)
+    net = cases.network()
+    model, wrapped = fabric.setup(net, cases.new_optimizer(optimizer, net.parameters()))
+    scales = []
+    for batch in cases.batches():
+        wrapped.zero_grad()
+        fabric.backward(model(batch.cuda()).float().square().mean())
+        fabric.clip_gradients(model, wrapped, max_norm=cases.MAX_NORM, error_if_nonfinite=False)
+        wrapped.step()
+        scales.append(scaler.get_scale())
+    assert scales == cases.SCALES
+    assert cases.values(net).isfinite().all()
+
+
+# Lightning opens a process group that it leaves open: in a process of its own.
+FSDP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import lightning_cases as cases
+from scaler_triton import ShardedGradScaler
+from scaler_triton.integrations import lightning
+plugin = lightning.fsdp_precision(cases.namespace(sys.argv[2]).Trainer, ShardedGradScaler("cuda", **cases.SETTINGS))
+options = {"accelerator": "gpu", "strategy": "fsdp", "gradient_clip_val": cases.MAX_NORM}
+module = cases.fit(sys.argv[2], plugin, "adamw-fused", **options)
+assert plugin.scaler.get_scale() == cases.SCALES[-1], plugin.scaler.get_scale()
+"""
+
+
+@pytest.mark.slow
+def test_fsdp() -> None:
+    name = next(name for name in cases.NAMESPACES if find_spec(name))
+    here = Path(__file__).parent
+    subprocess.run([sys.executable, "-c", FSDP, str(here), name], cwd=here.parents[1], check=True, timeout=240)

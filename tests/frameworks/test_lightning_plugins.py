@@ -1,0 +1,122 @@
+"""What the plugins are made of: which of Lightning's classes, what is refused, what an import costs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning_cases as cases
+import pytest
+import torch
+
+import scaler_triton
+from scaler_triton import ShardedGradScaler
+from scaler_triton.integrations import lightning, versions
+
+pytestmark = [pytest.mark.filterwarnings(known) for known in cases.KNOWN_WARNINGS]
+
+
+ROOT = Path(__file__).parents[2]
+# The interpreter takes no patterns: these are the beginnings of the messages in `cases.KNOWN_WARNINGS`.
+KNOWN = [
+    "-Wignore:The 'train_dataloader' does not have many workers:UserWarning",
+    "-Wignore:`isinstance(treespec, LeafSpec)` is deprecated:FutureWarning",
+]
+
+
+@pytest.fixture(params=cases.NAMESPACES)
+def name(request: pytest.FixtureRequest) -> str:
+    """Each namespace that is installed."""
+    pytest.importorskip(cases.NAMESPACES[request.param][0])
+    return request.param
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
+def test_each_class_has_a_plugin_of_its_own(name: str, kind: str) -> None:
+    space = cases.namespace(name)
+    framework, plugins = getattr(space, kind), getattr(space, f"{kind.lower()}_plugins")
+    mixed = lightning.mixed_precision(framework, cases.ours(), device="cpu")
+    sharded = lightning.fsdp_precision(framework, ShardedGradScaler("cpu"))
+    for made, cls in ((mixed, plugins.MixedPrecision), (sharded, plugins.FSDPPrecision)):
+        assert isinstance(made, cls)
+        assert type(made).__qualname__ == cls.__qualname__  # the key in checkpoints
+        assert made.precision == "16-mixed"
+    assert sharded.mixed_precision_config.reduce_dtype is torch.float16
+
+
+def test_a_subclass_will_do(name: str) -> None:
+    mine = type("Mine", (cases.namespace(name).Fabric,), {})
+    made = lightning.mixed_precision(mine, cases.ours(), device="cpu")
+    assert isinstance(made, cases.namespace(name).fabric_plugins.MixedPrecision)
+
+
+@pytest.mark.parametrize("what", [torch.nn.Module, "Trainer", None])
+def test_other_classes_are_refused(what: Any) -> None:
+    with pytest.raises(TypeError, match="framework must be Lightning's class Trainer or Fabric"):
+        lightning.mixed_precision(what, cases.ours(), device="cpu")
+
+
+def test_other_scalers_are_refused(name: str) -> None:
+    trainer = cases.namespace(name).Trainer
+    for make in (lightning.mixed_precision, lightning.fsdp_precision):
+        with pytest.raises(TypeError, match="scaler must be a GradScaler or ShardedGradScaler of scaler_triton"):
+            make(trainer, cases.theirs())
+
+
+def test_a_scaler_is_made_if_none_is_given(name: str) -> None:
+    made = lightning.mixed_precision(cases.namespace(name).Trainer, device="cpu")
+    assert type(made.scaler) is scaler_triton.GradScaler
+    assert made.scaler.state_dict() == torch.amp.GradScaler("cpu").state_dict()
+    assert type(lightning.fsdp_precision(cases.namespace(name).Trainer).scaler) is ShardedGradScaler
+
+
+def test_versions_that_were_not_tested_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda package: "1.0")
+    monkeypatch.setattr(versions, "_warned", set())
+    package = name.replace("_", "-")
+    with pytest.warns(UserWarning, match=f"^{package} 1.0 is installed"):
+        lightning.mixed_precision(cases.namespace(name).Trainer, cases.ours(), device="cpu")
+    assert importlib.metadata.version(package)
+
+
+def test_importing_costs_nothing() -> None:
+    code = (
+        "import sys, scaler_triton, scaler_triton.integrations.lightning\n"
+        "print([n for n in sys.modules if n.split('.')[0] in ('lightning', 'pytorch_lightning', 'lightning_fabric')])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120).strip() == "[]"
+
+
+PATCHED = """
+import importlib, sys, warnings
+import scaler_triton
+scaler_triton.patch_torch()
+for name in sys.argv[1:]:
+    plugins = importlib.import_module(name + ".plugins")
+    assert type(plugins.MixedPrecision("16-mixed", "cpu").scaler) is scaler_triton.GradScaler
+    with warnings.catch_warnings(action="ignore"):  # of a scaler for GPUs where there is none
+        assert type(plugins.FSDPPrecision("16-mixed").scaler) is scaler_triton.ShardedGradScaler
+"""
+
+
+def test_after_patch_torch_lightnings_own_plugins_have_our_scalers() -> None:
+    installed = [module for pair in cases.NAMESPACES.values() for module in pair if find_spec(module.split(".")[0])]
+    assert installed
+    subprocess.run([sys.executable, "-c", PATCHED, *installed], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("recipe", ["with_lightning.py", "with_fabric.py"])
+def test_the_recipes_run(recipe: str, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    command = [sys.executable, "-W", "error", *KNOWN, str(ROOT / "docs/recipes" / recipe)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    assert "The last skip" in run.stdout
+    assert not list(tmp_path.iterdir())
