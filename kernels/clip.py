@@ -1,17 +1,21 @@
 """Unscale and clip in one pass over gradients that were checked: two products, each rounded, one read, one write.
 
-Moves two element widths an element, or none if both factors are 1.
+Moves two element widths an element, or none if both factors are 1. The second factor is worked out here, from what
+the pass that reads left and the ranks added up: in between nothing is launched.
 """
+
+import struct
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from scaler_triton.kernels.common import edge_ptrs, find_chunk, narrow, widen
+from scaler_triton.kernels.norm import FLAG, SQUARES
 from scaler_triton.kernels.table import GradTable
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "coef_ptr"])
+@triton.jit(do_not_specialize=["max_norm_bits"], do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr"])
 def _clip_kernel(
     address_ptr,
     numel_ptr,
@@ -19,7 +23,9 @@ def _clip_kernel(
     chunk_index_ptr,
     bits_ptr,
     scale_ptr,
-    coef_ptr,
+    totals_ptr,
+    norm_ptr,
+    max_norm_bits: tl.int64,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -28,11 +34,12 @@ def _clip_kernel(
     inv = tl.load(scale_ptr)
     if not INVERSE:
         inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
-    coef = tl.load(coef_ptr)
-    if DTYPE.primitive_bitwidth < 64:
-        coef = coef.to(tl.float32)
+    max_norm = max_norm_bits.to(tl.int64).to(tl.float64, bitcast=True)  # the interpreter takes small ones for int32
+    norm, coef = _norm_and_coefficient(totals_ptr, max_norm.to(tl.float32))
 
     pid = tl.program_id(0)
+    if pid == 0:
+        tl.store(norm_ptr, norm)
     tensor = tl.load(chunk_tensor_ptr + pid)
     address = tl.load(address_ptr + tensor)
     if (address != 0) & ((inv != 1.0) | (coef != 1.0)):
@@ -49,6 +56,15 @@ def _clip_kernel(
 
 
 @triton.jit
+def _norm_and_coefficient(totals_ptr, max_norm):
+    """The norm in fp32, and torch's factor: max_norm / (norm + 1e-6), a reciprocal and a product; at most 1."""
+    norm = tl.sqrt(tl.load(totals_ptr + SQUARES)).to(tl.float32)
+    coef = tl.div_rn(1.0, norm + 1e-6) * max_norm
+    bad = tl.load(totals_ptr + FLAG) != 0
+    return norm, tl.where(bad | (coef > 1.0), 1.0, coef)  # a NaN is not more than 1, and stays
+
+
+@triton.jit
 def _multiply(ptrs, mask, inv, coef):
     """Two products, each rounded to the gradient's dtype, as if it had been stored between them."""
     grad = tl.load(ptrs, mask=mask, other=0.0)
@@ -56,12 +72,16 @@ def _multiply(ptrs, mask, inv, coef):
     tl.store(ptrs, narrow(widen(unscaled) * coef, grad.dtype), mask=mask)
 
 
-def launch_clip(table: GradTable, scale: Tensor, coef: Tensor, *, inverse: bool) -> None:
-    """Multiply every gradient of `table` by the inverse scale, then by `coef`.
+def launch_clip(
+    table: GradTable, scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor, *, inverse: bool
+) -> None:
+    """Multiply every gradient of `table` by the inverse scale, then by the coefficient that brings the norm down.
 
         inv = scale if inverse else 1 / scale
+        norm = totals[2].sqrt().float()
+        coef = 1.0 if totals[0] else (max_norm / (norm + 1e-6)).clamp(max=1.0)   # all in fp32
         grad *= inv       # in fp32 (fp64 gradients: in fp64), rounded once
-        grad *= coef      # likewise; `coef` is rounded to fp32 first (for fp64 gradients not at all)
+        grad *= coef      # likewise
 
     Equivalent PyTorch, to the bit: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by
     an fp32 `coef` as the CPU does it. On a GPU torch rounds `coef` to the gradients' dtype first.
@@ -69,7 +89,10 @@ def launch_clip(table: GradTable, scale: Tensor, coef: Tensor, *, inverse: bool)
     Args:
         table: the gradients, mutated; neither flag nor `bits` are touched.
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
-        coef: fp64, one element, on the table's device, read only.
+        totals: fp64, [3], on the table's device, read only: not 0 after an overflow, not read, the sum of squares.
+        max_norm: >= 0.
+        norm: fp32, one element, on the table's device; overwritten, if the table has elements.
         inverse: `scale` holds the inverse scale.
     """
-    table.launch(_clip_kernel, scale, coef, INVERSE=inverse)
+    (bits,) = struct.unpack("q", struct.pack("d", max_norm))  # as a float it would be an argument of another kind
+    table.launch(_clip_kernel, scale, totals, norm, bits, INVERSE=inverse)

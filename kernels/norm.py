@@ -17,6 +17,10 @@ from scaler_triton.kernels.common import edge_ptrs, find_chunk, mark, widen
 from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 from scaler_triton.kernels.table import GradTable
 
+# What a finished pass leaves side by side, so that one sum over the ranks serves all: whether a gradient overflowed,
+# whether somebody failed to look, and the sum of squares.
+FLAG, FAILED, SQUARES = map(tl.constexpr, range(3))
+
 # A chunk has at most 2^20 elements: where its fp32 sum reaches this, what its squares lost by underflow is
 # nothing beside it. Where it does not, or is infinite, the chunk is read again, lifted so that no square is lost.
 _LOW_SUM = tl.constexpr(2.0**-100)
@@ -61,7 +65,7 @@ class NormTable(GradTable):
         self.weights.copy_(torch.tensor(wanted, dtype=torch.float64, device="cpu"))
         self._held = weights
 
-    def launch_finish(self, scale: Tensor, out: Tensor, *, inverse: bool) -> None:
+    def launch_finish(self, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool) -> None:
         """Run `_finish_kernel` over the partial sums."""
         if inverse not in self._finishes:
             self._finishes[inverse] = launcher.Launch(
@@ -72,7 +76,7 @@ class NormTable(GradTable):
                 INVERSE=inverse,
                 BLOCK_SIZE=_FINISH_BLOCK,
             )
-        self._finishes[inverse](1, scale, out, self.n_chunks)
+        self._finishes[inverse](1, scale, found_inf, totals, self.n_chunks)
 
 
 @triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "epoch_ptr"])
@@ -138,9 +142,17 @@ def _sum_lifted(total, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl
     return total
 
 
-@triton.jit(do_not_specialize=["n_partials"], do_not_specialize_on_alignment=["scale_ptr", "out_ptr"])
+@triton.jit(
+    do_not_specialize=["n_partials"], do_not_specialize_on_alignment=["scale_ptr", "found_inf_ptr", "totals_ptr"]
+)
 def _finish_kernel(
-    partial_ptr, scale_ptr, out_ptr, n_partials: tl.int64, INVERSE: tl.constexpr, BLOCK_SIZE: tl.constexpr
+    partial_ptr,
+    scale_ptr,
+    found_inf_ptr,
+    totals_ptr,
+    n_partials: tl.int64,
+    INVERSE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
     offs = tl.arange(0, BLOCK_SIZE).to(tl.int64)
     acc = tl.zeros([BLOCK_SIZE], tl.float64)
@@ -152,28 +164,31 @@ def _finish_kernel(
     if not INVERSE:
         inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
     inv = inv.to(tl.float64)
-    tl.store(out_ptr, tl.sum(acc) * inv * inv)
+    tl.store(totals_ptr + FLAG, tl.load(found_inf_ptr).to(tl.float64))
+    tl.store(totals_ptr + FAILED, 0.0)
+    tl.store(totals_ptr + SQUARES, tl.sum(acc) * inv * inv)
 
 
-def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, out: Tensor, *, inverse: bool) -> None:
+def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool) -> None:
     """Sum the squares of what `launch_unscale` would make of the gradients, and flag what is not finite in them.
 
         inv = scale if inverse else 1 / scale
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
-        out = sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * inv.double() ** 2
+        totals = [found_inf, 0, sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * inv.double() ** 2]
 
-    The relative error of `out` is at most 1e-6 while the result is a normal fp64 number, however large or small the
+    The relative error of the sum is at most 1e-6 while the result is a normal fp64 number, however large or small the
     gradients are; they are not rounded to their dtype once unscaled.
 
     Args:
         table: the gradients, read only; a tensor's `bits` gain what was seen in it.
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
-        out: fp64, one element, on the table's device; overwritten, with 0 if there are no elements.
+        totals: fp64, [3], on the table's device; overwritten, with [found_inf, 0, 0] if there are no elements.
         inverse: `scale` holds the inverse scale.
     """
     if table.n_chunks == 0:
-        out.zero_()
+        totals.zero_()
+        totals[FLAG.value] = found_inf.reshape(())
         return
     table.launch(_sum_squares_kernel, found_inf, table.weights, table.partials, table.epoch)
-    table.launch_finish(scale, out, inverse=inverse)
+    table.launch_finish(scale, found_inf, totals, inverse=inverse)

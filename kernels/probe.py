@@ -5,16 +5,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from scaler_triton.kernels.clip import launch_clip
 from scaler_triton.kernels.common import SAW_INF
 from scaler_triton.kernels.launcher import TRITON_DTYPES, check_device
 from scaler_triton.kernels.nonfinite import launch_check_nonfinite
+from scaler_triton.kernels.norm import NormTable, launch_sum_of_squares
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_unscale
 from scaler_triton.kernels.update_scale import launch_update_scale
 
 
 def probe(device: torch.device, dtypes: Iterable[torch.dtype] = tuple(TRITON_DTYPES)) -> None:
-    """Compile every kernel for `device`, run it on a few numbers and compare the outcome; waits for the device.
+    """Compile the kernels of every step for `device`, run them on a few numbers and compare what comes out; waits.
 
     Args:
         device: a GPU; under TRITON_INTERPRET=1 the CPU.
@@ -28,6 +30,39 @@ def probe(device: torch.device, dtypes: Iterable[torch.dtype] = tuple(TRITON_DTY
     for dtype in dtypes:
         _probe_table_kernels(dtype, device)
     _probe_update_scale(device)
+
+
+def probe_clipping(device: torch.device, dtypes: Iterable[torch.dtype] = tuple(TRITON_DTYPES)) -> None:
+    """As `probe`, of the kernels that measure a norm and clip by it, which not every run takes."""
+    check_device(device)
+    for dtype in dtypes:
+        _probe_clipping_of(dtype, device)
+
+
+def _probe_clipping_of(dtype: torch.dtype, device: torch.device) -> None:
+    grad = torch.full((66,), 16.0, dtype=dtype, device=device)
+    view = grad[1:65]  # a misaligned start takes the edges' path too
+    table = NormTable([view.numel()], dtype, device)
+    table.set_addresses([view.data_ptr()])
+    found_inf, norm, scale, inv_scale = _floats([0.0, 0.0, 2.0, 1.0], device)
+    totals = torch.ones(3, dtype=torch.float64, device=device)
+    read = f"the norm of {dtype}"
+
+    launch_sum_of_squares(table, inv_scale, found_inf, totals, inverse=True)
+    _expect(read, totals, _floats([0.0, 0.0, 128.0**2]).double())
+    launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
+    _expect(read, totals, _floats([0.0, 0.0, 64.0**2]).double())
+    launch_clip(table, scale, totals, 32.0, norm, inverse=False)  # a half, and a half
+    launch_clip(table, inv_scale, totals, 32.0, norm, inverse=True)
+    view[7] = float("inf")
+    launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
+    _expect(read, totals, _floats([1.0, 0.0, float("inf")]).double())
+    _expect(read, norm, _floats(64.0))
+    launch_clip(table, scale, totals, 32.0, norm, inverse=False)  # only unscaled now
+
+    want = _floats([16.0, *[1.0] * 64, 16.0])
+    want[8] = float("inf")
+    _expect(f"clipping of {dtype}", grad.float(), want)
 
 
 def _probe_table_kernels(dtype: torch.dtype, device: torch.device) -> None:

@@ -84,7 +84,7 @@ class GradTable:
         """Forget what was seen in every tensor."""
         self.bits.zero_()
 
-    def launch(self, kernel: Any, *args: Tensor, **constants: Any) -> None:
+    def launch(self, kernel: Any, *args: Tensor | int, **constants: Any) -> None:
         """Run `kernel` with one program a chunk, on the table and then on `args`; no chunk, no launch."""
         if self.n_chunks == 0:
             return

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import collectives, dispatch, norms, ops
+from scaler_triton import collectives, dispatch, norms, reference_norm
 from scaler_triton.batch import is_yet_a_sum, local_tensor, sparse_values, summed
 from scaler_triton.copies import copies_of
 from scaler_triton.optimizers import parameters_of
 from scaler_triton.plan import GradPlan
 from scaler_triton.rank_norms import multiply_, norm_over_ranks
 from scaler_triton.unscaling import UnscalingMixin
-from scaler_triton.verdict import Verdict, flag_on
+from scaler_triton.verdict import Verdict, any_flag, flag_on
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -45,7 +45,7 @@ class _Measured(NamedTuple):
     verdict: Verdict
     pairs: list[tuple[Batch, dispatch.Backend]]
     flags: dict[torch.device, Tensor]
-    squares: Tensor
+    totals: Tensor
 
 
 class ClippingMixin(UnscalingMixin):
@@ -87,11 +87,12 @@ class ClippingMixin(UnscalingMixin):
 
         Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks.
 
-        Raises: as `unscale_`; ValueError naming `max_norm`, `norm_type`, `model`, `defer` or `parameters`.
+        Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
+            `parameters`.
         """
         parts_of = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
         chosen = _chosen(parameters)
-        _check_numbers(max_norm, norm_type)
+        norm_type = _checked_order(max_norm, norm_type)
         if not self._enabled:
             return _clip_unscaled(parts_of, chosen, max_norm, norm_type, error_if_nonfinite, model)
         parts = self._parts(parts_of, again=chosen is not None)
@@ -106,11 +107,13 @@ class ClippingMixin(UnscalingMixin):
 
     def _parts(self, optimizers: Sequence[Any], *, again: bool) -> list[_Part]:
         """Return the optimizers with their states and plans; errors of order are raised before any reduction."""
-        states = []
+        states: list[dict[str, Any]] = []
         for optimizer in optimizers:
             self._initialised_scale("clip_grad_norm_", optimizer)
             states.append(self._state(optimizer))
             self._check_order(states[-1], again)
+        if len({id(state) for state in states}) != len(optimizers) or not states:
+            raise ValueError(f"optimizers must be at least one, and each another one, got {len(states)} of them")
         return [_Part(o, state, self._plans.get(o)) for o, state in zip(optimizers, states, strict=True)]
 
     def _check_order(self, state: dict[str, Any], again: bool) -> None:
@@ -130,68 +133,77 @@ class ClippingMixin(UnscalingMixin):
             self._fail_together(parts, agreement)
             raise
         try:
-            norm = self._agree_on_norm(measured, agreement)
-            coefficient = _coefficient(norm, max_norm, [each.verdict.found_inf for each in measured])
-            refused = error_if_nonfinite and not math.isfinite(norm.item())
+            totals = self._agree_on_totals(measured, agreement)
+            refused = error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
+            if refused:
+                totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
+            told = [norm for each in measured for norm in self._write(each, totals, max_norm, defer)]
             for each in measured:
-                self._finish(each, torch.ones_like(coefficient) if refused else coefficient, agreement, defer)
+                self._finish(each, agreement)
         except BaseException:
             for part in parts:
                 self._skip(part.state, part.plan)
             raise
         if refused:
             raise RuntimeError(_NONFINITE.format(2.0))
-        return norm
+        return told[0] if told else reference_norm.norm_of(totals)
 
     def _measure(self, part: _Part, copies: Sequence[int]) -> _Measured:
         """Check one optimizer's gradients and sum their squares, each piece's share of the global sum."""
         self._stepped.forget(part.state)
+        if part.state["found_inf_per_device"]:
+            part.plan.verdict = None  # what an earlier check found must outlive a failure of this one
         verdict = self._new_verdict(part.plan)
         flags: dict[torch.device, Tensor] = {}
-        squares: list[Tensor] = []
+        totals: list[Tensor] = []
 
         def add(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
             factor, weights = self._factor_on(flag.device), _weights(batch, copies)
             total = norms.sum_of_squares_batch(batch, factor, flag, weights, backend, inverse=False)
-            squares.append(total.to(verdict.device))
+            totals.append(total.to(verdict.device))
 
         with torch.no_grad():
             gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
-            pairs = ops.choose_backends(gradients.batches, self._backend)
+            pairs = norms.choose_backends(gradients.batches, self._backend)
             for batch, backend in pairs:
                 flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)
                 self._run(part.plan, add, batch, flag, backend)
             verdict.add(flags.values())
-            total = sum(squares[1:], start=squares[0]) if squares else verdict.found_inf.double()
-        return _Measured(part, verdict, pairs, flags, total)
+        return _Measured(part, verdict, pairs, flags, _sum_of(totals, verdict.device))
 
     def _factor_on(self, device: torch.device) -> Tensor:
         assert self._scale is not None
         return self._scale.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
 
-    def _agree_on_norm(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
-        """Replace the flags by those of all ranks and return the global norm: one reduction."""
-        squares = sum((each.squares for each in measured[1:]), start=measured[0].squares)
+    def _agree_on_totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
+        """Replace totals and flags by those of all ranks, in one reduction; return the sum of all optimizers'."""
+        totals = [each.totals for each in measured]
+        rows = totals[0].unsqueeze(0) if len(totals) == 1 else torch.stack(totals)
         if agreement is not None:
-            flags = [each.verdict.found_inf.double() for each in measured]
-            totals = torch.stack([*flags, torch.zeros_like(squares), squares])
-            agreement.sum_(totals)
-            *found, failed, squares = totals.unbind()
-            for each, flag in zip(measured, found, strict=True):
-                each.verdict.settle(flag, failed)
-        return squares.sqrt().float()
+            agreement.sum_(rows.view(-1))
+            for each, row in zip(measured, rows, strict=True):
+                each.verdict.settle(row)
+        return rows[0] if len(totals) == 1 else rows.sum(0)
 
-    def _finish(self, each: _Measured, coefficient: Tensor, agreement: Agreement | None, defer: bool) -> None:
-        part = each.part
+    def _write(self, each: _Measured, totals: Tensor, max_norm: float, defer: bool) -> list[Tensor]:
+        """Unscale and clip, or leave it to the step; return the norm as it came to be known on the scale's device."""
         assert self._scale is not None
+        told = []
         if defer:
-            part.state["deferred"] = self._scale.reshape(()) / coefficient
-        else:
-            with torch.no_grad():
-                for batch, backend in each.pairs:
-                    device = batch.layout.key.device
-                    local = coefficient.to(device, non_blocking=device.type != "cpu")
-                    norms.clip_batch_(batch, self._factor_on(device), local, backend, inverse=False, measured=True)
+            told.append(reference_norm.norm_of(totals))
+            coefficient = reference_norm.coefficient(totals[reference_norm.FLAG], told[0], max_norm)
+            each.part.state["deferred"] = self._scale.reshape(()) / coefficient
+            return told
+        with torch.no_grad():
+            for batch, backend in each.pairs:
+                device = batch.layout.key.device
+                local = totals.to(device, non_blocking=device.type != "cpu")
+                factor = self._factor_on(device)
+                told.append(norms.clip_batch_(batch, factor, local, max_norm, backend, inverse=False, measured=True))
+        return [norm for norm in told if norm.device == totals.device]
+
+    def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
+        part = each.part
         self._keep(part.state, each.verdict, self._served_devices(each.flags, part.plan, agreement))
         part.state["stage"] = OptState.UNSCALED
         if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
@@ -203,7 +215,7 @@ class ClippingMixin(UnscalingMixin):
             return
         for part in parts:
             self._skip(part.state, part.plan)
-        totals = torch.ones(len(parts) + 2, dtype=torch.float64, device=self._home(parts[0].plan))
+        totals = torch.ones(3 * len(parts), dtype=torch.float64, device=self._home(parts[0].plan))
         agreement.sum_(totals)
 
     def _joint_agreement(self, parts: Sequence[_Part]) -> Agreement | None:
@@ -240,7 +252,8 @@ class ClippingMixin(UnscalingMixin):
             norm = norm_over_ranks(gradients, counts, norm_type, agreement, self._scale.device)
             if error_if_nonfinite and not math.isfinite(norm.item()):
                 raise RuntimeError(_NONFINITE.format(norm_type))
-            multiply_(gradients, _coefficient(norm, max_norm, [self._flag(part.state) for part in parts]))
+            flag = any_flag([self._flag(part.state) for part in parts], norm.device)
+            multiply_(gradients, reference_norm.coefficient(flag, norm, max_norm))
         return norm
 
 
@@ -267,11 +280,13 @@ def _chosen(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
     return {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
 
 
-def _check_numbers(max_norm: float, norm_type: float) -> None:
+def _checked_order(max_norm: float, norm_type: float) -> float:
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
-    if math.isnan(norm_type) or norm_type <= 0:
+    order = norms.order_of(norm_type)
+    if math.isnan(order) or order <= 0:
         raise ValueError(f"norm_type must be > 0, got {norm_type!r}")
+    return order
 
 
 def _check_deferable(parts: Sequence[_Part], chosen: set[int] | None, norm_type: float) -> None:
@@ -284,12 +299,10 @@ def _check_deferable(parts: Sequence[_Part], chosen: set[int] | None, norm_type:
             raise ValueError(f"defer=True needs optimizers that take grad_scale (fused=True), got {name}")
 
 
-def _coefficient(norm: Tensor, max_norm: float, flags: Sequence[Tensor]) -> Tensor:
-    """Return what gradients are multiplied by, fp32 `()`: torch's coefficient, 1 after an overflow."""
-    coefficient = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-    for flag in flags:
-        coefficient = torch.where(flag.to(norm.device) != 0, 1.0, coefficient)
-    return coefficient
+def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:
+    if len(totals) == 1:
+        return totals[0]
+    return torch.stack(totals).sum(0) if totals else torch.zeros(3, dtype=torch.float64, device=device)
 
 
 def _copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:

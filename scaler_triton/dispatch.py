@@ -19,7 +19,7 @@ _warned: set[torch.device] = set()
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_chosen: dict[tuple[torch.device, torch.dtype, str], Backend] = {}
+_chosen: dict[tuple[torch.device, torch.dtype, str, bool], Backend] = {}
 
 
 def _renew_lock() -> None:
@@ -44,18 +44,19 @@ def check_backend(backend: str | None) -> str:
     return value
 
 
-def choose(device: torch.device, dtype: torch.dtype, requested: str) -> Backend:
+def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: bool = False) -> Backend:
     """Return the backend for tensors of `dtype` on `device`, decided once; Triton is tried out before it is chosen.
 
     Args:
         device: with its index.
         requested: as `check_backend` returns it.
+        clips: for norms and clipping, whose kernels are tried when they are first wanted.
 
     Raises: RuntimeError with the cause if "triton" was requested and does not work there.
     """
-    if requested == "torch":
+    if requested == "torch" or (clips and choose(device, dtype, requested) == "torch"):
         return "torch"
-    key = (device, dtype, requested)
+    key = (device, dtype, requested, clips)
     known = _chosen.get(key)
     if known is not None:
         return known
@@ -65,16 +66,16 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str) -> Backend:
         return _chosen[key]
 
 
-def _decide(device: torch.device, dtype: torch.dtype, requested: str) -> Backend:
-    place = f"{str(dtype).removeprefix('torch.')} on {device}"
+def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> Backend:
+    place = f"{'clipping ' * clips}{str(dtype).removeprefix('torch.')} on {device}"
     if requested == "auto" and device.type != "cuda":
         return _logged(place, "torch", "Triton is chosen for CUDA only")
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"the first step with {place} cannot be captured in a graph: take one step like it before")
     try:
-        from scaler_triton.kernels.probe import probe
+        from scaler_triton.kernels import probe
 
-        probe(device, [dtype])
+        (probe.probe_clipping if clips else probe.probe)(device, [dtype])
     except Exception as cause:
         reason = f"{type(cause).__name__}: {cause}"
         if requested == "triton":

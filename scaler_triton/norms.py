@@ -13,10 +13,11 @@ from torch import Tensor
 
 from scaler_triton import ops, reference, reference_norm
 from scaler_triton.batch import Batch, Layout
-from scaler_triton.dispatch import Backend
+from scaler_triton.dispatch import Backend, check_backend, choose
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.norm import NormTable
+    from scaler_triton.kernels.table import GradTable
 
 __all__ = ["grad_norm"]
 
@@ -56,11 +57,14 @@ def grad_norm(
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     parts: list[Tensor] = []
+    requested = check_backend(backend)
 
     def add(batch: Batch, bad: Tensor, name: Backend) -> None:
         local = factor.to(bad.device)
         if order == 2:
-            parts.append(sum_of_squares_batch(batch, local, bad, None, name, inverse=True).to(home))
+            ((_, name),) = choose_backends([batch], requested)
+            totals = sum_of_squares_batch(batch, local, bad, None, name, inverse=True)
+            parts.append(totals[reference_norm.SQUARES].to(home))
             return
         if found_inf is not None:
             ops.check_batch(batch, bad, name)
@@ -74,6 +78,18 @@ def grad_norm(
     return stacked.sum().sqrt() if order == 2 else torch.linalg.vector_norm(stacked, order)
 
 
+def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
+    """As `ops.choose_backends`, for the passes that measure and clip: their kernels fail here or not at all."""
+    return [(b, b.layout.backends.get(f"clip, {requested}") or _backend(b.layout, requested)) for b in batches]
+
+
+def _backend(layout: Layout, requested: str) -> Backend:
+    key = layout.key
+    backend = choose(key.device, key.dtype, requested, clips=True) if key.plain else "torch"
+    layout.backends[f"clip, {requested}"] = backend
+    return backend
+
+
 def sum_of_squares_batch(
     batch: Batch,
     factor: Tensor,
@@ -85,7 +101,8 @@ def sum_of_squares_batch(
 ) -> Tensor:
     """Return the weighted sum of squares that a batch has once it is unscaled, and flag what is not finite in it.
 
-        sum(weight * (grad.double() * inv_scale).square().sum() for grad, weight in zip(batch.tensors, weights))
+        squares = sum(w * (grad.double() * inv_scale).square().sum() for grad, w in zip(batch.tensors, weights))
+        totals = [found_inf, 0, squares]    # in the order of `reference_norm`: sums over batches and ranks make sense
 
     Args:
         batch: read only.
@@ -95,50 +112,73 @@ def sum_of_squares_batch(
             all. Other weights than in the step before are copied to the device.
         inverse: see `factor`.
 
-    Returns: fp64, `()`, on the batch's device.
+    Returns: totals, fp64, [3], on the batch's device.
 
     Raises: ValueError for a wrong number of weights.
     """
     if weights is not None and len(weights) != len(batch.tensors):
         raise ValueError(f"weights: expected {len(batch.tensors)} of them, got {len(weights)}")
     if backend == "torch":
-        return _reference_sum_of_squares(batch, factor, found_inf, inverse, weights)
+        squares = _reference_sum_of_squares(batch, factor, found_inf, inverse, weights)
+        return torch.stack([found_inf.reshape(()).double(), torch.zeros_like(squares), squares])
     dense = ops._dense(batch)  # kept until the launch: an address keeps nothing alive
     table = _norm_table(batch.layout, dense)
     table.set_weights(weights)
-    out = torch.empty((), dtype=torch.float64, device=batch.layout.key.device)
-    _kernels().norm.launch_sum_of_squares(table, factor, found_inf, out, inverse=inverse)
-    return out
+    totals = torch.empty(3, dtype=torch.float64, device=batch.layout.key.device)
+    _kernels().norm.launch_sum_of_squares(table, factor, found_inf, totals, inverse=inverse)
+    return totals
 
 
 def clip_batch_(
-    batch: Batch, factor: Tensor, coef: Tensor, backend: Backend, *, inverse: bool, measured: bool = False
-) -> None:
-    """Unscale a batch whose flag is known, then multiply it by `coef`: two products, each rounded.
+    batch: Batch,
+    factor: Tensor,
+    totals: Tensor,
+    max_norm: float,
+    backend: Backend,
+    *,
+    inverse: bool,
+    measured: bool = False,
+) -> Tensor:
+    """Unscale a batch whose flag is known, then multiply it by a coefficient: two products, each rounded.
+
+        norm = totals[2].sqrt().float()
+        coef = 1.0 if totals[0] else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     Equivalent PyTorch: `torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inv_scale)`, then
-    `torch._foreach_mul_(grads, coef)` as on the CPU: `coef` is rounded to fp32 (for fp64 gradients not at all).
+    `torch._foreach_mul_(grads, coef)` as on the CPU.
 
     Args:
         batch: written.
         factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
-        coef: fp32 or fp64, one element, the batch's device.
+        totals: fp64, [3], the batch's device: the sum of what `sum_of_squares_batch` returned.
+        max_norm: >= 0.
         measured: this batch is what `sum_of_squares_batch` saw last of its layout: a table that both share is filled.
+
+    Returns: the norm, fp32, `()`, on the batch's device.
     """
     if backend == "torch":
+        norm = reference_norm.norm_of(totals)
+        coef = reference_norm.coefficient(totals[reference_norm.FLAG], norm, max_norm)
         _reference_clip_(batch, factor if inverse else reference.inverse(factor), coef)
-        return
+        return norm
     dense = ops._dense(batch)
-    tables = batch.layout.tables
-    if measured and dense is batch and tables.get("unscale") is tables["norm"]:
-        table = tables["norm"]
-    else:
-        table = ops._table(batch.layout, dense, "unscale")
-    _kernels().clip.launch_clip(table, factor, coef.to(torch.float64), inverse=inverse)
+    table = _clip_table(batch, dense, measured)
+    norm = (
+        torch.empty((), dtype=torch.float32, device=table.device) if table.n_chunks else reference_norm.norm_of(totals)
+    )
+    _kernels().clip.launch_clip(table, factor, totals, max_norm, norm, inverse=inverse)
     if dense is not batch:
         for original, copy in zip(batch.present, dense.present, strict=True):
             original.copy_(copy)
     torch.autograd.graph.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
+    return norm
+
+
+def _clip_table(batch: Batch, dense: Batch, measured: bool) -> GradTable:
+    tables = batch.layout.tables
+    if measured and dense is batch and tables.get("unscale") is tables["norm"]:
+        return cast("GradTable", tables["norm"])
+    return ops._table(batch.layout, dense, "unscale")
 
 
 def _reference_sum_of_squares(
@@ -187,11 +227,16 @@ def _home(grads: Sequence[Tensor]) -> torch.device:
     return grads[0].device if len(grads) and isinstance(grads[0], Tensor) else torch.device("cpu")
 
 
-def _checked_order(norm_type: float) -> float:
+def order_of(norm_type: float | str) -> float:
+    """Return a norm's order as a float, as torch takes it: "inf" is one, too."""
     try:
-        order = float(norm_type)  # "inf" is one for torch, too
+        return float(norm_type)
     except (TypeError, ValueError):
         raise TypeError(f"norm_type must be a number, got {norm_type!r}") from None
+
+
+def _checked_order(norm_type: float) -> float:
+    order = order_of(norm_type)
     if math.isnan(order) or order == 0:  # of order 0 it counts elements, and does not scale with them
         raise ValueError(f"norm_type must be a number other than 0, got {norm_type!r}")
     return order

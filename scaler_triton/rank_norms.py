@@ -33,15 +33,22 @@ def norm_over_ranks(
     shares = torch.tensor([1.0 / count for g, count in zip(gradients, copies, strict=True) if g.numel()])
     stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=home)
     if order == math.inf:
-        total = stacked.amax().reshape(1)
-        if agreement is not None:
-            agreement.maximum_(total)
-        return total[0].float()
+        return _largest(stacked.amax(), agreement).float()
     weights = shares.to(device=home, dtype=torch.float64) if norms else 1.0
     total = (stacked**order * weights).sum().reshape(1)
     if agreement is not None:
         agreement.sum_(total)
     return (total[0] ** (1.0 / order)).float()
+
+
+def _largest(mine: Tensor, agreement: Agreement | None) -> Tensor:
+    """Return the largest of the ranks' numbers, NaN if one of them is: a maximum over ranks may pass over it."""
+    if agreement is None:
+        return mine
+    is_nan = mine.isnan()
+    both = torch.stack([torch.where(is_nan, 0.0, mine), is_nan])
+    agreement.maximum_(both)
+    return torch.where(both[1] != 0, math.nan, both[0])
 
 
 def multiply_(gradients: Sequence[Tensor], coefficient: Tensor) -> None:

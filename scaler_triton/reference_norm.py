@@ -16,6 +16,9 @@ from torch import Tensor
 from scaler_triton import reference
 from scaler_triton.neighbours import Neighbours
 
+# What a pass that reads leaves: whether a gradient overflowed, whether somebody failed to look, the sum of squares.
+FLAG, FAILED, SQUARES = range(3)
+
 # How many squares are summed in fp32: whole vectors, few enough for the sum to be right, enough to be quick.
 _ROWS = range(512, 127, -16)
 # Smaller tensors are copied together until they have so many elements: fewer than the 32,768 from which on torch
@@ -80,6 +83,17 @@ def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     norms = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64) for t in tensors if t.numel()]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return whole
+
+
+def norm_of(totals: Tensor) -> Tensor:
+    """Return the 2-norm in fp32, `()`, that totals (fp64, [3]) tell."""
+    return totals[SQUARES].sqrt().float()
+
+
+def coefficient(flag: Tensor, norm: Tensor, max_norm: float) -> Tensor:
+    """Return what gradients are multiplied by, fp32 `()`: torch's coefficient for a norm, 1 if the flag is not 0."""
+    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(flag != 0, 1.0, factor)
 
 
 def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor, neighbours: Neighbours | None = None) -> None:

@@ -103,7 +103,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
 
     def _refuse_to_lose_clipping(self) -> None:
         for state in self._per_optimizer_states.values():
-            if "deferred" in state and state["stage"] is OptState.UNSCALED and not state.get("void"):
+            waits = "deferred" in state and state["stage"] is OptState.UNSCALED and not state.get("void")
+            if waits and state["owner"]() is not None:  # nobody can step an optimizer that is gone
                 raise RuntimeError(
                     "update() is being called before the step() that clip_grad_norm_(defer=True) left the clipping to."
                 )

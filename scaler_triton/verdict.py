@@ -132,9 +132,9 @@ class Verdict:
             self._plus_minus = torch.tensor([1.0, -1.0], dtype=torch.float32, device="cpu").to(self.device)
         return self._plus_minus
 
-    def settle(self, found: Tensor, failed: Tensor) -> None:
-        """Become what a reduction over the ranks found: how many of them saw an overflow, how many failed to look."""
-        self._signals[:_LARGEST].copy_(torch.stack([found, failed]) != 0)
+    def settle(self, totals: Tensor) -> None:
+        """Become what a sum over the ranks tells: first how many saw an overflow, then how many failed to look."""
+        torch.ne(totals[:_LARGEST], 0, out=self._signals[:_LARGEST])
 
     def skip(self) -> None:
         """Have this rank skip, without an error when the flag is read: it has raised one already."""

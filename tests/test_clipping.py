@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from helpers import Place, assert_same, flags, parameters, places, sgd, started
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from scaler_triton import GradScaler
 
@@ -86,6 +88,17 @@ def test_error_if_nonfinite_is_torchs_and_the_step_is_skipped(place: Place, valu
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
+
+
+@PLACES
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_a_norm_beyond_fp32_is_refused_and_nothing_is_clipped(place: Place, norm_type: float) -> None:
+    optimizer = sgd([torch.full((100,), 1e38)], place.device)
+    scaler = scaler_on(place, init_scale=1.0)
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        scaler.clip_grad_norm_(optimizer, 1.0, norm_type, error_if_nonfinite=True)
+    assert torch.equal(grads(optimizer)[0].cpu(), torch.full((100,), 1e38))
+    assert flags(scaler, optimizer) == [0.0]
 
 
 @PLACES
@@ -254,15 +267,124 @@ def test_the_order_of_calls_is_unscale_s(place: Place) -> None:
 
 
 def test_a_bad_gradient_is_refused_before_any_is_written() -> None:
-    good, bad = sgd([torch.full((3,), 24.0)]), sgd([torch.ones(1)])
-    bad.param_groups[0]["params"][0].grad = torch.ones(1).expand(1)
-    bad.param_groups[0]["params"][0].data = torch.zeros(2)
-    bad.param_groups[0]["params"][0].grad = torch.ones(1).expand(2)
+    good, bad = sgd([torch.full((3,), 24.0)]), unscalable()
     scaler = scaler_on(Place("cpu", "torch"))
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         scaler.clip_grad_norm_([good, bad], 1.0)
     assert grads(good)[0].tolist() == [24.0] * 3
     assert scaler._per_optimizer_states[id(good)]["stage"] is OptState.READY
+
+
+class Launches(TorchDispatchMode):
+    """Notes what is launched: kernels of ours by their names, and ops of torch that are more than a look."""
+
+    LOOKS = ("aten::empty", "aten::select", "aten::slice", "aten::view", "aten::unsqueeze", "aten::detach")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        self.seen += [name] if name not in self.LOOKS else []
+        return func(*args, **(kwargs or {}))
+
+    def of(self, call: Callable[[], Any]) -> list[str]:
+        """Return what a call launches."""
+        from scaler_triton.kernels.launcher import Launch
+
+        def noting(launch: Any, *args: Any) -> None:
+            self.seen.append(launch._kernel.fn.__name__)
+            with _disable_current_modes():  # the interpreter is no launch
+                start(launch, *args)
+
+        start = Launch.__call__
+        with mock.patch.object(Launch, "__call__", noting), self:
+            call()
+        return self.seen
+
+
+READ, WRITE = ["_sum_squares_kernel", "_finish_kernel"], ["_clip_kernel"]
+ADD = ["aten::stack", "aten::sum"]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "want"),
+    [
+        ([[torch.float32]], [*READ, *WRITE]),
+        ([[torch.float32, torch.bfloat16]], [*READ, *READ, *ADD, *WRITE, *WRITE]),
+        ([[torch.float32], [torch.float32]], [*READ, *READ, *ADD, *WRITE, *WRITE]),
+    ],
+    ids=["one dtype", "two dtypes", "two optimizers"],
+)
+@PLACES
+def test_nothing_is_launched_between_the_two_passes(
+    place: Place, dtypes: list[list[torch.dtype]], want: list[str]
+) -> None:
+    if place.backend != "triton":
+        pytest.skip("torch's ops are launches")
+    optimizers = [sgd([torch.ones(5, dtype=dtype) for dtype in each], place.device, fused=True) for each in dtypes]
+    scaler = scaler_on(place)
+    for last in (False, False, True):
+        for optimizer in optimizers:
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        launches = Launches().of(lambda: scaler.clip_grad_norm_(optimizers, 0.5))
+        assert not last or launches == want
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+
+def unscalable() -> torch.optim.SGD:
+    """Return SGD with a gradient that is refused when it is looked at."""
+    optimizer = sgd([torch.ones(2)])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1).expand(2)
+    return optimizer
+
+
+def test_what_was_found_before_outlives_a_clip_that_fails() -> None:
+    checked = sgd([torch.tensor([math.inf])])
+    scaler = scaler_on(Place("cpu", "torch"))
+    scaler._check_inf_per_device(checked)
+    grads(checked)[0].fill_(1.0)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        scaler.clip_grad_norm_([checked, unscalable()], 1.0)
+    assert flags(scaler, checked) == [1.0]
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
+def test_an_optimizer_that_is_gone_leaves_no_clipping_to_wait_for() -> None:
+    optimizer = sgd([torch.full((3,), 24.0)], fused=True)
+    scaler = scaler_on(Place("cpu", "torch"), growth_interval=1)
+    scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
+    del optimizer
+    scaler.update()
+    assert scaler.get_scale() == 2 * SCALE
+
+
+@pytest.mark.parametrize("options", [{}, {"parameters": []}, {"norm_type": 1.0}])
+def test_an_optimizer_is_clipped_once(options: dict[str, Any]) -> None:
+    optimizer = sgd([torch.full((3,), 24.0)])
+    scaler = scaler_on(Place("cpu", "torch"))
+    for several, text in (([], "got 0 of them"), ([optimizer, optimizer], "got 2 of them")):
+        with pytest.raises(ValueError, match=f"^optimizers must be at least one, and each another one, {text}"):
+            scaler.clip_grad_norm_(several, 1.0, **options)
+    assert grads(optimizer)[0].tolist() == [24.0] * 3
+
+
+@pytest.mark.parametrize("norm_type", [3, "inf"])
+def test_orders_are_written_as_torchs(norm_type: Any) -> None:
+    optimizer = sgd([torch.tensor([math.inf])])
+    scaler = scaler_on(Place("cpu", "torch"))
+    with pytest.raises(RuntimeError) as ours:
+        scaler.clip_grad_norm_(optimizer, 1.0, norm_type, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError) as torchs:
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0, norm_type, error_if_nonfinite=True)
+    assert str(ours.value) == str(torchs.value)
+    with pytest.raises(TypeError, match="^norm_type must be a number, got 'two'"):
+        scaler.clip_grad_norm_(optimizer, 1.0, "two")
 
 
 def test_a_disabled_scaler_clips_as_torch() -> None:

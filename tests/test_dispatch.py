@@ -8,10 +8,11 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from helpers import places, sgd, started
+from helpers import assert_same, places, sgd, started
 
 from scaler_triton import GradScaler, dispatch
 from scaler_triton.kernels import probe as probe_module
@@ -74,6 +75,65 @@ def test_triton_asked_for_raises_before_any_gradient_is_written(monkeypatch: Any
     with pytest.raises(RuntimeError, match=r"backend='triton' does not work for float32 on cpu: OSError: read-only"):
         scaler.unscale_(optimizer)
     assert optimizer.param_groups[0]["params"][0].grad.item() == 4.0
+
+
+def test_what_clips_is_tried_when_it_is_first_wanted(monkeypatch: Any) -> None:
+    monkeypatch.setattr(probe_module, "probe_clipping", broken(RuntimeError("ptxas fatal")))
+    for place in places():
+        device = torch.zeros(0, device=place.device).device
+        assert dispatch.choose(device, FP32, place.backend) == place.backend
+        if place.backend == "triton":
+            with pytest.raises(
+                RuntimeError, match=r"does not work for clipping float32 on .*: RuntimeError: ptxas fatal"
+            ):
+                dispatch.choose(device, FP32, "triton", clips=True)
+        else:
+            assert dispatch.choose(device, FP32, "torch", clips=True) == "torch"
+
+
+def test_auto_clips_by_torch_where_only_those_kernels_fail(monkeypatch: Any) -> None:
+    monkeypatch.setattr(probe_module, "probe", lambda device, dtypes: None)
+    monkeypatch.setattr(probe_module, "probe_clipping", broken(RuntimeError("ptxas fatal")))
+    device = torch.device("cuda", 0)
+    assert dispatch.choose(device, FP32, "auto") == "triton"
+    with pytest.warns(RuntimeWarning, match=r"clipping float32 on cuda:0.*torch's own ops.*RuntimeError: ptxas fatal"):
+        assert dispatch.choose(device, FP32, "auto", clips=True) == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dtype in (FP32, torch.float16):
+            assert dispatch.choose(device, dtype, "auto", clips=True) == "torch"
+            assert dispatch.choose(device, dtype, "auto") == "triton"
+
+
+def test_a_clip_that_triton_cannot_do_is_torchs_to_the_bit(monkeypatch: Any) -> None:
+    """auto's way on a GPU, taken on the CPU."""
+    monkeypatch.setattr(probe_module, "probe_clipping", broken(RuntimeError("ptxas fatal")))
+    start = [torch.tensor([3.0, 40.0, -0.7]), torch.tensor([1.0, 0.3], dtype=torch.bfloat16)]
+    clipped = []
+    for backend in ("auto", "torch"):
+        optimizer, scaler = sgd(start), started(GradScaler, "cpu", backend=backend)
+        if backend == "auto":
+            monkeypatch.setattr(dispatch, "_decide", _as_on_a_gpu(dispatch._decide))
+            with pytest.warns(RuntimeWarning, match="ptxas fatal") as warned:
+                norm = scaler.clip_grad_norm_(optimizer, 1e-3)
+            assert len(warned) == 1
+        else:
+            norm = scaler.clip_grad_norm_(optimizer, 1e-3)
+        clipped.append([norm, *(p.grad for p in optimizer.param_groups[0]["params"])])
+    for mine, theirs in zip(*clipped, strict=True):
+        assert_same(mine, theirs)
+
+
+def _as_on_a_gpu(decide: Any) -> Any:
+    """Return `decide` for a CPU whose unscaling Triton serves: asked for, and with auto's leniency."""
+
+    def decided(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> Any:
+        if not clips:
+            return "triton"
+        with mock.patch.object(torch.cuda, "is_available", return_value=False):
+            return decide(torch.device("cuda", 0), dtype, requested, clips)
+
+    return decided
 
 
 def test_argument_beats_environment_beats_auto(monkeypatch: Any) -> None:

@@ -55,11 +55,12 @@ def squares(
     found_inf = flag(place.device)
     factor = torch.tensor(scale, device=place.device)
     backend: Any = place.backend
-    total = norms.sum_of_squares_batch(batch, factor, found_inf, weights, backend, inverse=False)
-    assert total.dtype is torch.float64
-    assert total.shape == ()
-    assert total.device == batch.layout.key.device
-    return total.item(), found_inf.item()
+    totals = norms.sum_of_squares_batch(batch, factor, found_inf, weights, backend, inverse=False)
+    assert totals.dtype is torch.float64
+    assert totals.shape == (3,)
+    assert totals.device == batch.layout.key.device
+    assert totals[:2].tolist() == [found_inf.item(), 0.0]
+    return totals[2].item(), found_inf.item()
 
 
 @PLACES
@@ -224,7 +225,8 @@ def test_a_batch_may_hold_nothing_this_time(place: Place) -> None:
     assert squares(batch, place)[0] == pytest.approx(7.0, rel=TOLERANCE)
     nothing = Batch(batch.layout, [None, None])
     assert squares(nothing, place) == (0.0, 0.0)
-    clip(nothing, place, 2.0, torch.tensor(0.5))
+    clip(nothing, place, 2.0, 0.5)
+    clip(batch_of([torch.ones(0)], place.device), place, 2.0, 0.5, 3.0)
 
 
 def test_neighbours_are_read_as_one() -> None:
@@ -245,10 +247,20 @@ def test_large_and_small_ones_side_by_side(dtype: torch.dtype) -> None:
     assert total.item() == pytest.approx(want, rel=TOLERANCE)
 
 
-def clip(batch: Batch, place: Place, scale: float, coef: Tensor, *, inverse: bool = False) -> None:
+def clip(
+    batch: Batch, place: Place, scale: float, max_norm: float, norm: float = 1.0, *, inverse: bool = False
+) -> None:
     factor = torch.tensor(scale, device=place.device)
+    totals = torch.tensor([0.0, 0.0, norm**2], dtype=torch.float64, device=place.device)
     backend: Any = place.backend
-    norms.clip_batch_(batch, factor, coef.to(place.device), backend, inverse=inverse)
+    told = norms.clip_batch_(batch, factor, totals, max_norm, backend, inverse=inverse)
+    assert (told.dtype, told.shape, told.device) == (torch.float32, (), batch.layout.key.device)
+    assert_same(told.cpu(), torch.tensor(norm))
+
+
+def coefficient(max_norm: float, norm: float = 1.0) -> Tensor:
+    """Return what torch's clipping multiplies by."""
+    return (max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
 
 
 def torchs(tensors: Sequence[Tensor], scale: float, coef: Tensor) -> list[Tensor]:
@@ -260,21 +272,18 @@ def torchs(tensors: Sequence[Tensor], scale: float, coef: Tensor) -> list[Tensor
     return copies
 
 
-COEFS = [torch.tensor(0.3), torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(1.0), torch.tensor(math.nan)]
-
-
 @PLACES
-@pytest.mark.parametrize("coef", COEFS, ids=["fp32", "fp64", "one", "nan"])
+@pytest.mark.parametrize(("max_norm", "norm"), [(0.3, 1.0), (1 / 3, 7.5), (1.0, 0.5), (1.0, math.nan), (0.0, 1.0)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_clipping_is_torchs_two_steps(place: Place, dtype: torch.dtype, coef: Tensor) -> None:
+def test_clipping_is_torchs_two_steps(place: Place, dtype: torch.dtype, max_norm: float, norm: float) -> None:
     tensors = [values(numel, dtype, seed) for seed, numel in enumerate((0, 1, 700, 5000))]
     tensors[2][5] = math.inf
     tensors += [values(120, dtype, 9).view(10, 12).t(), torch.tensor(3.0, dtype=dtype)]
     for scale in (65536.0, 3.0, 1.0):
         batch = batch_of(tensors, place.device)
         versions = [tensor._version for tensor in batch.present]
-        clip(batch, place, scale, coef)
-        for tensor, want in zip(batch.present, torchs(tensors, scale, coef), strict=True):
+        clip(batch, place, scale, max_norm, norm)
+        for tensor, want in zip(batch.present, torchs(tensors, scale, coefficient(max_norm, norm)), strict=True):
             assert_same(tensor, want)
         if place.backend == "triton":  # torch's op is torch's to tell
             assert all(tensor._version > was for tensor, was in zip(batch.present, versions, strict=True))
@@ -287,9 +296,9 @@ def test_clipping_tensors_with_gaps_and_empty_slots(place: Place, dtype: torch.d
     before = whole.cpu().clone()
     (batch,) = batching.group([whole[::2], whole[1::4]])
     batch = Batch(batch.layout, [batch.tensors[0], None])
-    clip(batch, place, 4.0, torch.tensor(0.3), inverse=True)
+    clip(batch, place, 4.0, 0.3, inverse=True)
     expected = before.clone()
-    expected[::2] = torchs([before[::2]], 0.25, torch.tensor(0.3))[0]
+    expected[::2] = torchs([before[::2]], 0.25, coefficient(0.3))[0]
     assert_same(whole, expected)
 
 
@@ -316,10 +325,10 @@ def test_a_norm_and_a_clip_share_one_table(place: Place) -> None:
         pytest.skip("only kernels have tables")
     batch = batch_of([torch.ones(3)], place.device)
     squares(batch, place)
-    clip(batch, place, 2.0, torch.tensor(0.5))
+    clip(batch, place, 2.0, 2.0)
     ops.check_batch(batch, flag(place.device), "triton")
     assert len({id(table) for table in batch.layout.tables.values()}) == 1
-    assert batch.present[0].tolist() == [0.25] * 3
+    assert batch.present[0].tolist() == [0.5] * 3
 
 
 @PLACES
@@ -330,6 +339,8 @@ def test_tensor_subclasses_say_what_it_means(place: Place, right: float, bad: fl
     ((_, backend),) = ops.choose_backends([batch], dispatch.check_backend(place.backend))
     assert backend == "torch"
     assert squares(batch, Place(place.device, backend), [0.5])[1] == bad
-    norms.clip_batch_(batch, torch.tensor(4.0, device=place.device), torch.tensor(0.5), backend, inverse=False)
-    assert pair.left.tolist() == [1.0] * 3
-    assert pair.right.tolist() == [right / 8] * 3
+    clip(batch, Place(place.device, backend), 4.0, 2.0)
+    assert pair.left.tolist() == [2.0] * 3
+    assert pair.right.tolist() == [right / 4] * 3
+    clip(batch, Place(place.device, backend), 1.0, 0.5)
+    assert pair.left.tolist() == [2.0 * coefficient(0.5).item()] * 3

@@ -69,6 +69,17 @@ def test_one_ranks_overflow_is_everybodys(four, layout, name, value):
         assert outcome.values[0] == [gradient(0)] * 6  # unscaled, not clipped
 
 
+@pytest.mark.parametrize("order", [1.0, math.inf])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_ranks_overflow_shows_in_other_norms_everywhere(four, rank, value, order):
+    faults = [Fault(0, rank, param=1, value=value)]
+    for outcome in four.run(clipping_cases.laid_out, "grad", "line-shards", "adamw", faults, order=order):
+        assert str(outcome.norms[0]) == str(value)
+        assert outcome.scale == INIT_SCALE / 2
+        assert outcome.collectives == [(2, 0)]
+
+
 def test_a_rank_without_gradients_takes_part(two):
     for outcome in two.run(clipping_cases.laid_out, "grad", "line-shards", "adamw", [], 1):
         assert outcome.norms[0] == pytest.approx(math.sqrt(6 * (gradient(0) ** 2 + gradient(1) ** 2)), rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,12 @@ class Place:
     mesh: Callable[[], DeviceMesh] | None
     placements: tuple[Placement, ...]
     shards: tuple[int, ...]
+
+    @property
+    def copies(self) -> int:
+        """How many of the four ranks hold the same piece, as far as placements tell."""
+        sizes = 4 if self.mesh is cases.line else 2
+        return 4 // math.prod(sizes for placement in self.placements if placement.is_shard())
 
 
 def _dp() -> DeviceMesh:
@@ -89,6 +96,33 @@ class Spot:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """A call of `clip_grad_norm_` on all ranks.
+
+    Args:
+        optimizers: their positions.
+        fraction: `max_norm` is this part of the norm that the program expects.
+        subset: which of their parameters, by position; None: `parameters=` is not given.
+    """
+
+    optimizers: tuple[int, ...]
+    fraction: float
+    order: float = 2.0
+    subset: frozenset[int] | None = None
+    defer: bool = False
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether checking, measuring and agreeing is one."""
+        return self.order == 2.0 and self.subset is None
+
+    def members(self, program: Program) -> list[tuple[int, int]]:
+        """Return which parameters are clipped, as (optimizer, position)."""
+        everything = [(o, p) for o in self.optimizers for p in range(len(program.optimizers[o].parameters))]
+        return [each for i, each in enumerate(everything) if self.subset is None or i in self.subset]
+
+
+@dataclass(frozen=True)
 class Program:
     """What four ranks do.
 
@@ -98,6 +132,7 @@ class Program:
         explicit: (rank, optimizer) pairs that call `unscale_` themselves.
         missing: gradients that are None.
         planted: gradients that hold a non-finite value, and which.
+        clips: what is clipped in each step, before anything is stepped.
     """
 
     kind: str
@@ -106,6 +141,41 @@ class Program:
     explicit: frozenset[tuple[int, int]] = frozenset()
     missing: frozenset[Spot] = frozenset()
     planted: tuple[tuple[Spot, float], ...] = ()
+    clips: tuple[Clip | None, ...] = ()
+
+    def clip_of(self, step: int) -> Clip | None:
+        """What is clipped in a step."""
+        return self.clips[step] if step < len(self.clips) else None
+
+    def clip_collectives(self, clip: Clip) -> int:
+        """How many reductions a clip takes, beside the sums of Partial gradients."""
+        together = self.kind != "grad" or any(self.optimizers[index].has_dtensors for index in clip.optimizers)
+        alone = 0 if clip.is_joint else sum(self.agrees(index) for index in clip.optimizers)
+        return alone + together
+
+    def norm(self, step: int, clip: Clip) -> float:
+        """Return the norm of all that the clip is of, each piece once, were nothing planted."""
+        total = 0.0
+        for optimizer, position in clip.members(self):
+            parameter = self.optimizers[optimizer].parameters[position]
+            for rank in range(4):
+                spot = Spot(step, rank, optimizer, position)
+                if spot not in self.missing:
+                    values = unscaled(parameter, spot).double() * (4 if parameter.partial else 1)
+                    power = torch.linalg.vector_norm(values, clip.order).item()
+                    if clip.order == math.inf:
+                        total = max(total, power)
+                    else:
+                        total += power**clip.order / PLACES[parameter.place].copies
+        return total if clip.order == math.inf else total ** (1 / clip.order)
+
+    def clip_is_clean(self, step: int, clip: Clip) -> bool:
+        """Whether nothing that the clip measures is planted."""
+        members = clip.members(self)
+        return not any(
+            spot.step == step and (spot.optimizer, spot.parameter) in members and spot not in self.missing
+            for spot, _ in self.planted
+        )
 
     def agrees(self, optimizer: int) -> bool:
         """Whether this optimizer's ranks reduce their flag."""
@@ -138,6 +208,9 @@ class Trace:
     stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing to tell by
     collectives: list[list[int]] = field(default_factory=list)  # of each optimizer, those of `update` last
     digests: list[list[list[str]]] = field(default_factory=list)  # of each optimizer's parameters
+    skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
+    norms: list[float | None] = field(default_factory=list)  # None: nothing was clipped
+    clip_collectives: list[int | None] = field(default_factory=list)
 
 
 def shard_of(rank: int, place: Place) -> int:
@@ -153,24 +226,59 @@ def execute(rank: int, program: Program) -> Trace:
     trace = Trace()
     for step in range(program.steps):
         scale = scaler.scale(torch.ones(())).item()
+        trace.norms.append(None)
+        trace.clip_collectives.append(None)
         for index, optimizer in enumerate(optimizers):
             _backward(program, Spot(step, rank, index, 0), optimizer, scale)
+        clip = program.clip_of(step)
+        if clip is not None:
+            _clip(program, clip, Spot(step, rank, 0, 0), scaler, optimizers, trace)
         _step(program, rank, scaler, optimizers, trace)
         trace.scales.append((float(scaler.get_scale()).hex(), int(scaler._growth_tracker)))
         trace.digests.append([[cases.digest(p) for p in cases.params_of(optimizer)] for optimizer in optimizers])
     return trace
 
 
+def _clip(program: Program, clip: Clip, here: Spot, scaler: Any, optimizers: Sequence[Any], trace: Trace) -> None:
+    chosen = [optimizers[index] for index in clip.optimizers]
+    members = clip.members(program)
+    parameters = [cases.params_of(optimizers[o])[p] for o, p in members]
+    max_norm, norms = clip.fraction * program.norm(here.step, clip), []
+    options = {"defer": True} if clip.defer else {}
+    if clip.subset is not None:
+        options["parameters"] = parameters
+    call = lambda: norms.append(scaler.clip_grad_norm_(chosen, max_norm, clip.order, **options))  # noqa: E731
+    trace.clip_collectives[-1] = cases.collectives_of(call)
+    trace.norms[-1] = norms[0].item()
+    bad = any(program.overflows(here.step, index) for index in clip.optimizers)
+    if not bad and not clip.defer:
+        _check_clipped(program, clip, here, parameters, (max_norm / (norms[0] + 1e-6)).clamp(max=1.0))
+
+
+def _check_clipped(program: Program, clip: Clip, here: Spot, parameters: Sequence[Tensor], coefficient: Tensor) -> None:
+    """Assert that gradients are what torch's two steps make of them, to the bit: a power of two unscales exactly."""
+    for (optimizer, position), parameter in zip(clip.members(program), parameters, strict=True):
+        if parameter.grad is not None:
+            described = program.optimizers[optimizer].parameters[position]
+            want = [unscaled(described, Spot(here.step, here.rank, optimizer, position))]
+            if described.partial:
+                want[0] *= 4
+            torch._foreach_mul_(want, coefficient)
+            got = cases.local_of(parameter.grad)
+            assert torch.equal(got, want[0]), (optimizer, position, got, want[0])
+
+
 def _step(program: Program, rank: int, scaler: Any, optimizers: Sequence[Any], trace: Trace) -> None:
-    counts, stepped = [], []
+    counts, stepped, clip = [], [], program.clip_of(len(trace.stepped))
     for index, optimizer in enumerate(optimizers):
         watched = [p for p in cases.params_of(optimizer) if p.grad is not None]
         before = [cases.digest(p) for p in watched]
         count = 0
-        if (rank, index) in program.explicit:
+        if (rank, index) in program.explicit and (clip is None or index not in clip.optimizers):
             count = cases.collectives_of(scaler.unscale_, optimizer)
         counts.append(count + cases.collectives_of(scaler.step, optimizer))
         stepped.append([cases.digest(p) for p in watched] != before if watched else None)
+    trace.skipped.append([scaler.was_skipped(optimizer) for optimizer in optimizers])
     counts.append(cases.collectives_of(scaler.update))
     trace.collectives.append(counts)
     trace.stepped.append(stepped)
@@ -196,14 +304,18 @@ def _backward(program: Program, spot: Spot, optimizer: torch.optim.Optimizer, sc
         described = program.optimizers[spot.optimizer].parameters[index]
         parameter.grad = None
         if here not in program.missing:
-            parameter.grad = _gradient(described, parameter, here, scale, planted.get(here))
+            parameter.grad = _gradient(described, here, scale, planted.get(here))
 
 
-def _gradient(described: Parameter, parameter: Tensor, spot: Spot, scale: float, planted: float | None) -> Tensor:
+def unscaled(described: Parameter, spot: Spot) -> Tensor:
+    """Return what a rank holds of a gradient: exact in every dtype, and so large that a step shows in bf16."""
+    value = (1 + spot.parameter + 4 * shard_of(spot.rank, PLACES[described.place])) * 2.0**spot.step
+    return value * torch.arange(1, 7).view(2, 3).to(DTYPES[described.dtype])
+
+
+def _gradient(described: Parameter, spot: Spot, scale: float, planted: float | None) -> Tensor:
     place = PLACES[described.place]
-    # Exact in every dtype, and large enough that a step shows in bf16.
-    value = (1 + spot.parameter + 4 * shard_of(spot.rank, place)) * 2.0**spot.step * scale
-    local = torch.full_like(cases.local_of(parameter.detach()), value)
+    local = unscaled(described, spot) * scale
     if planted is not None:
         local.view(-1)[spot.rank] = planted
     if place.mesh is None:

@@ -195,7 +195,9 @@ class Specification(torch.amp.GradScaler):
         super().update(new_scale)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
-        if any(map(overlaps, gradients_of(optimizer))) and (allow_fp16 or not any(map(is_fp16, gradients_of(optimizer)))):
+        if any(map(overlaps, gradients_of(optimizer))) and (
+            allow_fp16 or not any(map(is_fp16, gradients_of(optimizer)))
+        ):
             departs(FAILURE)  # torch raises the same, after it has written the gradients of other dtypes
             raise RuntimeError(OVERLAP)
         if allow_fp16:

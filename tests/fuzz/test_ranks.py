@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import rank_programs
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import given, seed
 from hypothesis import strategies as st
-from rank_programs import PLACES, PLAIN, SLICES, Optimizer, Parameter, Program, Spot, Trace, shard_of
+from rank_programs import PLACES, PLAIN, SLICES, Clip, Optimizer, Parameter, Program, Spot, Trace, shard_of
 
 from scaler_triton.demo.ranks import RankPool
 
@@ -68,7 +69,19 @@ def programs(draw: Any) -> Program:
         frozenset(pair for rank, index in explicit for pair in unscaling(chosen[index], rank, index)),
         frozenset(each for spot in missing for each in spread(bare, spot, missing=True)),
         tuple((each, value) for spot, value in planted for each in spread(bare, spot, missing=False)),
+        tuple(draw(st.none() | clips(chosen)) for _ in range(bare.steps)),
     )
+
+
+@st.composite
+def clips(draw: Any, chosen: tuple[Optimizer, ...]) -> Clip:
+    taken = tuple(draw(st.permutations(range(len(chosen)))))[: draw(st.integers(1, len(chosen)))]
+    defer = draw(st.booleans()) and all(chosen[index].name.endswith("-fused") for index in taken)
+    subset = draw(st.none() | st.none() | st.frozensets(st.integers(0, 8)))
+    order = draw(st.sampled_from([2.0, 2.0, 2.0, math.inf, 1.0, 3.0]))
+    # Half the norm: what is clipped to less would not show in bf16.
+    fraction = draw(st.sampled_from([0.5, 2.0]))
+    return Clip(taken, fraction, *((2.0, None, True) if defer else (order, subset)))
 
 
 def unscaling(optimizer: Optimizer, rank: int, index: int) -> list[tuple[int, int]]:
@@ -102,6 +115,7 @@ def check(program: Program, traces: list[Trace]) -> None:
         for step in range(program.steps):
             check_step(program, rank, step, trace)
     for step in range(program.steps):
+        assert len({repr(trace.norms[step]) for trace in traces}) == 1, f"norms of step {step} differ"
         for index, optimizer in enumerate(program.optimizers):
             check_copies(optimizer, [trace.digests[step][index] for trace in traces], f"step {step}, optimizer {index}")
 
@@ -109,11 +123,33 @@ def check(program: Program, traces: list[Trace]) -> None:
 def check_step(program: Program, rank: int, step: int, trace: Trace) -> None:
     *counts, of_update = trace.collectives[step]
     assert of_update == 0
+    clip = program.clip_of(step)
+    if clip is not None:
+        check_clip(program, rank, step, trace, clip)
     for index, optimizer in enumerate(program.optimizers):
         where = f"rank {rank}, step {step}, optimizer {index}"
+        assert trace.skipped[step][index] == program.overflows(step, index), where
         assert trace.stepped[step][index] in (None, not program.overflows(step, index)), where
-        if not any(parameter.partial for parameter in optimizer.parameters):  # whose sum is the optimizer's to take
-            assert counts[index] == int(program.agrees(index)), where
+        if not has_sums(optimizer):  # those are the optimizer's to take
+            clipped = clip is not None and index in clip.optimizers
+            assert counts[index] == int(program.agrees(index) and not clipped), where
+
+
+def has_sums(optimizer: Optimizer) -> bool:
+    """Whether some of its gradients are still to be summed, which takes collectives."""
+    return any(parameter.partial for parameter in optimizer.parameters)
+
+
+def check_clip(program: Program, rank: int, step: int, trace: Trace, clip: Clip) -> None:
+    where = f"rank {rank}, step {step}"
+    norm = trace.norms[step]
+    assert norm is not None
+    if program.clip_is_clean(step, clip):
+        assert norm == pytest.approx(program.norm(step, clip), rel=1e-6), where
+    else:
+        assert not math.isfinite(norm), where
+    if not any(has_sums(program.optimizers[index]) for index in clip.optimizers):
+        assert trace.clip_collectives[step] == program.clip_collectives(clip), where
 
 
 def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> None:

@@ -212,12 +212,44 @@ class World:
         """Exchange an optimizer for a new one."""
         if self.buried is not None:  # difference 11
             self.buried.append(self.optimizers[index])
+            self.buried[-1].is_gone = True
         del self.optimizers[index]
         self.optimizers.insert(index, new())
 
     def parameters(self) -> Iterator[Tensor]:
         """Every parameter of every optimizer."""
         return (p for o in self.optimizers for group in o.param_groups for p in group["params"])
+
+
+@dataclass(frozen=True)
+class ClipSpec:
+    """A call of `clip_grad_norm_`.
+
+    Args:
+        indices: of the optimizers, in this order.
+        subset: positions among their parameters; None: `parameters=` is not given.
+        defer: only optimizers that take it then, if there are any.
+    """
+
+    indices: tuple[int, ...]
+    max_norm: float
+    norm_type: Any = 2.0
+    error_if_nonfinite: bool = False
+    subset: frozenset[int] | None = None
+    defer: bool = False
+    wrapped: bool = False
+
+    def clip(self, world: World, **options: Any) -> Tensor:
+        """Make the call."""
+        chosen = [world.optimizers[i] for i in dict.fromkeys(i % len(world.optimizers) for i in self.indices)]
+        if self.defer:
+            options["defer"] = True
+            chosen = [each for each in chosen if hasattr(each, "_step_supports_amp_scaling")] or chosen
+        elif self.subset is not None:
+            parameters = [p for optimizer in chosen for group in optimizer.param_groups for p in group["params"]]
+            options["parameters"] = [p for i, p in enumerate(parameters) if i in self.subset]
+        passed = [Wrapper(each) for each in chosen] if self.wrapped else chosen
+        return world.scaler.clip_grad_norm_(passed, self.max_norm, self.norm_type, self.error_if_nonfinite, **options)
 
 
 def assert_equal(ours: Any, theirs: Any, what: str) -> None:

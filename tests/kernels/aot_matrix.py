@@ -51,8 +51,8 @@ TYPES = {
     "epoch_ptr": "*i32",
     "weight_ptr": "*fp64",
     "partial_ptr": "*fp64",
-    "out_ptr": "*fp64",
-    "coef_ptr": "*fp64",
+    "totals_ptr": "*fp64",
+    "norm_ptr": "*fp32",
 }
 CONFIG_TARGET = "sm_90"
 # What a launch promises of the table's own tensors, and of nothing else.
@@ -150,6 +150,7 @@ def report_ptx(compiled):
         "flushes": ".ftz" in ptx,
         "approximates": ".approx" in ptx or "div.full" in ptx,
         "div_rn": len(re.findall(r"\bdiv\.rn\.f32", ptx)),
+        "sqrt_rn_f64": len(re.findall(r"\bsqrt\.rn\.f64", ptx)),
         "mul_f64": len(re.findall(r"\bmul(?:\.rn)?\.f64", ptx)),
         **report_resources(compiled),
     }

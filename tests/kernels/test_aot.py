@@ -90,8 +90,9 @@ def test_clipping_moves_by_128_bits_only(kernels, target, dtype, op):
     for access in ("ld.global", "st.global"):
         assert accesses.pop(f"{access}.{WIDE[itemsize]}") == DEFAULT.unroll
 
-    # What is left is one narrow access at the edges, the table's two int32 and two int64, both factors.
-    want = {"ld.global.b32": 3, "ld.global.b64": 3}
+    # What is left is one narrow access at the edges, the table's two int32 and two int64, the scale, flag and sum of
+    # squares, and the norm.
+    want = {"ld.global.b32": 3, "ld.global.b64": 4, "st.global.b32": 1}
     for access in ("ld.global", "st.global"):
         narrow = f"{access}.b{8 * itemsize}"
         want[narrow] = want.get(narrow, 0) + 1
@@ -120,7 +121,10 @@ def test_arithmetic_is_ieee(kernels, target):
         if name.startswith(f"{target}-"):
             assert not report["flushes"], name
             assert not report["approximates"], name
-            assert report["div_rn"] == (name.split("-")[1] in ("unscale", "clip", "finish")), name
+            op = name.split("-")[1]
+            # The inverse of the scale, and of the norm.
+            assert report["div_rn"] == (op in ("unscale", "clip", "finish")) + op.startswith("clip"), name
+            assert report["sqrt_rn_f64"] == op.startswith("clip"), name
     for name in UPDATES:
         assert kernels[f"{target}-{name}"]["mul_f64"] == 2  # the factors have stayed fp64
 

@@ -23,7 +23,7 @@ from scaler_triton.kernels.launch_config import DEFAULT
 from scaler_triton.kernels.table import GradTable
 
 OFFSETS = [0, 1, 3, 8]
-# Scale and coefficient; in fp64 a third is not the fp32 one.
+# Scale and max_norm, which is about the coefficient of a norm of 1; in fp64 a third is not the fp32 one.
 FACTORS = [(65536.0, 0.3), (65536.0, 1.0), (3.0, 1 / 3), (1.0, 2.0**-20), (2.0**-24, 1e-30)]
 
 
@@ -42,29 +42,65 @@ def torchs(values, inv_scale, coef):
     return grads
 
 
-def run_clip(table, scale, coef, *, inverse):
-    """Neighbours of both factors are NaN: who reads one shows it."""
+def expected_coefficient(max_norm, squares, flag):
+    """torch's norm and coefficient, as its clipping works them out."""
+    norm = torch.tensor(squares, dtype=torch.float64).sqrt().float()
+    return norm, torch.ones(()) if flag else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def run_clip(table, scale, max_norm, *, squares=1.0, flag=0.0, inverse):
+    """Neighbours of what is read are NaN, and so is what stands between flag and sum: who reads one shows it."""
     scales = torch.tensor([NAN, scale, NAN], device=DEVICE)
-    coefs = torch.tensor([NAN, coef, NAN], dtype=torch.float64, device=DEVICE)
+    totals = torch.tensor([NAN, flag, NAN, squares, NAN], dtype=torch.float64, device=DEVICE)
+    norms = torch.full((3,), NAN, device=DEVICE)
     with launched(*["_clip_kernel"][: table.n_chunks]):
-        launch_clip(table, scales[1], coefs[1], inverse=inverse)
+        launch_clip(table, scales[1], totals[1:4], max_norm, norms[1], inverse=inverse)
     assert_same(scales, torch.tensor([NAN, scale, NAN]))
-    assert_same(coefs, torch.tensor([NAN, coef, NAN], dtype=torch.float64))
+    assert_same(totals, torch.tensor([NAN, flag, NAN, squares, NAN], dtype=torch.float64))
+    if table.n_chunks:
+        norm = expected_coefficient(max_norm, squares, flag)[0].item()
+        assert_same(norms, torch.tensor([NAN, norm, NAN]))
+    else:
+        assert norms.isnan().all()
 
 
-def check_clip(grads, scale, coef, *, inverse, config=SMALL):
+def check_clip(grads, scale, max_norm, *, squares=1.0, flag=0.0, inverse, config=SMALL):
     """One launch over `grads` gives what torch's two steps give, and touches nothing else."""
     table = make_table(grads, grads[0].tensor.dtype, config)
-    run_clip(table, scale, coef, inverse=inverse)
+    run_clip(table, scale, max_norm, squares=squares, flag=flag, inverse=inverse)
     scale = torch.tensor(scale)
     want = torchs(
         [grad.values for grad in grads],
         scale if inverse else inverse_of(scale),
-        torch.tensor(coef, dtype=torch.float64),
+        expected_coefficient(max_norm, squares, flag)[1],
     )
     for grad, want_grad in zip(grads, want, strict=True):
         grad.assert_holds(want_grad)
     assert not table.bits.any()
+
+
+NORMS = [0.0, 5e-324, 1e-300, 1e-14, 1e-12, 0.1, 1.0 / 3, 2.0, 1e10 / 7, 1e76, 1e77, 1e308, INF, NAN]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1e-45, 1e-6, 0.1, 1.0, 3.3, 1e30, 1e38, 1e300, INF])
+def test_norm_and_coefficient_are_torchs_to_the_bit(max_norm):
+    for squares in NORMS:
+        grads = [Guarded(torch.tensor([1.0, -3.0, 0.1]), 1)]
+        check_clip(grads, 1.0, max_norm, squares=squares, inverse=True)
+
+
+def test_random_norms_and_bounds_too():
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        squares, max_norm = (10.0 ** torch.empty(2).uniform_(-8, 8, generator=draw).double()).tolist()
+        check_clip([Guarded(torch.tensor([1.0, 0.1]))], 1.0, max_norm, squares=squares, inverse=True)
+
+
+@pytest.mark.parametrize("flag", [1.0, 4.0, NAN])
+def test_after_an_overflow_gradients_are_only_unscaled(flag):
+    for squares in (1.0, INF, NAN):
+        grads = [Guarded(finite_values(700, torch.float32, 0), 1)]
+        check_clip(grads, 8.0, 1e-3, squares=squares, flag=flag, inverse=False)
 
 
 @pytest.mark.parametrize("factors", FACTORS)
@@ -78,20 +114,20 @@ def test_an_inverse_is_taken_as_it_is(dtype):
     check_clip(every_shape(dtype), 1 / 3, 0.3, inverse=True)
 
 
-@pytest.mark.parametrize("coef", [0.3, 0.9999])
+@pytest.mark.parametrize("max_norm", [0.3, 0.9999])
 @pytest.mark.parametrize("scale", [65536.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_16_bit_pattern_is_torchs(dtype, scale, coef):
+def test_every_16_bit_pattern_is_torchs(dtype, scale, max_norm):
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
-    check_clip([Guarded(patterns, 3)], scale, coef, inverse=False, config=DEFAULT)
+    check_clip([Guarded(patterns, 3)], scale, max_norm, inverse=False, config=DEFAULT)
 
 
-def test_an_fp32_coefficient_is_rounded_to_no_narrower_dtype():
+def test_a_coefficient_is_rounded_to_no_narrower_dtype():
     """As torch does it on the CPU; on a GPU it rounds the coefficient to the gradients' dtype."""
-    coef = torch.tensor(1 / 3)
+    coef = expected_coefficient(1 / 3, 1.0, 0.0)[1]
     for dtype in (torch.float16, torch.bfloat16):
         grad = Guarded(finite_values(1000, dtype, seed=0))
-        run_clip(make_table([grad], dtype), 1.0, coef.item(), inverse=True)
+        run_clip(make_table([grad], dtype), 1.0, 1 / 3, inverse=True)
         want = (grad.values.float() * coef).to(dtype)
         assert_same(torchs([grad.values], torch.ones(()), coef)[0], want)
         grad.assert_holds(want)
@@ -100,19 +136,29 @@ def test_an_fp32_coefficient_is_rounded_to_no_narrower_dtype():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_both_products_are_rounded(dtype):
     values = torch.ones(4096, dtype=dtype) + torch.arange(4096) * torch.finfo(dtype).eps
-    twice = torchs([values], inverse_of(torch.tensor(3.0)), torch.tensor(0.3))[0]
+    coef = expected_coefficient(0.3, 1.0, 0.0)[1]
+    twice = torchs([values], inverse_of(torch.tensor(3.0)), coef)[0]
     wide = torch.promote_types(dtype, torch.float32)
-    factor = inverse_of(torch.tensor(3.0)).to(torch.float64) * torch.tensor(0.3).to(torch.float64)
+    factor = inverse_of(torch.tensor(3.0)).to(torch.float64) * coef.to(torch.float64)
     assert not torch.equal(twice, (values.to(wide) * factor.to(wide)).to(dtype))  # else this could not tell
-    check_clip([Guarded(values)], 3.0, torch.tensor(0.3).item(), inverse=False)
+    check_clip([Guarded(values)], 3.0, 0.3, inverse=False)
 
 
 @pytest.mark.parametrize(
-    "factors", [(INF, 0.5), (NAN, 0.5), (2.0, NAN), (2.0, INF), (2.0, 0.0), (-2.0, 0.5), (0.0, 1.0)]
+    ("scale", "max_norm", "squares"),
+    [
+        (INF, 0.5, 1.0),
+        (NAN, 0.5, 1.0),
+        (2.0, 0.5, NAN),
+        (2.0, INF, INF),
+        (2.0, 0.0, 1.0),
+        (-2.0, 0.5, 1.0),
+        (0.0, 2.0, 1.0),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_factors_that_no_healthy_step_has(dtype, factors):
-    check_clip(every_shape(dtype)[-8:], *factors, inverse=True)
+def test_factors_that_no_healthy_step_has(dtype, scale, max_norm, squares):
+    check_clip(every_shape(dtype)[-8:], scale, max_norm, squares=squares, inverse=True)
 
 
 @pytest.mark.parametrize("special", [NAN, INF, -INF])
@@ -120,8 +166,8 @@ def test_factors_that_no_healthy_step_has(dtype, factors):
 def test_what_is_not_finite_stays_so(dtype, special):
     values = finite_values(700, dtype, seed=0)
     values[::50] = special
-    for coef in (0.5, 1.0):
-        check_clip([Guarded(values, 1)], 4.0, coef, inverse=False)
+    for max_norm in (0.5, 2.0):
+        check_clip([Guarded(values, 1)], 4.0, max_norm, inverse=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,15 +176,16 @@ def test_address_zero_is_skipped(dtype):
     table = make_table(grads, dtype)
     table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
     run_clip(table, 4.0, 0.5, inverse=False)
-    want = torchs([grads[0].values, grads[2].values], torch.tensor(0.25), torch.tensor(0.5))
+    coef = expected_coefficient(0.5, 1.0, 0.0)[1]
+    want = torchs([grads[0].values, grads[2].values], torch.tensor(0.25), coef)
     grads[0].assert_holds(want[0])
     grads[2].assert_holds(want[1])
     assert_untouched(grads[1].buffer, grads[1].start)
 
 
-@pytest.mark.parametrize("coef", [1.0, 1.0 - 2.0**-30])
+@pytest.mark.parametrize(("max_norm", "flag"), [(2.0, 0.0), (0.5, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_factors_of_one_write_nothing(dtype, coef):
+def test_factors_of_one_write_nothing(dtype, max_norm, flag):
     values = finite_values(700, dtype, seed=0)
     # A signalling NaN: conversions to fp32 and back would leave it quiet.
     values.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[3] = {
@@ -147,7 +194,7 @@ def test_factors_of_one_write_nothing(dtype, coef):
         torch.float32: 0x7F800001,
     }[dtype]
     grad = Guarded(values, 1)
-    run_clip(make_table([grad], dtype), 1.0, coef, inverse=False)
+    run_clip(make_table([grad], dtype), 1.0, max_norm, flag=flag, inverse=False)
     assert_untouched(grad.tensor, values)
 
 

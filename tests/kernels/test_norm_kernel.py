@@ -34,14 +34,15 @@ def make_table(grads, dtype, config=SMALL):
 
 
 def run(table, scale=1.0, *, inverse=True):
-    """The sum and the flag, on the CPU; what lies beside the sum is not written."""
+    """The sum and the flag, on the CPU, which stand in the totals; what lies beside those is not written."""
     found_inf = torch.zeros((), device=DEVICE)
-    out = torch.full((3,), NAN, dtype=torch.float64, device=DEVICE)
+    out = torch.full((5,), NAN, dtype=torch.float64, device=DEVICE)
     kernels = ["_sum_squares_kernel", "_finish_kernel"] if table.n_chunks else []
     with launched(*kernels):
-        launch_sum_of_squares(table, torch.tensor(scale).to(DEVICE), found_inf, out[1], inverse=inverse)
-    assert out[::2].isnan().all()
-    return out[1].cpu(), found_inf.cpu()
+        launch_sum_of_squares(table, torch.tensor(scale).to(DEVICE), found_inf, out[1:4], inverse=inverse)
+    assert out[::4].isnan().all()
+    assert out[1:3].tolist() == [found_inf.item(), 0.0]
+    return out[3].cpu(), found_inf.cpu()
 
 
 def expected(values, inv_scale=1.0, weights=None):
@@ -229,19 +230,21 @@ def test_all_partial_sums_are_added(n_partials):
     table = NormTable([1] * n_partials, torch.float32, DEVICE, SMALL)
     partials = torch.rand(n_partials, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     table.partials.copy_(partials)
-    out = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    totals = torch.zeros(3, dtype=torch.float64, device=DEVICE)
+    scale, found_inf = torch.tensor([4.0, 0.0], device=DEVICE)
     with launched("_finish_kernel"):
-        table.launch_finish(torch.tensor(4.0, device=DEVICE), out, inverse=False)
-    assert out.item() == pytest.approx(math.fsum(partials.tolist()) / 16, rel=1e-14)  # fp64 sums of few thousand
+        table.launch_finish(scale, found_inf, totals, inverse=False)
+    assert totals[2].item() == pytest.approx(math.fsum(partials.tolist()) / 16, rel=1e-14)  # fp64 sums of few thousand
 
 
 def test_a_raised_flag_is_left_raised():
     table = make_table([Guarded(torch.ones(40))], torch.float32)
     flags = torch.tensor([5.0, 1.0, 7.0], device=DEVICE)
-    out = torch.zeros((), dtype=torch.float64, device=DEVICE)
-    launch_sum_of_squares(table, torch.ones((), device=DEVICE), flags[1], out, inverse=True)
-    assert flags.tolist() == [5.0, 1.0, 7.0]
-    assert out == 40
+    totals = torch.zeros(3, dtype=torch.float64, device=DEVICE)
+    for each, sum_of_it in ((table, 40), (NormTable([], torch.float32, DEVICE), 0)):
+        launch_sum_of_squares(each, torch.ones((), device=DEVICE), flags[1], totals, inverse=True)
+        assert flags.tolist() == [5.0, 1.0, 7.0]
+        assert totals.tolist() == [1, 0, sum_of_it]
 
 
 def test_nothing_is_launched_for_no_elements():

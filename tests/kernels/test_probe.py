@@ -7,7 +7,7 @@ import torch
 from kernel_cases import DEVICE, NATIVE, launched
 
 from scaler_triton.kernels import probe as probe_module
-from scaler_triton.kernels.probe import probe
+from scaler_triton.kernels.probe import probe, probe_clipping
 
 TABLE_KERNELS = ["_check_nonfinite_kernel", "_unscale_kernel", "_unscale_kernel"]
 
@@ -26,6 +26,33 @@ def test_dtypes_can_be_named():
 def test_a_kernel_that_does_nothing_is_found_out(name):
     with mock.patch.object(probe_module, name), pytest.raises(RuntimeError, match=r"the Triton kernel for .* gives"):
         probe(DEVICE)
+
+
+NORM, CLIP = ["_sum_squares_kernel", "_finish_kernel"], "_clip_kernel"
+
+
+def test_what_clips_is_tried_apart():
+    with launched(*[*NORM, *NORM, CLIP, CLIP, *NORM, CLIP] * 4):
+        probe_clipping(DEVICE)
+
+
+@pytest.mark.parametrize("name", ["launch_sum_of_squares", "launch_clip"])
+def test_a_pass_of_clipping_that_does_nothing_is_found_out(name):
+    with mock.patch.object(probe_module, name), pytest.raises(RuntimeError, match=r"the Triton kernel for .* gives"):
+        probe_clipping(DEVICE)
+
+
+def test_a_norm_that_flags_nothing_is_found_out():
+    def blind(table, scale, found_inf, totals, *, inverse):
+        start(table, scale, torch.zeros_like(found_inf), totals, inverse=inverse)
+        totals[0] = 0
+
+    start = probe_module.launch_sum_of_squares
+    with (
+        mock.patch.object(probe_module, "launch_sum_of_squares", blind),
+        pytest.raises(RuntimeError, match=r"the Triton kernel for the norm of .* gives"),
+    ):
+        probe_clipping(DEVICE)
 
 
 def test_a_check_that_writes_is_found_out():

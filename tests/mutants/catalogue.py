@@ -35,6 +35,7 @@ POLICY = "tests/kernels/test_update_policy_kernel.py"
 LAUNCHES = "tests/kernels/test_launch_paths.py"
 UNSTEPPED = "tests/test_unstepped.py"
 CLIP = "tests/test_clipping.py"
+CLIPS = "tests/kernels/test_clip_kernel.py tests/kernels/test_norm_kernel.py"
 CLIPPED = "tests/distributed/test_clipping_ranks.py"
 SPLIT = "tests/distributed/test_split_ranks.py"
 REPORT = "tests/test_overflow_report.py"
@@ -156,11 +157,26 @@ MUTANTS = [
     Mutant(_S + "copies.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
     Mutant(_S + "copies.py", "return max(1, ranks // shards[id(parameter)])", "return 1", CLIPPED),
     Mutant(_S + "clipping.py", "1.0 / copies[slot]", "1.0", CLIPPED),
-    Mutant(_S + "clipping.py", "agreement.sum_(totals)\n            *found", "*found", CLIPPED),
-    Mutant(_S + "clipping.py", "coefficient = torch.where(flag.to(norm.device) != 0, 1.0, coefficient)", "pass", CLIP),
+    Mutant(_S + "clipping.py", "agreement.sum_(rows.view(-1))", "pass", CLIPPED),
+    Mutant(_S + "clipping.py", "part.plan.verdict = None  # what an earlier", "pass  # what an earlier", CLIP),
+    Mutant(_S + "clipping.py", "!= len(optimizers) or not states", "== 0", CLIP),
+    Mutant(_S + "clipping.py", "totals[reference_norm.FLAG] = 1.0", "pass", CLIP),
+    Mutant(_S + "updating.py", 'if waits and state["owner"]() is not None:', "if waits:", CLIP),
+    Mutant(_S + "verdict.py", "torch.ne(totals[:_LARGEST], 0, out=self._signals[:_LARGEST])", "pass", CLIPPED),
+    Mutant(_S + "reference_norm.py", "return torch.where(flag != 0, 1.0, factor)", "return factor", CLIP),
+    Mutant(_S + "dispatch.py", "(probe.probe_clipping if clips else probe.probe)", "probe.probe", DISPATCH),
+    Mutant("kernels/clip.py", "tl.where(bad | (coef > 1.0), 1.0, coef)", "tl.where(coef > 1.0, 1.0, coef)", CLIPS),
+    Mutant("kernels/clip.py", "tl.div_rn(1.0, norm + 1e-6) * max_norm", "tl.div_rn(max_norm, norm + 1e-6)", CLIPS),
+    Mutant(
+        "kernels/norm.py",
+        "tl.store(totals_ptr + FLAG, tl.load(found_inf_ptr)",
+        "tl.store(totals_ptr + FLAG, (0.0 * n_partials)",
+        CLIPS,
+    ),
     Mutant(_S + "clipping.py", 'or "deferred" in state', "", CLIP),
     Mutant(_S + "clipping.py", "self._fail_together(parts, agreement)", "pass", CLIPPED),
     Mutant(_S + "updating.py", "self._refuse_to_lose_clipping()\n", "pass\n", CLIP),
+    Mutant(_S + "rank_norms.py", "torch.where(both[1] != 0, math.nan, both[0])", "both[0]", CLIPPED),
     Mutant(_S + "rank_norms.py", "stacked**order * weights", "stacked**order", CLIPPED),
     Mutant(
         "kernels/norm.py", "total *= tl.load(weight_ptr + tensor)", "total *= 1.0", "tests/kernels/test_norm_kernel.py"

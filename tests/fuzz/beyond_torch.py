@@ -1,0 +1,317 @@
+"""What our scalers do and torch's do not: clipping, limits, counters; mixed in before the specification of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from specification import (
+    FP32_MAX,
+    OVERLAP,
+    SMALLEST,
+    Refused,
+    ShardedSpecification,
+    Specification,
+    departs,
+    gradients_of,
+    is_fp16,
+    overlaps,
+    unwrapped,
+)
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+CLIPPING = "clip_grad_norm_"  # stands among the numbers of the README's differences
+TOLERANCE = 1e-6  # what `clip_grad_norm_` promises of its norm
+NO_LIMITS = {"min_scale": SMALLEST, "max_scale": FP32_MAX, "hysteresis": 1, "consecutive_hysteresis": False}
+COUNTERS = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
+
+
+class ExtrasRules:
+    """Difference 13: bounds, hysteresis, `check_unscaled`; what the counters count and `was_skipped` tells."""
+
+    def __init__(self, *, check_unscaled: bool = False, limits: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._check_unscaled = check_unscaled
+        self._limits = {**NO_LIMITS, **(limits or {})} if self._enabled else NO_LIMITS
+        self._counters = dict.fromkeys(COUNTERS, 0)
+        self._skips: dict[int, list[Any]] = {}
+        if self._enabled:
+            self._init_scale = min(max(self._init_scale, self._limits["min_scale"]), self._limits["max_scale"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_counters": dict(self._counters), "_skips": {}}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if state and self._limits != NO_LIMITS:
+            departs(13)
+            state["scaler_triton"] = {**self._limits, "max_consecutive_skips": None, "counters": dict(self._counters)}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        extras = state_dict.get("scaler_triton", {})
+        self._counters = dict(extras.get("counters", dict.fromkeys(COUNTERS, 0)))
+        self._limits = {name: extras.get(name, limit) for name, limit in self._limits.items()}
+
+    def _update_as_torch(self) -> None:
+        flags = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        # torch adds the flags up in one of them: what they were is read before.
+        self._skips = {key: [bool(flag) for flag in found] for key, found in self._skips.items()}
+        bad, before = any(flag.item() for flag in flags), None if self._scale is None else self._scale.clone()
+        super()._update_as_torch()
+        if bad and self._counters["strikes"] + 1 < self._limits["hysteresis"]:
+            departs(13)
+            self._scale.copy_(before)
+        self._bound_scale()
+        self._count(bad, before.item(), self._scale.item())
+
+    def _bound_scale(self) -> None:
+        super()._bound_scale()
+        bounded = min(max(self._scale.item(), self._limits["min_scale"]), self._limits["max_scale"])
+        if self._scale.item() != bounded:
+            departs(13)
+            self._scale.fill_(bounded)
+
+    def _count(self, bad: bool, before: float, after: float) -> None:
+        counters = self._counters
+        counters["updates"] += 1
+        counters["skipped"] += bad
+        counters["growths"] += after > before
+        counters["backoffs"] += after < before
+        if bad:
+            counters["consecutive_skips"] += 1
+            counters["strikes"] += 1
+            counters["last_skip"] = counters["updates"]
+        else:
+            counters["consecutive_skips"] = 0
+            if self._limits["consecutive_hysteresis"] or not self._growth_tracker.item():
+                counters["strikes"] = 0
+
+    def _update_by_value(self, new_scale: Any) -> None:
+        one = not isinstance(new_scale, Tensor) or (new_scale.numel() == 1 and not new_scale.requires_grad)
+        if one and self._scale is not None and SMALLEST <= new_scale <= FP32_MAX:
+            rounded = torch.tensor(float(new_scale)).item()
+            if not self._limits["min_scale"] <= rounded <= self._limits["max_scale"]:
+                departs(13)
+                raise Refused("new_scale", new_scale)
+        super()._update_by_value(new_scale)
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
+        self._skips.pop(id(optimizer), None)
+        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if self._check_unscaled and not all(values.isfinite().all() for values in values_of(optimizer)):
+            for flag in flags.values():
+                flag.fill_(1.0)
+        return flags
+
+    def _recall(self, optimizer: Any) -> None:
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self._skips.pop(id(optimizer), None)
+        super()._recall(optimizer)
+
+    def _fused_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._per_optimizer_states[id(optimizer)]
+        if self._check_unscaled and state["stage"] is OptState.READY:
+            departs(13)
+            state["found_inf_per_device"] = {}
+            self.unscale_(optimizer)
+        return super()._fused_step(optimizer, *args, **kwargs)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(optimizer, *args, **kwargs)
+        if self._enabled:
+            inner = unwrapped(optimizer)
+            state = self._per_optimizer_states[id(inner)]
+            flags = list(state["found_inf_per_device"].values())  # a fused optimizer's are read when somebody asks
+            known = [True] if state.get("void") else [any(flag.item() for flag in flags)]
+            takes_flag = hasattr(inner, "_step_supports_amp_scaling") and not state.get("void")
+            self._skips[id(inner)] = flags if takes_flag else known
+        return result
+
+    def was_skipped(self, optimizer: Any) -> bool:
+        if not self._enabled:
+            return False
+        inner = unwrapped(optimizer)
+        if id(inner) not in self._skips:
+            name = type(optimizer).__name__
+            raise ValueError(f"optimizer must have been stepped and not unscaled since, got {name}")
+        return any(bool(flag) for flag in self._skips[id(inner)])
+
+    def stats(self) -> SimpleNamespace:
+        shown = {name: value for name, value in self._counters.items() if name != "strikes"}
+        return SimpleNamespace(**{**shown, "last_skip": shown["last_skip"] or None})
+
+
+class Undeferable(Refused):
+    """A ValueError that says why `defer=True` cannot be."""
+
+    def __init__(self) -> None:
+        ValueError.__init__(self, "defer=True cannot be")
+
+    def is_met_by(self, error: BaseException) -> bool:
+        return type(error) is ValueError and str(error).startswith("defer=True")
+
+
+class ClippingRules:
+    """`clip_grad_norm_` is `unscale_` of every optimizer and torch's clipping, by a norm that is right to 1e-6."""
+
+    allows_fp16 = False
+
+    def clip_grad_norm_(
+        self,
+        optimizers: Sequence[Any],
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        parameters: Sequence[Tensor] | None = None,
+        defer: bool = False,
+        measured: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Clip by the norm that ours measured, if it is right."""
+        departs(CLIPPING)
+        optimizers, order = [self._unwrapped(optimizer) for optimizer in optimizers], float(norm_type)
+        everything = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        chosen = everything if parameters is None else [p for p in everything if any(p is one for one in parameters)]
+        if not self._enabled:
+            return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
+        self._check_order(optimizers, again=parameters is not None)
+        plain = any(not hasattr(optimizer, "_step_supports_amp_scaling") for optimizer in optimizers)
+        if defer and (plain or parameters is not None or order != 2.0 or self._check_unscaled):
+            raise Undeferable
+        if parameters is None and order == 2.0 and not self._check_unscaled:
+            self._check_gradients(optimizers)  # all of them, before the first is written
+            inverse = self._scale.double().reciprocal().float().double().reshape(())
+            exact, promised = torch.linalg.vector_norm(together(chosen)) * inverse, bool(inverse.isfinite())
+            self._unscale_all(optimizers, leave=defer)
+        else:
+            self._unscale_all(optimizers)
+            sum_up(chosen)
+            exact, promised = torch.linalg.vector_norm(together(chosen), order), True
+        norm = agreed(exact, measured, promised)
+        refused = error_if_nonfinite and not norm.isfinite()
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if refused or self._any_overflow(optimizers):
+            coefficient = torch.ones(())
+        self._multiply(optimizers, chosen, coefficient, defer)
+        if refused:
+            raise RuntimeError(
+                f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        return norm
+
+    def _check_order(self, optimizers: Sequence[Any], again: bool) -> None:
+        for optimizer in optimizers:
+            self._check_scale_growth_tracker("clip_grad_norm_")
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.STEPPED:
+                raise RuntimeError("unscale_() is being called after step().")
+            if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
+                raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+
+    def _check_gradients(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            self._skips.pop(id(optimizer), None)
+            sum_up(parameter for group in optimizer.param_groups for parameter in group["params"])
+            if not self.allows_fp16 and any(map(is_fp16, gradients_of(optimizer))):
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            if any(map(overlaps, gradients_of(optimizer))):
+                raise RuntimeError(OVERLAP)
+
+    def _unscale_all(self, optimizers: Sequence[Any], leave: bool = False) -> None:
+        """Check every gradient, and unscale it unless the step is to do that."""
+        for optimizer in optimizers:
+            state = self._per_optimizer_states[id(optimizer)]
+            if leave:
+                flags = self._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), True)
+                state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
+            elif state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+
+    def _any_overflow(self, optimizers: Sequence[Any]) -> bool:
+        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        return any(flag.item() for state in states for flag in state["found_inf_per_device"].values())
+
+    def _multiply(self, optimizers: Sequence[Any], chosen: Sequence[Tensor], coefficient: Tensor, defer: bool) -> None:
+        for parameter in chosen:
+            if parameter.grad is not None and not defer:
+                values = values_in(parameter.grad)
+                values.copy_(values.to(torch.promote_types(values.dtype, torch.float32)) * coefficient)
+        if defer:
+            for optimizer in optimizers:
+                self._per_optimizer_states[id(optimizer)]["deferred"] = self._scale.reshape(()) / coefficient
+
+    def _step_with_flag(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if "deferred" in state:
+            optimizer.grad_scale = state["deferred"]  # torch passes on what is there when gradients are unscaled
+        return super()._step_with_flag(optimizer, state, *args, **kwargs)
+
+    def update(self, new_scale: Any = None) -> None:
+        if self._enabled:
+            self._check_scale_growth_tracker("update")
+            if any(self._awaits_clipping(key, state) for key, state in self._per_optimizer_states.items()):
+                raise RuntimeError(
+                    "update() is being called before the step() that clip_grad_norm_(defer=True) left the clipping to."
+                )
+        super().update(new_scale)
+
+    def _awaits_clipping(self, key: int, state: dict[str, Any]) -> bool:
+        alive = not getattr(self._optimizers.get(key), "is_gone", False)
+        return alive and "deferred" in state and state["stage"] is OptState.UNSCALED and not state.get("void")
+
+
+class FullSpecification(ClippingRules, ExtrasRules, Specification):
+    """Our GradScaler as it should be."""
+
+
+class FullShardedSpecification(ClippingRules, ExtrasRules, ShardedSpecification):
+    """Our ShardedGradScaler as it should be."""
+
+    allows_fp16 = True
+
+
+def values_in(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient, which may be sparse, sharing its memory."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def values_of(optimizer: Any) -> list[Tensor]:
+    """Return the numbers of all gradients of an optimizer."""
+    return [values_in(gradient) for gradient in gradients_of(optimizer)]
+
+
+def sum_up(parameters: Any) -> None:
+    """Sum duplicates in sparse gradients: a norm is that of the sums."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse and not gradient.is_coalesced():
+            parameter.grad = gradient.float().coalesce().half() if is_fp16(gradient) else gradient.coalesce()
+
+
+def together(parameters: Sequence[Tensor]) -> Tensor:
+    """Return all numbers of all gradients in fp64."""
+    parts = [values_in(p.grad).double().flatten() for p in parameters if p.grad is not None]
+    whole = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    return whole if whole.numel() else torch.zeros(1, dtype=torch.float64)  # torch has no inf-norm of nothing
+
+
+def agreed(exact: Tensor, measured: Sequence[Tensor], promised: bool) -> Tensor:
+    """Return the measured norm, which must be right if anything is promised; without one the exact norm."""
+    want = exact.abs().float()
+    if not measured:
+        return want
+    (norm,) = measured
+    assert (norm.dtype, norm.shape) == (torch.float32, ())
+    same = torch.equal(norm, want) or bool(norm.isnan() and want.isnan()) or not promised
+    # A last digit of fp32's, where it has fewer than seven, or lies at the end of its range.
+    neighbours = torch.nextafter(want, torch.tensor(torch.inf)), torch.nextafter(want, torch.zeros(()))
+    assert same or norm in neighbours or abs(norm.double() - exact.abs()) <= TOLERANCE * exact.abs(), (norm, exact)
+    return norm.clone()
