@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +96,3 @@ def test_dcp_reads_what_the_new_scaler_would_save(tmp_path: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException, match="scaler_triton"):
         dcp.load({"scaler": scaler}, checkpoint_id=tmp_path / "plain", no_dist=True)
     assert scaler.state_dict() == before
-
-
-def run(*command: Any, **variables: str) -> str:
-    call = [sys.executable, *map(str, command)]
-    return subprocess.check_output(call, env={**os.environ, **variables}, text=True, timeout=120)
-
-
-@pytest.mark.distributed
-def test_the_recipe_for_dcp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    command = [RECIPES / "checkpoint.py", tmp_path]
-    first = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command)
-    assert first == "3 updates, scale 512.0\n" * 2
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # as torchrun would
-    assert run(*command, **alone) == "6 updates, scale 2048.0\n"
-
-
-def test_the_recipe_for_compile() -> None:
-    assert run(RECIPES / "compile.py", "aot_eager").endswith("scale 1024.0\n")

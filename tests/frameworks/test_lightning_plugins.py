@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -22,11 +21,6 @@ pytestmark = [pytest.mark.filterwarnings(known) for known in cases.KNOWN_WARNING
 
 
 ROOT = Path(__file__).parents[2]
-# The interpreter takes no patterns: these are the beginnings of the messages in `cases.KNOWN_WARNINGS`.
-KNOWN = [
-    "-Wignore:The 'train_dataloader' does not have many workers:UserWarning",
-    "-Wignore:`isinstance(treespec, LeafSpec)` is deprecated:FutureWarning",
-]
 
 
 @pytest.fixture(params=cases.NAMESPACES)
@@ -108,15 +102,3 @@ def test_after_patch_torch_lightnings_own_plugins_have_our_scalers() -> None:
     installed = [module for pair in cases.NAMESPACES.values() for module in pair if find_spec(module.split(".")[0])]
     assert installed
     subprocess.run([sys.executable, "-c", PATCHED, *installed], cwd=ROOT, check=True, timeout=120)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("recipe", ["with_lightning.py", "with_fabric.py"])
-def test_the_recipes_run(recipe: str, tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    command = [sys.executable, "-W", "error", *KNOWN, str(ROOT / "docs/recipes" / recipe)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    assert "The last skip" in run.stdout
-    assert not list(tmp_path.iterdir())

@@ -1,0 +1,105 @@
+"""Every recipe of the documentation runs, says what its page promises, and is shown on a page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+RANKS = 1 if torch.cuda.is_available() else 2  # NCCL takes one rank a GPU
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe needs, and what it prints.
+
+    Args:
+        says: parts of the output.
+        ranks: how many torchrun starts; 0: it runs alone.
+        needs: the packages it imports.
+        ignored: the beginnings of third-party warnings that are no errors here.
+        leaves: what it writes.
+    """
+
+    says: tuple[str, ...]
+    ranks: int = 0
+    needs: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+
+    def run(self, name: str, folder: Path, **variables: str) -> str:
+        """Run it in `folder` with warnings as errors; return its output."""
+        for package in self.needs:
+            if find_spec(package) is None:
+                pytest.skip(f"needs {package}")
+        filters = [option for known in self.ignored for option in ("-W", f"ignore:{known}")]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        command = [sys.executable, "-W", "error", *filters, *(launcher if self.ranks else ())]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+        done = subprocess.run(
+            [*command, str(DOCS / "recipes" / name), *self.arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+ON_CPU = ("'pin_memory' argument is set as true but no accelerator is found",)  # the Trainer's data loader
+DYNAMO = ("`torch.jit.script_method` is deprecated",)  # torch's, about itself
+LIGHTNING = (
+    "The 'train_dataloader' does not have many workers",  # advice
+    "`isinstance(treespec, LeafSpec)` is deprecated",  # torch's, about Lightning
+)
+SKIPS = tuple(f"rank {rank}, step 10: {who} skipped" for rank in range(RANKS) for who in ("actor", "critic"))
+
+RECIPES = {
+    "step.py": Recipe(("step 30 was skipped", "0.weight   Inf")),
+    "with_accelerate.py": Recipe(("step 3 was skipped", "updates=64, "), needs=("accelerate",), leaves=("checkpoint",)),
+    "trainer.py": Recipe(
+        ("ScalerStats(updates=20, ",), needs=("accelerate", "transformers"), ignored=ON_CPU, leaves=("counting",)
+    ),
+    "with_lightning.py": Recipe(("The last skip",), needs=("lightning",), ignored=LIGHTNING),
+    "with_fabric.py": Recipe(("The last skip",), needs=("lightning",), ignored=LIGHTNING),
+    "verl_style.py": Recipe(SKIPS, ranks=RANKS),
+    "dinov2_style.py": Recipe(("step 39: backbone ",), ranks=RANKS),
+    "compile.py": Recipe(("scale 1024.0\n",), ignored=DYNAMO, arguments=("aot_eager",)),
+}
+CHECKPOINT = "checkpoint.py"  # runs twice: the test below
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_does_what_it_says(name: str, tmp_path: Path) -> None:
+    printed = RECIPES[name].run(name, tmp_path)
+    assert [text for text in RECIPES[name].says if text not in printed] == []
+    assert {path.name for path in tmp_path.iterdir()} == set(RECIPES[name].leaves)
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    on_cpu = {"CUDA_VISIBLE_DEVICES": ""}  # two ranks even where there is one GPU
+    first = Recipe((), ranks=2, arguments=(str(tmp_path),)).run(CHECKPOINT, tmp_path, **on_cpu)
+    assert first == "3 updates, scale 512.0\n" * 2
+    # as torchrun would
+    alone = on_cpu | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    assert Recipe((), arguments=(str(tmp_path),)).run(CHECKPOINT, tmp_path, **alone) == "6 updates, scale 2048.0\n"
+
+
+def test_every_recipe_is_run_and_shown() -> None:
+    files = {path.name for path in (DOCS / "recipes").iterdir() if path.suffix == ".py"}
+    assert files == {*RECIPES, CHECKPOINT}
+    pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    assert [name for name in files if f"{{literalinclude}} recipes/{name}\n" not in pages] == []
