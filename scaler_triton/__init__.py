@@ -7,9 +7,9 @@ from scaler_triton._version import __version__
 
 if TYPE_CHECKING:
     from scaler_triton import ops
-    from scaler_triton.auditing import audit
+    from scaler_triton.auditing.ranks import audit
     from scaler_triton.grad_scaler import GradScaler
-    from scaler_triton.patching import patch_torch, unpatch_torch
+    from scaler_triton.patching.patch import patch_torch, unpatch_torch
     from scaler_triton.sharded import ShardedGradScaler
     from scaler_triton.stats import ScalerStats, SkipStreakError
 
@@ -30,9 +30,9 @@ _HOMES = {
     "ScalerStats": "stats",
     "ShardedGradScaler": "sharded",
     "SkipStreakError": "stats",
-    "audit": "auditing",
-    "patch_torch": "patching",
-    "unpatch_torch": "patching",
+    "audit": "auditing.ranks",
+    "patch_torch": "patching.patch",
+    "unpatch_torch": "patching.patch",
 }
 
 

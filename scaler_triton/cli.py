@@ -7,8 +7,9 @@ imports torch before `run`, so that `--help` answers at once.
 import argparse
 from collections.abc import Sequence
 
-from scaler_triton import checkpoint_audit, info, tune
+from scaler_triton import info, tune
 from scaler_triton._version import __version__
+from scaler_triton.auditing import checkpoints as checkpoint_audit
 from scaler_triton.demo import command as demo
 
 COMMANDS = {"demo": demo, "info": info, "tune": tune, "audit": checkpoint_audit}

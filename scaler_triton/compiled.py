@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scaler_triton import norms, ops
+from scaler_triton import ops
 from scaler_triton.batch import local_tensor
+from scaler_triton.clipping import norms
 
 # A kernel's table of addresses may be filled anew at every call, so inductor's own CUDA graphs go around the ops.
 _TAGS = (torch.Tag.cudagraph_unsafe,)

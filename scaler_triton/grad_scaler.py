@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import collectives, dispatch, limits, optimizers, policy, untraced
-from scaler_triton.clipping import ClippingMixin
+from scaler_triton.clipping.clip import ClippingMixin
 from scaler_triton.flags import State
+from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.plan import PlanCache
-from scaler_triton.stand_in import StandIn
 from scaler_triton.stats import Counters, Lagging
 from scaler_triton.stepped import Stepped
 from scaler_triton.unstepped import Unstepped

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import callers, collectives, dispatch, ops, optimizers, reference, stand_in
+from scaler_triton import callers, collectives, dispatch, ops, optimizers, reference
 from scaler_triton.flags import State
 from scaler_triton.overflow import OverflowMixin
+from scaler_triton.patching import stand_in
 from scaler_triton.plan import GradPlan, PlanCache
 from scaler_triton.stepped import Stepped
 from scaler_triton.verdict import Board, Verdict, flag_on, tell_failure

@@ -18,8 +18,10 @@ from helpers import started
 from torch import Tensor
 
 import scaler_triton
-from scaler_triton import GradScaler, ShardedGradScaler, cli, fingerprint
-from scaler_triton.audit_report import (
+from scaler_triton import GradScaler, ShardedGradScaler, cli
+from scaler_triton.auditing import fingerprint
+from scaler_triton.auditing.replicas import copies_of
+from scaler_triton.auditing.report import (
     UNKNOWN,
     AuditReport,
     Copy,
@@ -32,7 +34,6 @@ from scaler_triton.audit_report import (
     scaler_readings,
     steps_reading,
 )
-from scaler_triton.replicas import copies_of
 
 
 def stepped(name: str = "AdamW", steps: int = 1, **options: Any) -> torch.optim.Optimizer:
@@ -554,7 +555,7 @@ def test_a_compressed_archive_is_refused(harmless: Path, command: Command) -> No
 
 
 def test_too_large_a_structure_is_refused(harmless: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from scaler_triton import saved_states
+    from scaler_triton.auditing import saved_states
 
     monkeypatch.setattr(saved_states, "STRUCTURE_LIMIT", 1000)
     torch.save(["x" * 2000], harmless)

@@ -14,8 +14,9 @@ from test_tensor_subclasses import Pair
 from torch import Tensor
 
 from scaler_triton import batch as batching
-from scaler_triton import dispatch, norms, ops, reference_norm
+from scaler_triton import dispatch, ops
 from scaler_triton.batch import Batch
+from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.neighbours import Neighbours
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)

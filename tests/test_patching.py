@@ -20,8 +20,9 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 import scaler_triton
-from scaler_triton import GradScaler, ShardedGradScaler, cpu_amp, cuda_amp, patch_torch, stand_in, unpatch_torch
+from scaler_triton import GradScaler, ShardedGradScaler, patch_torch, unpatch_torch
 from scaler_triton.grad_scaler import ScalerMixin
+from scaler_triton.patching import cpu_amp, cuda_amp, stand_in
 
 ROOT = Path(__file__).parents[1]
 
@@ -392,7 +393,7 @@ import sys, types, warnings
 from importlib.util import LazyLoader, find_spec, module_from_spec
 import torch
 from torch.cpu.amp import GradScaler
-import scaler_triton.patching  # FSDP is imported now: its import wakes lazy modules
+import scaler_triton.patching.patch  # FSDP is imported now: its import wakes lazy modules
 
 def module(name):
     sys.modules[name] = types.ModuleType(name)
@@ -457,7 +458,12 @@ print(torch.amp.GradScaler.__module__)
 
 
 def test_who_patches_first_hears_nothing() -> None:
-    ours = ["scaler_triton.cuda_amp", "scaler_triton.grad_scaler", "scaler_triton.sharded", "torch.amp.grad_scaler"]
+    ours = [
+        "scaler_triton.patching.cuda_amp",
+        "scaler_triton.grad_scaler",
+        "scaler_triton.sharded",
+        "torch.amp.grad_scaler",
+    ]
     assert isolated(PATCHED_FIRST).split() == ours
 
 
@@ -500,7 +506,7 @@ def test_pickles_travel_to_processes_that_are_not_patched() -> None:
         pickled = pickle.dumps([before, torch.amp.GradScaler("cpu"), quietly(torch.cpu.amp.GradScaler)])
     command = [sys.executable, "-c", LOADS]
     out = subprocess.check_output(command, cwd=ROOT, input=pickled.hex(), text=True, timeout=120)
-    assert out.split() == ["torch.amp.grad_scaler", "scaler_triton.grad_scaler", "scaler_triton.cpu_amp"]
+    assert out.split() == ["torch.amp.grad_scaler", "scaler_triton.grad_scaler", "scaler_triton.patching.cpu_amp"]
 
 
 # torch's own test suite trains with a scaler that it builds by its name. It asks for a package that is not needed here.

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaler_triton.audit_report import (
+from scaler_triton.auditing.replicas import copies_of
+from scaler_triton.auditing.report import (
     NOTHING,
     AuditReport,
     RankState,
@@ -23,7 +24,6 @@ from scaler_triton.audit_report import (
 from scaler_triton.batch import local_tensor
 from scaler_triton.collectives import default_group, gather_bytes
 from scaler_triton.optimizers import parameters_of, unwrap
-from scaler_triton.replicas import copies_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from scaler_triton.audit_report import AuditReport, RankState, judge, one_line, ranges
+from scaler_triton.auditing.report import AuditReport, RankState, judge, one_line, ranges
 
 HELP = "tell from the states that each rank saved whether their scales, trackers and step counters have split"
 PATTERN = "**/*"
@@ -128,7 +128,7 @@ def _starred(text: str, match: re.Match[str]) -> str:
 
 
 def _state(rank: int, name: str, path: Path, shown: Path) -> RankState:
-    from scaler_triton.saved_states import Unreadable, read_file
+    from scaler_triton.auditing.saved_states import Unreadable, read_file
 
     try:
         return RankState(rank, {f"{one_line(name)} {what}": reading for what, reading in read_file(path).items()})

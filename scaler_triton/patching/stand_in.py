@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 
-# Written by patching.py only.
+# Written by patch.py only.
 originals: dict[type, type] = {}  # ours -> torch's, while ours is found under its name
 strict = False  # whether a GradScaler refuses FSDP1 parameters instead of warning
 

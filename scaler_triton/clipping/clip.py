@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import collectives, dispatch, norms, reference_norm
+from scaler_triton import collectives, dispatch
 from scaler_triton.batch import is_yet_a_sum, local_tensor, sparse_values, summed
-from scaler_triton.copies import copies_of
+from scaler_triton.clipping import norms, reference_norm
+from scaler_triton.clipping.copies import copies_of
+from scaler_triton.clipping.rank_norms import multiply_, norm_over_ranks
 from scaler_triton.optimizers import parameters_of
 from scaler_triton.plan import GradPlan
-from scaler_triton.rank_norms import multiply_, norm_over_ranks
 from scaler_triton.unscaling import UnscalingMixin
 from scaler_triton.verdict import Verdict, any_flag, flag_on
 

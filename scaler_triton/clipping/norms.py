@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from scaler_triton import ops, reference, reference_norm
+from scaler_triton import ops, reference
 from scaler_triton.batch import Batch, Layout
+from scaler_triton.clipping import reference_norm
 from scaler_triton.dispatch import Backend, check_backend, choose
 
 if TYPE_CHECKING:
@@ -30,25 +31,7 @@ def grad_norm(
     norm_type: float = 2.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Return the norm that all gradients together have once they are unscaled; they are read, not written.
-
-        torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads]) * inv_scale, norm_type)
-
-    in one pass for the 2-norm, with a relative error below 1e-6; other norms are torch's, in fp64. Gradients are not
-    rounded to their dtype between.
-
-    Args:
-        grads: fp16, bf16, fp32 or fp64 tensors of any mix of devices, strided or sparse COO (values as they are),
-            DTensors as their local shards; read.
-        found_inf: fp32, one element, any device; set to 1.0 if a gradient holds NaN or Inf, else left as it is.
-        inv_scale: fp32, one element, any device; None: 1.
-        norm_type: the norm's order; inf is the largest absolute value.
-        backend: as `ops.unscale_`.
-
-    Returns: fp64, `()`, on the first gradient's device; 0 for no gradients.
-
-    Raises: as `ops.unscale_`; TypeError or ValueError for a `norm_type` that is no number, or 0.
-    """
+    """`ops.grad_norm`, for callers that nobody compiles."""
     order = _checked_order(norm_type)
     for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
         if scalar is not None:

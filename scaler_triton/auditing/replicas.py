@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaler_triton.audit_report import UNKNOWN, Copy, one_line, ranges
+from scaler_triton.auditing.fingerprint import fingerprint
+from scaler_triton.auditing.report import UNKNOWN, Copy, one_line, ranges
 from scaler_triton.batch import is_dtensor, local_tensor
-from scaler_triton.fingerprint import fingerprint
 from scaler_triton.optimizers import unwrap
 
 FSDP1_SHARD = "FSDP1 shard (nothing tells which ranks hold the same)"

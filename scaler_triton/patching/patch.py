@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from scaler_triton import callers, cpu_amp, cuda_amp, grad_scaler, policy, stand_in
+from scaler_triton import callers, grad_scaler, policy
+from scaler_triton.patching import cpu_amp, cuda_amp, stand_in
 
 # torch's class -> ours. Our bases are torch's, even where somebody has put a class of ours in their place by hand.
 _STAND_INS: dict[type, type] = {

@@ -1,0 +1,1 @@
+"""Has this run split? Asked of its ranks, or of what they saved; of torch's scalers, too."""

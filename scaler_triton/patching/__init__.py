@@ -1,0 +1,1 @@
+"""`patch_torch`: our classes under torch's names."""
