@@ -10,6 +10,8 @@ from torch import Tensor
 
 # Among so many tensors neighbours show if there are any: buckets hold whole runs of them.
 _FEW = 4
+# Where there are none, they are looked for again after so many calls: DDP makes its buckets anew after the first step.
+_PAUSE = 15
 
 
 class Neighbours:
@@ -22,12 +24,13 @@ class Neighbours:
     """
 
     def __init__(self) -> None:
+        self._pause = 0
         self._offsets: np.ndarray | None = None
         self._runs: list[tuple[int, int]] = []  # the position of its first tensor, and its elements in all
 
     def merged(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the same memory in fewer tensors: neighbours in one storage become one flat view."""
-        if len(tensors) < 2 or (self._offsets is None and not _joints(_by_address(tensors[:_FEW]))):
+        if self._offsets is None and not self._show(tensors):
             return tensors
         starts = np.array([tensor.data_ptr() for tensor in tensors])
         offsets = starts - starts[0]
@@ -39,6 +42,15 @@ class Neighbours:
         except RuntimeError:  # as far apart as before, but not in one storage
             self._offsets = None
             return tensors
+
+    def _show(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether the first few have neighbours among them; most calls do not look."""
+        if self._pause or len(tensors) < 2:
+            self._pause = max(self._pause - 1, 0)
+            return False
+        found = bool(_joints(_by_address(tensors[:_FEW])))
+        self._pause = 0 if found else _PAUSE
+        return found
 
     def _find(self, tensors: Sequence[Tensor]) -> None:
         order = sorted(range(len(tensors)), key=lambda index: tensors[index].data_ptr())

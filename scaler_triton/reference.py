@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -14,9 +14,9 @@ from scaler_triton.neighbours import Neighbours
 from scaler_triton.policy import MAX_TRACKER
 from scaler_triton.stats import BACKOFFS, GROWTHS, LAST_SKIP, SKIPPED, STREAK, STRIKES, UPDATES, Counters
 
-# From this size on, a tensor is checked where it lies; smaller ones are gathered and checked together.
-_LARGE_BYTES = 1 << 16
-_GATHER_BYTES = 1 << 18
+# From this size on a tensor on the CPU is checked by its sum, which only reads. Smaller ones are left to torch's op: it
+# takes them all in one call, and to write back the same bits to the cache is two to four times quicker than any sum.
+_LARGE_BYTES = 1 << 17
 # From here on a double becomes an infinite fp32.
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103
 
@@ -45,9 +45,7 @@ def unscale_(
 
 
 def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor, neighbours: Neighbours | None = None) -> None:
-    """Set `found_inf` to 1 if a gradient holds NaN or Inf.
-
-    On the CPU gradients are only read. Elsewhere torch has no read-only op: its own writes back what it read.
+    """Set `found_inf` to 1 if a gradient holds NaN or Inf; gradients keep their bits.
 
     Args: as `unscale_`.
     """
@@ -55,8 +53,15 @@ def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor, neighbours: Ne
         return
     if tensors[0].device.type != "cpu":
         unscale_(tensors, torch.ones_like(found_inf), found_inf, neighbours)
-    elif _any_nonfinite((neighbours or Neighbours()).merged(tensors)):
-        found_inf.fill_(1.0)
+        return
+    small = []
+    for tensor in (neighbours or Neighbours()).merged(tensors):
+        if tensor.nbytes < _LARGE_BYTES:
+            small.append(tensor)
+        elif _nonfinite_alone(tensor):
+            found_inf.fill_(1.0)
+    if small:
+        torch._amp_foreach_non_finite_check_and_unscale_(small, found_inf, torch.ones_like(found_inf))
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -184,35 +189,6 @@ def _unscale_bf16_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tens
         wide = tensor.float()
         found_inf.copy_(torch.maximum(found_inf, (~wide.isfinite().all()).to(found_inf.dtype)))
         tensor.copy_(wide.mul_(inv_scale))
-
-
-def _any_nonfinite(tensors: Sequence[Tensor]) -> bool:
-    return any(_nonfinite_alone(piece) for piece in _gathered(tensors))
-
-
-def _gathered(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield large tensors as they are and small ones copied together: an op a tensor costs more than the copy."""
-    small: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        nbytes = tensor.nbytes
-        if nbytes >= _LARGE_BYTES:
-            yield tensor
-        elif nbytes:
-            small.append(tensor)
-            size += nbytes
-        if size >= _GATHER_BYTES:
-            yield _copied_together(small)
-            small, size = [], 0
-    if small:
-        yield _copied_together(small)
-
-
-def _copied_together(tensors: list[Tensor]) -> Tensor:
-    if all(tensor.dim() == 1 for tensor in tensors):
-        return torch.cat(tensors)  # three times as quick, but for flat ones only
-    flat: Tensor = torch.ops.aten.flatten_dense_tensors(tensors)
-    return flat
 
 
 def _nonfinite_alone(tensor: Tensor) -> bool:

@@ -216,14 +216,21 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             small.append(tensor)
             size += numel
             if size >= enough:
-                yield reference._copied_together(small)
+                yield _copied_together(small)
                 small, size = [], 0
         elif converted:
             yield from _parts(tensor, _CONVERTED)
         else:
             yield tensor
     if small:
-        yield reference._copied_together(small)
+        yield _copied_together(small)
+
+
+def _copied_together(tensors: list[Tensor]) -> Tensor:
+    if all(tensor.dim() == 1 for tensor in tensors):
+        return torch.cat(tensors)  # three times as quick, but for flat ones only
+    flat: Tensor = torch.ops.aten.flatten_dense_tensors(tensors)
+    return flat
 
 
 def _parts(tensor: Tensor, numel: int) -> tuple[Tensor, ...]:
