@@ -40,6 +40,10 @@ CLIPPED = "tests/distributed/test_clipping_ranks.py"
 SPLIT = "tests/distributed/test_split_ranks.py"
 REPORT = "tests/test_overflow_report.py"
 AUDIT, AUDITED = "tests/test_audit.py", "tests/distributed/test_audit_ranks.py"
+MIGRATION, COMPILE, COMPILED = "tests/test_migration.py", "tests/test_compile.py", "tests/test_compile_ops.py"
+ACCELERATE, ACCELERATED = "tests/frameworks/test_accelerate.py", "tests/frameworks/test_accelerate_ranks.py"
+LIGHTNING, LIGHTNING_RANKS = "tests/frameworks/test_lightning_trainer.py", "tests/frameworks/test_lightning_ranks.py"
+FABRIC, VERSIONS = "tests/frameworks/test_lightning_fabric.py", "tests/frameworks/test_tested_versions.py"
 PATCH, PATCHED = "tests/test_patching.py", "tests/distributed/test_patching_ranks.py"
 
 _S = "scaler_triton/"
@@ -203,4 +207,25 @@ MUTANTS = [
     Mutant(_S + "patching/patch.py", "_rename(stand_in.originals)", "pass", PATCH),
     Mutant("kernels/update_scale.py", "tl.where(tl.abs(grown) <= _MAX_SCALE, grown, scale)", "grown", UPDATE),
     Mutant("kernels/update_scale.py", "tl.minimum(successful, _MAX_TRACKER)", "successful", UPDATE),
+    # frameworks
+    Mutant(_S + "integrations/accelerate.py", "self.scaler.was_skipped(self.optimizer)", "False", ACCELERATE),
+    Mutant(_S + "integrations/accelerate.py", "not self.optimizer.state and _is_called_from(", "(", ACCELERATE),
+    Mutant(_S + "integrations/accelerate.py", "_is_called_from(_STATE_MAKER):", "False:", ACCELERATED),
+    Mutant(_S + "integrations/accelerate.py", "None if _holds_all(ids, optimizers) else chosen", "chosen", ACCELERATED),
+    Mutant(_S + "integrations/accelerate.py", "model=_fsdp1_model(accelerator)", "model=None", ACCELERATED),
+    Mutant(_S + "integrations/accelerate.py", "    _check_unprepared(accelerator)\n", "", ACCELERATE),
+    Mutant(_S + "integrations/lightning.py", "if not self._is_unscaled(optimizer):", "if True:", LIGHTNING),
+    Mutant(_S + "integrations/lightning.py", "model=self._clip_model, ", "", LIGHTNING_RANKS),
+    Mutant(_S + "integrations/lightning.py", "or self._no_backward:", "or False:", LIGHTNING),
+    Mutant(_S + "integrations/lightning.py", "def unscale_gradients(", "def do_not_unscale(", FABRIC),
+    Mutant(_S + "integrations/versions.py", "or package in _warned", "", VERSIONS),
+    # other scalers' states, and torch.compile
+    Mutant(_S + "migration.py", "(good - 1) % window", "good % window", MIGRATION),
+    Mutant(_S + "migration.py", "strikes=hysteresis - tracker", "strikes=hysteresis - tracker + 1", MIGRATION),
+    Mutant(_S + "migration.py", "1.0 / factor", "0.5", MIGRATION),
+    Mutant(_S + "untraced.py", "                _mark(member)", "                pass", COMPILE),
+    Mutant(_S + "compiled.py", 'mutates_args=("grads", "found_inf")', 'mutates_args=("grads",)', COMPILED),
+    # the CPU's path
+    Mutant(_S + "reference.py", "tensor.nbytes < _LARGE_BYTES", "True", REFERENCE),
+    Mutant(_S + "neighbours.py", "0 if found else _PAUSE", "_PAUSE * 10**6 * (not found)", REFERENCE),
 ]
