@@ -13,7 +13,7 @@ from helpers import Place, assert_same, places
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton import GradScaler, ShardedGradScaler, untraced
 
 # Torch's compiler meets deprecated parts of torch while it is imported.
 pytestmark = [
@@ -216,3 +216,17 @@ def test_setters_within_a_compiled_function() -> None:
         with nothing_new():
             compiled(torch.ones(4, 5), torch.ones(()))
     assert scaler.get_scale() == 8.0 * 4.0**3
+
+
+def test_without_torchs_private_names_nothing_is_missing_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+
+    class Another(GradScaler):
+        __module__ = "scaler_triton.another"
+
+        def double(self) -> float:
+            return 2 * self.get_scale()
+
+    untraced.leave_alone(Another)
+    assert Another("cpu", init_scale=4.0).double() == 8.0
+    assert vars(Another.double)["_torchdynamo_disable"]
