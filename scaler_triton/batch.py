@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
     def present(self) -> Sequence[Tensor]:
         """The gradients there are, in slot order."""
         if self.complete:
-            return cast("Sequence[Tensor]", self.tensors)
+            return self.tensors  # type: ignore[return-value]  # a cast is a call
         return [tensor for tensor in self.tensors if tensor is not None]
 
 

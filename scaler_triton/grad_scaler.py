@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -94,7 +94,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             may be repeated; it steps then, unless a fused optimizer was to unscale: that step can only be skipped.
         """
         if not self._enabled:
-            return cast("float | None", optimizer.step(*args, **kwargs))
+            result: float | None = optimizer.step(*args, **kwargs)
+            return result
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._initialised_scale("step", optimizer)
@@ -123,7 +124,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: State, *args: Any, **kwargs: Any) -> float | None:
         if self._host_flag(optimizer_state):
             return None
-        return cast("float | None", optimizer.step(*args, **kwargs))
+        result: float | None = optimizer.step(*args, **kwargs)
+        return result
 
     def _step_with_scale(self, optimizer: Any, state: State, args: Any, kwargs: Any) -> float | None:
         """Step an optimizer that takes scale and flag on the device, by attributes or by the older argument."""
@@ -137,11 +139,11 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
                 FutureWarning,
                 stacklevel=3,
             )
-            result = optimizer.step(*args, **kwargs, grad_scaler=self)
+            result: float | None = optimizer.step(*args, **kwargs, grad_scaler=self)
         else:
             result = self._step_fused(optimizer, state, args, kwargs)
         self._has_stepped(state)
-        return cast("float | None", result)
+        return result
 
     def _step_fused(self, optimizer: Any, state: State, args: Any, kwargs: Any) -> Any:
         inner = optimizers.unwrap(optimizer)

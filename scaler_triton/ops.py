@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -255,7 +255,7 @@ def _dense(batch: Batch) -> Batch:
 
 def _table(layout: Layout, dense: Batch, mode: str) -> GradTable:
     """Return the kernels' table of a layout, filled with this step's addresses; the layout keeps it."""
-    table = layout.tables.get(mode)
+    table: GradTable | None = layout.tables.get(mode)
     if table is None:
         table = layout.tables[mode] = _new_table(layout, mode)
     if layout.epoch is not None:
@@ -264,7 +264,7 @@ def _table(layout: Layout, dense: Batch, mode: str) -> GradTable:
         table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
     else:
         table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
-    return cast("GradTable", table)
+    return table
 
 
 def _new_table(layout: Layout, mode: str) -> GradTable:

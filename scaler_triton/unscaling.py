@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -113,7 +113,8 @@ class UnscalingMixin(OverflowMixin):
         state = self._state(optimizer)
         if not state["found_inf_per_device"]:
             self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, state, found_inf))
-        return cast(Flags, state["found_inf_per_device"])
+        flags: Flags = state["found_inf_per_device"]
+        return flags
 
     def _check_grads(self, optimizer: Any, state: State, found_inf: Tensor) -> Flags:
         if self._unscale_is_overridden():  # the override may know gradients that we do not
@@ -210,7 +211,7 @@ class UnscalingMixin(OverflowMixin):
     def _new_verdict(self, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device."""
         home = self._home(plan)
-        verdict = cast("Verdict | None", plan.verdict)
+        verdict: Verdict | None = plan.verdict
         if verdict is None or verdict.device != home:
             if home not in self._boards:
                 self._boards[home] = Board(home)
@@ -230,7 +231,8 @@ class UnscalingMixin(OverflowMixin):
         group, default = self.process_group, collectives.default_group()
         if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:
             plan.agreement = (group, default, self._new_agreement(plan))
-        return cast("Agreement | None", plan.agreement[2])
+        agreement: Agreement | None = plan.agreement[2]
+        return agreement
 
     def _new_agreement(self, plan: GradPlan) -> Agreement | None:
         if self._is_sharded or self.process_group is not None:
@@ -268,13 +270,14 @@ class UnscalingMixin(OverflowMixin):
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Return the flags that this step's check of the optimizer left, by device; empty before it."""
-        return cast(Flags, self._state(optimizer)["found_inf_per_device"])
+        flags: Flags = self._state(optimizer)["found_inf_per_device"]
+        return flags
 
     def _state(self, optimizer: Any) -> State:
         """Return the optimizer's state of this step; one left by a dead optimizer at the same id is set aside."""
         inner = optimizers.unwrap(optimizer)
         states = self._per_optimizer_states
-        state = states[id(inner)]
+        state: State = states[id(inner)]
         owner = state.get("owner")
         if owner is None:
             state["owner"] = optimizers.weak(inner)
@@ -282,4 +285,4 @@ class UnscalingMixin(OverflowMixin):
             states[("gone", id(state))] = state  # its flag still counts in update()
             del states[id(inner)]
             return self._state(inner)
-        return cast(State, state)
+        return state
