@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -131,7 +130,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         """Step an optimizer that takes scale and flag on the device, by attributes or by the older argument."""
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = {}  # checked afresh, however often it was asked before
-        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        if optimizers.takes_scaler(optimizer):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument to the passed "
                 "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -157,7 +156,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         assert self._scale is not None
         scaled = ready and state["unscaled_flag"] is None
         factor = self._scale.reshape(()) if scaled else state.get("deferred")
-        with optimizers.lent((optimizer, inner), factor, self._flag(state)):
+        both = (optimizer,) if inner is optimizer else (optimizer, inner)
+        with optimizers.lent(both, factor, self._flag(state)):
             try:
                 return optimizer.step(*args, **kwargs)
             except BaseException:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def unwrap(optimizer: Any) -> Any:
@@ -54,7 +57,7 @@ def lent(optimizers: Sequence[Any], scale: Tensor | None, found_inf: Tensor) -> 
     A `grad_scale` of the user's is multiplied in, and used up by the step: it is put back only if the step raised.
 
     Args:
-        optimizers: the one that is stepped, and the one inside if it is a wrapper: either may look.
+        optimizers: the one that is stepped and, if that is a wrapper, the one inside: either may look.
         scale: fp32, shape (), lent itself and not to be written; None if the gradients are unscaled already.
         found_inf: fp32, shape (), 0.0 or 1.0.
     """
@@ -87,6 +90,18 @@ def skip_would_corrupt(optimizer: Any) -> bool:
     )
 
 
+def takes_scaler(optimizer: Any) -> bool:
+    """Tell whether `optimizer.step` wants the scaler as `grad_scaler`, the older way; asked of each function once."""
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    try:
+        known = _takes_scaler.get(step)
+    except TypeError:  # a callable that nothing can refer to weakly
+        return _has_grad_scaler(step)
+    if known is None:
+        known = _takes_scaler[step] = _has_grad_scaler(step)
+    return known
+
+
 def _product(factors: Sequence[Tensor]) -> Tensor | None:
     if not factors:
         return None
@@ -96,12 +111,20 @@ def _product(factors: Sequence[Tensor]) -> Tensor | None:
 def _set(optimizers: Sequence[Any], **attributes: Any) -> None:
     for optimizer in optimizers:
         for name, value in attributes.items():
-            with suppress(AttributeError):  # a wrapper with slots: the one inside has them
+            try:  # `suppress` would cost more than all the rest
                 setattr(optimizer, name, value)
+            except AttributeError:  # a wrapper with slots: the one inside has them
+                continue
 
 
 def _take_back(optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         for name in ("grad_scale", "found_inf"):
-            with suppress(AttributeError):  # the other one's, seen through the wrapper, or a class attribute
+            try:
                 delattr(optimizer, name)
+            except AttributeError:  # the other one's, seen through the wrapper, or a class attribute
+                continue
+
+
+def _has_grad_scaler(function: Callable[..., Any]) -> bool:
+    return "grad_scaler" in inspect.signature(function).parameters

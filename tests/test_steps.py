@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from helpers import Place, assert_same, flags, places, sgd, started
 
-from scaler_triton import GradScaler
+from scaler_triton import GradScaler, optimizers
 from scaler_triton.dispatch import choose
 
 OPTIMIZERS = {
@@ -98,3 +101,28 @@ def test_a_failed_unscale_leaves_the_flag_of_an_earlier_check(place: Place) -> N
     assert flags(scaler, optimizer) == [1.0]
     scaler.update()
     assert scaler.get_scale() == 4.0
+
+
+class Slotted:
+    """A callable that nothing can refer to weakly."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, *, grad_scaler: Any = None) -> None:
+        self.calls.append(grad_scaler)
+
+
+def test_whether_a_step_takes_the_scaler_is_asked_of_each_function_once() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    with mock.patch("inspect.signature", wraps=inspect.signature) as asked:
+        for _ in range(3):
+            assert not optimizers.takes_scaler(optimizer)
+    assert asked.call_count <= 1  # another test may have asked before
+    optimizer.step = Slotted()  # type: ignore[method-assign]
+    assert optimizers.takes_scaler(optimizer)
+    optimizer.step = functools.partial(optimizer.step, grad_scaler=None)  # type: ignore[method-assign]
+    assert optimizers.takes_scaler(optimizer)
