@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -50,13 +50,19 @@ class Unstepped:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
-    def remember(self, owner: Callable[[], Any], found_inf: Tensor) -> None:
-        """Keep an optimizer's flag and what its gradients look like now; no gradient is kept alive.
+    def renew(self, flags: Iterable[tuple[Callable[[], Any], Tensor | None]]) -> None:
+        """After an update, keep what it left unstepped of the optimizers it was for, and what the gradients look like.
 
         Args:
-            owner: returns the optimizer, None once it is gone.
-            found_inf: fp32, shape (), its agreed flag.
+            flags: of each optimizer what returns it, None once it is gone; and a copy of its agreed flag, fp32, shape
+                (), None if it was stepped or not unscaled. No gradient is kept alive.
         """
+        for owner, found_inf in flags:
+            self._forget(owner)
+            if found_inf is not None:
+                self._remember(owner, found_inf)
+
+    def _remember(self, owner: Callable[[], Any], found_inf: Tensor) -> None:
         optimizer = owner()
         if optimizer is None:
             return
@@ -64,7 +70,7 @@ class Unstepped:
         if any(marks):  # nothing tells an absence of gradients from the next
             self._entries[id(optimizer)] = _Entry(owner, found_inf, marks)
 
-    def forget(self, owner: Callable[[], Any]) -> None:
+    def _forget(self, owner: Callable[[], Any]) -> None:
         """Drop what is kept of an optimizer, and of those that are gone."""
         if self._entries:
             gone = (None, owner())

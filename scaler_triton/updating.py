@@ -46,11 +46,13 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         self._refuse_to_lose_clipping()
-        self._keep_unstepped()
+        states = [state for state in self._per_optimizer_states.values() if "owner" in state]
+        flags = [(state["owner"], self._unstepped_flag(state)) for state in states]
         if new_scale is not None:
             scale.fill_(self._checked_scale(new_scale))
         else:
             self._update_by_flags(scale, growth_tracker)
+        self._unstepped.renew(flags)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if self._max_consecutive_skips is not None and new_scale is None:
             self._check_streak(self._max_consecutive_skips, scale)
@@ -109,13 +111,12 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                     "update() is being called before the step() that clip_grad_norm_(defer=True) left the clipping to."
                 )
 
-    def _keep_unstepped(self) -> None:
-        for state in self._per_optimizer_states.values():
-            if "owner" in state:
-                self._unstepped.forget(state["owner"])
-                if state["stage"] is OptState.UNSCALED:
-                    flag = self._flag(state).clone()
-                    self._unstepped.remember(state["owner"], flag.fill_(1.0) if state.get("void") else flag)
+    def _unstepped_flag(self, state: State) -> Tensor | None:
+        """Return a copy of the flag, which the update may clear, of an optimizer that was unscaled but not stepped."""
+        if state["stage"] is not OptState.UNSCALED:
+            return None
+        flag = self._flag(state).clone()
+        return flag.fill_(1.0) if state.get("void") else flag
 
     def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor) -> None:
         states = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]

@@ -171,6 +171,8 @@ def test_deepspeeds_optimizer_saves_less_and_the_rest_can_be_added() -> None:
     assert (ours["scale"], ours["growth_interval"], ours["_growth_tracker"]) == (256.0, 8, 3)
     assert ours[KEY]["counters"]["strikes"] == 1
     assert_plain(ours)
+    by_four = from_deepspeed({**saved, **config, "scale_factor": 4.0})
+    assert (by_four["growth_factor"], by_four["backoff_factor"]) == (4.0, 0.25)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "dynamic_loss_scale"])

@@ -44,6 +44,15 @@ def test_neighbours_are_merged_into_one_tensor_and_gaps_are_not_touched() -> Non
     assert_same(flat, expected)
 
 
+def test_neighbours_that_come_later_are_found() -> None:
+    apart = [torch.ones(10), torch.ones(20), torch.ones(3)]
+    _, views = bucket([10, 20, 3], [0, 0, 0])
+    known = Neighbours()
+    assert known.merged(apart) is apart
+    calls = next(count for count in range(1, 100) if len(known.merged(views)) == 1)
+    assert 1 < calls <= 17  # not at once: looking costs something
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [None, 0, 1, 10, 19])
 def test_large_and_small_ones_are_checked_each_in_its_way(dtype: torch.dtype, bad: int | None) -> None:

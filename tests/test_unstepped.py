@@ -62,6 +62,18 @@ def test_18_a_postponed_step_is_skipped_for_the_overflow_of_its_gradients(kind: 
     assert only(late).tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_18_an_update_that_raises_forgets_nothing(kind: str) -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of(kind, "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=1)
+    postpone(scaler, late, early)
+    assert scaler._found_inf_per_device(late) == {}  # asking is allowed, and checks nothing
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
+    scaler.step(late)
+    assert only(late).tolist() == only(early).tolist()
+
+
 def replaced(parameter: torch.Tensor) -> None:
     parameter.grad = torch.full((3,), 8.0)
 
