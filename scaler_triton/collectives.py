@@ -58,7 +58,7 @@ class Agreement:
 
 def default_group() -> ProcessGroup | None:
     """Return the default process group of this moment, None before `init_process_group`."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return dist.group.WORLD if dist.is_available() else None  # which is None unless it is initialised
 
 
 def gather_bytes(data: bytes, group: Any) -> list[bytes]:
