@@ -79,3 +79,13 @@ def flags(scaler: Any, optimizer: Any) -> list[float]:
 def sgd(grads: Sequence[Tensor | None], device: str = "cpu", **kwargs: Any) -> torch.optim.SGD:
     """Return SGD over one parameter a gradient."""
     return torch.optim.SGD(parameters(grads, device), lr=0.5, **kwargs)
+
+
+def stepped(name: str = "AdamW", steps: int = 1, **options: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of one parameter that took some steps."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = getattr(torch.optim, name)([parameter], **options)
+    for _ in range(steps):
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+    return optimizer

@@ -1,0 +1,103 @@
+"""The report: what is compared, how it is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scaler_triton.auditing.report import (
+    Copy,
+    RankState,
+    Reading,
+    judge,
+    number,
+    one_line,
+    ranges,
+    scaler_readings,
+    steps_reading,
+)
+
+
+def state(rank: int, scale: float = 4.0, **more: Any) -> RankState:
+    return RankState(rank, scaler_readings(scale, 0), **more)
+
+
+def test_a_state_travels_as_json() -> None:
+    whole = state(3, copies=[Copy("w", "0-1", "ab")], left_out={"shard": 2}, error="no", subject="it")
+    assert RankState.from_bytes(whole.to_bytes()) == whole
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(65536.0, "65536"), (0.5, "0.5"), (2.0**127, "1.7014118346046923e+38"), (float("inf"), "inf"), (3, "3")],
+)
+def test_numbers_keep_their_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_scale_is_compared_to_the_bit_and_a_nan_is_itself() -> None:
+    assert judge([state(0, 4.0), state(1, 4.000000476837158)]).split
+    assert not judge([state(0, float("nan")), state(1, float("nan"))]).split
+    assert judge([state(0, 0.0), state(1, float("inf"))]).differences == ("scale: 0 on rank 0; inf on rank 1",)
+
+
+def test_the_most_steps_are_compared_not_the_fewest() -> None:
+    assert steps_reading([1.0, 5.0]) == Reading("1..5", "5")
+    readings = [{"steps": steps_reading(steps)} for steps in ([1.0, 5.0], [5.0], [])]
+    report = judge([RankState(rank, each) for rank, each in enumerate(readings)])
+    assert (report.verdict, report.compared) == ("agree", ("steps (on ranks 0-1)",))
+
+
+def test_ranks_are_written_as_ranges() -> None:
+    assert ranges([5, 0, 1, 2, 8, 7]) == "0-2, 5, 7-8"
+
+
+def test_many_ranks_share_rows() -> None:
+    report = judge([state(rank, 8.0 if rank == 7 else 4.0) for rank in range(512)])
+    rows = str(report).splitlines()
+    assert rows[4].split() == ["0-6,", "8-511", "4", "0"]
+    assert rows[5].split() == ["7", "8", "0"]
+    assert report.differences == ("scale: 4 on ranks 0-6, 8-511; 8 on rank 7",)
+    few = str(judge([state(rank) for rank in range(16)])).splitlines()
+    assert [row.split()[0] for row in few[4:20]] == [str(rank) for rank in range(16)]
+
+
+def test_what_is_too_wide_for_a_table_is_a_list() -> None:
+    columns = [f"checkpoint-{step}/rank*.pt scale" for step in range(8)]
+    report = judge([RankState(rank, {name: Reading("4", "4") for name in columns}) for rank in range(3)])
+    assert str(report).splitlines()[2:10] == [f"{name}: 4 on ranks 0-2" for name in columns]
+
+
+def test_values_that_look_alike_still_differ() -> None:
+    states = [RankState(rank, {"scale": Reading("4", f"{rank}")}) for rank in range(2)]
+    assert judge(states).differences == ("scale: 4 on rank 0; 4 on rank 1",)
+
+
+def test_an_error_of_many_ranks_is_one_line() -> None:
+    report = judge([state(0), *(RankState(rank, error="OSError: gone") for rank in range(1, 100))])
+    assert report.verdict == "unknown"
+    assert str(report).count("OSError") == 1
+    assert "\nranks 1-99: OSError: gone\n" in str(report)
+
+
+def test_a_split_is_one_also_when_a_rank_could_not_be_read() -> None:
+    assert judge([state(0, 2.0), state(1, 4.0), RankState(2, error="no")]).verdict == "split"
+
+
+def test_only_some_of_the_parameters_that_differ_are_named() -> None:
+    copies = [[Copy(f"w{i}", "0-1", f"{rank}") for i in range(20)] for rank in range(2)]
+    report = judge([state(rank, copies=copies[rank]) for rank in range(2)])
+    assert report.differences[0] == "replicated parameters: 20 of 20 differ: w0, w1, w2, w3, w4, w5 and 14 more"
+    assert len(report.differences) == 7
+
+
+def test_a_replica_without_its_other_is_not_compared() -> None:
+    report = judge([state(0, copies=[Copy("w", "0-1", "a")]), state(1)])
+    assert report.verdict == "agree"
+    assert "replicated" not in str(report)
+
+
+def test_no_control_character_reaches_the_terminal() -> None:
+    assert one_line("a\x1b[31m\n\tb\x07") == "a?[31m b?"
+    assert len(one_line("x " * 10**6)) <= 160
