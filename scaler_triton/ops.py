@@ -43,7 +43,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
     if torch.compiler.is_compiling():
         from scaler_triton import compiled
 
-        compiled.unscale_(grads, inv_scale, found_inf, backend=backend)
+        compiled.unscale_(_shards(grads), inv_scale, found_inf, backend)
         return
     _check_scalar(inv_scale, "inv_scale")
     _check_scalar(found_inf, "found_inf")
@@ -64,7 +64,7 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
     if torch.compiler.is_compiling():
         from scaler_triton import compiled
 
-        compiled.check_nonfinite(grads, found_inf, backend=backend)
+        compiled.check_nonfinite(_shards(grads), found_inf, backend)
         return
     _check_scalar(found_inf, "found_inf")
     _run(grads, found_inf, backend, check_batch)
@@ -100,7 +100,11 @@ def grad_norm(
     if torch.compiler.is_compiling():
         from scaler_triton import compiled
 
-        return compiled.grad_norm(grads, found_inf, inv_scale=inv_scale, norm_type=norm_type, backend=backend)
+        shards = _shards(grads)
+        if found_inf is None:  # inductor takes no None where an op that returns something may write
+            found_inf = torch.zeros((), dtype=torch.float32, device=shards[0].device if shards else "cpu")
+        norm: Tensor = compiled.grad_norm(shards, found_inf, inv_scale, norm_type, backend)
+        return norm
     from scaler_triton.clipping import norms
 
     return norms.grad_norm(grads, found_inf, inv_scale=inv_scale, norm_type=norm_type, backend=backend)
@@ -134,7 +138,7 @@ def update_scale_(
         from scaler_triton import compiled
 
         numbers = growth_factor, backoff_factor, growth_interval
-        compiled.update_scale_(scale, growth_tracker, found_inf, *numbers, backend=backend)
+        compiled.update_scale_(scale, growth_tracker, found_inf, *numbers, backend)
         return
     _check_scalar(scale, "scale")
     _check_scalar(growth_tracker, "growth_tracker", torch.int32)
@@ -218,6 +222,10 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
         return
     dense = _dense(batch)  # kept until the launch: an address keeps nothing alive
     _kernels().nonfinite.launch_check_nonfinite(_table(batch.layout, dense, "check"), found_inf)
+
+
+def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
+    return [batching.local_tensor(grad) for grad in grads]
 
 
 @functools.cache

@@ -193,11 +193,11 @@ def test_custom_ops_tell_the_truth_of_what_they_write() -> None:
 
     checks = ("test_schema", "test_faketensor")
     grads, flag = [torch.ones(2), torch.full((3,), math.inf).half()], torch.zeros(())  # all is written that can be
-    torch.library.opcheck(compiled._unscale_, (grads, scalar(0.5), flag, None), test_utils=checks)
-    torch.library.opcheck(compiled._check_nonfinite, (grads, flag, "torch"), test_utils=checks)
-    torch.library.opcheck(compiled._grad_norm, (grads, flag, None, 2.0, None), test_utils=checks)
+    torch.library.opcheck(compiled.unscale_, (grads, scalar(0.5), flag, None), test_utils=checks)
+    torch.library.opcheck(compiled.check_nonfinite, (grads, flag, "torch"), test_utils=checks)
+    torch.library.opcheck(compiled.grad_norm, (grads, flag, None, 2.0, None), test_utils=checks)
     tracker, flag = torch.ones((), dtype=torch.int32), torch.zeros(())
-    torch.library.opcheck(compiled._update_scale_, (scalar(8.0), tracker, flag, 2.0, 0.5, 2, None), test_utils=checks)
+    torch.library.opcheck(compiled.update_scale_, (scalar(8.0), tracker, flag, 2.0, 0.5, 2, None), test_utils=checks)
 
 
 UNCOMPILED = """

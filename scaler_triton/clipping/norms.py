@@ -36,7 +36,7 @@ def grad_norm(
     for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
         if scalar is not None:
             ops._check_scalar(scalar, name)
-    home = _home(grads)
+    home = home_of(grads)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     parts: list[Tensor] = []
@@ -206,7 +206,7 @@ def _norm_table(layout: Layout, dense: Batch) -> NormTable:
     return cast("NormTable", ops._table(layout, dense, "norm"))
 
 
-def _home(grads: Sequence[Tensor]) -> torch.device:
+def home_of(grads: Sequence[Tensor]) -> torch.device:
     return grads[0].device if len(grads) and isinstance(grads[0], Tensor) else torch.device("cpu")
 
 
