@@ -403,3 +403,19 @@ def test_a_disabled_scaler_leaves_fsdp1_models_to_themselves() -> None:
     norm = GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 1.5, model=Wrapped())
     assert norm.tolist() == [1.5, 2.0]
     assert grads(optimizer)[0].tolist() == [2.0] * 4
+
+
+def test_after_a_second_pass_that_failed_the_step_is_skipped() -> None:
+    optimizers = [sgd([torch.ones(3)]), sgd([torch.ones(5)])]
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    with (
+        mock.patch("scaler_triton.clipping.norms.clip_batch_", side_effect=RuntimeError("no memory")),
+        pytest.raises(RuntimeError, match="^no memory$"),
+    ):
+        scaler.clip_grad_norm_(optimizers, 1.0)
+    for optimizer in optimizers:
+        assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+        scaler.step(optimizer)
+        assert scaler.was_skipped(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2

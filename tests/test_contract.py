@@ -207,6 +207,32 @@ def test_a_fused_optimizer_in_a_wrapper_gets_scale_and_flag() -> None:
     assert parameter.item() == -2.0
 
 
+class Slotted:
+    """A wrapper that nothing can be set on."""
+
+    __slots__ = ("__weakref__", "optimizer")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_fused_optimizer_in_a_wrapper_without_attributes_gets_scale_and_flag(bad: bool) -> None:
+    optimizer = sgd([torch.tensor([math.inf if bad else 8.0])], fused=True)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.step(Slotted(optimizer))
+    assert parameter.item() == (0.0 if bad else -1.0)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
 class Container:
     """Several optimizers stepped as one, without weak references to itself."""
 
