@@ -12,40 +12,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import sgd, started
+from megatron_rule import Megatron
 
 from scaler_triton import GradScaler, ShardedGradScaler
 from scaler_triton.limits import KEY
 from scaler_triton.migration import from_deepspeed, from_megatron
 from scaler_triton.stats import NAMES
-
-
-class Megatron:
-    """The rule and the state of megatron/core/optimizer/grad_scaler.py, told anew."""
-
-    def __init__(self, scale: float, interval: int, hysteresis: int, min_scale: float) -> None:
-        self.scale, self.interval, self.hysteresis, self.min_scale = scale, interval, hysteresis, min_scale
-        self.good, self.left = 0, hysteresis
-
-    def update(self, bad: bool) -> float:
-        self.good = 0 if bad else self.good + 1
-        if bad:
-            self.left -= 1
-            self.scale = max(self.scale / 2, self.min_scale) if self.left <= 0 else self.scale
-        elif self.good == self.interval:
-            self.good, self.left, self.scale = 0, self.hysteresis, self.scale * 2
-        return self.scale
-
-    def state(self) -> dict[str, Any]:
-        scale = torch.tensor([self.scale])
-        return {"scale": scale, "growth_tracker": self.good, "hysteresis_tracker": self.left}
-
-    def ours(self) -> dict[str, Any]:
-        numbers = {"growth_interval": self.interval, "hysteresis": self.hysteresis, "min_scale": self.min_scale}
-        return from_megatron(self.state(), **numbers)
-
-    def in_step(self) -> bool:
-        """Whether ours will grow at the same update."""
-        return True
 
 
 class DeepSpeed:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Place, places, sgd, started
+from megatron_rule import Megatron
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 from scaler_triton import GradScaler, ShardedGradScaler, SkipStreakError
@@ -45,23 +46,6 @@ def steps(scaler: Any, gradients: Iterable[float], device: str = "cpu") -> list[
 
 def at(place: Place, **kwargs: Any) -> Any:
     return started(GradScaler, place.device, backend=place.backend, **kwargs)
-
-
-class Megatron:
-    """The rule of megatron/core/optimizer/grad_scaler.py, told anew: a count that runs down to zero."""
-
-    def __init__(self, scale: float, interval: int, hysteresis: int, min_scale: float) -> None:
-        self.scale, self.interval, self.hysteresis, self.min_scale = scale, interval, hysteresis, min_scale
-        self.good, self.left = 0, hysteresis
-
-    def update(self, bad: bool) -> float:
-        self.good = 0 if bad else self.good + 1
-        if bad:
-            self.left -= 1
-            self.scale = max(self.scale / 2, self.min_scale) if self.left <= 0 else self.scale
-        elif self.good == self.interval:
-            self.good, self.left, self.scale = 0, self.hysteresis, self.scale * 2
-        return self.scale
 
 
 @EVERYWHERE
