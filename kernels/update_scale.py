@@ -38,7 +38,7 @@ class DevicePolicy:
 
     def __init__(self, device: torch.device) -> None:
         self.numbers = torch.zeros(7, dtype=torch.int64, device=device)
-        self._held: tuple[tuple[float, ...], tuple[int, ...]] | None = None
+        self._held: tuple[Any, ...] | None = None
 
     def hold(
         self,
@@ -51,16 +51,19 @@ class DevicePolicy:
         consecutive_hysteresis: bool = False,
     ) -> Tensor:
         """Return `numbers`, which hold these now; nothing is copied if they did before."""
-        floats = (growth_factor, backoff_factor, min_scale, max_scale)
-        ints = (growth_interval, hysteresis, int(consecutive_hysteresis))
-        if (floats, ints) != self._held:
-            growth, backoff, low, high = np.array(floats, dtype=np.float64).view(np.int64).tolist()
-            bits = [growth, backoff, ints[0], low, high, *ints[1:]]
-            host = torch.tensor(bits, dtype=torch.int64, device="cpu", pin_memory=self.numbers.is_cuda)
-            # Later ones are waited for: a graph that reads them may be replayed on any stream.
-            self.numbers.copy_(host, non_blocking=self._held is None)
-            self._held = floats, ints
+        bounds = min_scale, max_scale, hysteresis, consecutive_hysteresis
+        wanted = growth_factor, backoff_factor, growth_interval, bounds
+        if wanted != self._held:
+            floats = np.array([growth_factor, backoff_factor, min_scale, max_scale], dtype=np.float64)
+            growth, backoff, low, high = floats.view(np.int64).tolist()
+            self._send([growth, backoff, growth_interval, low, high, hysteresis, int(consecutive_hysteresis)])
+            self._held = wanted
         return self.numbers
+
+    def _send(self, bits: list[int]) -> None:
+        host = torch.tensor(bits, dtype=torch.int64, device="cpu", pin_memory=self.numbers.is_cuda)
+        # Later ones are waited for: a graph that reads them may be replayed on any stream.
+        self.numbers.copy_(host, non_blocking=self._held is None)
 
 
 @triton.jit

@@ -10,7 +10,10 @@ from torch import Tensor
 
 def version(tensor: Tensor) -> int | None:
     """Return the counter that every write to `tensor` moves on; None for an inference tensor, which has none."""
-    return None if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 class HostMirror:
@@ -25,10 +28,12 @@ class HostMirror:
     def __init__(self, source: Tensor, frozen: bool = False) -> None:
         self.source = source
         self._copy = source
+        self._view = source.numpy() if source.is_cpu else None  # quicker to read, several times
         self._frozen = frozen
         self._event: torch.cuda.Event | None = None
         if source.is_cuda:
             self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+            self._view = self._copy.numpy()
             with torch.cuda.device(source.device):
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -40,6 +45,7 @@ class HostMirror:
                 self._event.record()
         elif self._frozen:
             self._copy = self.source.clone()
+            self._view = self._copy.numpy() if self._copy.is_cpu else None
 
     def has_arrived(self) -> bool:
         """Tell whether `read` would not wait."""
@@ -49,5 +55,5 @@ class HostMirror:
         """Return the values of the last start, waiting for that copy only."""
         if self._event is not None:
             self._event.synchronize()
-        values: list[Any] = self._copy.tolist()
+        values: list[Any] = (self._copy if self._view is None else self._view).tolist()
         return values

@@ -85,7 +85,7 @@ class GradPlan:
         )
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> Gradients:
-        """Return this step's gradients as batches; every one is checked, none is written.
+        """Return this step's gradients as batches; every one is checked, none is written. No op on them is recorded.
 
         Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does.
 
@@ -103,9 +103,10 @@ class GradPlan:
                 self._refuse_fp16(shards)
             batches = [Batch(layout, row(shards), True) for layout, row in zip(self._layouts, self._rows, strict=True)]
             return Gradients(batches, [])
-        if summed:
-            self._sum_up(gradients)
-        return self._collect_each(gradients, allow_fp16)
+        with torch.no_grad():
+            if summed:
+                self._sum_up(gradients)
+            return self._collect_each(gradients, allow_fp16)
 
     def _sum_up(self, gradients: list[Tensor | None]) -> None:
         for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
@@ -126,6 +127,7 @@ class GradPlan:
             self._refuse_fp16(gradients)
         loose: dict[int, Tensor] = {}
         if not self._known.hold(gradients):
+            gradients = [_unrecorded(gradient) for gradient in gradients]
             loose = self._admit(gradients, allow_fp16)
             if not loose:
                 self._known.learn(gradients)
@@ -208,6 +210,11 @@ class GradPlan:
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]
         self.devices, self._forms, self._layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
+
+
+def _unrecorded(gradient: Tensor | None) -> Tensor | None:
+    """Return the gradient such that no graph records what is done to it, as that of `create_graph=True` would."""
+    return gradient.detach() if gradient is not None and gradient.requires_grad else gradient
 
 
 def _form(tensor: Tensor) -> _Form:

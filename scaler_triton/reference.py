@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,11 +36,11 @@ def unscale_(
     """
     if not tensors:
         return
-    if tensors[0].dtype is torch.bfloat16 and tensors[0].device.type != "cpu":
+    if tensors[0].dtype is torch.bfloat16 and not tensors[0].is_cpu:
         _unscale_bf16_(tensors, inv_scale, found_inf)
     else:
-        merged = cast("list[Tensor]", (neighbours or Neighbours()).merged(tensors))
-        torch._amp_foreach_non_finite_check_and_unscale_(merged, found_inf, inv_scale)
+        merged = (neighbours or Neighbours()).merged(tensors)
+        torch._amp_foreach_non_finite_check_and_unscale_(merged, found_inf, inv_scale)  # type: ignore[arg-type]
 
 
 def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor, neighbours: Neighbours | None = None) -> None:
@@ -51,7 +50,7 @@ def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor, neighbours: Ne
     """
     if not tensors:
         return
-    if tensors[0].device.type != "cpu":
+    if not tensors[0].is_cpu:
         unscale_(tensors, torch.ones_like(found_inf), found_inf, neighbours)
         return
     small = []
@@ -97,7 +96,7 @@ def update_scale_(
     """
     counters = Counters() if counters is None else counters
     numbers = growth_factor, backoff_factor, growth_interval
-    if scale.device.type == "cpu":
+    if scale.is_cpu:
         _update_on_host_(scale, growth_tracker, found_inf.item(), numbers, limits, counters.on_host())
     else:
         update_on_device_(scale, growth_tracker, found_inf, numbers, limits, counters.on(scale.device))

@@ -49,12 +49,12 @@ class SettingsMixin(_Base):
         return self._growth_factor, self._backoff_factor, self._growth_interval
 
     def _device_policy(self, device: torch.device) -> Tensor:
-        if device not in self._device_policies:
+        held = self._device_policies.get(device)
+        if held is None:
             from scaler_triton.kernels.update_scale import DevicePolicy
 
-            self._device_policies[device] = DevicePolicy(device)
-        low, high, hysteresis, consecutive = self._limits
-        return self._device_policies[device].hold(*self._numbers(), low, high, hysteresis, consecutive)
+            held = self._device_policies[device] = DevicePolicy(device)
+        return held.hold(self._growth_factor, self._backoff_factor, self._growth_interval, *self._limits)
 
     def _numbers_changed(self) -> None:
         for device in self._device_policies:  # a replayed graph reads them there

@@ -96,9 +96,7 @@ class UnscalingMixin(OverflowMixin):
 
         def unscale(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
             state["written"] = True
-            apart = flag.device.type != "cpu"  # the CPU would read too early
-            local = factor.to(device=flag.device, dtype=torch.float32, non_blocking=apart)
-            ops.unscale_batch_(batch, local, flag, backend, inverse=inv_scale is not None)
+            ops.unscale_batch_(batch, _beside(flag, factor), flag, backend, inverse=inv_scale is not None)
             if self._check_unscaled:
                 ops.check_batch(batch, flag, backend)
 
@@ -131,14 +129,13 @@ class UnscalingMixin(OverflowMixin):
     ) -> Flags:
         flags: Flags = {}
         plan = state.get("plan") or self._plans.get(optimizer)
-        with torch.no_grad():
-            gradients = plan.collect(allow_fp16=allow_fp16)
-            jobs = [(op, ops.choose_backends(gradients.batches, self._backend))]
-            if gradients.bounds:
-                jobs.append((ops.check_batch, ops.choose_backends(gradients.bounds, self._backend)))
-            for run, pairs in jobs:
-                for batch, backend in pairs:
-                    self._run(plan, run, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
+        gradients = plan.collect(allow_fp16=allow_fp16)
+        pairs = ops.choose_backends(gradients.batches, self._backend)
+        bounds = ops.choose_backends(gradients.bounds, self._backend) if gradients.bounds else ()
+        for batch, backend in pairs:
+            self._run(plan, op, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
+        for batch, backend in bounds:
+            self._run(plan, ops.check_batch, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
         return flags
 
     def _run(self, plan: GradPlan, run: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
@@ -146,7 +143,7 @@ class UnscalingMixin(OverflowMixin):
         if backend == "triton" and self._scale is not None and flag.device == self._scale.device:
             self._count_epochs_on(plan, flag.device)
         run(batch, flag, backend)
-        if backend == "torch" and flag.device.type == "cpu" and flag.item():
+        if backend == "torch" and flag.is_cpu and flag.item():
             self._mark_on_host(plan, batch)
 
     def _unscale_is_overridden(self) -> bool:
@@ -188,7 +185,7 @@ class UnscalingMixin(OverflowMixin):
         if not flags and agreement is None and not self._is_sharded:
             return ()  # else others follow this flag, even without gradients here
         assert self._scale is not None
-        return dict.fromkeys((*flags, *plan.devices, self._scale.device))
+        return (*flags, *plan.devices, self._scale.device)
 
     def _fail(self, state: State, plan: GradPlan, agreement: Agreement | None) -> None:
         """Tell the other ranks that this one failed; have the step skipped if it can no longer be taken back."""
@@ -216,7 +213,7 @@ class UnscalingMixin(OverflowMixin):
             if home not in self._boards:
                 self._boards[home] = Board(home)
             plan.verdict = verdict = self._boards[home].verdict()
-        if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if verdict.found_inf.is_cuda and torch.cuda.is_current_stream_capturing():
             self._boards[home].captured.add(verdict)
         verdict.begin()
         return verdict
@@ -286,3 +283,11 @@ class UnscalingMixin(OverflowMixin):
             del states[id(inner)]
             return self._state(inner)
         return state
+
+
+def _beside(flag: Tensor, factor: Tensor) -> Tensor:
+    """Return `factor` in fp32 on the flag's device."""
+    if factor.device == flag.device and factor.dtype is torch.float32:
+        return factor
+    # The CPU would read a copy that it did not wait for too early.
+    return factor.to(device=flag.device, dtype=torch.float32, non_blocking=not flag.is_cpu)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,14 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        self._refuse_to_lose_clipping()
-        states = [state for state in self._per_optimizer_states.values() if "owner" in state]
-        flags = [(state["owner"], self._unstepped_flag(state)) for state in states]
+        states = [*self._per_optimizer_states.values()]
+        unstepped = self._unstepped_flags(states)
         if new_scale is not None:
             scale.fill_(self._checked_scale(new_scale))
         else:
-            self._update_by_flags(scale, growth_tracker)
-        self._unstepped.renew(flags)
+            self._update_by_flags(scale, growth_tracker, states)
+        if unstepped:
+            self._unstepped.renew(unstepped)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if self._max_consecutive_skips is not None and new_scale is None:
             self._check_streak(self._max_consecutive_skips, scale)
@@ -103,13 +103,21 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                 f"{self.overflow_report()}"  # of this rank: not all need have come here
             )
 
-    def _refuse_to_lose_clipping(self) -> None:
-        for state in self._per_optimizer_states.values():
-            waits = "deferred" in state and state["stage"] is OptState.UNSCALED and not state.get("void")
+    def _refuse_to_lose_clipping(self, left: Sequence[State]) -> None:
+        for state in left:
+            waits = "deferred" in state and not state.get("void")
             if waits and state["owner"]() is not None:  # nobody can step an optimizer that is gone
                 raise RuntimeError(
                     "update() is being called before the step() that clip_grad_norm_(defer=True) left the clipping to."
                 )
+
+    def _unstepped_flags(self, states: Sequence[State]) -> list[tuple[Callable[[], Any], Tensor | None]]:
+        """Return what `Unstepped.renew` takes; nothing if nothing was or is left unstepped."""
+        left = [state for state in states if state["stage"] is OptState.UNSCALED]
+        if not left and not self._unstepped:
+            return []
+        self._refuse_to_lose_clipping(left)
+        return [(state["owner"], self._unstepped_flag(state)) for state in states if "owner" in state]
 
     def _unstepped_flag(self, state: State) -> Tensor | None:
         """Return a copy of the flag, which the update may clear, of an optimizer that was unscaled but not stepped."""
@@ -118,15 +126,14 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("void") else flag
 
-    def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor) -> None:
-        states = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
-        if not states:
+    def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[State]) -> None:
+        checked = [state for state in states if state["found_inf_per_device"]]
+        if not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
         backend = dispatch.choose(scale.device, scale.dtype, self._backend)
-        if backend == "triton" and self._update_by_board(scale, growth_tracker, states):
+        if backend == "triton" and self._update_by_board(scale, growth_tracker, checked):
             return
-        flags = [self._flag(state) for state in states]
-        found_inf = flags[0] if len(flags) == 1 else any_flag(flags, scale.device)
+        found_inf = any_flag([self._flag(state) for state in checked], scale.device)
         ops.update_scalars_(scale, growth_tracker, found_inf, self._numbers(), backend, self._limits, self._counters)
 
     def _update_by_board(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[State]) -> bool:

@@ -102,8 +102,9 @@ class Verdict:
         self._mirror: HostMirror | None = None
         self._mirrored = False
         self._plus_minus: Tensor | None = None
-        self._served: list[tuple[Tensor, int | None]] = []
         self._per_device: dict[torch.device, Tensor] = {}
+        self._served: list[Tensor] = []  # keeps alive what the marks name
+        self._marks: list[tuple[int, int | None]] = []
 
     def begin(self) -> None:
         """Forget the step before."""
@@ -141,20 +142,16 @@ class Verdict:
         self._signals[_FLAG], self._signals[_FAILED] = 1.0, 0.0
 
     def serve(self, devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-        """Return the flag on each of `devices`."""
+        """Return the flag on each of `devices`, in the order of their first mention."""
         flag, home = self.found_inf, self.device
-        self._per_device = {device: flag if device == home else flag.to(device) for device in devices}
-        self._served = [(flag, version(flag)) for flag in self._per_device.values()]
+        self._per_device = {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
+        self._served = [*self._per_device.values()]
+        self._marks = _marks(self._served)
         return self._per_device
 
     def is_behind(self, flags: dict[torch.device, Tensor]) -> bool:
         """Tell whether `flags` are the ones served here, and nobody has written others or into them since."""
-        if flags is not self._per_device or len(flags) != len(self._served):
-            return False
-        for flag, (mine, seen) in zip(flags.values(), self._served, strict=True):
-            if flag is not mine or version(flag) != seen:
-                return False
-        return True
+        return flags is self._per_device and _marks(flags.values()) == self._marks
 
     def start_mirror(self) -> None:
         """Start copying the flag to the host, without waiting."""
@@ -186,6 +183,11 @@ class Verdict:
         """Return the flag of the last step, also when an update has cleared it since, waiting for the device."""
         flag = self.board.last[self.row] if self.board is not None and self.cleared else self.found_inf
         return bool(flag.item())
+
+
+def _marks(flags: Iterable[Tensor]) -> list[tuple[int, int | None]]:
+    """Return what changes when one of `flags` is written, or another tensor stands in its place."""
+    return [(id(flag), version(flag)) for flag in flags]
 
 
 def tell_failure(agreement: Agreement, device: torch.device) -> None:

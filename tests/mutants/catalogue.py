@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", "tell_failure(agreement, self._home(plan))", "pass", RANKS),
     Mutant(_S + "unscaling.py", "self._lazy_init_scale_growth_tracker(self._home", "str(self._home", RANKS),
     Mutant(_S + "unscaling.py", "if not flags and agreement is None and not self._is_sharded:", "if not flags:", RANKS),
-    Mutant(_S + "unscaling.py", "jobs.append((ops.check_batch, ops", "str((ops.check_batch, ops", MESHES),
+    Mutant(_S + "unscaling.py", "for batch, backend in bounds:", "for batch, backend in ():", MESHES),
     Mutant(_S + "unscaling.py", "plan.verdict = None  # what", "pass  # what", STEPS),
     Mutant(_S + "unscaling.py", "if stand_in.strict:", "if False:", PATCHED),
     Mutant(_S + "unscaling.py", "stacklevel=callers.stacklevel()", "stacklevel=2", PATCHED),
@@ -81,8 +81,8 @@ MUTANTS = [
     Mutant(_S + "updating.py", 'if state.get("void") else flag', "if False else flag", UNSTEPPED),
     # the flag and who agrees on it
     Mutant(_S + "verdict.py", "agreement.maximum_(self._signals)", "pass", RANKS),
-    Mutant(_S + "verdict.py", "flag is not mine or version(flag) != seen", "flag is not mine", CONTRACT),
-    Mutant(_S + "verdict.py", "flag is not mine or version(flag) != seen", "version(flag) != seen", CONTRACT),
+    Mutant(_S + "verdict.py", "(id(flag), version(flag))", "(id(flag), 0)", CONTRACT),
+    Mutant(_S + "verdict.py", "(id(flag), version(flag))", "(0, version(flag))", CONTRACT),
     Mutant(_S + "verdict.py", "_FAILED] = 1.0, 0.0", "_FAILED] = 0.0, 0.0", FAILURE),
     Mutant(_S + "verdict.py", "if values[_FAILED]:", "if False:", RANKS),
     Mutant(_S + "verdict.py", "        if not self.cleared:\n", "        if False:\n", CONTRACT),
@@ -107,6 +107,8 @@ MUTANTS = [
     Mutant(_S + "plan.py", "            self._place(forms)\n", "", PLAN),
     Mutant(_S + "plan.py", "and all(map(is_, self.parameters, parameters))", "", PLAN),
     Mutant(_S + "plan.py", "if isinstance(reference, weakref.ref):", "if True:", CONTRACT),
+    Mutant(_S + "plan.py", "_unrecorded(gradient) for", "gradient for", GRADIENTS),
+    Mutant(_S + "updating.py", "if not left and not self._unstepped:", "if not left:", UNSTEPPED),
     Mutant(_S + "plan.py", "if (terms := batching.partial_terms(gradient)) > 1:", "if False:", MESHES),
     Mutant(_S + "forms.py", "(check is None or not check(gradient))", "(check is None)", PLAN),
     Mutant(
@@ -179,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(_S + "clipping/clip.py", 'or "deferred" in state', "", CLIP),
     Mutant(_S + "clipping/clip.py", "self._fail_together(parts, agreement)", "pass", CLIPPED),
-    Mutant(_S + "updating.py", "self._refuse_to_lose_clipping()\n", "pass\n", CLIP),
+    Mutant(_S + "updating.py", "self._refuse_to_lose_clipping(left)\n", "pass\n", CLIP),
     Mutant(_S + "clipping/rank_norms.py", "torch.where(both[1] != 0, math.nan, both[0])", "both[0]", CLIPPED),
     Mutant(_S + "clipping/rank_norms.py", "stacked**order * weights", "stacked**order", CLIPPED),
     Mutant(
