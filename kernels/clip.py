@@ -1,15 +1,19 @@
 """Unscale and clip in one pass over gradients that were checked: two products, each rounded, one read, one write.
 
 Moves two element widths an element, or none if both factors are 1. The second factor is worked out here, from what
-the pass that reads left and the ranks added up: in between nothing is launched.
+the pass that reads left and the ranks added up: in between nothing is launched. Where the optimizer is to make both
+products, one program works out by what.
 """
 
+import functools
 import struct
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from scaler_triton.kernels import launcher
 from scaler_triton.kernels.common import edge_ptrs, find_chunk, narrow, widen
 from scaler_triton.kernels.norm import FLAG, SQUARES
 from scaler_triton.kernels.table import GradTable
@@ -34,8 +38,7 @@ def _clip_kernel(
     inv = tl.load(scale_ptr)
     if not INVERSE:
         inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
-    max_norm = max_norm_bits.to(tl.int64).to(tl.float64, bitcast=True)  # the interpreter takes small ones for int32
-    norm, coef = _norm_and_coefficient(totals_ptr, max_norm.to(tl.float32))
+    norm, coef = _norm_and_coefficient(totals_ptr, max_norm_bits)
 
     pid = tl.program_id(0)
     if pid == 0:
@@ -55,11 +58,22 @@ def _clip_kernel(
             _multiply(ptrs, mask, inv, coef)
 
 
+@triton.jit(
+    do_not_specialize=["max_norm_bits"],
+    do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "factor_ptr"],
+)
+def _defer_kernel(scale_ptr, totals_ptr, norm_ptr, factor_ptr, max_norm_bits: tl.int64):
+    norm, coef = _norm_and_coefficient(totals_ptr, max_norm_bits)
+    tl.store(norm_ptr, norm)
+    tl.store(factor_ptr, tl.div_rn(tl.load(scale_ptr), coef))
+
+
 @triton.jit
-def _norm_and_coefficient(totals_ptr, max_norm):
+def _norm_and_coefficient(totals_ptr, max_norm_bits):
     """The norm in fp32, and torch's factor: max_norm / (norm + 1e-6), a reciprocal and a product; at most 1."""
+    max_norm = max_norm_bits.to(tl.int64).to(tl.float64, bitcast=True)  # the interpreter takes small ones for int32
     norm = tl.sqrt(tl.load(totals_ptr + SQUARES)).to(tl.float32)
-    coef = tl.div_rn(1.0, norm + 1e-6) * max_norm
+    coef = tl.div_rn(1.0, norm + 1e-6) * max_norm.to(tl.float32)
     bad = tl.load(totals_ptr + FLAG) != 0
     return norm, tl.where(bad | (coef > 1.0), 1.0, coef)  # a NaN is not more than 1, and stays
 
@@ -94,5 +108,30 @@ def launch_clip(
         norm: fp32, one element, on the table's device; overwritten, if the table has elements.
         inverse: `scale` holds the inverse scale.
     """
-    (bits,) = struct.unpack("q", struct.pack("d", max_norm))  # as a float it would be an argument of another kind
-    table.launch(_clip_kernel, scale, totals, norm, bits, INVERSE=inverse)
+    table.launch(_clip_kernel, scale, totals, norm, _bits(max_norm), INVERSE=inverse)
+
+
+def launch_defer(scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor, factor: Tensor) -> None:
+    """Work out the one number by which an optimizer divides gradients that are neither unscaled nor clipped.
+
+        norm, coef = as `launch_clip`
+        factor = scale / coef
+
+    Args:
+        scale: fp32, one element, read only.
+        totals: fp64, [3], on the scale's device, read only, as for `launch_clip`.
+        max_norm: >= 0.
+        norm, factor: fp32, one element, on the scale's device; overwritten.
+    """
+    _defer_on(scale.device)(1, scale, totals, norm, factor, _bits(max_norm))
+
+
+@functools.cache
+def _defer_on(device: torch.device) -> launcher.Launch:
+    return launcher.Launch(_defer_kernel, device, num_warps=1)
+
+
+def _bits(number: float) -> int:
+    """Return an fp64 number as the integer of the same bits: as a float it would be an argument of another kind."""
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits

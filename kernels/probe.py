@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from scaler_triton.kernels.clip import launch_clip
+from scaler_triton.kernels.clip import launch_clip, launch_defer
 from scaler_triton.kernels.common import SAW_INF
 from scaler_triton.kernels.launcher import TRITON_DTYPES, check_device
 from scaler_triton.kernels.nonfinite import launch_check_nonfinite
@@ -37,6 +37,7 @@ def probe_clipping(device: torch.device, dtypes: Iterable[torch.dtype] = tuple(T
     check_device(device)
     for dtype in dtypes:
         _probe_clipping_of(dtype, device)
+    _probe_defer(device)
 
 
 def _probe_clipping_of(dtype: torch.dtype, device: torch.device) -> None:
@@ -63,6 +64,14 @@ def _probe_clipping_of(dtype: torch.dtype, device: torch.device) -> None:
     want = _floats([16.0, *[1.0] * 64, 16.0])
     want[8] = float("inf")
     _expect(f"clipping of {dtype}", grad.float(), want)
+
+
+def _probe_defer(device: torch.device) -> None:
+    scale, norm, factor = _floats([6.0, 0.0, 0.0], device)
+    totals = torch.tensor([0.0, 0.0, 64.0], dtype=torch.float64, device=device)
+    launch_defer(scale, totals, 4.0, norm, factor)
+    coef = (4.0 / (_floats(8.0) + 1e-6)).clamp(max=1.0)
+    _expect("deferred clipping", torch.stack([norm, factor]), torch.stack([_floats(8.0), 6.0 / coef]))
 
 
 def _probe_table_kernels(dtype: torch.dtype, device: torch.device) -> None:

@@ -153,9 +153,11 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             self._check_inf_per_device(optimizer)
         if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
             return None
-        assert self._scale is not None
-        scaled = ready and state["unscaled_flag"] is None
-        factor = self._scale.reshape(()) if scaled else state.get("deferred")
+        scale = self._scale
+        assert scale is not None
+        factor = state.get("deferred")
+        if ready and state["unscaled_flag"] is None:
+            factor = scale.reshape(()) if scale.ndim else scale
         both = (optimizer,) if inner is optimizer else (optimizer, inner)
         with optimizers.lent(both, factor, self._flag(state)):
             try:

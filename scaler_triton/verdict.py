@@ -125,7 +125,7 @@ class Verdict:
             scale: fp32, one element, on this device; the ranks compare theirs.
         """
         if agreement is not None:
-            torch.mul(scale.reshape(()), self._signs(), out=self._scales)
+            torch.mul(scale, self._signs(), out=self._scales)
             agreement.maximum_(self._signals)
 
     def _signs(self) -> Tensor:

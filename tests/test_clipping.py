@@ -321,6 +321,17 @@ ADD = ["aten::stack", "aten::sum"]
 def test_nothing_is_launched_between_the_two_passes(
     place: Place, dtypes: list[list[torch.dtype]], want: list[str]
 ) -> None:
+    check_launches(place, dtypes, want)
+
+
+@PLACES
+def test_a_deferred_clip_launches_one_program_in_place_of_the_second_pass(place: Place) -> None:
+    check_launches(place, [[torch.float32]], [*READ, "_defer_kernel"], defer=True)
+    check_launches(place, [[torch.float32]] * 2, [*READ, *READ, *ADD, "_defer_kernel"], defer=True)
+
+
+def check_launches(place: Place, dtypes: list[list[torch.dtype]], want: list[str], **options: Any) -> None:
+    """Clip three times; the third is steady."""
     if place.backend != "triton":
         pytest.skip("torch's ops are launches")
     optimizers = [sgd([torch.ones(5, dtype=dtype) for dtype in each], place.device, fused=True) for each in dtypes]
@@ -329,7 +340,7 @@ def test_nothing_is_launched_between_the_two_passes(
         for optimizer in optimizers:
             for parameter in optimizer.param_groups[0]["params"]:
                 parameter.grad = torch.ones_like(parameter)
-        launches = Launches().of(lambda: scaler.clip_grad_norm_(optimizers, 0.5))
+        launches = Launches().of(lambda: scaler.clip_grad_norm_(optimizers, 0.5, **options))
         assert not last or launches == want
         for optimizer in optimizers:
             scaler.step(optimizer)

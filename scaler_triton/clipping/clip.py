@@ -138,7 +138,10 @@ class ClippingMixin(UnscalingMixin):
             refused = error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
             if refused:
                 totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
-            told = [norm for each in measured for norm in self._write(each, totals, max_norm, defer)]
+            if defer:
+                told = [self._leave_to_step(parts, totals, max_norm)]
+            else:
+                told = [norm for each in measured for norm in self._write(each, totals, max_norm)]
             for each in measured:
                 self._finish(each, agreement)
         except BaseException:
@@ -186,15 +189,17 @@ class ClippingMixin(UnscalingMixin):
                 each.verdict.settle(row)
         return rows[0] if len(totals) == 1 else rows.sum(0)
 
-    def _write(self, each: _Measured, totals: Tensor, max_norm: float, defer: bool) -> list[Tensor]:
-        """Unscale and clip, or leave it to the step; return the norm as it came to be known on the scale's device."""
+    def _leave_to_step(self, parts: Sequence[_Part], totals: Tensor, max_norm: float) -> Tensor:
+        """Have the optimizers unscale and clip; return the norm."""
         assert self._scale is not None
+        norm, factor = norms.deferred(totals, self._scale, max_norm, self._backend)
+        for part in parts:
+            part.state["deferred"] = factor
+        return norm
+
+    def _write(self, each: _Measured, totals: Tensor, max_norm: float) -> list[Tensor]:
+        """Unscale and clip; return the norm as it came to be known on the scale's device."""
         told = []
-        if defer:
-            told.append(reference_norm.norm_of(totals))
-            coefficient = reference_norm.coefficient(totals[reference_norm.FLAG], told[0], max_norm)
-            each.part.state["deferred"] = self._scale.reshape(()) / coefficient
-            return told
         with torch.no_grad():
             for batch, backend in each.pairs:
                 device = batch.layout.key.device

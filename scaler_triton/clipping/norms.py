@@ -157,6 +157,25 @@ def clip_batch_(
     return norm
 
 
+def deferred(totals: Tensor, scale: Tensor, max_norm: float, requested: str) -> tuple[Tensor, Tensor]:
+    """Return the norm, and by what an optimizer divides gradients to unscale and to clip them: scale / coef.
+
+    Args:
+        totals: fp64, [3]: as for `clip_batch_`, which tells norm and coef.
+        scale: one element, on the same device.
+        max_norm: >= 0.
+        requested: a backend, as `check_backend` returns it.
+
+    Returns: fp32, `()`, twice.
+    """
+    if scale.dtype is not torch.float32 or choose(scale.device, scale.dtype, requested, clips=True) == "torch":
+        norm = reference_norm.norm_of(totals)
+        return norm, scale.reshape(()) / reference_norm.coefficient(totals[reference_norm.FLAG], norm, max_norm)
+    norm, factor = (torch.empty((), dtype=torch.float32, device=totals.device) for _ in range(2))
+    _kernels().clip.launch_defer(scale, totals, max_norm, norm, factor)
+    return norm, factor
+
+
 def _clip_table(batch: Batch, dense: Batch, measured: bool) -> GradTable:
     tables = batch.layout.tables
     if measured and dense is batch and tables.get("unscale") is tables["norm"]:

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from scaler_triton.kernels import launcher, tuned_file
-from scaler_triton.kernels.clip import _clip_kernel
+from scaler_triton.kernels.clip import _clip_kernel, _defer_kernel
 from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, MODES, WARP_LANES
 from scaler_triton.kernels.lookup import SHIPPED
 from scaler_triton.kernels.nonfinite import _check_nonfinite_kernel
@@ -53,6 +53,7 @@ TYPES = {
     "partial_ptr": "*fp64",
     "totals_ptr": "*fp64",
     "norm_ptr": "*fp32",
+    "factor_ptr": "*fp32",
 }
 CONFIG_TARGET = "sm_90"
 # What a launch promises of the table's own tensors, and of nothing else.
@@ -79,6 +80,7 @@ def clip_variants():
         yield f"norm-{name}", _sum_squares_kernel, table, DEFAULT.num_warps
         yield f"clip-{name}", _clip_kernel, {**table, "INVERSE": False}, DEFAULT.num_warps
         yield f"clip_inverse-{name}", _clip_kernel, {**table, "INVERSE": True}, DEFAULT.num_warps
+    yield "defer", _defer_kernel, {}, 1
     for inverse in (False, True):
         constants = {"INVERSE": inverse, "BLOCK_SIZE": _FINISH_BLOCK}
         yield f"finish{'_inverse' * inverse}", _finish_kernel, constants, _FINISH_WARPS

@@ -31,7 +31,7 @@ def kernels(matrix):
 
 def test_every_kernel_is_compiled_for_every_target(kernels):
     names = [f"{op}-{dtype}" for op in OPS for dtype in DTYPES] + UPDATES
-    clips = [f"{op}-{dtype}" for op in CLIPS for dtype in DTYPES] + FINISHES
+    clips = [f"{op}-{dtype}" for op in CLIPS for dtype in DTYPES] + [*FINISHES, "defer"]
     want = [f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names]
     want += [f"{target}-{name}" for target in [*CLIP_TARGETS, "gfx942"] for name in clips]
     assert sorted(kernels) == sorted(want)
@@ -122,9 +122,10 @@ def test_arithmetic_is_ieee(kernels, target):
             assert not report["flushes"], name
             assert not report["approximates"], name
             op = name.split("-")[1]
-            # The inverse of the scale, and of the norm.
-            assert report["div_rn"] == (op in ("unscale", "clip", "finish")) + op.startswith("clip"), name
-            assert report["sqrt_rn_f64"] == op.startswith("clip"), name
+            # The inverse of the scale, or the scale over the coefficient, and the inverse of the norm.
+            wanted = (op in ("unscale", "clip", "finish", "defer")) + op.startswith(("clip", "defer"))
+            assert report["div_rn"] == wanted, name
+            assert report["sqrt_rn_f64"] == op.startswith(("clip", "defer")), name
     for name in UPDATES:
         assert kernels[f"{target}-{name}"]["mul_f64"] == 2  # the factors have stayed fp64
 

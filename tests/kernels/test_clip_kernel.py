@@ -18,7 +18,7 @@ from kernel_cases import (
     make_table,
 )
 
-from scaler_triton.kernels.clip import launch_clip
+from scaler_triton.kernels.clip import launch_clip, launch_defer
 from scaler_triton.kernels.launch_config import DEFAULT
 from scaler_triton.kernels.table import GradTable
 
@@ -94,6 +94,20 @@ def test_random_norms_and_bounds_too():
     for _ in range(100):
         squares, max_norm = (10.0 ** torch.empty(2).uniform_(-8, 8, generator=draw).double()).tolist()
         check_clip([Guarded(torch.tensor([1.0, 0.1]))], 1.0, max_norm, squares=squares, inverse=True)
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0, NAN])
+@pytest.mark.parametrize("max_norm", [0.0, 1e-6, 1.0, 3.3, 1e300])
+def test_what_an_optimizer_divides_by_is_the_scale_over_the_coefficient(max_norm, flag):
+    for scale in (65536.0, 3.0, 2.0**-126):
+        for squares in NORMS:
+            totals = torch.tensor([NAN, flag, NAN, squares, NAN], dtype=torch.float64, device=DEVICE)
+            out = torch.full((6,), NAN, device=DEVICE)
+            with launched("_defer_kernel"):
+                launch_defer(torch.tensor(scale, device=DEVICE), totals[1:4], max_norm, out[1], out[4])
+            norm, coef = expected_coefficient(max_norm, squares, flag)
+            want = torch.tensor([NAN, norm, NAN, NAN, torch.tensor(scale) / coef, NAN])
+            assert_same(out, want)
 
 
 @pytest.mark.parametrize("flag", [1.0, 4.0, NAN])

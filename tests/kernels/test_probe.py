@@ -32,11 +32,11 @@ NORM, CLIP = ["_sum_squares_kernel", "_finish_kernel"], "_clip_kernel"
 
 
 def test_what_clips_is_tried_apart():
-    with launched(*[*NORM, *NORM, CLIP, CLIP, *NORM, CLIP] * 4):
+    with launched(*[*NORM, *NORM, CLIP, CLIP, *NORM, CLIP] * 4, "_defer_kernel"):
         probe_clipping(DEVICE)
 
 
-@pytest.mark.parametrize("name", ["launch_sum_of_squares", "launch_clip"])
+@pytest.mark.parametrize("name", ["launch_sum_of_squares", "launch_clip", "launch_defer"])
 def test_a_pass_of_clipping_that_does_nothing_is_found_out(name):
     with mock.patch.object(probe_module, name), pytest.raises(RuntimeError, match=r"the Triton kernel for .* gives"):
         probe_clipping(DEVICE)
