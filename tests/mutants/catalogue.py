@@ -172,7 +172,12 @@ MUTANTS = [
     Mutant(_S + "clipping/reference_norm.py", "return torch.where(flag != 0, 1.0, factor)", "return factor", CLIP),
     Mutant(_S + "dispatch.py", "(probe.probe_clipping if clips else probe.probe)", "probe.probe", DISPATCH),
     Mutant("kernels/clip.py", "tl.where(bad | (coef > 1.0), 1.0, coef)", "tl.where(coef > 1.0, 1.0, coef)", CLIPS),
-    Mutant("kernels/clip.py", "tl.div_rn(1.0, norm + 1e-6) * max_norm", "tl.div_rn(1.0, norm) * max_norm", CLIPS),
+    Mutant(
+        "kernels/clip.py",
+        "tl.div_rn(1.0, norm + 1e-6) * max_norm.to(tl.float32)",
+        "tl.div_rn(max_norm.to(tl.float32), norm + 1e-6)",
+        CLIPS,
+    ),
     Mutant("kernels/clip.py", "div_rn(tl.load(scale_ptr), coef)", "div_rn(1.0, coef) * tl.load(scale_ptr)", CLIPS),
     Mutant(
         "kernels/norm.py",
