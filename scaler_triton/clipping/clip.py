@@ -181,13 +181,13 @@ class ClippingMixin(UnscalingMixin):
 
     def _agree_on_totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
         """Replace totals and flags by those of all ranks, in one reduction; return the sum of all optimizers'."""
-        totals = [each.totals for each in measured]
-        rows = totals[0].unsqueeze(0) if len(totals) == 1 else torch.stack(totals)
+        several = len(measured) > 1
+        totals = torch.stack([each.totals for each in measured]) if several else measured[0].totals
         if agreement is not None:
-            agreement.sum_(rows.view(-1))
-            for each, row in zip(measured, rows, strict=True):
+            agreement.sum_(totals.view(-1))
+            for each, row in zip(measured, totals.view(len(measured), -1), strict=True):
                 each.verdict.settle(row)
-        return rows[0] if len(totals) == 1 else rows.sum(0)
+        return totals.sum(0) if several else totals
 
     def _leave_to_step(self, parts: Sequence[_Part], totals: Tensor, max_norm: float) -> Tensor:
         """Have the optimizers unscale and clip; return the norm."""

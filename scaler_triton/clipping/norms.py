@@ -102,8 +102,7 @@ def sum_of_squares_batch(
     if weights is not None and len(weights) != len(batch.tensors):
         raise ValueError(f"weights: expected {len(batch.tensors)} of them, got {len(weights)}")
     if backend == "torch":
-        squares = _reference_sum_of_squares(batch, factor, found_inf, inverse, weights)
-        return torch.stack([found_inf.reshape(()).double(), torch.zeros_like(squares), squares])
+        return _reference_totals(batch, factor if inverse else reference.inverse(factor), found_inf, weights)
     dense = ops._dense(batch)  # kept until the launch: an address keeps nothing alive
     table = _norm_table(batch.layout, dense)
     table.set_weights(weights)
@@ -140,8 +139,7 @@ def clip_batch_(
     Returns: the norm, fp32, `()`, on the batch's device.
     """
     if backend == "torch":
-        norm = reference_norm.norm_of(totals)
-        coef = reference_norm.coefficient(totals[reference_norm.FLAG], norm, max_norm)
+        norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
         _reference_clip_(batch, factor if inverse else reference.inverse(factor), coef)
         return norm
     dense = ops._dense(batch)
@@ -169,8 +167,8 @@ def deferred(totals: Tensor, scale: Tensor, max_norm: float, requested: str) -> 
     Returns: fp32, `()`, twice.
     """
     if scale.dtype is not torch.float32 or choose(scale.device, scale.dtype, requested, clips=True) == "torch":
-        norm = reference_norm.norm_of(totals)
-        return norm, scale.reshape(()) / reference_norm.coefficient(totals[reference_norm.FLAG], norm, max_norm)
+        norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
+        return norm, scale.reshape(()) / coef
     norm, factor = (torch.empty((), dtype=torch.float32, device=totals.device) for _ in range(2))
     _kernels().clip.launch_defer(scale, totals, max_norm, norm, factor)
     return norm, factor
@@ -183,18 +181,20 @@ def _clip_table(batch: Batch, dense: Batch, measured: bool) -> GradTable:
     return ops._table(batch.layout, dense, "unscale")
 
 
-def _reference_sum_of_squares(
-    batch: Batch, factor: Tensor, found_inf: Tensor, inverse: bool, weights: Sequence[float] | None
-) -> Tensor:
+def _reference_totals(batch: Batch, inv_scale: Tensor, found_inf: Tensor, weights: Sequence[float] | None) -> Tensor:
     if weights is not None:
         weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
+    if batch.layout.key.plain and inv_scale.is_cpu:
+        total = reference_norm.sum_on_host(batch.present, found_inf, weights, ops._neighbours(batch))
+        inv = inv_scale.item()
+        return torch.tensor([found_inf.item(), 0.0, total * inv * inv], dtype=torch.float64, device="cpu")
     if batch.layout.key.plain:
         squares = reference_norm.sum_of_squares(batch.present, found_inf, weights, ops._neighbours(batch))
     else:  # a tensor subclass knows itself what torch's ops mean for it
         ops.check_batch(batch, found_inf, "torch")
         squares = reference_norm.sum_one_by_one(batch.present, torch.zeros_like(found_inf), weights)
-    inv_scale = (factor if inverse else reference.inverse(factor)).double().reshape(())
-    return squares * inv_scale * inv_scale
+    inv_scale = inv_scale.double().reshape(())
+    return torch.stack([found_inf.reshape(()).double(), torch.zeros_like(squares), squares * inv_scale * inv_scale])
 
 
 def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:

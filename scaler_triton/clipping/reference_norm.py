@@ -21,6 +21,8 @@ FLAG, FAILED, SQUARES = range(3)
 
 # How many squares are summed in fp32: whole vectors, few enough for the sum to be right, enough to be quick.
 _ROWS = range(512, 127, -16)
+# So few are added up in Python more quickly than by ops on them.
+_FEW_ROWS = 32
 # Smaller tensors are copied together until they have so many elements: fewer than the 32,768 from which on torch
 # calls upon more threads, which costs more than it gains; what has to be converted gains by size.
 _GATHERED, _GATHERED_16BIT = 1 << 14, 1 << 18
@@ -56,7 +58,7 @@ def sum_of_squares(
         return torch.zeros((), dtype=torch.float64, device=found_inf.device)
     if tensors[0].device.type != "cpu":
         return sum_one_by_one(tensors, found_inf, weights)
-    return torch.tensor(_on_host(tensors, found_inf, weights, neighbours), dtype=torch.float64, device="cpu")
+    return torch.tensor(sum_on_host(tensors, found_inf, weights, neighbours), dtype=torch.float64, device="cpu")
 
 
 def sum_one_by_one(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None = None) -> Tensor:
@@ -92,8 +94,21 @@ def norm_of(totals: Tensor) -> Tensor:
 
 def coefficient(flag: Tensor, norm: Tensor, max_norm: float) -> Tensor:
     """Return what gradients are multiplied by, fp32 `()`: torch's coefficient for a norm, 1 if the flag is not 0."""
-    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-    return torch.where(flag != 0, 1.0, factor)
+    return torch.where(flag != 0, 1.0, _torchs_coefficient(norm, max_norm))
+
+
+def norm_and_coefficient(totals: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return `norm_of(totals)`, and the coefficient for it and the totals' flag."""
+    if not totals.is_cpu:
+        norm = norm_of(totals)
+        return norm, coefficient(totals[FLAG], norm, max_norm)
+    flag, _, squares = totals.tolist()  # numbers at hand need no ops
+    norm = torch.tensor(math.sqrt(squares), dtype=torch.float32, device="cpu")
+    return norm, torch.ones_like(norm) if flag else _torchs_coefficient(norm, max_norm)
+
+
+def _torchs_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    return (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
 
 
 def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor, neighbours: Neighbours | None = None) -> None:
@@ -155,9 +170,10 @@ def _split(tensor: Tensor) -> Iterator[list[Tensor]]:
         yield [tensor]
 
 
-def _on_host(
+def sum_on_host(
     tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None, neighbours: Neighbours | None
 ) -> float:
+    """`sum_of_squares` for tensors on the CPU, as a number."""
     if weights is None:
         total = _quick_sum((neighbours or Neighbours()).merged(tensors))
     else:
@@ -195,7 +211,10 @@ def _quick_sum(tensors: Sequence[Tensor]) -> float:
             piece = flat[: numel - rest]
             norms.append(torch.linalg.vector_norm(flat[numel - rest :], dim=0, keepdim=True, dtype=wide))
         norms.append(torch.linalg.vector_norm(piece.reshape(-1, row), dim=1, dtype=wide))
-    return torch.cat(norms).double().square_().sum().item()
+    rows = norms[0] if len(norms) == 1 else torch.cat(norms)
+    if rows.numel() <= _FEW_ROWS:
+        return float(sum(value * value for value in rows.tolist()))
+    return rows.double().square_().sum().item()
 
 
 @functools.lru_cache(maxsize=4096)
