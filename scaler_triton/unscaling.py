@@ -17,7 +17,7 @@ from scaler_triton.overflow import OverflowMixin
 from scaler_triton.patching import stand_in
 from scaler_triton.plan import GradPlan, PlanCache
 from scaler_triton.stepped import Stepped
-from scaler_triton.verdict import Board, Verdict, flag_on, tell_failure
+from scaler_triton.verdict import Board, Verdict, flag_on, fp32_on, tell_failure
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -96,7 +96,7 @@ class UnscalingMixin(OverflowMixin):
 
         def unscale(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
             state["written"] = True
-            ops.unscale_batch_(batch, _beside(flag, factor), flag, backend, inverse=inv_scale is not None)
+            ops.unscale_batch_(batch, fp32_on(flag.device, factor), flag, backend, inverse=inv_scale is not None)
             if self._check_unscaled:
                 ops.check_batch(batch, flag, backend)
 
@@ -283,11 +283,3 @@ class UnscalingMixin(OverflowMixin):
             del states[id(inner)]
             return self._state(inner)
         return state
-
-
-def _beside(flag: Tensor, factor: Tensor) -> Tensor:
-    """Return `factor` in fp32 on the flag's device."""
-    if factor.device == flag.device and factor.dtype is torch.float32:
-        return factor
-    # The CPU would read a copy that it did not wait for too early.
-    return factor.to(device=flag.device, dtype=torch.float32, non_blocking=not flag.is_cpu)

@@ -43,6 +43,14 @@ def flag_on(device: torch.device, flags: dict[torch.device, Tensor], found_inf: 
     return flags[device]
 
 
+def fp32_on(device: torch.device, number: Tensor) -> Tensor:
+    """Return a one-element tensor in fp32 on `device`, itself if it is that, without a host wait."""
+    if number.device == device and number.dtype is torch.float32:
+        return number
+    # The CPU would read a copy that it did not wait for too early.
+    return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
+
+
 class Board:
     """The signals of a scaler's optimizers on one device, side by side: one launch reads and clears them all.
 

@@ -19,7 +19,7 @@ from scaler_triton.clipping.rank_norms import multiply_, norm_over_ranks
 from scaler_triton.optimizers import parameters_of
 from scaler_triton.plan import GradPlan
 from scaler_triton.unscaling import UnscalingMixin
-from scaler_triton.verdict import Verdict, any_flag, flag_on
+from scaler_triton.verdict import Verdict, any_flag, flag_on, fp32_on
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -102,9 +102,10 @@ class ClippingMixin(UnscalingMixin):
             if self._check_unscaled:
                 raise ValueError("defer=True leaves gradients scaled, so check_unscaled=True cannot be done, got both")
         in_one = norm_type == 2.0 and not self._check_unscaled and not self._unscale_is_overridden()
-        if chosen is not None or not in_one:
-            return self._clip_after_unscaling(parts, chosen, max_norm, norm_type, error_if_nonfinite, model)
-        return self._clip_at_once(parts, max_norm, error_if_nonfinite, model, defer)
+        with torch.no_grad():
+            if chosen is not None or not in_one:
+                return self._clip_after_unscaling(parts, chosen, max_norm, norm_type, error_if_nonfinite, model)
+            return self._clip_at_once(parts, max_norm, error_if_nonfinite, model, defer)
 
     def _parts(self, optimizers: Sequence[Any], *, again: bool) -> list[_Part]:
         """Return the optimizers with their states and plans; errors of order are raised before any reduction."""
@@ -166,18 +167,17 @@ class ClippingMixin(UnscalingMixin):
             total = norms.sum_of_squares_batch(batch, factor, flag, weights, backend, inverse=False)
             totals.append(total.to(verdict.device))
 
-        with torch.no_grad():
-            gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
-            pairs = norms.choose_backends(gradients.batches, self._backend)
-            for batch, backend in pairs:
-                flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)
-                self._run(part.plan, add, batch, flag, backend)
-            verdict.add(flags.values())
+        gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
+        pairs = norms.choose_backends(gradients.batches, self._backend)
+        for batch, backend in pairs:
+            flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)
+            self._run(part.plan, add, batch, flag, backend)
+        verdict.add(flags.values())
         return _Measured(part, verdict, pairs, flags, _sum_of(totals, verdict.device))
 
     def _factor_on(self, device: torch.device) -> Tensor:
         assert self._scale is not None
-        return self._scale.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
+        return fp32_on(device, self._scale)
 
     def _agree_on_totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
         """Replace totals and flags by those of all ranks, in one reduction; return the sum of all optimizers'."""
@@ -200,12 +200,11 @@ class ClippingMixin(UnscalingMixin):
     def _write(self, each: _Measured, totals: Tensor, max_norm: float) -> list[Tensor]:
         """Unscale and clip; return the norm as it came to be known on the scale's device."""
         told = []
-        with torch.no_grad():
-            for batch, backend in each.pairs:
-                device = batch.layout.key.device
-                local = totals.to(device, non_blocking=device.type != "cpu")
-                factor = self._factor_on(device)
-                told.append(norms.clip_batch_(batch, factor, local, max_norm, backend, inverse=False, measured=True))
+        for batch, backend in each.pairs:
+            device = batch.layout.key.device
+            local = totals if device == totals.device else totals.to(device, non_blocking=device.type != "cpu")
+            factor = self._factor_on(device)
+            told.append(norms.clip_batch_(batch, factor, local, max_norm, backend, inverse=False, measured=True))
         return [norm for norm in told if norm.device == totals.device]
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
@@ -253,13 +252,12 @@ class ClippingMixin(UnscalingMixin):
         for part in parts:
             if part.state["stage"] is OptState.READY:
                 self.unscale_(part.optimizer)
-        with torch.no_grad():
-            gradients, counts = _chosen_gradients(parts, copies, chosen)
-            norm = norm_over_ranks(gradients, counts, norm_type, agreement, self._scale.device)
-            if error_if_nonfinite and not math.isfinite(norm.item()):
-                raise RuntimeError(_NONFINITE.format(norm_type))
-            flag = any_flag([self._flag(part.state) for part in parts], norm.device)
-            multiply_(gradients, reference_norm.coefficient(flag, norm, max_norm))
+        gradients, counts = _chosen_gradients(parts, copies, chosen)
+        norm = norm_over_ranks(gradients, counts, norm_type, agreement, self._scale.device)
+        if error_if_nonfinite and not math.isfinite(norm.item()):
+            raise RuntimeError(_NONFINITE.format(norm_type))
+        flag = any_flag([self._flag(part.state) for part in parts], norm.device)
+        multiply_(gradients, reference_norm.coefficient(flag, norm, max_norm))
         return norm
 
 

@@ -30,6 +30,7 @@ _GATHERED, _GATHERED_16BIT = 1 << 14, 1 << 18
 _CONVERTED = 1 << 19
 # Where the squares' mean is below this, what they lost by underflow may count.
 _LOW_SQUARE = 2.0**-120
+_ENOUGH = 2.0**-60  # for more elements than there can be
 # So many bytes are unscaled and then clipped while they are in the cache.
 _BLOCK_BYTES = 1 << 19
 # From this size on a tensor is more than the caches hold.
@@ -184,7 +185,7 @@ def sum_on_host(
         if bad.item():
             found_inf.fill_(1.0)
             return total
-    elif total >= sum(tensor.numel() for tensor in tensors) * _LOW_SQUARE:
+    elif total >= _ENOUGH or total >= sum(tensor.numel() for tensor in tensors) * _LOW_SQUARE:
         return total
     return sum_one_by_one(tensors, found_inf, weights).item()
 

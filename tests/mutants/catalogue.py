@@ -170,7 +170,9 @@ MUTANTS = [
     Mutant(_S + "updating.py", 'if waits and state["owner"]() is not None:', "if waits:", CLIP),
     Mutant(_S + "verdict.py", "torch.ne(totals[:_LARGEST], 0, out=self._signals[:_LARGEST])", "pass", CLIPPED),
     Mutant(_S + "clipping/reference_norm.py", "torch.ones_like(norm) if flag else", "", CLIP),
-    Mutant(_S + "clipping/reference_norm.py", "torch.where(flag != 0, 1.0, _t", "torch.where(flag != flag, 1.0, _t", CLIP),
+    Mutant(
+        _S + "clipping/reference_norm.py", "torch.where(flag != 0, 1.0, _t", "torch.where(flag != flag, 1.0, _t", CLIP
+    ),
     Mutant(_S + "dispatch.py", "(probe.probe_clipping if clips else probe.probe)", "probe.probe", DISPATCH),
     Mutant("kernels/clip.py", "tl.where(bad | (coef > 1.0), 1.0, coef)", "tl.where(coef > 1.0, 1.0, coef)", CLIPS),
     Mutant(
