@@ -32,6 +32,13 @@ def check_device(device: torch.device) -> None:
         raise RuntimeError(f"without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got {device}")
 
 
+def indexed(device: torch.device) -> torch.device:
+    """Return a GPU with its index, which asking for its stream takes; without one the current GPU is meant."""
+    if device.index is not None or device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
 def is_capturing(device: torch.device) -> bool:
     """Tell whether the current stream of `device` is being captured into a graph."""
     asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)

@@ -38,10 +38,11 @@ class GradTable:
         Args:
             numels: elements of each tensor.
             dtype: fp16, bf16, fp32 or fp64.
-            device: where the tensors lie.
+            device: where the tensors lie; a GPU without an index is the current one.
             config: the shape of one program.
         """
         launcher.refuse_capture(device)
+        device = launcher.indexed(device)
         self.dtype = dtype
         self.device = device
         self.config = config

@@ -44,6 +44,17 @@ def test_interpreter_errors_are_raised_and_numpy_settings_put_back():
     assert np.geterr() == before
 
 
+def test_a_gpu_without_an_index_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert launcher.indexed(torch.device("cuda")) == torch.device("cuda", 3)
+    assert launcher.indexed(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert launcher.indexed(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_a_table_is_on_a_device_whose_stream_can_be_asked_for():
+    assert (GradTable([1], torch.float32, DEVICE).device.index is None) == (DEVICE.type == "cpu")
+
+
 @pytest.mark.parametrize(("lanes", "want"), [(64, 4), (32, 8)])
 def test_wide_warps_are_fewer(monkeypatch, lanes, want):
     monkeypatch.setattr(launcher, "INTERPRETED", False)
