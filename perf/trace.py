@@ -42,7 +42,7 @@ def record(step: Callable[[], Any], steps: int) -> Trace:
     """Profile some steps, which mark their phases by `record_function`."""
     step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +81,18 @@ def flags(scaler: Any, optimizer: Any) -> list[float]:
 def sgd(grads: Sequence[Tensor | None], device: str = "cpu", **kwargs: Any) -> torch.optim.SGD:
     """Return SGD over one parameter a gradient."""
     return torch.optim.SGD(parameters(grads, device), lr=0.5, **kwargs)
+
+
+@contextmanager
+def waits_raise() -> Iterator[None]:
+    """Make every operation that waits for the GPU raise."""
+    with warnings.catch_warnings():  # as an error it would leave the mode on, for every test after this one
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def stepped(name: str = "AdamW", steps: int = 1, **options: Any) -> torch.optim.Optimizer:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import parameters, started
+from helpers import parameters, started, waits_raise
 from test_capture import Run, assert_equal_runs
-from test_gpu import waits_raise
 
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError
 from scaler_triton.stats import Lagging

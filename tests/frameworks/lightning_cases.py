@@ -36,6 +36,8 @@ KNOWN_WARNINGS = [
     "ignore:.* is installed. scaler_triton was tested with:UserWarning",
     # Lightning advises worker processes for the loader; five-element batches need none.
     "ignore:The '.*_dataloader' does not have many workers:UserWarning",
+    # Lightning notices a GPU, where there is one, that a test on the CPU leaves alone.
+    "ignore:GPU available but not used:UserWarning",
     # Lightning notices that it would not log by then.
     "ignore:The number of training batches:UserWarning",
     # Lightning 2.6 uses what torch 2.13 has deprecated.
