@@ -20,6 +20,12 @@ def is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_capture(device: torch.device) -> None:
+    """Raise RuntimeError while a graph is captured: what would be made now on `device` would hold nothing."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a scaler's first step cannot be captured in a graph: take one step like it before")
+
+
 class SkipStreakError(FloatingPointError):
     """More updates in a row were skipped than `max_consecutive_skips` allows."""
 
@@ -68,6 +74,7 @@ class Counters:
     def on(self, device: torch.device) -> Tensor:
         """Return the tensor, to be written by an update on `device`; the same one as long as nobody else counts."""
         if isinstance(self._values, list) or self._values.device != device:
+            refuse_capture(device)
             with torch.inference_mode(False):
                 host = torch.tensor(self.read(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
                 self._values = host.to(device, non_blocking=True)

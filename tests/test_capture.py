@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, sgd, started
 
 from scaler_triton import GradScaler
+from scaler_triton.stats import Counters
 
 STEPS = 100
 BAD_STEPS = {3, 4, 40, 77, 99}
@@ -106,8 +107,31 @@ def test_eager_steps_between_replays_use_their_own_gradients() -> None:
 
 @pytest.mark.gpu
 def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
-    run = Run(explicit=True)
-    run.load(0)
-    run.scaler.scale(torch.ones((), device="cuda"))
+    """What it would have left on the device was never done: the steps after it begin anew."""
+    eager, refused = Run(explicit=True), Run(explicit=True)
+    for run in (eager, refused):
+        run.load(0)
+        with torch.autocast("cuda", torch.float16):  # cuBLAS must not set itself up in a capture
+            run.model(run.batch).sum().backward()
+        run.scaler.scale(torch.ones((), device="cuda"))
     with pytest.raises(RuntimeError, match="take one step like it before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        run.step()
+        refused.step()
+    assert_equal_runs(eager, refused, refused.step, range(5))
+    assert refused.scaler.stats() == eager.scaler.stats()
+
+
+def test_nothing_is_made_on_the_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold what was in memory before, and a pinned buffer ends the capture."""
+    gpu = torch.device("cuda", 0)
+    scaler, optimizer, counters = started(GradScaler, "cpu"), sgd([torch.ones(3)]), Counters([1] * 7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(scaler, "_home", lambda plan: gpu)
+    for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu)):
+        with pytest.raises(RuntimeError, match="take one step like it before"):
+            first()
+    assert scaler._boards == {}
+    assert counters.read() == [1] * 7
+    monkeypatch.undo()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.stats().updates == 1

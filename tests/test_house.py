@@ -54,6 +54,7 @@ ALLOWED = {
         "plan",
         "reference",
         "patching/stand_in",
+        "stats",
         "stepped",
         "verdict",
     },
