@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ def test_each_part_ends_in_time() -> None:
     script = (ROOT / "tests/kernels/sanitize.sh").read_text()
     (limit,), (tools,) = re.findall(r"LIMIT:-(\d+)", script), re.findall(r"for tool in (.*); do", script)
     assert 0 < int(limit) * len(tools.split()) < LIMIT
+
+
+def test_the_report_of_gpu_tests_takes_what_tests_record(tmp_path: Path) -> None:
+    (tmp_path / "test_recording.py").write_text("def test_it(record_property):\n    record_property('place', 'here')\n")
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}", "-q"]
+    command += ["-p", "no:cacheprovider", f"--junitxml={tmp_path / 'junit.xml'}", str(tmp_path / "test_recording.py")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout
+    assert '<property name="place" value="here"' in (tmp_path / "junit.xml").read_text()
 
 
 def test_every_target_is_listed() -> None:
