@@ -94,8 +94,9 @@ gpu-tests:
 gpu-sanitize sanitize:
 	OUT=$(OUT) tests/kernels/sanitize.sh
 
+# What is out of time is interrupted here, too: what was measured by then is written.
 gpu-perf:
-	timeout 580 python3 -m perf --out $(OUT)
+	timeout --signal=INT --kill-after=15 560 python3 -m perf --out $(OUT)
 
 gpu-tune:
 	timeout 580 python3 -m scaler_triton tune --out $(OUT)/tuned

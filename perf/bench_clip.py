@@ -42,10 +42,10 @@ def sections(context: Context) -> list[Section]:
     ]
     if context.gpu:
         return [
-            *found,
-            Section("clip, cuda path", lambda: clip_host.measure_path(context, "cuda")),
             Section("clip, lists on the GPU", lambda: on_gpu(context)),
             Section("clip, launches", launches),
+            Section("clip, cuda path", lambda: clip_host.measure_path(context, "cuda")),
+            *found,
         ]
     context.leave_out("unscale + clip of 1e9 elements, alone and with fused AdamW", "needs a GPU")
     return [*found, Section("clip, gpu path over the stub driver", lambda: measure_stub(context, "perf.clip_host"))]

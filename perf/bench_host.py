@@ -20,7 +20,7 @@ def sections(context: Context) -> list[Section]:
     """Return the CPU's path, and the GPU's: on the GPU, or over the stub driver where there is none."""
     found = [Section("host, cpu path", lambda: measure_path(context, "cpu"))]
     if context.gpu:
-        return [*found, Section("host, cuda path", lambda: measure_path(context, "cuda"))]
+        return [Section("host, cuda path", lambda: measure_path(context, "cuda")), *found]
     return [*found, Section("host, gpu path over the stub driver", lambda: measure_stub(context, "perf.host_stub"))]
 
 

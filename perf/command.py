@@ -2,9 +2,11 @@
 
 import argparse
 import gc
+import signal
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,16 +29,17 @@ from perf.plot import save_plot
 from perf.rows import Entry, Row, merged, read_csv, write_csv
 from perf.table import answers_table, cases_table
 
-# In this order: a failed capture at the end of `step` may spoil the process.
+# In this order: time may run out, so what needs a GPU comes first; a failed capture at the end of `step` may spoil the
+# GPU for the process.
 BENCHES = {
-    "import": bench_import,
-    "host": bench_host,
-    "cpu": bench_cpu,
     "unscale": bench_unscale,
     "check": bench_check,
     "clip": bench_clip,
     "launches": bench_launches,
+    "host": bench_host,
     "step": bench_step,
+    "cpu": bench_cpu,
+    "import": bench_import,
 }
 QUICK_OUT = Path("out/perf-quick")
 
@@ -50,13 +53,17 @@ def main(words: Sequence[str] | None = None) -> int:
     context, chosen, machine = Context(quick=arguments.quick), arguments.only, here()
     print(f"{machine.device}, torch {machine.torch}, triton {machine.triton}, Python {machine.python}", flush=True)
     sections = [(name, section) for name in chosen for section in BENCHES[name].sections(context)]
-    rows, failed = run_all(sections)
     out = arguments.out or (QUICK_OUT if arguments.quick else readme.RESULTS)
     path = out / f"{machine.device}.csv"
-    entries = merged(read_csv(path), [Entry(row, machine) for row in rows], {row.bench for row in rows})
+    before = read_csv(path)
+
+    def with_others(rows: Sequence[Row]) -> list[Entry]:
+        return merged(before, [Entry(row, machine) for row in rows], {row.bench for row in rows})
+
+    rows, failed = run_all(sections, lambda rows: write_csv(path, with_others(rows)) if rows else None)
+    entries = with_others(rows)
     report(entries, {row.bench for row in rows}, context, failed)
     if entries:
-        write_csv(path, entries)
         save_plot(entries, path.with_suffix(".svg"))
         print(f"written: {path}, {path.with_suffix('.svg')}")
     if out.resolve() == readme.RESULTS.resolve():
@@ -76,19 +83,33 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_all(sections: Iterable[tuple[str, Section]]) -> tuple[list[Row], list[str]]:
-    """Run the sections of the benches; return their rows, and the names of those that failed."""
+def run_all(
+    sections: Iterable[tuple[str, Section]], keep: Callable[[Sequence[Row]], object] = lambda rows: None
+) -> tuple[list[Row], list[str]]:
+    """Run the sections of the benches; return their rows, and the names of those that failed.
+
+    An interrupt ends the section and leaves out those after it.
+
+    Args:
+        keep: called after each section with all rows so far.
+    """
     rows: list[Row] = []
     failed: list[str] = []
-    for bench, section in sections:
-        begin = time.monotonic()
-        try:
-            rows.extend(section.run())
-        except Exception:
-            print(f"\n{bench}: {section.name} failed\n{traceback.format_exc()}", flush=True)
-            failed.append(section.name)
-        _tidy()
-        print(f"{section.name}: {time.monotonic() - begin:.0f} s", flush=True)
+    try:
+        for bench, section in sections:
+            begin = time.monotonic()
+            try:
+                rows.extend(section.run())
+            except Exception:
+                print(f"\n{bench}: {section.name} failed\n{traceback.format_exc()}", flush=True)
+                failed.append(section.name)
+            _tidy()
+            keep(rows)
+            print(f"{section.name}: {time.monotonic() - begin:.0f} s", flush=True)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # `timeout` sends it twice
+        failed.append(f"{section.name}, and what comes after it: interrupted")
+        keep(rows)
     return rows, failed
 
 
@@ -114,4 +135,5 @@ def _names(text: str) -> list[str]:
 def _tidy() -> None:
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # of a GPU that a section has spoilt, as its own error told
+            torch.cuda.empty_cache()

@@ -30,6 +30,6 @@ for tool in memcheck racecheck; do
 	timeout "$LIMIT" "$SANITIZER" --tool "$tool" --target-processes application-only --error-exitcode 99 \
 		"${options[@]}" --log-file "$OUT/$tool.log" \
 		"$PYTHON" -m pytest "${tests[@]}" -q -p no:cacheprovider "$@" 2>&1 | tee "$OUT/$tool-tests.log" || status=1
-	tail -n 1 "$OUT/$tool.log" | tee -a "$OUT/sanitize.txt"
+	tail -n 1 "$OUT/$tool.log" | tee -a "$OUT/sanitize.txt" || status=1
 done
 exit $status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,8 +29,9 @@ from perf.compare import checking, require_equal, unscaling
 from perf.context import Context, Section
 from perf.grads import Gradients
 from perf.host_cases import Case
+from perf.machine import here
 from perf.measure import QUICK, Subject
-from perf.rows import Row, row
+from perf.rows import Row, read_csv, row
 from perf.solo import one_rank
 from scaler_triton import GradScaler
 
@@ -217,6 +219,30 @@ def test_a_failing_bench_leaves_the_others_running(capsys: pytest.CaptureFixture
     assert [found.bench for found in rows] == ["a", "b"]
     assert failed == ["first"]
     assert "OSError: no luck" in capsys.readouterr().out
+
+
+def test_an_interrupt_loses_nothing_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(case: str) -> Iterator[Row]:
+        yield row("cpu", case, "m", "ours", "us", [1.0])
+
+    def interrupted() -> Iterator[Row]:
+        yield from measured("second")
+        assert [found.row.case for found in read_csv(path)] == ["first"]  # it may end worse than by an interrupt
+        raise KeyboardInterrupt
+
+    path = tmp_path / f"{here().device}.csv"
+    parts = {"1": lambda: measured("first"), "2": interrupted, "3": lambda: measured("third")}
+    monkeypatch.setattr(bench_cpu, "sections", lambda context: [Section(*part) for part in parts.items()])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert command.main(["--only", "cpu", "--out", str(tmp_path)]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [found.row.case for found in read_csv(path)] == ["first", "second"]
+    assert path.with_suffix(".svg").exists()
+    assert "FAILED: 2, and what comes after it: interrupted" in capsys.readouterr().out
 
 
 def test_a_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
