@@ -51,7 +51,10 @@ def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor, neighbours: Ne
     if not tensors:
         return
     if not tensors[0].is_cpu:
-        unscale_(tensors, torch.ones_like(found_inf), found_inf, neighbours)
+        if tensors[0].dtype is torch.float64:
+            _check_fp64(tensors, found_inf)
+        else:
+            unscale_(tensors, torch.ones_like(found_inf), found_inf, neighbours)
         return
     small = []
     for tensor in (neighbours or Neighbours()).merged(tensors):
@@ -188,6 +191,12 @@ def _unscale_bf16_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tens
         wide = tensor.float()
         found_inf.copy_(torch.maximum(found_inf, (~wide.isfinite().all()).to(found_inf.dtype)))
         tensor.copy_(wide.mul_(inv_scale))
+
+
+def _check_fp64(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
+    # torch's op on a GPU looks at them as fp32, where large ones are infinite.
+    finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
+    found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf.dtype)))
 
 
 def _nonfinite_alone(tensor: Tensor) -> bool:

@@ -339,7 +339,7 @@ def check_launches(place: Place, dtypes: list[list[torch.dtype]], want: list[str
     for last in (False, False, True):
         for optimizer in optimizers:
             for parameter in optimizer.param_groups[0]["params"]:
-                parameter.grad = torch.ones_like(parameter)
+                parameter.grad.fill_(1.0)  # where it is: on a GPU a new address is copied to the device
         launches = Launches().of(lambda: scaler.clip_grad_norm_(optimizers, 0.5, **options))
         assert not last or launches == want
         for optimizer in optimizers:

@@ -194,6 +194,15 @@ def test_large_gradients_are_only_read() -> None:
         del tensor
 
 
+@pytest.mark.parametrize(("value", "flag"), [(1e300, 0.0), (-1e300, 0.0), (math.inf, 1.0), (math.nan, 1.0)])
+def test_fp64_is_checked_in_double_where_torchs_op_sees_fp32(value: float, flag: float) -> None:
+    """On a GPU it does."""
+    tensors = [torch.zeros(0).double(), torch.tensor([1.0, value], dtype=torch.float64), torch.ones(3).double()]
+    found_inf = torch.zeros(())
+    reference._check_fp64(tensors, found_inf)
+    assert found_inf.item() == flag
+
+
 def test_inverse_is_the_double_inverse_rounded() -> None:
     patterns = torch.randint(0x00800000, 0x7F7FFFFF, (200_000,), dtype=torch.int32, generator=torch.manual_seed(0))
     scales = patterns.view(torch.float32)
