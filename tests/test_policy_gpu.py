@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import parameters, started, waits_raise
-from test_capture import Run, assert_equal_runs
+from test_capture import CAPTURABLE, Run, assert_equal_runs
 
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError
 from scaler_triton.stats import Lagging
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, CAPTURABLE]
 
 BACKENDS = pytest.mark.parametrize("backend", ["triton", "torch"])
 

@@ -233,6 +233,8 @@ def test_compiled_optimizer_step(place: Place, backend: str, options: dict[str, 
 
 
 @pytest.mark.gpu
+# torch asks whether that is meant where nothing is captured.
+@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 def test_capturable_optimizers(options: dict[str, Any]) -> None:
     def train(scaler: Any, device: str) -> list[Tensor]:
