@@ -19,11 +19,18 @@ if not torch.cuda.is_available():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU where there is none; where there is one begin with it, as time may run out."""
     if torch.cuda.is_available():
-        items.sort(key=lambda item: not (item.get_closest_marker("gpu") or "kernels" in item.path.parts))
+        items.sort(key=_turn)
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def _turn(item: pytest.Item) -> int:
+    """Return when a test's turn comes on a GPU machine: its own first, of them those last whose ranks may hang."""
+    if not (item.get_closest_marker("gpu") or "kernels" in item.path.parts):
+        return 2
+    return int(item.get_closest_marker("distributed") is not None)
 
 
 @pytest.fixture(scope="session")
