@@ -10,6 +10,8 @@ from typing import Literal, cast
 
 import torch
 
+from scaler_triton.capturing import refuse_capture
+
 Backend = Literal["triton", "torch"]
 
 ENV_VARIABLE = "SCALER_TRITON_BACKEND"
@@ -70,8 +72,7 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
     place = f"{'clipping ' * clips}{str(dtype).removeprefix('torch.')} on {device}"
     if requested == "auto" and device.type != "cuda":
         return _logged(place, "torch", "Triton is chosen for CUDA only")
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"the first step with {place} cannot be captured in a graph: take one step like it before")
+    refuse_capture(device, f"the first step with {place}")
     try:
         from scaler_triton.kernels import probe
 

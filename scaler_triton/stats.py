@@ -8,22 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scaler_triton.capturing import is_captured, refuse_capture
 from scaler_triton.mirror import HostMirror
 
 # The order of the counters, on every device. Strikes are the overflows that hysteresis counts.
 UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES = range(7)
 NAMES = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
-
-
-def is_captured(tensor: Tensor) -> bool:
-    """Tell whether what is done with `tensor` now goes into a graph instead of being done."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def refuse_capture(device: torch.device) -> None:
-    """Raise RuntimeError while a graph is captured: what would be made now on `device` would hold nothing."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a scaler's first step cannot be captured in a graph: take one step like it before")
 
 
 class SkipStreakError(FloatingPointError):
@@ -74,7 +64,7 @@ class Counters:
     def on(self, device: torch.device) -> Tensor:
         """Return the tensor, to be written by an update on `device`; the same one as long as nobody else counts."""
         if isinstance(self._values, list) or self._values.device != device:
-            refuse_capture(device)
+            refuse_capture(device, "a scaler's first step")
             with torch.inference_mode(False):
                 host = torch.tensor(self.read(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
                 self._values = host.to(device, non_blocking=True)

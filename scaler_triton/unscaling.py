@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import callers, collectives, dispatch, ops, optimizers, reference
+from scaler_triton.capturing import is_captured, refuse_capture
 from scaler_triton.flags import State
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.patching import stand_in
 from scaler_triton.plan import GradPlan, PlanCache
-from scaler_triton.stats import refuse_capture
 from scaler_triton.stepped import Stepped
 from scaler_triton.verdict import Board, Verdict, flag_on, fp32_on, tell_failure
 
@@ -212,10 +212,10 @@ class UnscalingMixin(OverflowMixin):
         verdict: Verdict | None = plan.verdict
         if verdict is None or verdict.device != home:
             if home not in self._boards:
-                refuse_capture(home)
+                refuse_capture(home, "a scaler's first step")
                 self._boards[home] = Board(home)
             plan.verdict = verdict = self._boards[home].verdict()
-        if verdict.found_inf.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_captured(verdict.found_inf):
             self._boards[home].captured.add(verdict)
         verdict.begin()
         return verdict

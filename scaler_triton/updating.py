@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import dispatch, limits, ops
+from scaler_triton.capturing import is_captured
 from scaler_triton.flags import State
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
-from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError, is_captured
+from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
 from scaler_triton.stepped import Stepped
 from scaler_triton.unstepped import Unstepped
 from scaler_triton.verdict import Board, any_flag

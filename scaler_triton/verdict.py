@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from scaler_triton.capturing import is_captured
 from scaler_triton.collectives import Agreement
 from scaler_triton.mirror import HostMirror, version
 
@@ -162,7 +163,11 @@ class Verdict:
         return flags is self._per_device and _marks(flags.values()) == self._marks
 
     def start_mirror(self) -> None:
-        """Start copying the flag to the host, without waiting."""
+        """Start copying the flag to the host, without waiting; not into a graph, whose events cannot be waited for."""
+        if not is_captured(self._signals):
+            self._copy()
+
+    def _copy(self) -> None:
         if self._mirror is None:
             self._mirror = HostMirror(self._signals)
         self._mirror.start()
@@ -174,7 +179,7 @@ class Verdict:
         Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
         """
         if not self._mirrored:
-            self.start_mirror()
+            self._copy()
         assert self._mirror is not None
         values = self._mirror.read()
         if values[_FAILED]:

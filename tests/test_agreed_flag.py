@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from scaler_triton.verdict import Board, Verdict
@@ -32,6 +33,16 @@ def test_a_flag_replaced_or_added_is_noticed() -> None:
         while other._version < verdict.found_inf._version:
             other.zero_()
         assert not verdict.is_behind(flags)
+
+
+def test_a_flag_is_not_copied_into_a_graph_and_can_be_read_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = fresh()
+    monkeypatch.setattr("scaler_triton.verdict.is_captured", lambda tensor: True)
+    verdict.start_mirror()
+    monkeypatch.undo()
+    assert verdict._mirror is None  # its event, recorded there, could never be waited for
+    verdict.found_inf.fill_(1.0)
+    assert verdict.on_host() is True
 
 
 def test_skipping_raises_nothing_and_failing_does() -> None:

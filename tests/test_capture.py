@@ -128,7 +128,8 @@ def test_nothing_is_made_on_the_device_while_a_graph_is_captured(monkeypatch: py
     """It would hold what was in memory before, and a pinned buffer ends the capture."""
     gpu = torch.device("cuda", 0)
     scaler, optimizer, counters = started(GradScaler, "cpu"), sgd([torch.ones(3)]), Counters([1] * 7)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
     monkeypatch.setattr(scaler, "_home", lambda plan: gpu)
     for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu)):
         with pytest.raises(RuntimeError, match="take one step like it before"):
