@@ -34,12 +34,12 @@ def _turn(item: pytest.Item) -> int:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    """Pools by world size, started when first asked for."""
-    opened: dict[int, RankPool] = {}
+def pools() -> Iterator[Callable[..., RankPool]]:
+    """Pools by world size and by what their ranks are for, started when first asked for."""
+    opened: dict[tuple[int, str], RankPool] = {}
 
-    def pool(world_size: int) -> RankPool:
-        return opened.setdefault(world_size, RankPool(world_size, group_timeout=GROUP_LIMIT))
+    def pool(world_size: int, purpose: str = "") -> RankPool:
+        return opened.setdefault((world_size, purpose), RankPool(world_size, group_timeout=GROUP_LIMIT))
 
     yield pool
     for each in opened.values():
