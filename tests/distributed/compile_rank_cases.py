@@ -33,6 +33,8 @@ def whole_step(rank: int, kind: str, name: str, faults: list[Fault], *, compiled
         scaler.step(optimizer)
         scaler.update()
 
+    # Imports of torch's compiler meet deprecated parts of torch; where there is a GPU the reset is one of them.
+    warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
     torch.compiler.reset()
     counters.clear()
     if compiled:
@@ -46,7 +48,6 @@ def whole_step(rank: int, kind: str, name: str, faults: list[Fault], *, compiled
 
 
 def _compiled(step: Any) -> Any:
-    warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)  # Dynamo's import
     # After a graph break Dynamo asks every tensor it meets for `.grad`, the scaled loss, too.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     return torch.compile(step, backend="aot_eager")
