@@ -253,6 +253,15 @@ def test_what_cannot_be_done_is_refused_before_anything_changes(arguments: Any, 
     assert optimizer.param_groups[0]["params"][0].tolist() == [-1.5] * 3
 
 
+def test_parameters_with_names_are_refused_before_anything_changes() -> None:
+    optimizer = sgd([torch.full((3,), 24.0)])
+    scaler = scaler_on(Place("cpu", "torch"))
+    named: Any = [("weight", optimizer.param_groups[0]["params"][0])]
+    with pytest.raises(TypeError, match="^parameters must be tensors, got tuple$"):
+        scaler.clip_grad_norm_(optimizer, 1.0, parameters=named)
+    assert grads(optimizer)[0].tolist() == [24.0] * 3
+
+
 @PLACES
 def test_the_order_of_calls_is_unscale_s(place: Place) -> None:
     optimizer = sgd([torch.full((3,), 24.0)], place.device)

@@ -80,8 +80,8 @@ class ClippingMixin(UnscalingMixin):
             norm_type: 2.0, inf, or another p > 0, which take a reduction an optimizer and one more.
             error_if_nonfinite: raise torch's RuntimeError on every rank if the norm is NaN or infinite; waits for it.
             model: what holds the FSDP1 modules, where parameters are theirs.
-            parameters: the ones that the norm is of and that are clipped; all gradients are unscaled and checked. The
-                call may be repeated with others.
+            parameters: the ones that the norm is of and that are clipped, of those that the optimizers hold; all
+                gradients are unscaled and checked. The call may be repeated with others.
             defer: leave the second pass to the optimizer's step, which then unscales and clips; the gradients stay
                 scaled until then, and unscaling, clipping or updating before it raises. For optimizers that take
                 `grad_scale` (`fused=True`).
@@ -89,7 +89,7 @@ class ClippingMixin(UnscalingMixin):
         Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks.
 
         Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
-            `parameters`.
+            `parameters`; TypeError for `parameters` that are no tensors.
         """
         parts_of = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
         chosen = _chosen(parameters)
@@ -281,7 +281,11 @@ def _chosen_gradients(
 def _chosen(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
     if parameters is None:
         return None
-    return {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for each in chosen:
+        if not isinstance(each, Tensor):  # such as the pairs of named_parameters()
+            raise TypeError(f"parameters must be tensors, got {type(each).__name__}")
+    return {id(each) for each in chosen}
 
 
 def _checked_order(max_norm: float, norm_type: float) -> float:
