@@ -32,7 +32,7 @@ class Neighbours:
         """Return the same memory in fewer tensors: neighbours in one storage become one flat view."""
         if self._offsets is None and not self._show(tensors):
             return tensors
-        starts = np.array([tensor.data_ptr() for tensor in tensors])
+        starts = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
         offsets = starts - starts[0]
         if self._offsets is None or not np.array_equal(offsets, self._offsets):
             self._find(tensors)
