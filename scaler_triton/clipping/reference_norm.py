@@ -25,9 +25,9 @@ _ROWS = range(512, 127, -16)
 _FEW_ROWS = 32
 # Smaller tensors are copied together until they have so many elements: fewer than the 32,768 from which on torch
 # calls upon more threads, which costs more than it gains; what has to be converted gains by size.
-_GATHERED, _GATHERED_16BIT = 1 << 14, 1 << 18
-# Dtypes of 16 bits are converted in pieces of so many elements, which stay in the cache.
-_CONVERTED = 1 << 19
+_GATHERED, _GATHERED_16BIT = 1 << 14, 1 << 17
+# Dtypes of 16 bits are converted in pieces of so many elements: they stay in the cache, and in the allocator's heap.
+_CONVERTED = 1 << 17
 # Where the squares' mean is below this, what they lost by underflow may count.
 _LOW_SQUARE = 2.0**-120
 _ENOUGH = 2.0**-60  # for more elements than there can be
