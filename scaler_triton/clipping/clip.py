@@ -129,7 +129,9 @@ class ClippingMixin(UnscalingMixin):
     ) -> Tensor:
         agreement = self._joint_agreement(parts)
         copies = [_copies(part.plan, agreement, model) for part in parts]
+        assert self._scale is not None
         try:
+            backend = norms.choose_for_scale(self._scale, self._backend) if defer else None
             measured = [self._measure(part, counts) for part, counts in zip(parts, copies, strict=True)]
         except Exception:
             self._fail_together(parts, agreement)
@@ -139,8 +141,8 @@ class ClippingMixin(UnscalingMixin):
             refused = error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
             if refused:
                 totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
-            if defer:
-                told = [self._leave_to_step(parts, totals, max_norm)]
+            if backend is not None:
+                told = [self._leave_to_step(parts, totals, max_norm, backend)]
             else:
                 told = [norm for each in measured for norm in self._write(each, totals, max_norm)]
             for each in measured:
@@ -189,10 +191,12 @@ class ClippingMixin(UnscalingMixin):
                 each.verdict.settle(row)
         return totals.sum(0) if several else totals
 
-    def _leave_to_step(self, parts: Sequence[_Part], totals: Tensor, max_norm: float) -> Tensor:
+    def _leave_to_step(
+        self, parts: Sequence[_Part], totals: Tensor, max_norm: float, backend: dispatch.Backend
+    ) -> Tensor:
         """Have the optimizers unscale and clip; return the norm."""
         assert self._scale is not None
-        norm, factor = norms.deferred(totals, self._scale, max_norm, self._backend)
+        norm, factor = norms.deferred(totals, self._scale, max_norm, backend)
         for part in parts:
             part.state["deferred"] = factor
         return norm

@@ -155,18 +155,23 @@ def clip_batch_(
     return norm
 
 
-def deferred(totals: Tensor, scale: Tensor, max_norm: float, requested: str) -> tuple[Tensor, Tensor]:
+def choose_for_scale(scale: Tensor, requested: str) -> Backend:
+    """As `choose_backends`, for `deferred`."""
+    return choose(scale.device, scale.dtype, requested, clips=True) if scale.dtype is torch.float32 else "torch"
+
+
+def deferred(totals: Tensor, scale: Tensor, max_norm: float, backend: Backend) -> tuple[Tensor, Tensor]:
     """Return the norm, and by what an optimizer divides gradients to unscale and to clip them: scale / coef.
 
     Args:
         totals: fp64, [3]: as for `clip_batch_`, which tells norm and coef.
         scale: one element, on the same device.
         max_norm: >= 0.
-        requested: a backend, as `check_backend` returns it.
+        backend: what `choose_for_scale` returned.
 
     Returns: fp32, `()`, twice.
     """
-    if scale.dtype is not torch.float32 or choose(scale.device, scale.dtype, requested, clips=True) == "torch":
+    if backend == "torch":
         norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
         return norm, scale.reshape(()) / coef
     norm, factor = (torch.empty((), dtype=torch.float32, device=totals.device) for _ in range(2))

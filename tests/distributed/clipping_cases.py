@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
+from unittest import mock
 
 import cases
 import model_cases
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from cases import Fault, collectives_of, local_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
+
+from scaler_triton.clipping import norms
 
 MAX_NORM = 0.05
 
@@ -121,6 +125,24 @@ def one_rank_fails(rank: int, kind: str) -> list[str]:
             said.append(cases.described(error))
     scaler.update()
     return [*said, str(scaler.get_scale())]
+
+
+def one_rank_has_no_kernel(rank: int, kind: str) -> list[str]:
+    """Rank 1 cannot leave clipping to the step, as it finds out when it is asked to; what every rank is told."""
+    scaler = cases.new_scaler(kind)
+    params = [cases.plain_param(3)]
+    optimizer = cases.new_optimizer("sgd-fused", params)
+    cases.give_grads(scaler, params, 0)
+    before, said = local_of(params[0]).tolist(), ""
+    missing = mock.patch.object(norms, "choose_for_scale", side_effect=RuntimeError("no kernel"))
+    with missing if rank == 1 else nullcontext():
+        try:
+            scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
+        except RuntimeError as error:
+            said = str(error)
+    scaler.step(optimizer)
+    scaler.update()
+    return [said, str(local_of(params[0]).tolist() == before), str(scaler.get_scale())]
 
 
 def fsdp1_without_model(rank: int) -> str:

@@ -146,6 +146,12 @@ def test_a_rank_that_fails_tells_the_others(two, kind):
     assert first[2] == second[2] == str(INIT_SCALE / 2)
 
 
+def test_a_rank_that_cannot_defer_tells_the_others(two):
+    first, second = two.run(clipping_cases.one_rank_has_no_kernel, "sharded")
+    assert [first[0], second[0]] == ["", "no kernel"]
+    assert first[1:] == second[1:] == ["True", str(INIT_SCALE / 2)]
+
+
 def test_fsdp1_needs_its_model(two):
     for text in two.run(clipping_cases.fsdp1_without_model):
         assert text.startswith("model is needed: parameter 0 is FullyShardedDataParallel's")
