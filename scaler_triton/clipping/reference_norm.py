@@ -37,33 +37,18 @@ _BLOCK_BYTES = 1 << 19
 _SPLIT_BYTES = 1 << 23
 
 
-def sum_of_squares(
-    tensors: Sequence[Tensor],
-    found_inf: Tensor,
-    weights: Sequence[float] | None = None,
-    neighbours: Neighbours | None = None,
-) -> Tensor:
+def sum_one_by_one(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None = None) -> Tensor:
     """Return `sum(weight * (tensor.double() ** 2).sum())`, and set `found_inf` to 1 if a tensor holds NaN or Inf.
 
-    The relative error is below 1e-6, however large or small the elements are.
+    In fp64 throughout, for any device and any kind of tensors; no host wait.
 
     Args:
         tensors: fp16, bf16, fp32 or fp64 tensors of one device and dtype, any shape and strides; read.
         found_inf: fp32, one element, on the same device; written only to become 1.
         weights: one a tensor; None: 1 for all.
-        neighbours: what is known of this list from earlier steps.
 
     Returns: fp64, `()`, on the same device.
     """
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=found_inf.device)
-    if tensors[0].device.type != "cpu":
-        return sum_one_by_one(tensors, found_inf, weights)
-    return torch.tensor(sum_on_host(tensors, found_inf, weights, neighbours), dtype=torch.float64, device="cpu")
-
-
-def sum_one_by_one(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None = None) -> Tensor:
-    """`sum_of_squares` in fp64 throughout, for any device and any kind of tensors; no host wait."""
     squares = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square_()
     if tensors[0].dtype is torch.float64:  # whose squares overflow even where all is finite
         reference.check_nonfinite(tensors, found_inf)
@@ -119,7 +104,7 @@ def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor, neighbours
     fp64 gradients in fp64).
 
     Args:
-        tensors: as for `sum_of_squares`; written.
+        tensors: as for `sum_one_by_one`; written.
         inv_scale: fp32, one element, on the same device.
         coef: fp32 or fp64, one element, on the same device.
         neighbours: what is known of this list from earlier steps.
@@ -174,7 +159,11 @@ def _split(tensor: Tensor) -> Iterator[list[Tensor]]:
 def sum_on_host(
     tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None, neighbours: Neighbours | None
 ) -> float:
-    """`sum_of_squares` for tensors on the CPU, as a number."""
+    """`sum_one_by_one` for tensors on the CPU, quicker, and as a number; its relative error is below 1e-6.
+
+    Args:
+        neighbours: what is known of this list from earlier steps.
+    """
     if weights is None:
         total = _quick_sum((neighbours or Neighbours()).merged(tensors))
     else:
