@@ -92,8 +92,8 @@ def launch_clip(
     """Multiply every gradient of `table` by the inverse scale, then by the coefficient that brings the norm down.
 
         inv = scale if inverse else 1 / scale
-        norm = totals[2].sqrt().float()
-        coef = 1.0 if totals[0] else (max_norm / (norm + 1e-6)).clamp(max=1.0)   # all in fp32
+        norm = totals[0].sqrt().float()
+        coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)   # all in fp32
         grad *= inv       # in fp32 (fp64 gradients: in fp64), rounded once
         grad *= coef      # likewise
 
@@ -103,7 +103,7 @@ def launch_clip(
     Args:
         table: the gradients, mutated; neither flag nor `bits` are touched.
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
-        totals: fp64, [3], on the table's device, read only: not 0 after an overflow, not read, the sum of squares.
+        totals: fp64, [3], on the table's device, read only: the sum of squares, not 0 after an overflow, not read.
         max_norm: >= 0.
         norm: fp32, one element, on the table's device; overwritten, if the table has elements.
         inverse: `scale` holds the inverse scale.

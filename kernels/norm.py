@@ -17,9 +17,9 @@ from scaler_triton.kernels.common import edge_ptrs, find_chunk, mark, widen
 from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 from scaler_triton.kernels.table import GradTable
 
-# What a finished pass leaves side by side, so that one sum over the ranks serves all: whether a gradient overflowed,
-# whether somebody failed to look, and the sum of squares.
-FLAG, FAILED, SQUARES = map(tl.constexpr, range(3))
+# What a finished pass leaves side by side, so that one sum over the ranks serves all: the sum of squares, whether a
+# gradient overflowed, and whether somebody failed to look.
+SQUARES, FLAG, FAILED = map(tl.constexpr, range(3))
 
 # A chunk has at most 2^20 elements: where its fp32 sum reaches this, what its squares lost by underflow is
 # nothing beside it. Where it does not, or is infinite, the chunk is read again, lifted so that no square is lost.
@@ -164,9 +164,9 @@ def _finish_kernel(
     if not INVERSE:
         inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
     inv = inv.to(tl.float64)
+    tl.store(totals_ptr + SQUARES, tl.sum(acc) * inv * inv)
     tl.store(totals_ptr + FLAG, tl.load(found_inf_ptr).to(tl.float64))
     tl.store(totals_ptr + FAILED, 0.0)
-    tl.store(totals_ptr + SQUARES, tl.sum(acc) * inv * inv)
 
 
 def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool) -> None:
@@ -174,7 +174,7 @@ def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, to
 
         inv = scale if inverse else 1 / scale
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
-        totals = [found_inf, 0, sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * inv.double() ** 2]
+        totals = [sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * inv.double() ** 2, found_inf, 0]
 
     The relative error of the sum is at most 1e-6 while the result is a normal fp64 number, however large or small the
     gradients are; they are not rounded to their dtype once unscaled.
@@ -183,7 +183,7 @@ def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, to
         table: the gradients, read only; a tensor's `bits` gain what was seen in it.
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
-        totals: fp64, [3], on the table's device; overwritten, with [found_inf, 0, 0] if there are no elements.
+        totals: fp64, [3], on the table's device; overwritten, with [0, found_inf, 0] if there are no elements.
         inverse: `scale` holds the inverse scale.
     """
     if table.n_chunks == 0:

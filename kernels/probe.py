@@ -50,14 +50,14 @@ def _probe_clipping_of(dtype: torch.dtype, device: torch.device) -> None:
     read = f"the norm of {dtype}"
 
     launch_sum_of_squares(table, inv_scale, found_inf, totals, inverse=True)
-    _expect(read, totals, _floats([0.0, 0.0, 128.0**2]).double())
+    _expect(read, totals, _floats([128.0**2, 0.0, 0.0]).double())
     launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
-    _expect(read, totals, _floats([0.0, 0.0, 64.0**2]).double())
+    _expect(read, totals, _floats([64.0**2, 0.0, 0.0]).double())
     launch_clip(table, scale, totals, 32.0, norm, inverse=False)  # a half, and a half
     launch_clip(table, inv_scale, totals, 32.0, norm, inverse=True)
     view[7] = float("inf")
     launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
-    _expect(read, totals, _floats([1.0, 0.0, float("inf")]).double())
+    _expect(read, totals, _floats([float("inf"), 1.0, 0.0]).double())
     _expect(read, norm, _floats(64.0))
     launch_clip(table, scale, totals, 32.0, norm, inverse=False)  # only unscaled now
 
@@ -68,7 +68,7 @@ def _probe_clipping_of(dtype: torch.dtype, device: torch.device) -> None:
 
 def _probe_defer(device: torch.device) -> None:
     scale, norm, factor = _floats([6.0, 0.0, 0.0], device)
-    totals = torch.tensor([0.0, 0.0, 64.0], dtype=torch.float64, device=device)
+    totals = torch.tensor([64.0, 0.0, 0.0], dtype=torch.float64, device=device)
     launch_defer(scale, totals, 4.0, norm, factor)
     coef = (4.0 / (_floats(8.0) + 1e-6)).clamp(max=1.0)
     _expect("deferred clipping", torch.stack([norm, factor]), torch.stack([_floats(8.0), 6.0 / coef]))

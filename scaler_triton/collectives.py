@@ -30,9 +30,11 @@ class Agreement:
 
     Args:
         group: their process group.
+        size: how many they are.
     """
 
     group: ProcessGroup
+    size: int
 
     def maximum_(self, signals: Tensor) -> None:
         """Replace `signals` by their elementwise maximum over the ranks: one all-reduce, no host wait.
@@ -188,7 +190,7 @@ def _covering(group: Any, rank: int, meshes: Iterable[DeviceMesh]) -> Agreement 
                 f"process_group must contain every rank of {mesh}, which shards a parameter, "
                 f"got a group of ranks {sorted(members)} without {missing}"
             )
-    return Agreement(group) if len(members) > 1 else None
+    return Agreement(group, len(members)) if len(members) > 1 else None
 
 
 def _described(group: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +14,18 @@ from scaler_triton.capturing import is_captured
 from scaler_triton.collectives import Agreement
 from scaler_triton.mirror import HostMirror, version
 
-# Positions in the signals whose maximum the ranks take; the flag is a view of them, so one reduction serves all. The
-# last two are the scale and its negative: the largest scale among the ranks, and the smallest.
-_FLAG, _FAILED, _LARGEST, _SMALLEST = range(4)
+# Positions in the signals that the ranks reduce; the flag is a view of them, so one reduction serves all. From the last
+# two it shows whether their scales are equal: where maxima are taken, those of the scale and its negative; where sums
+# are, those of the scale and its inverse.
+_FLAG, _FAILED, _SCALES = range(3)
 _COLUMNS = 4
 _NO_SCALE = -math.inf
+_MAX = torch.finfo(torch.float32).max
+# Sums of equal scales and of their inverses, each rounded to fp32, miss their product by less.
+_ROUNDING = 1e-6
+
+# Says from the last two signals how far the ranks' scales lie apart, "" where they are equal.
+Comparison = Callable[[float, float], str]
 
 
 def as_flag(flag: Tensor, device: torch.device) -> Tensor:
@@ -107,10 +115,10 @@ class Verdict:
         self.device = signals.device
         self.found_inf = signals[_FLAG]
         self.cleared = False  # whether the signals are known to be zero
-        self._signals, self._scales = signals, signals[_LARGEST:]
+        self._signals, self._scales = signals, signals[_SCALES:]
+        self._compare: Comparison | None = None
         self._mirror: HostMirror | None = None
         self._mirrored = False
-        self._plus_minus: Tensor | None = None
         self._per_device: dict[torch.device, Tensor] = {}
         self._served: list[Tensor] = []  # keeps alive what the marks name
         self._marks: list[tuple[int, int | None]] = []
@@ -120,6 +128,7 @@ class Verdict:
         if not self.cleared:
             self._signals.zero_()
         self.cleared = self._mirrored = False
+        self._compare = None
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Take in flags of other devices, and whatever an override returned as flags."""
@@ -134,17 +143,20 @@ class Verdict:
             scale: fp32, one element, on this device; the ranks compare theirs.
         """
         if agreement is not None:
-            torch.mul(scale, self._signs(), out=self._scales)
+            torch.mul(scale, _constants(self.device, torch.float32, 1.0, -1.0), out=self._scales)
             agreement.maximum_(self._signals)
+            self._compare = _compare_maxima
 
-    def _signs(self) -> Tensor:
-        if self._plus_minus is None:
-            self._plus_minus = torch.tensor([1.0, -1.0], dtype=torch.float32, device="cpu").to(self.device)
-        return self._plus_minus
+    def settle(self, sums: Tensor, ranks: int) -> None:
+        """Become what a sum over the ranks tells.
 
-    def settle(self, totals: Tensor) -> None:
-        """Become what a sum over the ranks tells: first how many saw an overflow, then how many failed to look."""
-        torch.ne(totals[:_LARGEST], 0, out=self._signals[:_LARGEST])
+        Args:
+            sums: fp64, [4], on this device: how many ranks saw an overflow, how many failed to look, and what
+                `write_scales` wrote.
+            ranks: how many were added up.
+        """
+        torch.clamp(sums, max=_constants(self.device, torch.float64, 1.0, 1.0, _MAX, _MAX), out=self._signals)
+        self._compare = functools.partial(_compare_sums, ranks)
 
     def skip(self) -> None:
         """Have this rank skip, without an error when the flag is read: it has raised one already."""
@@ -184,11 +196,11 @@ class Verdict:
         values = self._mirror.read()
         if values[_FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
-        largest, smallest = values[_LARGEST], -values[_SMALLEST]
-        if largest != smallest:
+        apart = "" if self._compare is None else self._compare(*values[_SCALES:])
+        if apart:
             raise RuntimeError(
-                f"The ranks hold different scales, from {smallest} to {largest}: they no longer train one model. Go "
-                "back to a checkpoint in which they agree, or set one scale on all of them with update(new_scale)."
+                f"The ranks hold different scales, {apart}: they no longer train one model. Go back to a checkpoint "
+                "in which they agree, or set one scale on all of them with update(new_scale)."
             )
         return bool(values[_FLAG])
 
@@ -201,6 +213,27 @@ class Verdict:
 def _marks(flags: Iterable[Tensor]) -> list[tuple[int, int | None]]:
     """Return what changes when one of `flags` is written, or another tensor stands in its place."""
     return [(id(flag), version(flag)) for flag in flags]
+
+
+def write_scales(rows: Tensor, scale: Tensor) -> None:
+    """Write into each row (fp64, [n, 2]) what ranks that take sums add up to compare their scales."""
+    torch.pow(scale, _constants(scale.device, torch.float64, 1.0, -1.0).expand_as(rows), out=rows)
+
+
+def _compare_maxima(scale: float, negative: float) -> str:
+    return "" if scale == -negative else f"from {-negative} to {scale}"
+
+
+def _compare_sums(ranks: int, scales: float, inverses: float) -> str:
+    """Compare the arithmetic mean with the harmonic one: equal for equal scales, else larger, and both between them."""
+    if scales * inverses <= ranks * ranks * (1 + _ROUNDING):
+        return ""
+    return f"some below {ranks / inverses:g}, some above {scales / ranks:g}"
+
+
+@functools.cache
+def _constants(device: torch.device, dtype: torch.dtype, *numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 
 def tell_failure(agreement: Agreement, device: torch.device) -> None:

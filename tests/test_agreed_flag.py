@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scaler_triton.verdict import Board, Verdict
+from scaler_triton.verdict import Board, Verdict, write_scales
 
 CPU = torch.device("cpu")
 
@@ -84,5 +84,47 @@ def test_a_new_step_begins_without_the_last_ones_flag() -> None:
     verdict = fresh()
     verdict.skip()
     verdict.start_mirror()
+    verdict.begin()
+    assert verdict.on_host() is False
+
+
+def settled(scales: list[float], flags: list[float] | None = None) -> Verdict:
+    """A verdict on what ranks with these scales and flags add up to."""
+    rows = torch.zeros(len(scales), 4, dtype=torch.float64)
+    for row, scale, flag in zip(rows, scales, flags or [0.0] * len(scales), strict=True):
+        row[0] = flag
+        write_scales(row[None, 2:], torch.tensor(scale))
+    verdict = fresh()
+    verdict.settle(rows.sum(0), len(scales))
+    return verdict
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1e-38, 0.1, 3.0, 65536.0 / 3, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("ranks", [1, 2, 7, 16384])
+def test_equal_scales_are_equal_by_their_sums(scale: float, ranks: int) -> None:
+    assert settled([scale] * ranks).on_host() is False
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.1, 2.0])
+@pytest.mark.parametrize("ranks", [2, 7, 256])
+def test_one_scale_apart_is_found_by_the_sums(factor: float, ranks: int) -> None:
+    with pytest.raises(RuntimeError, match="The ranks hold different scales, some below .*, some above "):
+        settled([3.0 * factor] + [3.0] * (ranks - 1)).on_host()
+
+
+def test_one_among_very_many_is_found_if_it_was_halved() -> None:
+    with pytest.raises(RuntimeError, match="The ranks hold different scales"):
+        settled([32768.0] + [65536.0] * 16383).on_host()
+
+
+def test_a_sum_of_flags_is_one_flag() -> None:
+    verdict = settled([3.0, 3.0, 3.0], [1.0, 0.0, 1.0])
+    assert verdict.found_inf.item() == 1.0
+    assert verdict.on_host() is True
+
+
+def test_scales_that_differed_are_no_matter_of_a_step_that_compares_none() -> None:
+    verdict = settled([3.0, 6.0])
+    verdict.cleared = True  # flag and failure, by the update; what the ranks compared is left
     verdict.begin()
     assert verdict.on_host() is False

@@ -58,10 +58,10 @@ def squares(
     backend: Any = place.backend
     totals = norms.sum_of_squares_batch(batch, factor, found_inf, weights, backend, inverse=False)
     assert totals.dtype is torch.float64
-    assert totals.shape == (3,)
+    assert totals.shape == (5,)
     assert totals.device == batch.layout.key.device
-    assert totals[:2].tolist() == [found_inf.item(), 0.0]
-    return totals[2].item(), found_inf.item()
+    assert totals[1:3].tolist() == [found_inf.item(), 0.0]
+    return totals[0].item(), found_inf.item()
 
 
 @PLACES
@@ -252,7 +252,7 @@ def clip(
     batch: Batch, place: Place, scale: float, max_norm: float, norm: float = 1.0, *, inverse: bool = False
 ) -> None:
     factor = torch.tensor(scale, device=place.device)
-    totals = torch.tensor([0.0, 0.0, norm**2], dtype=torch.float64, device=place.device)
+    totals = torch.tensor([norm**2, 0.0, 0.0, math.nan, math.nan], dtype=torch.float64, device=place.device)
     backend: Any = place.backend
     told = norms.clip_batch_(batch, factor, totals, max_norm, backend, inverse=inverse)
     assert (told.dtype, told.shape, told.device) == (torch.float32, (), batch.layout.key.device)

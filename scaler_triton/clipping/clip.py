@@ -19,7 +19,7 @@ from scaler_triton.clipping.rank_norms import multiply_, norm_over_ranks
 from scaler_triton.optimizers import parameters_of
 from scaler_triton.plan import GradPlan
 from scaler_triton.unscaling import UnscalingMixin
-from scaler_triton.verdict import Verdict, any_flag, flag_on, fp32_on
+from scaler_triton.verdict import Verdict, any_flag, flag_on, fp32_on, write_scales
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -186,9 +186,12 @@ class ClippingMixin(UnscalingMixin):
         several = len(measured) > 1
         totals = torch.stack([each.totals for each in measured]) if several else measured[0].totals
         if agreement is not None:
+            assert self._scale is not None
+            rows = totals.view(len(measured), -1)
+            write_scales(rows[:, reference_norm.SCALES :], self._scale)
             agreement.sum_(totals.view(-1))
-            for each, row in zip(measured, totals.view(len(measured), -1), strict=True):
-                each.verdict.settle(row)
+            for each, row in zip(measured, rows, strict=True):
+                each.verdict.settle(row[reference_norm.FLAG :], agreement.size)
         return totals.sum(0) if several else totals
 
     def _leave_to_step(
@@ -224,7 +227,7 @@ class ClippingMixin(UnscalingMixin):
             return
         for part in parts:
             self._skip(part.state, part.plan)
-        totals = torch.ones(3 * len(parts), dtype=torch.float64, device=self._home(parts[0].plan))
+        totals = torch.ones(reference_norm.COLUMNS * len(parts), dtype=torch.float64, device=self._home(parts[0].plan))
         agreement.sum_(totals)
 
     def _joint_agreement(self, parts: Sequence[_Part]) -> Agreement | None:
@@ -314,7 +317,11 @@ def _check_deferable(parts: Sequence[_Part], chosen: set[int] | None, norm_type:
 def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:
     if len(totals) == 1:
         return totals[0]
-    return torch.stack(totals).sum(0) if totals else torch.zeros(3, dtype=torch.float64, device=device)
+    return (
+        torch.stack(totals).sum(0)
+        if totals
+        else torch.zeros(reference_norm.COLUMNS, dtype=torch.float64, device=device)
+    )
 
 
 def _copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:

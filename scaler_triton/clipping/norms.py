@@ -85,7 +85,7 @@ def sum_of_squares_batch(
     """Return the weighted sum of squares that a batch has once it is unscaled, and flag what is not finite in it.
 
         squares = sum(w * (grad.double() * inv_scale).square().sum() for grad, w in zip(batch.tensors, weights))
-        totals = [found_inf, 0, squares]    # in the order of `reference_norm`: sums over batches and ranks make sense
+        totals = [squares, found_inf, 0]    # in the order of `reference_norm`: sums over batches and ranks make sense
 
     Args:
         batch: read only.
@@ -95,7 +95,7 @@ def sum_of_squares_batch(
             all. Other weights than in the step before are copied to the device.
         inverse: see `factor`.
 
-    Returns: totals, fp64, [3], on the batch's device.
+    Returns: totals, fp64, [5], on the batch's device; the last two mean nothing yet.
 
     Raises: ValueError for a wrong number of weights.
     """
@@ -106,7 +106,7 @@ def sum_of_squares_batch(
     dense = ops._dense(batch)  # kept until the launch: an address keeps nothing alive
     table = _norm_table(batch.layout, dense)
     table.set_weights(weights)
-    totals = torch.empty(3, dtype=torch.float64, device=batch.layout.key.device)
+    totals = torch.empty(reference_norm.COLUMNS, dtype=torch.float64, device=batch.layout.key.device)
     _kernels().norm.launch_sum_of_squares(table, factor, found_inf, totals, inverse=inverse)
     return totals
 
@@ -123,8 +123,8 @@ def clip_batch_(
 ) -> Tensor:
     """Unscale a batch whose flag is known, then multiply it by a coefficient: two products, each rounded.
 
-        norm = totals[2].sqrt().float()
-        coef = 1.0 if totals[0] else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        norm = totals[0].sqrt().float()
+        coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     Equivalent PyTorch: `torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inv_scale)`, then
     `torch._foreach_mul_(grads, coef)` as on the CPU.
@@ -132,7 +132,7 @@ def clip_batch_(
     Args:
         batch: written.
         factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
-        totals: fp64, [3], the batch's device: the sum of what `sum_of_squares_batch` returned.
+        totals: fp64, [5], the batch's device: the sum of what `sum_of_squares_batch` returned.
         max_norm: >= 0.
         measured: this batch is what `sum_of_squares_batch` saw last of its layout: a table that both share is filled.
 
@@ -164,7 +164,7 @@ def deferred(totals: Tensor, scale: Tensor, max_norm: float, backend: Backend) -
     """Return the norm, and by what an optimizer divides gradients to unscale and to clip them: scale / coef.
 
     Args:
-        totals: fp64, [3]: as for `clip_batch_`, which tells norm and coef.
+        totals: fp64, [5]: as for `clip_batch_`, which tells norm and coef.
         scale: one element, on the same device.
         max_norm: >= 0.
         backend: what `choose_for_scale` returned.
@@ -192,14 +192,17 @@ def _reference_totals(batch: Batch, inv_scale: Tensor, found_inf: Tensor, weight
     if batch.layout.key.plain and inv_scale.is_cpu:
         total = reference_norm.sum_on_host(batch.present, found_inf, weights, ops._neighbours(batch))
         inv = inv_scale.item()
-        return torch.tensor([found_inf.item(), 0.0, total * inv * inv], dtype=torch.float64, device="cpu")
+        numbers = (total * inv * inv, found_inf.item(), 0.0, 0.0, 0.0)
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if batch.layout.key.plain:
         squares = reference_norm.sum_one_by_one(batch.present, found_inf, weights)
     else:  # a tensor subclass knows itself what torch's ops mean for it
         ops.check_batch(batch, found_inf, "torch")
         squares = reference_norm.sum_one_by_one(batch.present, torch.zeros_like(found_inf), weights)
     inv_scale = inv_scale.double().reshape(())
-    return torch.stack([found_inf.reshape(()).double(), torch.zeros_like(squares), squares * inv_scale * inv_scale])
+    nothing = torch.zeros_like(squares)
+    flag = found_inf.reshape(()).double()
+    return torch.stack([squares * inv_scale * inv_scale, flag, nothing, nothing, nothing])
 
 
 def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:

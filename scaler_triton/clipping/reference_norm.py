@@ -16,8 +16,10 @@ from torch import Tensor
 from scaler_triton import reference
 from scaler_triton.neighbours import Neighbours
 
-# What a pass that reads leaves: whether a gradient overflowed, whether somebody failed to look, the sum of squares.
-FLAG, FAILED, SQUARES = range(3)
+# What a pass that reads leaves: the sum of squares, whether a gradient overflowed, whether somebody failed to look.
+# Behind it stands what ranks that sum theirs up add to compare their scales.
+SQUARES, FLAG, FAILED, SCALES = range(4)
+COLUMNS = 5
 
 # How many squares are summed in fp32: whole vectors, few enough for the sum to be right, enough to be quick.
 _ROWS = range(512, 127, -16)
@@ -74,7 +76,7 @@ def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def norm_of(totals: Tensor) -> Tensor:
-    """Return the 2-norm in fp32, `()`, that totals (fp64, [3]) tell."""
+    """Return the 2-norm in fp32, `()`, that totals (fp64, [5]) tell."""
     return totals[SQUARES].sqrt().float()
 
 
@@ -88,7 +90,7 @@ def norm_and_coefficient(totals: Tensor, max_norm: float) -> tuple[Tensor, Tenso
     if not totals.is_cpu:
         norm = norm_of(totals)
         return norm, coefficient(totals[FLAG], norm, max_norm)
-    flag, _, squares = totals.tolist()  # numbers at hand need no ops
+    squares, flag, *_ = totals.tolist()  # numbers at hand need no ops
     norm = torch.tensor(math.sqrt(squares), dtype=torch.float32, device="cpu")
     return norm, torch.ones_like(norm) if flag else _torchs_coefficient(norm, max_norm)
 

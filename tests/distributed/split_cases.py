@@ -6,18 +6,18 @@ import cases
 import torch
 
 
-def stepped_with_different_scales(rank: int, kind: str, layout: str, unscale: bool) -> list[str]:
+def stepped_with_different_scales(rank: int, kind: str, layout: str, how: str) -> list[str]:
     """Rank 1's scale is written over; what each call says, then one step with a scale that all have."""
     scaler, params = cases.new_scaler(kind), cases.LAYOUTS[layout]()
     optimizer = cases.new_optimizer("sgd", params)
+    first = {"unscale_": lambda: scaler.unscale_(optimizer), "clip": lambda: scaler.clip_grad_norm_(optimizer, 1.0)}
     said = []
     for step in range(3):
         cases.give_grads(scaler, params, step)
         if rank == 1 and step == 1:
             scaler._scale.fill_(64.0)
         try:
-            if unscale:
-                scaler.unscale_(optimizer)
+            first.get(how, lambda: None)()
             scaler.step(optimizer)
             said.append("")
         except RuntimeError as error:
@@ -26,14 +26,32 @@ def stepped_with_different_scales(rank: int, kind: str, layout: str, unscale: bo
     return said
 
 
-def clipped_after_a_step(rank: int) -> bool:
-    """A clip carries no scales: those of the step before it must not be taken for them."""
-    scaler, params = cases.new_scaler("sharded"), [cases.plain_param(3)]
+def clipped_together_with_different_scales(rank: int) -> list[str]:
+    """Rank 1's scale is written over; what the step of each of two optimizers says that were clipped in one call."""
+    scaler, params = cases.new_scaler("sharded"), [cases.plain_param(3), cases.plain_param(2)]
+    optimizers = [cases.new_optimizer("sgd", [param]) for param in params]
+    cases.give_grads(scaler, params, 0)
+    if rank == 1:
+        scaler._scale.fill_(64.0)
+    scaler.clip_grad_norm_(optimizers, 1.0)
+    said = []
+    for optimizer in optimizers:
+        try:
+            scaler.step(optimizer)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def stepped_and_clipped_in_turn(rank: int) -> bool:
+    """A step compares largest and smallest scales, a clip means: neither may be taken for the other."""
+    scaler, params = cases.new_scaler("sharded", init_scale=3.0), [cases.plain_param(3)]
     optimizer = cases.new_optimizer("sgd", params)
-    for step in range(2):
+    for step in range(4):
         cases.give_grads(scaler, params, step)
-        if step == 1:
+        if step % 2:
             scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
-        scaler.update(4.0)
+        scaler.update(5.0 + step)
     return bool(torch.isfinite(params[0]).all())

@@ -7,13 +7,27 @@ from cases import INIT_SCALE
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("unscale", [False, True], ids=["implicit", "unscale_"])
+FARTHEST = f"The ranks hold different scales, from {INIT_SCALE} to 64.0: "
+
+
+def means(ranks):
+    """What a sum tells: all but one rank hold the initial scale, that one 64."""
+    mean, harmonic = ((ranks - 1) * INIT_SCALE + 64.0) / ranks, ranks / ((ranks - 1) / INIT_SCALE + 1 / 64.0)
+    return f"The ranks hold different scales, some below {harmonic:g}, some above {mean:g}: "
+
+
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip"])
 @pytest.mark.parametrize(("kind", "layout"), [("sharded", "line-shards"), ("grad", "line-shards"), ("grad", "hsdp")])
-def test_different_scales_raise_on_every_rank(four, kind, layout, unscale):
-    for said in four.run(split_cases.stepped_with_different_scales, kind, layout, unscale):
+def test_different_scales_raise_on_every_rank(four, kind, layout, how):
+    for said in four.run(split_cases.stepped_with_different_scales, kind, layout, how):
         assert said[0] == said[2] == ""
-        assert said[1].startswith(f"The ranks hold different scales, from {INIT_SCALE} to 64.0: ")
+        assert said[1].startswith(means(4) if how == "clip" else FARTHEST)
 
 
-def test_a_clip_compares_nothing_stale(two):
-    assert two.run(split_cases.clipped_after_a_step) == [True, True]
+def test_different_scales_raise_for_each_optimizer_that_was_clipped(two):
+    for said in two.run(split_cases.clipped_together_with_different_scales):
+        assert all(text.startswith(means(2)) for text in said)
+
+
+def test_steps_and_clips_in_turn_compare_nothing_stale(two):
+    assert two.run(split_cases.stepped_and_clipped_in_turn) == [True, True]

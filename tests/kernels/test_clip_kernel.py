@@ -51,12 +51,12 @@ def expected_coefficient(max_norm, squares, flag):
 def run_clip(table, scale, max_norm, *, squares=1.0, flag=0.0, inverse):
     """Neighbours of what is read are NaN, and so is what stands between flag and sum: who reads one shows it."""
     scales = torch.tensor([NAN, scale, NAN], device=DEVICE)
-    totals = torch.tensor([NAN, flag, NAN, squares, NAN], dtype=torch.float64, device=DEVICE)
+    totals = torch.tensor([NAN, squares, flag, NAN, NAN], dtype=torch.float64, device=DEVICE)
     norms = torch.full((3,), NAN, device=DEVICE)
     with launched(*["_clip_kernel"][: table.n_chunks]):
         launch_clip(table, scales[1], totals[1:4], max_norm, norms[1], inverse=inverse)
     assert_same(scales, torch.tensor([NAN, scale, NAN]))
-    assert_same(totals, torch.tensor([NAN, flag, NAN, squares, NAN], dtype=torch.float64))
+    assert_same(totals, torch.tensor([NAN, squares, flag, NAN, NAN], dtype=torch.float64))
     if table.n_chunks:
         norm = expected_coefficient(max_norm, squares, flag)[0].item()
         assert_same(norms, torch.tensor([NAN, norm, NAN]))
@@ -101,7 +101,7 @@ def test_random_norms_and_bounds_too():
 def test_what_an_optimizer_divides_by_is_the_scale_over_the_coefficient(max_norm, flag):
     for scale in (65536.0, 3.0, 2.0**-126):
         for squares in NORMS:
-            totals = torch.tensor([NAN, flag, NAN, squares, NAN], dtype=torch.float64, device=DEVICE)
+            totals = torch.tensor([NAN, squares, flag, NAN, NAN], dtype=torch.float64, device=DEVICE)
             out = torch.full((6,), NAN, device=DEVICE)
             with launched("_defer_kernel"):
                 launch_defer(torch.tensor(scale, device=DEVICE), totals[1:4], max_norm, out[1], out[4])

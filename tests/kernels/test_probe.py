@@ -45,7 +45,7 @@ def test_a_pass_of_clipping_that_does_nothing_is_found_out(name):
 def test_a_norm_that_flags_nothing_is_found_out():
     def blind(table, scale, found_inf, totals, *, inverse):
         start(table, scale, torch.zeros_like(found_inf), totals, inverse=inverse)
-        totals[0] = 0
+        totals[1] = 0
 
     start = probe_module.launch_sum_of_squares
     with (

@@ -37,6 +37,7 @@ UNSTEPPED = "tests/test_unstepped.py"
 CLIP = "tests/test_clipping.py"
 CLIPS = "tests/kernels/test_clip_kernel.py tests/kernels/test_norm_kernel.py"
 CLIPPED = "tests/distributed/test_clipping_ranks.py"
+AGREED = "tests/test_agreed_flag.py"
 SPLIT = "tests/distributed/test_split_ranks.py"
 REPORT = "tests/test_overflow_report.py"
 AUDIT, AUDITED = "tests/auditing", "tests/distributed/test_audit_ranks.py"
@@ -73,7 +74,10 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", "if stand_in.strict:", "if False:", PATCHED),
     Mutant(_S + "unscaling.py", "stacklevel=callers.stacklevel()", "stacklevel=2", PATCHED),
     Mutant(_S + "unscaling.py", "self._mark_on_host(plan, batch)", "pass", REPORT),
-    Mutant(_S + "verdict.py", "if largest != smallest:", "if False:", SPLIT),
+    Mutant(_S + "verdict.py", "if apart:", "if False:", SPLIT),
+    Mutant(_S + "verdict.py", "= False\n        self._compare = None\n", "= False\n", AGREED),
+    Mutant(_S + "verdict.py", "ranks * ranks * (1 + _ROUNDING)", "ranks * ranks", AGREED),
+    Mutant(_S + "clipping/clip.py", "write_scales(rows[:, reference_norm.SCALES :], self._scale)", "pass", SPLIT),
     # what is left of a step after its update
     Mutant(_S + "unstepped.py", "self.gradient() is gradient and ", "", UNSTEPPED),
     Mutant(_S + "unstepped.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
@@ -168,7 +172,7 @@ MUTANTS = [
     Mutant(_S + "clipping/clip.py", "!= len(optimizers) or not states", "== 0", CLIP),
     Mutant(_S + "clipping/clip.py", "totals[reference_norm.FLAG] = 1.0", "pass", CLIP),
     Mutant(_S + "updating.py", 'if waits and state["owner"]() is not None:', "if waits:", CLIP),
-    Mutant(_S + "verdict.py", "torch.ne(totals[:_LARGEST], 0, out=self._signals[:_LARGEST])", "pass", CLIPPED),
+    Mutant(_S + "verdict.py", "torch.float64, 1.0, 1.0, _MAX", "torch.float64, 2.0, 2.0, _MAX", AGREED),
     Mutant(_S + "clipping/reference_norm.py", "torch.ones_like(norm) if flag else", "", CLIP),
     Mutant(
         _S + "clipping/reference_norm.py", "torch.where(flag != 0, 1.0, _t", "torch.where(flag != flag, 1.0, _t", CLIP
