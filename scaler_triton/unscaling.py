@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +181,7 @@ class UnscalingMixin(OverflowMixin):
             raise
         return verdict
 
-    def _served_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Iterable[torch.device]:
+    def _served_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Sequence[torch.device]:
         """Return where the flag is needed; nowhere if nobody checked anything, which step and update refuse then."""
         if not flags and agreement is None and not self._is_sharded:
             return ()  # else others follow this flag, even without gradients here
@@ -202,7 +202,7 @@ class UnscalingMixin(OverflowMixin):
         verdict.skip()
         self._keep(state, verdict, plan.devices)
 
-    def _keep(self, state: State, verdict: Verdict, devices: Iterable[torch.device]) -> None:
+    def _keep(self, state: State, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         state["verdict"] = verdict
         state["found_inf_per_device"] = verdict.serve(devices)
 

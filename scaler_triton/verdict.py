@@ -37,10 +37,8 @@ def any_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return fp32 `()` on `device`: 1.0 if any of `flags` (each 0.0 or 1.0) is set."""
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
-    result, *others = flags
-    if result.device != device:
-        result = result.to(device)
-    for flag in others:
+    result = flags[0] if flags[0].device == device else flags[0].to(device)
+    for flag in flags[1:]:
         result = torch.maximum(result, flag.to(device))
     return result
 
@@ -162,13 +160,15 @@ class Verdict:
         """Have this rank skip, without an error when the flag is read: it has raised one already."""
         self._signals[_FLAG], self._signals[_FAILED] = 1.0, 0.0
 
-    def serve(self, devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
+    def serve(self, devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
         """Return the flag on each of `devices`, in the order of their first mention."""
         flag, home = self.found_inf, self.device
-        self._per_device = {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
-        self._served = [*self._per_device.values()]
-        self._marks = _marks(self._served)
-        return self._per_device
+        if devices and devices.count(home) == len(devices):
+            flags = {home: flag}
+        else:
+            flags = {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
+        self._per_device, self._served, self._marks = flags, [*flags.values()], _marks(flags.values())
+        return flags
 
     def is_behind(self, flags: dict[torch.device, Tensor]) -> bool:
         """Tell whether `flags` are the ones served here, and nobody has written others or into them since."""
@@ -212,7 +212,10 @@ class Verdict:
 
 def _marks(flags: Iterable[Tensor]) -> list[tuple[int, int | None]]:
     """Return what changes when one of `flags` is written, or another tensor stands in its place."""
-    return [(id(flag), version(flag)) for flag in flags]
+    try:
+        return [(id(flag), flag._version) for flag in flags]
+    except RuntimeError:  # an inference tensor among them
+        return [(id(flag), version(flag)) for flag in flags]
 
 
 def write_scales(rows: Tensor, scale: Tensor) -> None:
