@@ -9,12 +9,13 @@ from typing import NamedTuple
 from unittest import mock
 
 import cases
+import dtensor_cases
 import model_cases
 import torch
 import torch.distributed as dist
 from cases import Fault, collectives_of, local_of
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from scaler_triton.clipping import norms
 
@@ -36,7 +37,7 @@ def laid_out(
     rank: int, kind: str, layout: str, name: str, faults: Sequence[Fault], gradless: int = -1, order: float = 2.0
 ) -> Clipped:
     """One clipped step over parameters in a named layout; their gradients are known, so the test knows the norm."""
-    scaler, params = cases.new_scaler(kind), cases.LAYOUTS[layout]()
+    scaler, params = cases.new_scaler(kind), dtensor_cases.LAYOUTS[layout]()
     optimizer = cases.new_optimizer(name, [{"params": [param]} for param in params])
     cases.give_grads(scaler, params, 0, range(len(params)) if rank == gradless else ())
     cases.plant(faults, rank, 0, params)
@@ -84,7 +85,7 @@ def _backward(model: torch.nn.Module, optimizer: torch.optim.Optimizer, part: tu
 def several(rank: int, kind: str, faults: Sequence[Fault]) -> Clipped:
     """Two optimizers over two meshes under one norm; rank 1's second one has no gradients."""
     scaler = cases.new_scaler(kind)
-    params = cases.LAYOUTS["fsdp-then-tp"]()
+    params = dtensor_cases.LAYOUTS["fsdp-then-tp"]()
     optimizers = [cases.new_optimizer("adamw", [params[0]]), cases.new_optimizer("adamw-fused", [params[1]])]
     cases.give_grads(scaler, params, 0)
     cases.plant(faults, rank, 0, params)
@@ -101,7 +102,7 @@ def several(rank: int, kind: str, faults: Sequence[Fault]) -> Clipped:
 def partial(rank: int, kind: str) -> Clipped:
     """A replicated parameter whose gradient is a sum over the ranks, yet to be taken."""
     scaler = cases.new_scaler(kind)
-    param = cases.dtensor_param(cases.line(), [cases.Replicate()])
+    param = cases.dtensor_param(cases.line(), [Replicate()])
     local = scaler.scale(torch.ones(2, 3)) * (rank + 1)
     param.grad = DTensor.from_local(local, cases.line(), [Partial()], run_check=False)
     norm = scaler.clip_grad_norm_(cases.new_optimizer("sgd", [param]), 1e6)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cases
+import dtensor_cases
 import torch
 import torch.distributed as dist
 from cases import Fault, Habits, Report
@@ -58,7 +59,7 @@ def lone_flaw(rank: int, kind: str, name: str, flaw: str, *, unscale: bool, bad_
 
 def _params_for(kind: str) -> list[Tensor]:
     """Parameters that make the ranks agree: any for the sharded scaler, a DTensor for the other."""
-    return [cases.plain_param(3)] if kind == "sharded" else cases.LAYOUTS["line-shards"]()
+    return [cases.plain_param(3)] if kind == "sharded" else dtensor_cases.LAYOUTS["line-shards"]()
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def raising_optimizer(rank: int, kind: str, name: str) -> Report:
         return step(*args, **kwargs)
 
     optimizer.step = failing
-    backward = functools.partial(cases._give, scaler, params, ())
+    backward = cases.giving(scaler, params)
     return cases.train(rank, scaler, [optimizer], backward, habits=Habits(tolerant=True, retry=True))
 
 
@@ -205,7 +206,7 @@ def old_style(
     params = [*_params_for(kind), cases.plain_param(2), cases.plain_param(4)]
     optimizer = OldStyle([{"params": [param]} for param in params])
     without = range(len(params)) if rank in gradless else ()
-    backward = functools.partial(cases._give, scaler, params, without)
+    backward = cases.giving(scaler, params, without)
     report = cases.train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
     return report, optimizer.asked
 
@@ -238,7 +239,7 @@ def group_without_me(rank: int, kind: str, name: str, method: str) -> Attempt:
 def group_too_small(rank: int, kind: str, name: str, layout: str, method: str) -> Attempt:
     """A process group of two ranks for DTensors that live on four."""
     scaler = cases.new_scaler(kind, process_group=_pair(rank))
-    params = cases.LAYOUTS[layout]()
+    params = dtensor_cases.LAYOUTS[layout]()
     optimizer = cases.new_optimizer(name, params)
     cases.give_grads(scaler, params, 0)
     return attempt(scaler, method, optimizer)
@@ -264,7 +265,7 @@ def agree_in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], cop
         scaler.process_group = _pair(rank)
     params = [cases.plain_param(3)]
     optimizer = cases.new_optimizer(name, params)
-    backward = functools.partial(cases._give, scaler, params, ())
+    backward = cases.giving(scaler, params)
     return cases.train(rank, scaler, [optimizer], backward, faults), scaler.process_group is _pair(rank)
 
 
@@ -273,9 +274,9 @@ def deepcopied_in_mid_run(rank: int, kind: str) -> tuple[bool, list[float]]:
     scaler = cases.new_scaler(kind, process_group=_pair(rank))
     params = [cases.plain_param(3)]
     optimizer = cases.new_optimizer("sgd", params)
-    cases.train(rank, scaler, [optimizer], functools.partial(cases._give, scaler, params, ()), steps=1)
+    cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), steps=1)
     clone = copy.deepcopy(scaler)
-    backward = functools.partial(cases._give, clone, params, ())
+    backward = cases.giving(clone, params)
     cases.train(rank, clone, [optimizer], backward, [Fault(0, 0), Fault(0, 2)], steps=1)
     return clone.process_group is scaler.process_group, [scaler.get_scale(), clone.get_scale()]
 
@@ -306,7 +307,7 @@ def unpickled_default(rank: int, kind: str, explicit: bool, faults: Sequence[Fau
     scaler = pickle.loads(pickle.dumps(cases.new_scaler(kind, **group)))
     params = [cases.plain_param(3)]
     optimizer = cases.new_optimizer("adamw-fused", params)
-    return cases.train(rank, scaler, [optimizer], functools.partial(cases._give, scaler, params, ()), faults)
+    return cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
 
 
 # The default group dies and another is made.
@@ -316,7 +317,7 @@ def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
     """Train, destroy the default group, make another, and go on with the same scaler and optimizer."""
     scaler, params = cases.new_scaler(kind), [cases.plain_param(3)]
     optimizer = cases.new_optimizer(name, params)
-    backward = functools.partial(cases._give, scaler, params, ())
+    backward = cases.giving(scaler, params)
     reports = [cases.train(rank, scaler, [optimizer], backward, steps=2)]
     _renew_default_group(rank, store)
     reports.append(cases.train(rank, scaler, [optimizer], backward, [Fault(0, 1)], steps=2))
@@ -325,9 +326,9 @@ def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
 
 def reborn_part(rank: int, store: str, name: str) -> list[Report | None]:
     """Part of the world agrees in a group that the scaler made itself, before and after a new default group."""
-    before = cases.part_of_the_world(rank, name, [Fault(1, 1)])
+    before = dtensor_cases.part_of_the_world(rank, name, [Fault(1, 1)])
     _renew_default_group(rank, store)
-    return [before, cases.part_of_the_world(rank, name, [Fault(1, 1)])]
+    return [before, dtensor_cases.part_of_the_world(rank, name, [Fault(1, 1)])]
 
 
 def _renew_default_group(rank: int, store: str) -> None:

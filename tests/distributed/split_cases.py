@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import cases
+import dtensor_cases
 import torch
 
 
 def stepped_with_different_scales(rank: int, kind: str, layout: str, how: str) -> list[str]:
     """Rank 1's scale is written over; what each call says, then one step with a scale that all have."""
-    scaler, params = cases.new_scaler(kind), cases.LAYOUTS[layout]()
+    scaler, params = cases.new_scaler(kind), dtensor_cases.LAYOUTS[layout]()
     optimizer = cases.new_optimizer("sgd", params)
     first = {"unscale_": lambda: scaler.unscale_(optimizer), "clip": lambda: scaler.clip_grad_norm_(optimizer, 1.0)}
     said = []

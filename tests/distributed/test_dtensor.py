@@ -1,6 +1,7 @@
 """DTensor parameters in every layout: who must agree follows from the meshes, and costs one collective."""
 
 import cases
+import dtensor_cases
 import pytest
 from cases import Fault
 from checks import assert_agreed
@@ -16,8 +17,8 @@ WAYS = pytest.mark.parametrize(
     ids=["sgd", "adamw-unscale_", "fused", "fused-unscale_"],
 )
 
-LINES = [name for name in cases.LAYOUTS if "line" in name]
-SQUARES = [name for name in cases.LAYOUTS if "line" not in name]
+LINES = [name for name in dtensor_cases.LAYOUTS if "line" in name]
+SQUARES = [name for name in dtensor_cases.LAYOUTS if "line" not in name]
 
 
 def sharded_param(layout):
@@ -30,33 +31,33 @@ def sharded_param(layout):
 @pytest.mark.parametrize("layout", LINES)
 def test_on_a_line(two, kind, layout, name, unscale):
     faults = [Fault(1, 1, param=sharded_param(layout))]
-    assert_agreed(two.run(cases.laid_out, kind, layout, name, faults, unscale=unscale), [1])
+    assert_agreed(two.run(dtensor_cases.laid_out, kind, layout, name, faults, unscale=unscale), [1])
 
 
 @KINDS
 @WAYS
 @pytest.mark.parametrize("layout", SQUARES)
 def test_on_a_square(four, kind, layout, name, unscale):
-    assert_agreed(four.run(cases.laid_out, kind, layout, name, [Fault(1, 3, -1)], unscale=unscale), [1])
+    assert_agreed(four.run(dtensor_cases.laid_out, kind, layout, name, [Fault(1, 3, -1)], unscale=unscale), [1])
 
 
 @KINDS
 @pytest.mark.parametrize("layout", ["line-shards", "plain-beside-line", "line-dtypes"])
 def test_on_a_line_of_four(four, kind, layout):
-    assert_agreed(four.run(cases.laid_out, kind, layout, "adamw-fused", [Fault(1, 2)]), [1])
+    assert_agreed(four.run(dtensor_cases.laid_out, kind, layout, "adamw-fused", [Fault(1, 2)]), [1])
 
 
 @KINDS
 @pytest.mark.parametrize("layout", ["line-beside-plain", "line-beside-plain-double"])
 def test_an_inf_in_the_plain_parameter_beside_dtensors(two, kind, layout):
-    assert_agreed(two.run(cases.laid_out, kind, layout, "adamw", [Fault(1, 1, param=1)]), [1])
+    assert_agreed(two.run(dtensor_cases.laid_out, kind, layout, "adamw", [Fault(1, 1, param=1)]), [1])
 
 
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("layout", ["square-half-replicated-first", "two-slices", "expert-parallel-slice"])
 def test_an_inf_on_any_rank_of_a_square(four, layout, rank):
     for param in (0, 1):
-        assert_agreed(four.run(cases.laid_out, "grad", layout, "adamw", [Fault(1, rank, param)]), [1])
+        assert_agreed(four.run(dtensor_cases.laid_out, "grad", layout, "adamw", [Fault(1, rank, param)]), [1])
 
 
 @KINDS
@@ -65,39 +66,39 @@ def test_an_inf_on_any_rank_of_a_square(four, layout, rank):
 @pytest.mark.parametrize("gradless", [0, 1])
 def test_a_rank_without_gradients_follows(two, kind, name, gradless, unscale):
     faults = [Fault(1, 1 - gradless)]
-    reports = two.run(cases.laid_out, kind, "line-shards", name, faults, unscale=unscale, gradless=[gradless])
+    reports = two.run(dtensor_cases.laid_out, kind, "line-shards", name, faults, unscale=unscale, gradless=[gradless])
     assert_agreed(reports, [1])
 
 
 @KINDS
 def test_ranks_without_gradients_on_a_square(four, kind):
     faults = [Fault(1, 2)]
-    reports = four.run(cases.laid_out, kind, "fsdp-then-tp", "adamw", faults, gradless=[0, 1, 3])
+    reports = four.run(dtensor_cases.laid_out, kind, "fsdp-then-tp", "adamw", faults, gradless=[0, 1, 3])
     assert_agreed(reports, [1])
 
 
 @KINDS
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_optimizer_for_each_mesh(four, kind, bad):
-    reports = four.run(cases.two_optimizers_two_meshes, kind, [Fault(1, 1, param=bad)])
+    reports = four.run(dtensor_cases.two_optimizers_two_meshes, kind, [Fault(1, 1, param=bad)])
     assert_agreed(reports, *([1] if index == bad else [] for index in range(2)))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_one_1d_mesh_asks_its_own_group_only(four, name):
-    reports = four.run(cases.one_slice, "grad", name, [Fault(1, 1)])
+    reports = four.run(dtensor_cases.one_slice, "grad", name, [Fault(1, 1)])
     assert_agreed(reports[:2], [1])
     assert_agreed(reports[2:], [])
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_process_group_overrides_the_mesh(four, name):
-    assert_agreed(four.run(cases.one_slice, "world", name, [Fault(1, 1)]), [1])
+    assert_agreed(four.run(dtensor_cases.one_slice, "world", name, [Fault(1, 1)]), [1])
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_a_mesh_over_a_part_of_the_world_leaves_the_rest_alone(four, name):
-    reports = four.run(cases.part_of_the_world, name, [Fault(1, 1)])
+    reports = four.run(dtensor_cases.part_of_the_world, name, [Fault(1, 1)])
     assert_agreed(reports[:2], [1])
     assert reports[2:] == [None, None]
 
@@ -105,7 +106,7 @@ def test_a_mesh_over_a_part_of_the_world_leaves_the_rest_alone(four, name):
 @KINDS
 @UNSCALE
 def test_partial_gradients_step_by_their_sum(two, kind, unscale):
-    for report, values in two.run(cases.partial_grads, kind, "sgd", scale=8.0, value=1.0, unscale=unscale):
+    for report, values in two.run(dtensor_cases.partial_grads, kind, "sgd", scale=8.0, value=1.0, unscale=unscale):
         assert report.stepped == [(True,)]
         assert values == [1.0 - 2 * cases.LEARNING_RATE] * 6
 
@@ -115,7 +116,7 @@ def test_partial_gradients_step_by_their_sum(two, kind, unscale):
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
 def test_partial_gradients_whose_sum_overflows_spare_the_weights(two, kind, name, unscale):
     # 2^127 on every rank is finite, their sum is not: it must be skipped, or unscaled before it is summed.
-    results = two.run(cases.partial_grads, kind, name, scale=2.0**100, value=2.0**27, unscale=unscale)
+    results = two.run(dtensor_cases.partial_grads, kind, name, scale=2.0**100, value=2.0**27, unscale=unscale)
     assert all(report.finite for report, _ in results)
     (first, weights), (second, same_weights) = results
     assert (first.scales, first.stepped, weights) == (second.scales, second.stepped, same_weights)
@@ -123,6 +124,6 @@ def test_partial_gradients_whose_sum_overflows_spare_the_weights(two, kind, name
 
 @KINDS
 def test_gradients_still_under_way_are_waited_for(two, kind):
-    for report, values in two.run(cases.async_grads, kind, "sgd"):
+    for report, values in two.run(dtensor_cases.async_grads, kind, "sgd"):
         assert report.stepped == [(True,)]
         assert values == [1.0 - 2 * cases.LEARNING_RATE] * 6

@@ -1,6 +1,6 @@
 """Gradients on a GPU beside gradients offloaded to the host: still one flag and one collective."""
 
-import cases
+import offload_cases
 import pytest
 from cases import Fault
 from checks import assert_agreed
@@ -15,7 +15,7 @@ NAMES = pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
 @NAMES
 @pytest.mark.parametrize("param", [0, 1], ids=["on-gpu", "on-host"])
 def test_an_inf_on_either_device_skips_everywhere(two, name, param, unscale):
-    reports = two.run(cases.two_devices, name, [Fault(1, 1, param)], apart=False, unscale=unscale)
+    reports = two.run(offload_cases.two_devices, name, [Fault(1, 1, param)], apart=False, unscale=unscale)
     assert_agreed(reports, [1])
 
 
@@ -23,5 +23,5 @@ def test_an_inf_on_either_device_skips_everywhere(two, name, param, unscale):
 @NAMES
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_with_gradients_on_different_devices(two, name, rank, unscale):
-    reports = two.run(cases.two_devices, name, [Fault(1, rank)], apart=True, unscale=unscale)
+    reports = two.run(offload_cases.two_devices, name, [Fault(1, rank)], apart=True, unscale=unscale)
     assert_agreed(reports, [1])

@@ -1,8 +1,9 @@
 """The process_group argument: whom it binds, what it refuses, how it is copied, and when it is looked up."""
 
-import cases
+import dtensor_cases
 import failure_cases
 import pytest
+import rank_local_cases
 import torch
 from cases import Fault, new_optimizer, new_scaler, plain_param
 from checks import assert_agreed, scale_model
@@ -12,8 +13,8 @@ from scaler_triton.demo.ranks import RankPool
 pytestmark = pytest.mark.distributed
 
 ALONE = {
-    "sharded": (cases.rank_local, "sharded", ["adamw"], [Fault(1, 0)]),
-    "grad": (cases.laid_out, "grad", "line-shards", "adamw-fused", [Fault(1, 0)]),
+    "sharded": (rank_local_cases.rank_local, "sharded", ["adamw"], [Fault(1, 0)]),
+    "grad": (dtensor_cases.laid_out, "grad", "line-shards", "adamw-fused", [Fault(1, 0)]),
 }
 
 

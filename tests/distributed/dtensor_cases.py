@@ -1,0 +1,187 @@
+"""Cases over DTensors, laid out by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from cases import (
+    Fault,
+    Habits,
+    Report,
+    dtensor_param,
+    giving,
+    line,
+    local_of,
+    mesh,
+    new_optimizer,
+    new_scaler,
+    plain_param,
+    square,
+    train,
+)
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+
+def _line_shards() -> list[Tensor]:
+    return [dtensor_param(line(), [Shard(0)]) for _ in range(2)]
+
+
+def _line_replicated_first() -> list[Tensor]:
+    return [dtensor_param(line(), [Replicate()]), dtensor_param(line(), [Shard(0)])]
+
+
+def _line_replicated_last() -> list[Tensor]:
+    return _line_replicated_first()[::-1]
+
+
+def _line_dtypes() -> list[Tensor]:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    return [dtensor_param(line(), [Shard(0)], dtype) for dtype in dtypes]
+
+
+def _line_beside_plain() -> list[Tensor]:
+    return [dtensor_param(line(), [Shard(0)]), plain_param(3)]
+
+
+def _plain_beside_line() -> list[Tensor]:
+    return _line_beside_plain()[::-1]
+
+
+def _line_beside_plain_double() -> list[Tensor]:
+    return [dtensor_param(line(), [Shard(0)]), plain_param(3, dtype=torch.float64)]
+
+
+def _square_shards() -> list[Tensor]:
+    return [dtensor_param(square(), [Shard(0), Shard(1)]) for _ in range(2)]
+
+
+def _square_replicated_first() -> list[Tensor]:
+    placements = [[Replicate(), Replicate()], [Shard(0), Shard(1)]]
+    return [dtensor_param(square(), each) for each in placements]
+
+
+def _square_half_replicated_first() -> list[Tensor]:
+    placements = [[Shard(0), Replicate()], [Shard(0), Shard(1)]]
+    return [dtensor_param(square(), each) for each in placements]
+
+
+def _hsdp() -> list[Tensor]:
+    return [dtensor_param(square(), [Replicate(), Shard(0)]) for _ in range(2)]
+
+
+def _fsdp_then_tp() -> list[Tensor]:
+    # A norm is sharded over dp alone, a linear layer over dp and tp: two meshes of one root.
+    return [dtensor_param(square()["dp"], [Shard(0)]), dtensor_param(square(), [Shard(0), Shard(1)])]
+
+
+def _two_slices() -> list[Tensor]:
+    return [dtensor_param(square()["dp"], [Shard(0)]), dtensor_param(square()["tp"], [Shard(0)])]
+
+
+def _expert_parallel() -> list[Tensor]:
+    # Dense layers over a line, experts over another mesh of the same ranks.
+    experts = mesh((2, 2), ("ep", "efsdp"), (0, 2, 1, 3))
+    return [dtensor_param(line(), [Shard(0)]), dtensor_param(experts, [Shard(0), Shard(1)])]
+
+
+def _expert_parallel_slice() -> list[Tensor]:
+    # The experts know only their own fsdp dim: a 1-D slice of another root.
+    experts = mesh((2, 2), ("ep", "efsdp"), (0, 2, 1, 3))
+    return [dtensor_param(experts["efsdp"], [Shard(0)]), dtensor_param(line(), [Shard(0)])]
+
+
+LAYOUTS: dict[str, Callable[[], list[Tensor]]] = {
+    "line-shards": _line_shards,
+    "line-replicated-first": _line_replicated_first,
+    "line-replicated-last": _line_replicated_last,
+    "line-dtypes": _line_dtypes,
+    "line-beside-plain": _line_beside_plain,
+    "plain-beside-line": _plain_beside_line,
+    "line-beside-plain-double": _line_beside_plain_double,
+    "square-shards": _square_shards,
+    "square-replicated-first": _square_replicated_first,
+    "square-half-replicated-first": _square_half_replicated_first,
+    "hsdp": _hsdp,
+    "fsdp-then-tp": _fsdp_then_tp,
+    "two-slices": _two_slices,
+    "expert-parallel": _expert_parallel,
+    "expert-parallel-slice": _expert_parallel_slice,
+}
+
+
+def laid_out(
+    rank: int,
+    kind: str,
+    layout: str,
+    name: str,
+    faults: Sequence[Fault],
+    *,
+    unscale: bool = False,
+    gradless: Sequence[int] = (),
+) -> Report:
+    """DTensors in a named layout, one optimizer, a param group each: fused kernels refuse a DTensor beside a plain."""
+    scaler, params = new_scaler(kind), LAYOUTS[layout]()
+    without = range(len(params)) if rank in gradless else ()
+    backward = giving(scaler, params, without)
+    optimizer = new_optimizer(name, [{"params": [param]} for param in params])
+    return train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
+
+
+def two_optimizers_two_meshes(rank: int, kind: str, faults: Sequence[Fault]) -> Report:
+    """One optimizer for each mesh, plain and fused, as expert-parallel trainers have."""
+    scaler = new_scaler(kind)
+    first, second = LAYOUTS["expert-parallel"]()
+    optimizers = [new_optimizer("adamw", [first]), new_optimizer("adamw-fused", [second])]
+    return train(rank, scaler, optimizers, giving(scaler, [first, second]), faults)
+
+
+def one_slice(rank: int, kind: str, name: str, faults: Sequence[Fault]) -> Report:
+    """Parameters on the tp slice of a square alone."""
+    scaler = new_scaler(kind)
+    params = [dtensor_param(square()["tp"], [Shard(0)])]
+    optimizer = new_optimizer(name, params)
+    return train(rank, scaler, [optimizer], giving(scaler, params), faults)
+
+
+def part_of_the_world(rank: int, name: str, faults: Sequence[Fault]) -> Report | None:
+    """A 1 x 2 mesh of ranks 0 and 1 in a larger world; the other ranks have no scaler at all."""
+    pair = mesh((1, 2), ("replica", "shard"), (0, 1))
+    if rank > 1:
+        return None
+    scaler = new_scaler("grad")
+    params = [dtensor_param(pair, [Replicate(), Shard(0)])]
+    optimizer = new_optimizer(name, params)
+    return train(rank, scaler, [optimizer], giving(scaler, params), faults)
+
+
+def partial_grads(
+    rank: int, kind: str, name: str, scale: float, value: float, unscale: bool = False
+) -> tuple[Report, list[float]]:
+    """Replicated parameters whose gradients are still partial sums, `value` on every rank, one step."""
+    scaler = new_scaler(kind, init_scale=scale)
+    param = dtensor_param(line(), [Replicate()])
+
+    def backward(_step: int) -> None:
+        local = scaler.scale(torch.ones(2, 3)) * value
+        param.grad = DTensor.from_local(local, line(), [Partial()], run_check=False)
+
+    optimizer = new_optimizer(name, [param])
+    report = train(rank, scaler, [optimizer], backward, steps=1, habits=Habits(unscale=unscale))
+    return report, local_of(param).flatten().tolist()
+
+
+def async_grads(rank: int, kind: str, name: str) -> tuple[Report, list[float]]:
+    """Gradients whose all-reduce is still under way when the scaler gets them."""
+    scaler = new_scaler(kind)
+    param = dtensor_param(line(), [Replicate()])
+
+    def backward(_step: int) -> None:
+        local = scaler.scale(torch.ones(2, 3))
+        partial = DTensor.from_local(local, line(), [Partial()], run_check=False)
+        param.grad = partial.redistribute(placements=[Replicate()], async_op=True)
+
+    optimizer = new_optimizer(name, [param])
+    report = train(rank, scaler, [optimizer], backward, steps=1, habits=Habits(unscale=True))
+    return report, local_of(param).flatten().tolist()
