@@ -65,6 +65,10 @@ class KnownForms:
             if gradient is not None:
                 self._learn_one(index, gradient)
 
+    def forget(self) -> None:
+        """Take no form for known."""
+        self._all, self._each = None, [None] * len(self._each)
+
     def _learn_one(self, index: int, gradient: Tensor) -> None:
         check = self._each[index]
         if check is None or (not check(gradient) and self._has_patience()):

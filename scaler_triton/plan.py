@@ -209,6 +209,7 @@ class GradPlan:
             layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]
+        self._known.forget()  # what passed for the layouts before need not fit these
         self.devices, self._forms, self._layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 from helpers import Place, places
+from torch import Tensor
 
 from scaler_triton import GradScaler, forms
 
@@ -40,6 +42,52 @@ def test_every_form_is_unscaled_once(place: Place, missing: bool, guards: bool) 
     taken = sum(step % 7 != 3 for step in range(STEPS))
     assert parameter.detach().unique().tolist() == [-2.0 * taken]
     assert other.detach().unique().tolist() == [0.0 if missing else -2.0 * taken]
+
+
+def _with_gaps(device: str) -> tuple[Tensor, Tensor]:
+    """A gradient of eights, and the memory beside it."""
+    base = torch.full((4, 8), 8.0, device=device)
+    return base[:, :4], base[:, 4:]
+
+
+def _filled(device: str) -> tuple[Tensor, Tensor]:
+    return torch.full((4, 4), 8.0, device=device), torch.full((1,), 8.0)
+
+
+def _transposed(device: str) -> tuple[Tensor, Tensor]:
+    return _filled(device)[0].t(), torch.full((1,), 8.0)
+
+
+FORMS = (_with_gaps, _filled, _transposed)
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_forms_and_absences_that_change_together(place: Place, number: int, guards: bool) -> None:
+    """What was known of a form before another took its place must not pass for the new one."""
+    chance = random.Random(number)
+    parameters = [torch.nn.Parameter(torch.zeros(4, 4, device=place.device)) for _ in range(3)]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    scaler = GradScaler(place.device, init_scale=8.0, growth_interval=1000, backend=place.backend)
+    scaler.scale(torch.ones((), device=place.device))
+    for _ in range(STEPS):
+        around = []
+        for parameter in parameters:
+            parameter.grad = None
+            if chance.random() > 0.3:
+                gradient, rest = chance.choice(FORMS)(place.device)
+                parameter.grad = gradient
+                around.append(rest)
+        if not around:
+            continue
+        if chance.random() < 0.5:
+            scaler.unscale_(optimizer)
+        else:
+            scaler.clip_grad_norm_(optimizer, 1e9)
+        for parameter in parameters:
+            assert parameter.grad is None or parameter.grad.unique().tolist() == [1.0]
+        assert all(rest.unique().tolist() == [8.0] for rest in around)
+        scaler.update(8.0)
 
 
 def test_a_form_is_known_again_only_by_guards(guards: bool) -> None:
