@@ -229,18 +229,18 @@ class UnscalingMixin(OverflowMixin):
         """Return who must agree, None if nobody else; fixed by the plan's parameters, never by gradients."""
         group, default = self.process_group, collectives.default_group()
         if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:
-            plan.agreement = (group, default, self._new_agreement(plan))
+            plan.agreement = (group, default, self._new_agreement(plan.parameters))
         agreement: Agreement | None = plan.agreement[2]
         return agreement
 
-    def _new_agreement(self, plan: GradPlan) -> Agreement | None:
+    def _new_agreement(self, parameters: Sequence[Tensor]) -> Agreement | None:
         if self._is_sharded or self.process_group is not None:
-            return collectives.sharded_agreement(plan.parameters, self.process_group)
-        self._warn_of_fsdp1(plan)
-        return collectives.inferred_agreement(plan.parameters)
+            return collectives.sharded_agreement(parameters, self.process_group)
+        self._warn_of_fsdp1(parameters)
+        return collectives.inferred_agreement(parameters)
 
-    def _warn_of_fsdp1(self, plan: GradPlan) -> None:
-        if not collectives.several_ranks() or not collectives.has_fsdp1(plan.parameters):
+    def _warn_of_fsdp1(self, parameters: Sequence[Tensor]) -> None:
+        if not collectives.several_ranks() or not collectives.has_fsdp1(parameters):
             return
         if stand_in.strict:
             raise RuntimeError(_ON_FSDP1)

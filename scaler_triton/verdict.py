@@ -134,6 +134,10 @@ class Verdict:
             if flag is not self.found_inf:
                 self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
 
+    def join(self, flags: Tensor) -> None:
+        """Become the flag of several optimizers together: `flags` (one element, on this device) is not 0."""
+        torch.ne(flags, 0, out=self.found_inf)
+
     def agree(self, agreement: Agreement | None, scale: Tensor) -> None:
         """Become the maximum over the ranks that must agree: one all-reduce, none where nobody else must.
 

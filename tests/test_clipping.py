@@ -114,15 +114,33 @@ def test_several_optimizers_share_one_norm(place: Place) -> None:
 
 
 @PLACES
-def test_each_optimizer_keeps_its_own_flag(place: Place) -> None:
-    good, bad = sgd([torch.full((3,), 24.0)], place.device), sgd([torch.tensor([math.inf])], place.device)
+@pytest.mark.parametrize("how", ["at once", "deferred", "after unscaling", "some parameters"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_clipped_together_is_skipped_together(place: Place, how: str, value: float) -> None:
+    """The norm says nothing then, so the others could only step unclipped."""
+    fused = how == "deferred"
+    good = sgd([torch.full((3,), 24.0)], place.device, fused=fused)
+    bad = sgd([torch.tensor([value])], place.device, fused=fused)
+    parameters = [optimizer.param_groups[0]["params"][0] for optimizer in (good, bad)]
+    options: dict[str, dict[str, Any]] = {
+        "deferred": {"defer": True},
+        "after unscaling": {"norm_type": 1.0},
+        "some parameters": {"parameters": parameters},
+    }
     scaler = scaler_on(place)
+    for optimizers in ([good, bad], [bad, good]):
+        scaler.clip_grad_norm_(optimizers, 1.0, **options.get(how, {}))
+        assert flags(scaler, good) == flags(scaler, bad) == [1.0]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            assert scaler.was_skipped(optimizer)
+        assert [parameter.abs().max().item() for parameter in parameters] == [0.0, 0.0]
+        scaler.update(SCALE)
+        for parameter, gradient in zip(parameters, (24.0, value), strict=True):
+            parameter.grad = torch.full_like(parameter, gradient)
+    parameters[1].grad.fill_(8.0)
     scaler.clip_grad_norm_([good, bad], 1.0)
-    assert (flags(scaler, good), flags(scaler, bad)) == ([0.0], [1.0])
-    scaler.step(good)
-    scaler.step(bad)
-    assert good.param_groups[0]["params"][0][0].item() == -1.5
-    assert bad.param_groups[0]["params"][0].item() == 0.0
+    assert flags(scaler, good) == flags(scaler, bad) == [0.0]
 
 
 @PLACES
@@ -315,6 +333,7 @@ class Launches(TorchDispatchMode):
 
 READ, WRITE = ["_sum_squares_kernel", "_finish_kernel"], ["_clip_kernel"]
 ADD = ["aten::stack", "aten::sum"]
+JOIN = ["aten::ne"] * 2  # two flags become one
 
 
 @pytest.mark.parametrize(
@@ -322,7 +341,7 @@ ADD = ["aten::stack", "aten::sum"]
     [
         ([[torch.float32]], [*READ, *WRITE]),
         ([[torch.float32, torch.bfloat16]], [*READ, *READ, *ADD, *WRITE, *WRITE]),
-        ([[torch.float32], [torch.float32]], [*READ, *READ, *ADD, *WRITE, *WRITE]),
+        ([[torch.float32], [torch.float32]], [*READ, *READ, *ADD, *JOIN, *WRITE, *WRITE]),
     ],
     ids=["one dtype", "two dtypes", "two optimizers"],
 )
@@ -336,7 +355,7 @@ def test_nothing_is_launched_between_the_two_passes(
 @PLACES
 def test_a_deferred_clip_launches_one_program_in_place_of_the_second_pass(place: Place) -> None:
     check_launches(place, [[torch.float32]], [*READ, "_defer_kernel"], defer=True)
-    check_launches(place, [[torch.float32]] * 2, [*READ, *READ, *ADD, "_defer_kernel"], defer=True)
+    check_launches(place, [[torch.float32]] * 2, [*READ, *READ, *ADD, *JOIN, "_defer_kernel"], defer=True)
 
 
 def check_launches(place: Place, dtypes: list[list[torch.dtype]], want: list[str], **options: Any) -> None:
@@ -412,17 +431,6 @@ def test_a_disabled_scaler_clips_as_torch() -> None:
     norm = GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 1.0)
     assert norm.item() == 4.0
     assert grads(optimizer)[0].tolist() == pytest.approx([0.5] * 4, rel=1e-5)
-
-
-def test_a_disabled_scaler_leaves_fsdp1_models_to_themselves() -> None:
-    class Wrapped(torch.nn.Module):
-        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-            return torch.tensor([max_norm, norm_type])
-
-    optimizer = sgd([torch.full((4,), 2.0)])
-    norm = GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 1.5, model=Wrapped())
-    assert norm.tolist() == [1.5, 2.0]
-    assert grads(optimizer)[0].tolist() == [2.0] * 4
 
 
 def test_after_a_second_pass_that_failed_the_step_is_skipped() -> None:

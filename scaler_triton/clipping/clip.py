@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import collectives, dispatch
-from scaler_triton.batch import is_yet_a_sum, local_tensor, sparse_values, summed
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.clipping.copies import copies_of
-from scaler_triton.clipping.rank_norms import multiply_, norm_over_ranks
+from scaler_triton.clipping.disabled import NONFINITE, clip_unscaled
+from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
 from scaler_triton.optimizers import parameters_of
 from scaler_triton.plan import GradPlan
 from scaler_triton.unscaling import UnscalingMixin
@@ -24,11 +25,6 @@ from scaler_triton.verdict import Verdict, any_flag, flag_on, fp32_on, write_sca
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
     from scaler_triton.collectives import Agreement
-
-_NONFINITE = (
-    "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
-    "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
-)
 
 
 class _Part(NamedTuple):
@@ -71,12 +67,13 @@ class ClippingMixin(UnscalingMixin):
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
         The norm is that of the whole model: shards are summed over the ranks, copies counted once. It moves 12 bytes an
-        fp32 element instead of 20, and makes one reduction whatever the layouts. An overflow skips the step; gradients
+        fp32 element instead of 20, and makes one reduction whatever the layouts, after one for each Partial gradient,
+        which must be there on all ranks of its mesh. An overflow skips the steps of all these optimizers; gradients
         are unscaled then, not clipped.
 
         Args:
             optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.
-            max_norm: > 0, of the unscaled gradients.
+            max_norm: >= 0, of the unscaled gradients.
             norm_type: 2.0, inf, or another p > 0, which take a reduction an optimizer and one more.
             error_if_nonfinite: raise torch's RuntimeError on every rank if the norm is NaN or infinite; waits for it.
             model: what holds the FSDP1 modules, where parameters are theirs.
@@ -93,41 +90,77 @@ class ClippingMixin(UnscalingMixin):
         """
         parts_of = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
         chosen = _chosen(parameters)
-        norm_type = _checked_order(max_norm, norm_type)
+        norm_type = _checked_norm_type(max_norm, norm_type)
         if not self._enabled:
-            return _clip_unscaled(parts_of, chosen, max_norm, norm_type, error_if_nonfinite, model)
+            held = [parameter for optimizer in parts_of for parameter in parameters_of(optimizer)]
+            return clip_unscaled(held, chosen, max_norm, norm_type, error_if_nonfinite, model, self.process_group)
         parts = self._parts(parts_of, again=chosen is not None)
         if defer:
             _check_deferable(parts, chosen, norm_type)
             if self._check_unscaled:
                 raise ValueError("defer=True leaves gradients scaled, so check_unscaled=True cannot be done, got both")
-        in_one = norm_type == 2.0 and not self._check_unscaled and not self._unscale_is_overridden()
+        whole = chosen is None and norm_type == 2.0
+        at_once = whole and not self._check_unscaled and not self._unscale_is_overridden()
         with torch.no_grad():
-            if chosen is not None or not in_one:
-                return self._clip_after_unscaling(parts, chosen, max_norm, norm_type, error_if_nonfinite, model)
-            return self._clip_at_once(parts, max_norm, error_if_nonfinite, model, defer)
+            agreement = self._joint_agreement(parts)
+            self._require_scale(parts, agreement, None if at_once else norm_type)
+            if at_once:
+                return self._clip_at_once(parts, agreement, max_norm, error_if_nonfinite, model, defer)
+            return self._clip_after_unscaling(parts, agreement, chosen, max_norm, norm_type, error_if_nonfinite, model)
 
     def _parts(self, optimizers: Sequence[Any], *, again: bool) -> list[_Part]:
         """Return the optimizers with their states and plans; errors of order are raised before any reduction."""
-        states: list[dict[str, Any]] = []
-        for optimizer in optimizers:
-            self._initialised_scale("clip_grad_norm_", optimizer)
-            states.append(self._state(optimizer))
-            self._check_order(states[-1], again)
+        states = [self._state(optimizer) for optimizer in optimizers]
+        for state in states:
+            self._check_stage(state, again)
         if len({id(state) for state in states}) != len(optimizers) or not states:
             raise ValueError(f"optimizers must be at least one, and each another one, got {len(states)} of them")
         return [_Part(o, state, self._plans.get(o)) for o, state in zip(optimizers, states, strict=True)]
 
-    def _check_order(self, state: dict[str, Any], again: bool) -> None:
+    def _check_stage(self, state: dict[str, Any], again: bool) -> None:
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
 
+    def _require_scale(self, parts: Sequence[_Part], agreement: Agreement | None, norm_type: float | None) -> None:
+        """Raise torch's error if there is no scale, once the ranks that wait for this one are told.
+
+        Args:
+            norm_type: of the norm that takes a reduction of its own, after each optimizer's; None: all are one.
+        """
+        if self._scale is not None and self._growth_tracker is not None:
+            return
+        try:
+            self._check_scale_growth_tracker("clip_grad_norm_")
+        except AssertionError:
+            with suppress(Exception):  # torch's error is the one to see
+                self._tell_of_no_scale(parts, agreement, norm_type)
+            raise
+
+    def _tell_of_no_scale(self, parts: Sequence[_Part], agreement: Agreement | None, norm_type: float | None) -> None:
+        if agreement is None:
+            return
+        # The others back off in update(): so must this rank, which therefore needs a scale.
+        home = self._home(parts[0].plan)
+        self._lazy_init_scale_growth_tracker(home)
+        if norm_type is None:
+            self._fail_together(parts, agreement)
+            return
+        for part in parts:
+            if part.state["stage"] is OptState.READY:
+                self._fail(part.state, part.plan, self._agreement(part.plan))
+        norm_over_ranks((), (), norm_type, agreement, torch.ones((), dtype=torch.float32, device=home))
+
     def _clip_at_once(
-        self, parts: Sequence[_Part], max_norm: float, error_if_nonfinite: bool, model: nn.Module | None, defer: bool
+        self,
+        parts: Sequence[_Part],
+        agreement: Agreement | None,
+        max_norm: float,
+        error_if_nonfinite: bool,
+        model: nn.Module | None,
+        defer: bool,
     ) -> Tensor:
-        agreement = self._joint_agreement(parts)
         copies = [_copies(part.plan, agreement, model) for part in parts]
         assert self._scale is not None
         try:
@@ -152,7 +185,7 @@ class ClippingMixin(UnscalingMixin):
                 self._skip(part.state, part.plan)
             raise
         if refused:
-            raise RuntimeError(_NONFINITE.format(2.0))
+            raise RuntimeError(NONFINITE.format(2.0))
         return told[0] if told else reference_norm.norm_of(totals)
 
     def _measure(self, part: _Part, copies: Sequence[int]) -> _Measured:
@@ -182,17 +215,18 @@ class ClippingMixin(UnscalingMixin):
         return fp32_on(device, self._scale)
 
     def _agree_on_totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
-        """Replace totals and flags by those of all ranks, in one reduction; return the sum of all optimizers'."""
-        several = len(measured) > 1
-        totals = torch.stack([each.totals for each in measured]) if several else measured[0].totals
+        """Return the optimizers' totals, summed up over them and over the ranks; their flags become one."""
+        totals = _sum_of([each.totals for each in measured], measured[0].verdict.device)
         if agreement is not None:
             assert self._scale is not None
-            rows = totals.view(len(measured), -1)
-            write_scales(rows[:, reference_norm.SCALES :], self._scale)
-            agreement.sum_(totals.view(-1))
-            for each, row in zip(measured, rows, strict=True):
-                each.verdict.settle(row[reference_norm.FLAG :], agreement.size)
-        return totals.sum(0) if several else totals
+            write_scales(totals[reference_norm.SCALES :], self._scale)
+            agreement.sum_(totals)
+        for each in measured:
+            if agreement is not None:
+                each.verdict.settle(totals[reference_norm.FLAG :], agreement.size)
+            elif len(measured) > 1:
+                each.verdict.join(totals[reference_norm.FLAG])
+        return totals
 
     def _leave_to_step(
         self, parts: Sequence[_Part], totals: Tensor, max_norm: float, backend: dispatch.Backend
@@ -227,25 +261,24 @@ class ClippingMixin(UnscalingMixin):
             return
         for part in parts:
             self._skip(part.state, part.plan)
-        totals = torch.ones(reference_norm.COLUMNS * len(parts), dtype=torch.float64, device=self._home(parts[0].plan))
-        agreement.sum_(totals)
+        agreement.sum_(torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._home(parts[0].plan)))
 
     def _joint_agreement(self, parts: Sequence[_Part]) -> Agreement | None:
         """Return who must agree on all of the optimizers: they share one reduction."""
         if len(parts) == 1:
             return self._agreement(parts[0].plan)
-        first, members = parts[0].plan, [part.plan for part in parts]
-        groups = (self.process_group, collectives.default_group())
-        known = first.joint
-        if known is None or known[0] != [id(plan) for plan in members] or known[1] != groups:
-            everything = GradPlan([parameter for plan in members for parameter in plan.parameters])
-            first.joint = ([id(plan) for plan in members], groups, self._new_agreement(everything), members)
+        first, plans = parts[0].plan, [part.plan for part in parts]
+        key = (self.process_group, collectives.default_group())
+        if first.joint is None or first.joint[0] != key or [plan() for plan in first.joint[1]] != plans:
+            parameters = [parameter for plan in plans for parameter in plan.parameters]
+            first.joint = (key, [*map(weakref.ref, plans)], self._new_agreement(parameters))
         agreement: Agreement | None = first.joint[2]
         return agreement
 
     def _clip_after_unscaling(
         self,
         parts: Sequence[_Part],
+        agreement: Agreement | None,
         chosen: set[int] | None,
         max_norm: float,
         norm_type: float,
@@ -254,35 +287,51 @@ class ClippingMixin(UnscalingMixin):
     ) -> Tensor:
         """Clip in a pass of its own: some of the parameters, or another norm."""
         assert self._scale is not None
-        agreement = self._joint_agreement(parts)
-        copies = [_copies(part.plan, agreement, model) for part in parts]
-        for part in parts:
-            if part.state["stage"] is OptState.READY:
-                self.unscale_(part.optimizer)
-        gradients, counts = _chosen_gradients(parts, copies, chosen)
-        norm = norm_over_ranks(gradients, counts, norm_type, agreement, self._scale.device)
+        copies = [count for part in parts for count in _copies(part.plan, agreement, model)]
+        failure = self._unscale_each(parts, agreement)
+        flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
+        gradients, counts = held_gradients(_parameters(parts), copies, chosen) if failure is None else ([], [])
+        flag = flag if failure is None else torch.ones_like(flag)
+        norm, flag = norm_over_ranks(gradients, counts, norm_type, agreement, flag)
+        if len(parts) > 1:
+            for part in parts:
+                self._take_flag(part, flag)
+        if failure is not None:
+            raise failure
         if error_if_nonfinite and not math.isfinite(norm.item()):
-            raise RuntimeError(_NONFINITE.format(norm_type))
-        flag = any_flag([self._flag(part.state) for part in parts], norm.device)
+            raise RuntimeError(NONFINITE.format(norm_type))
         multiply_(gradients, reference_norm.coefficient(flag, norm, max_norm))
         return norm
 
-
-def _chosen_gradients(
-    parts: Sequence[_Part], copies: Sequence[Sequence[int]], chosen: set[int] | None
-) -> tuple[list[Tensor], list[int]]:
-    """Return the gradients of the chosen parameters, local, and how many ranks hold each."""
-    gradients, counts = [], []
-    for part, counts_of in zip(parts, copies, strict=True):
-        for parameter, count in zip(part.plan.parameters, counts_of, strict=True):
-            if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
+    def _unscale_each(self, parts: Sequence[_Part], agreement: Agreement | None) -> Exception | None:
+        """Unscale what is not; return the first error: the other ranks wait in reductions that are still to come."""
+        first: Exception | None = None
+        for part in parts:
+            if part.state["stage"] is not OptState.READY:
                 continue
-            if is_yet_a_sum(parameter.grad):
-                parameter.grad = summed(parameter.grad)
-            local = local_tensor(parameter.grad)
-            gradients.append(sparse_values(local) if local.layout is torch.sparse_coo else local)
-            counts.append(count)
-    return gradients, counts
+            try:
+                self.unscale_(part.optimizer)
+            except Exception as error:
+                if agreement is None:
+                    raise
+                first = first or error
+        return first
+
+    def _take_flag(self, part: _Part, flag: Tensor) -> None:
+        """Have an optimizer skip, too, if `flag` is set, which all that are clipped together share."""
+        state, devices = part.state, (*part.state["found_inf_per_device"],)
+        verdict = self._verdict(state)
+        if verdict is None:  # somebody has put other flags there
+            state["found_inf_per_device"] = {each: flag.to(each) for each in devices}
+            return
+        verdict.join(flag)
+        self._keep(state, verdict, devices)
+        if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
+            verdict.start_mirror()
+
+
+def _parameters(parts: Sequence[_Part]) -> list[Tensor]:
+    return [parameter for part in parts for parameter in part.plan.parameters]
 
 
 def _chosen(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
@@ -295,7 +344,7 @@ def _chosen(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
     return {id(each) for each in chosen}
 
 
-def _checked_order(max_norm: float, norm_type: float) -> float:
+def _checked_norm_type(max_norm: float, norm_type: float) -> float:
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
     order = norms.order_of(norm_type)
@@ -317,11 +366,9 @@ def _check_deferable(parts: Sequence[_Part], chosen: set[int] | None, norm_type:
 def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:
     if len(totals) == 1:
         return totals[0]
-    return (
-        torch.stack(totals).sum(0)
-        if totals
-        else torch.zeros(reference_norm.COLUMNS, dtype=torch.float64, device=device)
-    )
+    if not totals:
+        return torch.zeros(reference_norm.COLUMNS, dtype=torch.float64, device=device)
+    return torch.stack(totals).sum(0)
 
 
 def _copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:
@@ -342,20 +389,3 @@ def _weights(batch: Batch, copies: Sequence[int]) -> list[float] | None:
         layout.weights = (copies, None if set(weights) <= {1.0} else weights)
     weights_: list[float] | None = layout.weights[1]
     return weights_
-
-
-def _clip_unscaled(
-    optimizers: Sequence[Any],
-    chosen: set[int] | None,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    model: nn.Module | None,
-) -> Tensor:
-    """What a disabled scaler does: torch's clipping, by FSDP1's own method where the model has it."""
-    own = getattr(model, "clip_grad_norm_", None)
-    if own is not None and chosen is None:
-        norm: Tensor = own(max_norm, norm_type)
-        return norm
-    parameters = [p for optimizer in optimizers for p in parameters_of(optimizer) if chosen is None or id(p) in chosen]
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

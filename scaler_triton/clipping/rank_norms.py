@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from scaler_triton.batch import is_yet_a_sum, local_tensor, sparse_values, summed
+
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
 
 
+def held_gradients(
+    parameters: Iterable[Tensor], copies: Iterable[int], chosen: Container[int] | None
+) -> tuple[list[Tensor], list[int]]:
+    """Return this rank's pieces of the gradients, and how many ranks hold each.
+
+    Args:
+        parameters: whose gradients; what is yet to be summed is replaced by its sum, a collective for a Partial one.
+        copies: for each, how many of the ranks hold this rank's piece.
+        chosen: the ids of those that count; None: all.
+    """
+    gradients, counts = [], []
+    for parameter, count in zip(parameters, copies, strict=True):
+        if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
+            continue
+        if is_yet_a_sum(parameter.grad):
+            parameter.grad = summed(parameter.grad)
+        local = local_tensor(parameter.grad)
+        gradients.append(sparse_values(local) if local.layout is torch.sparse_coo else local)
+        counts.append(count)
+    return gradients, counts
+
+
 def norm_over_ranks(
-    gradients: Sequence[Tensor], copies: Sequence[int], order: float, agreement: Agreement | None, home: torch.device
-) -> Tensor:
+    gradients: Sequence[Tensor], copies: Sequence[int], order: float, agreement: Agreement | None, flag: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the norm of all ranks' gradients together, each piece counted once: one reduction, no host wait.
 
         (sum over ranks and pieces of abs(g) ** order / copies) ** (1 / order), for inf the largest abs(g)
@@ -25,30 +50,35 @@ def norm_over_ranks(
         copies: for each, how many of the ranks hold it.
         order: > 0.
         agreement: the ranks; None: this one alone.
-        home: where the answer is wanted.
+        flag: fp32, `()`, on the device where the answer is wanted; goes along.
 
-    Returns: fp32, `()`, on `home`.
+    Returns: the norm, and whether a rank's flag is not 0 (then 1.0), both fp32, `()`.
     """
-    norms = [torch.linalg.vector_norm(g, order, dtype=torch.float64).to(home) for g in gradients if g.numel()]
-    shares = torch.tensor([1.0 / count for g, count in zip(gradients, copies, strict=True) if g.numel()])
-    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=home)
+    norms: dict[int, list[Tensor]] = defaultdict(list)
+    for gradient, count in zip(gradients, copies, strict=True):
+        if gradient.numel():
+            norms[count].append(torch.linalg.vector_norm(gradient, order, dtype=torch.float64).to(flag.device))
     if order == math.inf:
-        return _largest(stacked.amax(), agreement).float()
-    weights = shares.to(device=home, dtype=torch.float64) if norms else 1.0
-    total = (stacked**order * weights).sum().reshape(1)
+        every = [norm for of_a_count in norms.values() for norm in of_a_count]
+        return _largest(_stacked(every, flag).amax(), agreement, flag)
+    shares = [(torch.stack(of_a_count) ** order).sum() / count for count, of_a_count in norms.items()]
+    both = torch.stack([_stacked(shares, flag).sum(), flag.double()])
     if agreement is not None:
-        agreement.sum_(total)
-    return (total[0] ** (1.0 / order)).float()
+        agreement.sum_(both)
+    return (both[0] ** (1.0 / order)).float(), (both[1] != 0).float()
 
 
-def _largest(mine: Tensor, agreement: Agreement | None) -> Tensor:
+def _stacked(numbers: Sequence[Tensor], flag: Tensor) -> Tensor:
+    return torch.stack([*numbers]) if numbers else torch.zeros(1, dtype=torch.float64, device=flag.device)
+
+
+def _largest(mine: Tensor, agreement: Agreement | None, flag: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest of the ranks' numbers, NaN if one of them is: a maximum over ranks may pass over it."""
-    if agreement is None:
-        return mine
     is_nan = mine.isnan()
-    both = torch.stack([torch.where(is_nan, 0.0, mine), is_nan])
-    agreement.maximum_(both)
-    return torch.where(both[1] != 0, math.nan, both[0])
+    three = torch.stack([torch.where(is_nan, 0.0, mine), is_nan.double(), flag.double()])
+    if agreement is not None:
+        agreement.maximum_(three)
+    return torch.where(three[1] != 0, math.nan, three[0]).float(), (three[2] != 0).float()
 
 
 def multiply_(gradients: Sequence[Tensor], coefficient: Tensor) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import cases
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from cases import Fault, collectives_of, local_of
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaler_triton.clipping import norms
 
@@ -109,23 +111,43 @@ def partial(rank: int, kind: str) -> Clipped:
     return Clipped([norm.item()], [], [], 0.0, [local_of(param.grad).flatten().tolist()], scaler.get_scale())
 
 
-def one_rank_fails(rank: int, kind: str) -> list[str]:
-    """Rank 1's gradient cannot be unscaled; what every rank is told, and where."""
-    scaler = cases.new_scaler(kind)
-    params = [cases.plain_param(3)]
-    optimizer = cases.new_optimizer("sgd", params)
+def one_rank_fails(rank: int, how: str, optimizers: int) -> list[str]:
+    """A gradient of rank 1's cannot be unscaled, in its first optimizer; what every rank is told, and where."""
+    scaler, params = cases.new_scaler("sharded"), [cases.plain_param(3) for _ in range(optimizers)]
     cases.give_grads(scaler, params, 0)
     if rank == 1:
         params[0].grad = torch.ones(1).expand(3)
+    return _told(scaler, params, how)
+
+
+def one_rank_never_scaled(rank: int, kind: str, how: str, optimizers: int) -> list[str]:
+    """Rank 1's scaler has no scale; what every rank is told, and where."""
+    scaler = cases.new_scaler(kind)
+    params = [cases.dtensor_param(cases.line(), [Shard(0)]) for _ in range(optimizers)]
+    cases.give_grads(scaler if rank == 0 else cases.new_scaler(kind), params, 0)
+    return _told(scaler, params, how)
+
+
+def _told(scaler: Any, params: Sequence[Tensor], how: str) -> list[str]:
+    """Clip an optimizer for each parameter together and step; what each call said, and what has become of all."""
+    optimizers = [cases.new_optimizer("sgd", [param]) for param in params]
+    ways: dict[str, dict[str, Any]] = {
+        "after unscaling": {"norm_type": 1.0},
+        "largest": {"norm_type": math.inf},
+        "some parameters": {"parameters": params},
+    }
+    before = [local_of(param.detach()).clone() for param in params]
+    steps = [functools.partial(scaler.step, optimizer) for optimizer in optimizers]
     said = []
-    for call in (lambda: scaler.clip_grad_norm_(optimizer, 1.0), lambda: scaler.step(optimizer)):
+    for call in (lambda: scaler.clip_grad_norm_(optimizers, 1.0, **ways.get(how, {})), *steps):
         try:
             call()
             said.append("")
         except Exception as error:
             said.append(cases.described(error))
     scaler.update()
-    return [*said, str(scaler.get_scale())]
+    stayed = all(torch.equal(local_of(p.detach()), old) for p, old in zip(params, before, strict=True))
+    return [*said, "stayed" if stayed else "stepped", str(scaler.get_scale())]
 
 
 def one_rank_has_no_kernel(rank: int, kind: str) -> list[str]:

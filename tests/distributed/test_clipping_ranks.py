@@ -127,7 +127,7 @@ def test_ddp_needs_no_collective(two):
 def test_two_optimizers_two_meshes_one_norm_one_collective(four, faults):
     for outcome in four.run(clipping_cases.several, "grad", faults):
         assert outcome.collectives == [(1, 0)]
-        assert outcome.values == [[1.0, 0.0 if faults else 1.0]]
+        assert outcome.values == [[0.0, 0.0] if faults else [1.0, 1.0]]
         assert outcome.scale == (INIT_SCALE / 2 if faults else INIT_SCALE)
 
 
@@ -137,13 +137,25 @@ def test_partial_gradients_are_summed_first(two):
         assert outcome.norms[0] == pytest.approx(3.0 * math.sqrt(6))
 
 
-@pytest.mark.parametrize("kind", ["sharded"])
-def test_a_rank_that_fails_tells_the_others(two, kind):
-    first, second = two.run(clipping_cases.one_rank_fails, kind)
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("how", ["at once", "after unscaling", "largest", "some parameters"])
+def test_a_rank_that_fails_tells_the_others(two, how, optimizers):
+    first, second = two.run(clipping_cases.one_rank_fails, how, optimizers)
     assert second[0].startswith("RuntimeError: unsupported operation: more than one element")
     assert first[0] == ""
     assert first[1].startswith("RuntimeError: Another rank failed to check its gradients")
-    assert first[2] == second[2] == str(INIT_SCALE / 2)
+    assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("how", ["at once", "after unscaling", "largest", "some parameters"])
+def test_a_rank_that_never_scaled_tells_the_others(two, kind, how, optimizers):
+    first, second = two.run(clipping_cases.one_rank_never_scaled, kind, how, optimizers)
+    assert second[0].startswith("AssertionError: Attempted clip_grad_norm_ but _scale is None.")
+    assert first[0] == ""
+    assert first[1].startswith("RuntimeError: Another rank failed to check its gradients")
+    assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
 
 
 def test_a_rank_that_cannot_defer_tells_the_others(two):

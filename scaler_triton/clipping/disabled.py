@@ -1,0 +1,56 @@
+"""Clipping by a scaler that is switched off: nothing to unscale, nothing to check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaler_triton import collectives
+from scaler_triton.clipping import reference_norm
+from scaler_triton.clipping.copies import copies_of
+from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
+
+NONFINITE = (
+    "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
+    "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+)
+
+
+def clip_unscaled(
+    parameters: Sequence[Tensor],
+    chosen: Container[int] | None,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    model: nn.Module | None,
+    group: Any,
+) -> Tensor:
+    """Clip as torch does; FSDP1's shards, which torch's takes for whole gradients, by the norm of all ranks'.
+
+    Args:
+        parameters: all that the optimizers hold; their gradients are written.
+        chosen: the ids of those that are clipped; None: all.
+        max_norm, norm_type, error_if_nonfinite, model: as for `clip_grad_norm_`.
+        group: the scaler's process group.
+
+    Returns: the norm, `()`, as torch's clipping does; fp32 for FSDP1.
+
+    Raises: ValueError naming `model` as `copies_of`; torch's RuntimeError for a norm that is not finite.
+    """
+    if not (collectives.several_ranks() and collectives.has_fsdp1(parameters)):
+        clipped = [p for p in parameters if chosen is None or id(p) in chosen]
+        return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
+    agreement = collectives.sharded_agreement(parameters, group)
+    with torch.no_grad():
+        copies = copies_of(parameters, None if agreement is None else agreement.group, model)
+        gradients, counts = held_gradients(parameters, copies, chosen)
+        nobody = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
+        norm, _ = norm_over_ranks(gradients, counts, norm_type, agreement, nobody)
+        if error_if_nonfinite and not math.isfinite(norm.item()):
+            raise RuntimeError(NONFINITE.format(norm_type))
+        multiply_(gradients, reference_norm.coefficient(nobody, norm, max_norm))
+    return norm
