@@ -76,7 +76,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         Args:
             optimizer: the one that was stepped, or a wrapper around it.
 
-        Raises: ValueError if it was never stepped, or unscaled since.
+        Raises: ValueError if it was never stepped, or unscaled since; for a fused one, whose `step` does not read the
+            flag, RuntimeError if another rank failed to check its gradients, or the ranks' scales differ.
         """
         if not self._enabled:
             return False

@@ -198,6 +198,10 @@ class Verdict:
             self._copy()
         assert self._mirror is not None
         values = self._mirror.read()
+        self._check(values)
+        return bool(values[_FLAG])
+
+    def _check(self, values: Sequence[float]) -> None:
         if values[_FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         apart = "" if self._compare is None else self._compare(*values[_SCALES:])
@@ -206,10 +210,14 @@ class Verdict:
                 f"The ranks hold different scales, {apart}: they no longer train one model. Go back to a checkpoint "
                 "in which they agree, or set one scale on all of them with update(new_scale)."
             )
-        return bool(values[_FLAG])
 
     def last(self) -> bool:
-        """Return the flag of the last step, also when an update has cleared it since, waiting for the device."""
+        """Return the flag of the last step, also when an update has cleared it since, waiting for the device.
+
+        Raises: as `on_host`; that another rank failed is no longer known once the flag was cleared.
+        """
+        if self._compare is not None:
+            self._check(self._signals.tolist())
         flag = self.board.last[self.row] if self.board is not None and self.cleared else self.found_inf
         return bool(flag.item())
 

@@ -447,3 +447,50 @@ def test_after_a_second_pass_that_failed_the_step_is_skipped() -> None:
         assert scaler.was_skipped(optimizer)
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [7, 57, 1000])
+def test_a_norm_does_not_depend_on_where_gradients_lie(dtype: torch.dtype, numel: int) -> None:
+    """Ranks that hold copies, as under DDP, would drift apart."""
+    values = torch.randn(12, numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    norms = set()
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        memory = torch.zeros(3, 4 * numel, dtype=dtype)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(numel, dtype=dtype)) for _ in values], lr=1.0)
+        for index, (parameter, value) in enumerate(zip(optimizer.param_groups[0]["params"], values, strict=True)):
+            parameter.grad = memory[order[index // 4]].view(4, numel)[index % 4].copy_(value)
+        norms.add(started(GradScaler, "cpu", init_scale=1.0).clip_grad_norm_(optimizer, 1.0).item())
+    assert len(norms) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((torch.nn.Linear(1, 1),), "optimizers must be an optimizer or several of them, got Linear"),
+        ((list(torch.nn.Linear(1, 1).parameters()),), "optimizers must be an optimizer .*, got Parameter"),
+        ((None,), "optimizers must be an optimizer or several of them, got NoneType"),
+    ],
+)
+def test_what_is_no_optimizer_is_named(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        started(GradScaler, "cpu").clip_grad_norm_(*arguments, 1.0)
+
+
+def test_a_module_is_no_parameters() -> None:
+    with pytest.raises(TypeError, match=r"parameters must be tensors, such as those of Linear.parameters\(\)"):
+        started(GradScaler, "cpu").clip_grad_norm_(sgd([torch.ones(1)]), 1.0, parameters=torch.nn.Linear(1, 1))
+
+
+def test_after_a_failure_none_of_several_remembers_its_last_step() -> None:
+    optimizers = [sgd([torch.ones(3)]), sgd([torch.ones(5)])]
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    optimizers[0].param_groups[0]["params"][0].grad = torch.ones(1).expand(3)
+    with pytest.raises(RuntimeError, match="more than one element"):
+        scaler.clip_grad_norm_(optimizers, 1.0)
+    for optimizer in optimizers:
+        with pytest.raises(ValueError, match="optimizer must have been stepped"):
+            scaler.was_skipped(optimizer)

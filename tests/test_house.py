@@ -98,7 +98,7 @@ ALLOWED = {
     "clipping/norms": {"batch", "clipping/reference_norm", "dispatch", "ops", "reference"},
     "clipping/rank_norms": {"batch"},
     "clipping/disabled": {"clipping/copies", "clipping/rank_norms", "clipping/reference_norm", "collectives"},
-    "clipping/copies": {"batch"},
+    "clipping/copies": {"batch", "collectives"},
     "clipping/clip": {
         "batch",
         "clipping/copies",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from scaler_triton import batch as batching
 from scaler_triton import dispatch, ops
 from scaler_triton.batch import Batch
 from scaler_triton.clipping import norms, reference_norm
-from scaler_triton.neighbours import Neighbours
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -230,20 +228,11 @@ def test_a_batch_may_hold_nothing_this_time(place: Place) -> None:
     clip(batch_of([torch.ones(0)], place.device), place, 2.0, 0.5, 3.0)
 
 
-def test_neighbours_are_read_as_one() -> None:
-    whole = values(40_000)
-    pieces = list(whole.split(20))
-    with mock.patch.object(reference_norm, "_quick_sum", wraps=reference_norm._quick_sum) as quick:
-        total = reference_norm.sum_on_host(pieces, flag(), None, Neighbours())
-    assert [tensor.numel() for tensor in quick.call_args.args[0]] == [40_000]
-    assert math.sqrt(total) == pytest.approx(exact([whole]), rel=TOLERANCE)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_and_small_ones_side_by_side(dtype: torch.dtype) -> None:
     numels = [reference_norm._CONVERTED + 77, 0, 5, reference_norm._GATHERED, 700, 513]
     tensors = [values(numel, dtype, seed) for seed, numel in enumerate(numels)]
-    total = reference_norm.sum_on_host(tensors, flag(), None, None)
+    total = reference_norm.sum_on_host(tensors, flag(), None)
     want = sum(tensor.double().square().sum().item() for tensor in tensors)
     assert total == pytest.approx(want, rel=TOLERANCE)
 

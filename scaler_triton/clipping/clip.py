@@ -88,7 +88,7 @@ class ClippingMixin(UnscalingMixin):
         Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
             `parameters`; TypeError for `parameters` that are no tensors.
         """
-        parts_of = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+        parts_of = _checked_optimizers(optimizers)
         chosen = _chosen(parameters)
         norm_type = _checked_norm_type(max_norm, norm_type)
         if not self._enabled:
@@ -150,7 +150,8 @@ class ClippingMixin(UnscalingMixin):
         for part in parts:
             if part.state["stage"] is OptState.READY:
                 self._fail(part.state, part.plan, self._agreement(part.plan))
-        norm_over_ranks((), (), norm_type, agreement, torch.ones((), dtype=torch.float32, device=home))
+        flag = torch.ones((), dtype=torch.float32, device=home)
+        norm_over_ranks(*_unknown(flag), norm_type, agreement, flag)
 
     def _clip_at_once(
         self,
@@ -163,6 +164,8 @@ class ClippingMixin(UnscalingMixin):
     ) -> Tensor:
         copies = [_copies(part.plan, agreement, model) for part in parts]
         assert self._scale is not None
+        for part in parts:
+            self._stepped.forget(part.state)
         try:
             backend = norms.choose_for_scale(self._scale, self._backend) if defer else None
             measured = [self._measure(part, counts) for part, counts in zip(parts, copies, strict=True)]
@@ -190,7 +193,6 @@ class ClippingMixin(UnscalingMixin):
 
     def _measure(self, part: _Part, copies: Sequence[int]) -> _Measured:
         """Check one optimizer's gradients and sum their squares, each piece's share of the global sum."""
-        self._stepped.forget(part.state)
         if part.state["found_inf_per_device"]:
             part.plan.verdict = None  # what an earlier check found must outlive a failure of this one
         verdict = self._new_verdict(part.plan)
@@ -261,7 +263,9 @@ class ClippingMixin(UnscalingMixin):
             return
         for part in parts:
             self._skip(part.state, part.plan)
-        agreement.sum_(torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._home(parts[0].plan)))
+        told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._home(parts[0].plan))
+        told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
+        agreement.sum_(told)
 
     def _joint_agreement(self, parts: Sequence[_Part]) -> Agreement | None:
         """Return who must agree on all of the optimizers: they share one reduction."""
@@ -290,8 +294,11 @@ class ClippingMixin(UnscalingMixin):
         copies = [count for part in parts for count in _copies(part.plan, agreement, model)]
         failure = self._unscale_each(parts, agreement)
         flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
-        gradients, counts = held_gradients(_parameters(parts), copies, chosen) if failure is None else ([], [])
-        flag = flag if failure is None else torch.ones_like(flag)
+        if failure is None:
+            gradients, counts = held_gradients(_parameters(parts), copies, chosen)
+        else:
+            flag = torch.ones_like(flag)
+            gradients, counts = _unknown(flag)
         norm, flag = norm_over_ranks(gradients, counts, norm_type, agreement, flag)
         if len(parts) > 1:
             for part in parts:
@@ -330,13 +337,30 @@ class ClippingMixin(UnscalingMixin):
             verdict.start_mirror()
 
 
+def _unknown(flag: Tensor) -> tuple[list[Tensor], list[int]]:
+    """What stands for the gradients of a rank that does not know theirs: their norm is NaN everywhere."""
+    return [torch.full_like(flag, math.nan)], [1]
+
+
 def _parameters(parts: Sequence[_Part]) -> list[Tensor]:
     return [parameter for part in parts for parameter in part.plan.parameters]
+
+
+def _checked_optimizers(optimizers: Any) -> list[Any]:
+    if hasattr(optimizers, "param_groups"):
+        return [optimizers]
+    several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    for each in several:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(f"optimizers must be an optimizer or several of them, got {type(each).__name__}")
+    return several
 
 
 def _chosen(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
     if parameters is None:
         return None
+    if isinstance(parameters, nn.Module):
+        raise TypeError(f"parameters must be tensors, such as those of {type(parameters).__name__}.parameters()")
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for each in chosen:
         if not isinstance(each, Tensor):  # such as the pairs of named_parameters()

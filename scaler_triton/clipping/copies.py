@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaler_triton.batch import is_dtensor
+from scaler_triton.collectives import has_fsdp1, several_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,10 +27,11 @@ def copies_of(parameters: Sequence[Tensor], group: ProcessGroup | None, model: n
         group: the ranks whose gradients make up the norm; None: this one alone.
         model: holds the `FullyShardedDataParallel` modules, where there are any.
 
-    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules.
+    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules; naming `process_group` if one is
+        cut into more pieces than the group has ranks.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
-    if ranks == 1:
+    if ranks == 1 and not (several_ranks() and has_fsdp1(parameters)):
         return [1] * len(parameters)
     shards = _fsdp1_shards(model)
     return [_copies_of_one(index, parameter, ranks, shards) for index, parameter in enumerate(parameters)]
@@ -45,7 +47,13 @@ def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int
             f"model is needed: parameter {index} is FullyShardedDataParallel's, which does not tell how it is sharded; "
             "pass model= the module that holds the FSDP modules"
         )
-    return max(1, ranks // shards[id(parameter)])
+    pieces = shards[id(parameter)]
+    if pieces > ranks:
+        raise ValueError(
+            f"process_group is needed: parameter {index} is FullyShardedDataParallel's, cut into {pieces} pieces, and "
+            f"the norm would be that of {ranks}; use scaler_triton.ShardedGradScaler, or pass process_group="
+        )
+    return ranks // pieces
 
 
 def _pieces(parameter: Any) -> int:

@@ -190,7 +190,7 @@ def _reference_totals(batch: Batch, inv_scale: Tensor, found_inf: Tensor, weight
     if weights is not None:
         weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
     if batch.layout.key.plain and inv_scale.is_cpu:
-        total = reference_norm.sum_on_host(batch.present, found_inf, weights, ops._neighbours(batch))
+        total = reference_norm.sum_on_host(batch.present, found_inf, weights)
         inv = inv_scale.item()
         numbers = (total * inv * inv, found_inf.item(), 0.0, 0.0, 0.0)
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")

@@ -27,7 +27,7 @@ _ROWS = range(512, 127, -16)
 _FEW_ROWS = 32
 # Smaller tensors are copied together until they have so many elements: fewer than the 32,768 from which on torch
 # calls upon more threads, which costs more than it gains; what has to be converted gains by size.
-_GATHERED, _GATHERED_16BIT = 1 << 14, 1 << 17
+_GATHERED, _GATHERED_16BIT = 1 << 13, 1 << 17
 # Dtypes of 16 bits are converted in pieces of so many elements: they stay in the cache, and in the allocator's heap.
 _CONVERTED = 1 << 17
 # Where the squares' mean is below this, what they lost by underflow may count.
@@ -158,16 +158,13 @@ def _split(tensor: Tensor) -> Iterator[list[Tensor]]:
         yield [tensor]
 
 
-def sum_on_host(
-    tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None, neighbours: Neighbours | None
-) -> float:
+def sum_on_host(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None) -> float:
     """`sum_one_by_one` for tensors on the CPU, quicker, and as a number; its relative error is below 1e-6.
 
-    Args:
-        neighbours: what is known of this list from earlier steps.
+    The same for equal values in equal shapes, wherever they lie: ranks that hold copies must not drift apart.
     """
     if weights is None:
-        total = _quick_sum((neighbours or Neighbours()).merged(tensors))
+        total = _quick_sum(tensors)
     else:
         total = sum(weight * _quick_sum(members) for weight, members in _by_weight(tensors, weights).items())
     if not math.isfinite(total):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
+import warnings
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -16,8 +19,9 @@ import model_cases
 import torch
 import torch.distributed as dist
 from cases import Fault, collectives_of, local_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.weak import TensorWeakRef
 
 from scaler_triton.clipping import norms
 
@@ -166,6 +170,54 @@ def one_rank_has_no_kernel(rank: int, kind: str) -> list[str]:
     scaler.step(optimizer)
     scaler.update()
     return [said, str(local_of(params[0]).tolist() == before), str(scaler.get_scale())]
+
+
+def fsdp1_with_a_plain_scaler(rank: int, sharding: str) -> tuple[str, float]:
+    """An FSDP1 model clipped by a `GradScaler`, which knows no group: what it says, or the norm."""
+    model = model_cases.WRAPPERS[sharding](model_cases.Net(), False)
+    scaler, optimizer = cases.new_scaler("grad"), cases.new_optimizer("sgd", model.parameters())
+    _backward(model, optimizer, (0, 1), 0, scaler)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="GradScaler cannot tell which ranks", category=UserWarning)
+        try:
+            return "", scaler.clip_grad_norm_(optimizer, 1.0, model=model).item()
+        except ValueError as error:
+            return str(error), 0.0
+
+
+def fsdp1_and_no_scaling(rank: int, enabled: bool, norm_type: float) -> tuple[float, str]:
+    """FSDP1 inside of a plain module, the scaler on or off: the norm, and what `error_if_nonfinite` says of an inf."""
+    model = nn.Sequential(model_cases.WRAPPERS["fsdp1-full"](model_cases.Net(), False))
+    scaler, optimizer = cases.new_scaler("sharded", enabled=enabled), cases.new_optimizer("sgd", model.parameters())
+    _backward(model, optimizer, (0, 1), 0, scaler)
+    norm = scaler.clip_grad_norm_(optimizer, 1e9, norm_type, model=model).item()
+    scaler = cases.new_scaler("sharded", enabled=enabled)
+    _backward(model, optimizer, (0, 1), 0, scaler)
+    if rank == 1:
+        next(p.grad for p in model.parameters() if p.grad is not None and p.numel()).view(-1)[0] = math.inf
+    try:
+        scaler.clip_grad_norm_(optimizer, 1.0, norm_type, True, model=model)
+    except RuntimeError as error:
+        return norm, str(error)
+    return norm, ""
+
+
+def several_and_then_one(rank: int) -> list[bool]:
+    """Two optimizers clipped together; the second one goes: whether its parameter and gradient stay."""
+    scaler, params = cases.new_scaler("sharded"), [cases.plain_param(3), cases.plain_param(2)]
+    optimizers = [cases.new_optimizer("sgd", [param]) for param in params]
+    cases.give_grads(scaler, params, 0)
+    scaler.clip_grad_norm_(optimizers, 1.0)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    last = [weakref.ref(params[1]), TensorWeakRef(params[1].grad)]
+    del params[1], optimizers[1], optimizer
+    gc.collect()
+    cases.give_grads(scaler, params, 1)
+    scaler.step(optimizers[0])
+    scaler.update()
+    return [each() is not None for each in last]
 
 
 def fsdp1_without_model(rank: int) -> str:

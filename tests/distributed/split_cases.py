@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import cases
 import dtensor_cases
 import torch
@@ -43,6 +46,31 @@ def clipped_together_with_different_scales(rank: int) -> list[str]:
         except RuntimeError as error:
             said.append(str(error))
     return said
+
+
+def asked_with_different_scales(rank: int, how: str) -> list[str]:
+    """Rank 1's scale is written over; what was_skipped says of a fused step, before and after the update."""
+    scaler, params = cases.new_scaler("sharded"), [cases.plain_param(3)]
+    optimizer = cases.new_optimizer("adamw-fused", params)
+    cases.give_grads(scaler, params, 0)
+    if rank == 1:
+        scaler._scale.fill_(64.0)
+    if how == "clip":
+        scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
+    scaler.step(optimizer)
+    said = [_said(scaler.was_skipped, optimizer)]
+    scaler.update(4.0)
+    said.append(_said(scaler.was_skipped, optimizer))
+    cases.give_grads(scaler, params, 1)
+    scaler.step(optimizer)
+    return [*said, _said(scaler.was_skipped, optimizer)]
+
+
+def _said(call: Callable[..., Any], *args: Any) -> str:
+    try:
+        return str(call(*args))
+    except RuntimeError as error:
+        return str(error)
 
 
 def stepped_and_clipped_in_turn(rank: int) -> bool:

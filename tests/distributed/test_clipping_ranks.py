@@ -167,3 +167,26 @@ def test_a_rank_that_cannot_defer_tells_the_others(two):
 def test_fsdp1_needs_its_model(two):
     for text in two.run(clipping_cases.fsdp1_without_model):
         assert text.startswith("model is needed: parameter 0 is FullyShardedDataParallel's")
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1-full", "fsdp1-no-shard"])
+def test_a_plain_scaler_clips_no_shards_by_their_own_norms(two, sharding):
+    told = two.run(clipping_cases.fsdp1_with_a_plain_scaler, sharding)
+    if sharding == "fsdp1-no-shard":
+        assert told[0] == told[1]
+        assert told[0][0] == ""
+        return
+    for text, _ in told:
+        assert text.startswith("process_group is needed: parameter 0 is FullyShardedDataParallel's, cut into 2 pieces")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_disabled_scaler_clips_fsdp1_by_the_norm_of_the_whole(two, norm_type):
+    on, off = (two.run(clipping_cases.fsdp1_and_no_scaling, enabled, norm_type) for enabled in (True, False))
+    assert off[0][0] == off[1][0] == pytest.approx(on[0][0], rel=1e-6)
+    for _, said in (*on, *off):
+        assert said.startswith(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite")
+
+
+def test_optimizers_clipped_together_keep_each_other_not_alive(two):
+    assert two.run(clipping_cases.several_and_then_one) == [[False, False]] * 2

@@ -31,3 +31,12 @@ def test_different_scales_raise_for_each_optimizer_that_was_clipped(two):
 
 def test_steps_and_clips_in_turn_compare_nothing_stale(two):
     assert two.run(split_cases.stepped_and_clipped_in_turn) == [True, True]
+
+
+@pytest.mark.parametrize("how", ["step", "clip"])
+def test_who_asks_about_a_fused_step_is_told(two, how):
+    """It reads no flag itself."""
+    for before, after, good in two.run(split_cases.asked_with_different_scales, how):
+        assert before.startswith(means(2) if how == "clip" else FARTHEST)
+        assert after == before
+        assert good == "False"
