@@ -168,7 +168,7 @@ def launch_update_rows(
             strikes.
         rows: which of the flags count, one bit each.
         clear: zero columns 0 and 1 of those rows afterwards, and keep column 0 in fp32 [32], `last`, that follows
-            `flags` [32, 2] in memory.
+            `flags` [32, 4] in memory.
     """
     _launch_on(scale.device, clear)(1, scale, growth_tracker, flags, policy, counters, rows)
 

@@ -189,6 +189,11 @@ def update_by_rows_(
     _kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, counters, rows, clear=True)
 
 
+def update_by_flag_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, policy: Tensor, counters: Tensor) -> None:
+    """`update_by_rows_` for one flag, which is left as it is."""
+    _kernels().update_scale.launch_update_rows(scale, growth_tracker, found_inf, policy, counters, 1, clear=False)
+
+
 def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
     """Pair every batch with its backend; whatever fails to compile or load shows here, before any write."""
     return [(b, b.layout.backends.get(requested) or _backend(b.layout, requested)) for b in batches]
@@ -212,8 +217,12 @@ def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Bac
             original.copy_(copy)
 
 
-def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
-    """`check_nonfinite` for one batch, `found_inf` on its device."""
+def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: bool = False) -> None:
+    """`check_nonfinite` for one batch, `found_inf` on its device.
+
+    Args:
+        unscaled: `unscale_batch_` had it just now: a table that both share is filled.
+    """
     if backend == "torch":
         if batch.layout.key.plain:
             reference.check_nonfinite(batch.present, found_inf, _neighbours(batch))
@@ -221,7 +230,12 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend) -> None:
             _reference_unscale_(batch, torch.ones_like(found_inf), found_inf)
         return
     dense = _dense(batch)  # kept until the launch: an address keeps nothing alive
-    _kernels().nonfinite.launch_check_nonfinite(_table(batch.layout, dense, "check"), found_inf)
+    tables = batch.layout.tables
+    if unscaled and dense is batch and tables.get("check") is tables["unscale"]:
+        table = tables["check"]  # a capture has room for one copy of its addresses
+    else:
+        table = _table(batch.layout, dense, "check")
+    _kernels().nonfinite.launch_check_nonfinite(table, found_inf)
 
 
 def _shards(grads: Sequence[Tensor]) -> list[Tensor]:

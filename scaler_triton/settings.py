@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import limits, policy
+from scaler_triton.capturing import refuse_capture
 from scaler_triton.limits import NO_LIMITS, Extras, Limits
 from scaler_triton.stats import NAMES, Counters, Lagging
 
@@ -51,6 +52,7 @@ class SettingsMixin(_Base):
     def _device_policy(self, device: torch.device) -> Tensor:
         held = self._device_policies.get(device)
         if held is None:
+            refuse_capture(device, "a scaler's first update")
             from scaler_triton.kernels.update_scale import DevicePolicy
 
             held = self._device_policies[device] = DevicePolicy(device)

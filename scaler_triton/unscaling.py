@@ -99,7 +99,7 @@ class UnscalingMixin(OverflowMixin):
             state["written"] = True
             ops.unscale_batch_(batch, fp32_on(flag.device, factor), flag, backend, inverse=inv_scale is not None)
             if self._check_unscaled:
-                ops.check_batch(batch, flag, backend)
+                ops.check_batch(batch, flag, backend, unscaled=True)
 
         return self._for_each_batch(optimizer, state, found_inf, allow_fp16, unscale)
 
@@ -215,9 +215,10 @@ class UnscalingMixin(OverflowMixin):
                 refuse_capture(home, "a scaler's first step")
                 self._boards[home] = Board(home)
             plan.verdict = verdict = self._boards[home].verdict()
-        if is_captured(verdict.found_inf):
+        captured = is_captured(verdict.found_inf)
+        if captured:
             self._boards[home].captured.add(verdict)
-        verdict.begin()
+        verdict.begin(captured)
         return verdict
 
     def _home(self, plan: GradPlan) -> torch.device:

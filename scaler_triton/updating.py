@@ -132,27 +132,32 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         checked = [state for state in states if state["found_inf_per_device"]]
         if not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
-        backend = dispatch.choose(scale.device, scale.dtype, self._backend)
-        if backend == "triton" and self._update_by_board(scale, growth_tracker, checked):
+        if self._update_backend(scale, growth_tracker) == "triton":
+            self._update_by_kernel(scale, growth_tracker, checked)
             return
         found_inf = any_flag([self._flag(state) for state in checked], scale.device)
-        ops.update_scalars_(scale, growth_tracker, found_inf, self._numbers(), backend, self._limits, self._counters)
+        ops.update_scalars_(scale, growth_tracker, found_inf, self._numbers(), "torch", self._limits, self._counters)
 
-    def _update_by_board(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[State]) -> bool:
-        """Update by one launch that clears the flags for the next step; False if they are not all on one board."""
+    def _update_backend(self, scale: Tensor, growth_tracker: Tensor) -> dispatch.Backend:
         if scale.dtype is not torch.float32 or growth_tracker.dtype is not torch.int32:
-            return False  # assigned by somebody: the kernel takes addresses, and would not notice
+            return "torch"  # assigned by somebody: the kernel takes addresses, and would not notice
+        return dispatch.choose(scale.device, scale.dtype, self._backend)
+
+    def _update_by_kernel(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[State]) -> None:
+        """Update by one launch, which clears the flags for the next step if they are all on one board."""
+        numbers, counters = self._device_policy(scale.device), self._counters.on(scale.device)
         board = self._boards.get(scale.device)
         verdicts = [self._verdict(state) for state in states]
         rows = None if board is None else board.rows(verdicts)
         if board is None or rows is None:
-            return False
-        numbers, counters = self._device_policy(scale.device), self._counters.on(scale.device)
+            found_inf = any_flag([self._flag(state) for state in states], scale.device)
+            ops.update_by_flag_(scale, growth_tracker, found_inf, numbers, counters)
+            return
         ops.update_by_rows_(scale, growth_tracker, board.signals, rows, numbers, counters)
+        captured = is_captured(scale)
         for verdict in verdicts:
             assert verdict is not None
-            verdict.cleared = True
-        return True
+            verdict.moved, verdict.cleared = True, not captured
 
     def _checked_scale(self, new_scale: Any) -> float:
         if isinstance(new_scale, Tensor) and (

@@ -112,7 +112,8 @@ class Verdict:
         self.board, self.row = board, row
         self.device = signals.device
         self.found_inf = signals[_FLAG]
-        self.cleared = False  # whether the signals are known to be zero
+        self.cleared = False  # whether flag and failure are known to be zero
+        self.moved = False  # whether an update has taken the flag to the board's last ones
         self._signals, self._scales = signals, signals[_SCALES:]
         self._compare: Comparison | None = None
         self._mirror: HostMirror | None = None
@@ -121,11 +122,11 @@ class Verdict:
         self._served: list[Tensor] = []  # keeps alive what the marks name
         self._marks: list[tuple[int, int | None]] = []
 
-    def begin(self) -> None:
-        """Forget the step before."""
-        if not self.cleared:
+    def begin(self, captured: bool = False) -> None:
+        """Forget the step before; in a graph whatever that will be: replays follow what the host has not foreseen."""
+        if captured or not self.cleared:
             self._signals.zero_()
-        self.cleared = self._mirrored = False
+        self.cleared = self.moved = self._mirrored = False
         self._compare = None
 
     def add(self, flags: Iterable[Tensor]) -> None:
@@ -218,7 +219,7 @@ class Verdict:
         """
         if self._compare is not None:
             self._check(self._signals.tolist())
-        flag = self.board.last[self.row] if self.board is not None and self.cleared else self.found_inf
+        flag = self.board.last[self.row] if self.board is not None and self.moved else self.found_inf
         return bool(flag.item())
 
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "limits": {"policy"},
     "stats": {"capturing", "mirror"},
     "stepped": {"optimizers"},
-    "settings": {"limits", "policy", "stats"},
+    "settings": {"capturing", "limits", "policy", "stats"},
     "optimizers": set(),
     "dispatch": {"capturing"},
     "reference": {"limits", "neighbours", "policy", "stats"},

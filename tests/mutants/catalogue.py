@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant(_S + "verdict.py", "(id(flag), version(flag))", "(0, version(flag))", CONTRACT),
     Mutant(_S + "verdict.py", "_FAILED] = 1.0, 0.0", "_FAILED] = 0.0, 0.0", FAILURE),
     Mutant(_S + "verdict.py", "if values[_FAILED]:", "if False:", RANKS),
-    Mutant(_S + "verdict.py", "        if not self.cleared:\n", "        if False:\n", CONTRACT),
+    Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if captured:", CONTRACT),
     Mutant(
         _S + "verdict.py",
         "weakref.finalize(verdict, self._free.append, row)",

@@ -1,0 +1,120 @@
+"""What the host keeps of a captured step: nothing that was only recorded may be taken for done. Needs no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import Place, flags, places, sgd, started
+
+from scaler_triton import GradScaler, ops, settings
+from scaler_triton.kernels import update_scale
+from scaler_triton.kernels.table import GradTable
+
+PLACE = next(place for place in places() if place.backend == "triton")
+SCALE = 8.0
+
+
+@contextmanager
+def as_if_captured() -> Iterator[None]:
+    """Have the scaler believe that its launches are recorded; they run."""
+    with ExitStack() as patches:
+        for module in ("stats", "unscaling", "updating", "verdict"):
+            patches.enter_context(mock.patch(f"scaler_triton.{module}.is_captured", return_value=True))
+        yield
+
+
+def new(place: Place = PLACE, **options: Any) -> tuple[Any, Any]:
+    """A scaler that has taken a step, and its optimizer, which keeps its gradients where they are."""
+    scaler = started(GradScaler, place.device, init_scale=SCALE, growth_interval=1000, backend=place.backend, **options)
+    optimizer = sgd([torch.full((3,), 8.0)], place.device, fused=True)
+    step(scaler, optimizer)
+    return scaler, optimizer
+
+
+def step(scaler: Any, optimizer: Any, gradient: float = 8.0, new_scale: float | None = None) -> None:
+    optimizer.param_groups[0]["params"][0].grad.fill_(gradient)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update(new_scale)
+
+
+def test_a_captured_step_clears_its_flag_whatever_was_before() -> None:
+    scaler, optimizer = new()
+    verdict = scaler._plans.plans()[0].verdict
+    assert verdict.cleared
+    verdict.found_inf.fill_(1.0)  # as an eager step may leave it for a replay
+    with as_if_captured():
+        step(scaler, optimizer)
+    assert scaler.get_scale() == SCALE
+
+
+def test_what_a_captured_update_will_clear_is_not_clear_yet() -> None:
+    scaler, optimizer = new()
+    with as_if_captured():
+        step(scaler, optimizer)
+    verdict = scaler._plans.plans()[0].verdict
+    verdict.found_inf.fill_(1.0)  # as nobody has replayed the update
+    step(scaler, optimizer)
+    assert not scaler.was_skipped(optimizer)
+    assert scaler.get_scale() == SCALE
+
+
+def test_a_replays_skip_is_told() -> None:
+    scaler, optimizer = new()
+    with as_if_captured():
+        step(scaler, optimizer, float("inf"))
+        assert scaler.was_skipped(optimizer)
+        step(scaler, optimizer)
+        assert not scaler.was_skipped(optimizer)
+
+
+def test_unscaling_and_checking_it_sends_addresses_once() -> None:
+    scaler, optimizer = new(check_unscaled=True)
+    with mock.patch.object(GradTable, "set_addresses", autospec=True, side_effect=GradTable.set_addresses) as sent:
+        scaler.unscale_(optimizer)
+    assert sent.call_count == 1
+    assert flags(scaler, optimizer) == [0.0]
+
+
+def test_the_numbers_are_not_made_while_a_graph_is_captured() -> None:
+    scaler, optimizer = new()
+    scaler._device_policies.clear()
+    with (
+        mock.patch.object(settings, "refuse_capture", side_effect=RuntimeError("captured")),
+        pytest.raises(RuntimeError, match="captured"),
+    ):
+        step(scaler, optimizer)
+    assert not scaler._device_policies
+
+
+def test_flags_of_others_are_updated_by_the_scalers_own_numbers() -> None:
+    """A graph reads the numbers where they are: those of a shared cache may go, and no setter reaches them."""
+    scaler, optimizer = new()
+    scaler.set_backoff_factor(0.25)
+    optimizer.param_groups[0]["params"][0].grad.fill_(8.0)
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for device in found:
+        found[device] = torch.ones((), device=device)  # not our tensor
+    scaler.step(optimizer)
+    launch = update_scale.launch_update_rows
+    with mock.patch.object(ops._kernels().update_scale, "launch_update_rows", side_effect=launch) as launched:
+        scaler.update()
+    (held,) = scaler._device_policies.values()
+    assert launched.call_args.args[3] is held.numbers
+    assert scaler.get_scale() == SCALE / 4
+
+
+def test_a_scale_of_another_dtype_is_not_handed_to_the_kernel() -> None:
+    if PLACE.device == "cuda":
+        pytest.skip("torch's op takes an fp32 scale only")
+    scaler, optimizer = new()
+    scaler._scale = scaler._scale.double()
+    with mock.patch.object(ops._kernels().update_scale, "launch_update_rows", side_effect=AssertionError):
+        step(scaler, optimizer, float("inf"))
+    assert scaler.get_scale() == SCALE / 2
