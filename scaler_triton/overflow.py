@@ -82,11 +82,10 @@ class OverflowMixin(FlagsMixin):
 def marks_of(plan: GradPlan, epoch: int) -> dict[int, int]:
     """Return what was seen in an epoch, by the parameter's position, waiting for the device."""
     marks = dict(plan.marks[1]) if plan.marks[0] == epoch else {}
-    for layout in plan.layouts:
-        for table in {id(table): table for table in layout.tables.values()}.values():
-            for slot, bits in zip(layout.slots, table.bits.tolist(), strict=True):
-                if bits & _KINDS and bits >> _KIND_BITS == epoch:
-                    marks[slot] = marks.get(slot, 0) | bits & _KINDS
+    for slots, seen in plan.marked():
+        for slot, bits in zip(slots, seen.tolist(), strict=True):
+            if bits & _KINDS and bits >> _KIND_BITS == epoch:
+                marks[slot] = marks.get(slot, 0) | bits & _KINDS
     return marks
 
 
@@ -95,6 +94,11 @@ def _untold(plan: GradPlan) -> Iterator[str]:
         key = layout.key
         if "torch" in layout.backends.values() and (key.device.type != "cpu" or not key.plain):
             yield f"gradients on {key.device} that torch's own op serves"
+    for device in plan.unseen:
+        if plan.epoch is not None and plan.epoch[1].device == device:
+            yield f"sparse and Partial gradients on {device}"
+        else:
+            yield f"gradients on {device}, where the scale is not"
 
 
 def _has_flag(state: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -56,11 +56,14 @@ class GradPlan:
         self.verdict: Any = None  # whoever judges these gradients keeps the flag here
         self.marks: tuple[int, dict[int, int]] = (-1, {})  # on the host: an epoch, and what was seen in whose gradient
         self.epoch: tuple[Tensor, Tensor] | None = None  # on the device: its counters, and the number of the epoch
+        self.unseen: set[torch.device] = set()  # where kernels see gradients without marking which
+        self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: int32, one a parameter
         self.copies: Any = None  # whoever counts them keeps how many ranks hold each parameter here
         self.joint: Any = None  # and who must agree on several plans at once
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
         self._whole_specs: list[Any] = [None] * len(self.parameters)  # of DTensors that are not Partial
+        self._layouts: Sequence[Layout] = ()
         self._place([self._expected_form(parameter) for parameter in self.parameters])
 
     @property
@@ -75,6 +78,39 @@ class GradPlan:
             layout.epoch = epoch
             for table in layout.tables.values():
                 table.epoch = epoch
+
+    def marked(self) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Yield what kernels saw in whose gradient: parameters' positions, and the bits of each as tables have them."""
+        for layout in self._layouts:
+            for table in {id(table): table for table in layout.tables.values()}.values():
+                yield layout.slots, table.bits
+        for kept in self._kept.values():
+            yield range(len(self.parameters)), kept
+
+    def take_marks(self, other: GradPlan) -> None:
+        """Keep what another plan knows of parameters that are in this one, too."""
+        places = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        epoch, marks = other.marks
+        moved = {places.get(id(other.parameters[slot]), -1): kinds for slot, kinds in marks.items()}
+        self.marks = (epoch, {slot: kinds for slot, kinds in moved.items() if slot >= 0})
+        self.unseen |= other.unseen
+        for slots, bits in other.marked():
+            self._keep([places.get(id(other.parameters[slot]), -1) for slot in slots], bits)
+
+    def forget_marks(self) -> None:
+        """Forget what was seen in gradients."""
+        self.marks = (-1, {})
+        for _, bits in self.marked():
+            bits.zero_()
+
+    def _keep(self, slots: Sequence[int], bits: Tensor) -> None:
+        """Keep marks beyond their table; slots below 0 are nobody's."""
+        if bits.device not in self._kept:
+            self._kept[bits.device] = torch.zeros(len(self.parameters), dtype=torch.int32, device=bits.device)
+        kept, ours = self._kept[bits.device], [place for place, slot in enumerate(slots) if slot >= 0]
+        target = torch.tensor([slots[place] for place in ours], device=bits.device, dtype=torch.int64)
+        source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]
+        kept[target] = torch.maximum(kept[target], source)  # a later epoch is a larger number
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether `parameters` are the ones this plan was made for, the first of them where it was."""
@@ -133,11 +169,11 @@ class GradPlan:
                 self._known.learn(gradients)
         rows = [Batch(layout, row(gradients)) for layout, row in zip(self._layouts, self._rows, strict=True)]
         batches = [batch for batch in rows if any(tensor is not None for tensor in batch.tensors)]
-        return Gradients(batches + batching.group(loose.values(), loose), batching.group(bounds))
+        return Gradients(batches + batching.group(loose.values(), loose), batching.group(bounds.values(), bounds))
 
-    def _localise(self, gradients: list[Tensor | None]) -> list[Tensor]:
-        """Put shards in the place of DTensors; return what bounds the sums of those that are Partial."""
-        bounds = []
+    def _localise(self, gradients: list[Tensor | None]) -> dict[int, Tensor]:
+        """Put shards in the place of DTensors; return what bounds the sums of those that are Partial, by position."""
+        bounds = {}
         for index in self._dtensors:
             gradient = gradients[index]
             if gradient is not None:
@@ -146,7 +182,7 @@ class GradPlan:
                 if spec is not None and spec is self._whole_specs[index]:
                     continue  # gradients of one parameter mostly share one: it need not be read again
                 if (terms := batching.partial_terms(gradient)) > 1:
-                    bounds.append(local * terms)
+                    bounds[index] = local * terms
                 else:
                     self._whole_specs[index] = spec
         return bounds
@@ -209,6 +245,8 @@ class GradPlan:
             layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]
+        for slots, bits in [*self.marked()] if self._layouts else ():
+            self._keep(slots, bits)
         self._known.forget()  # what passed for the layouts before need not fit these
         self.devices, self._forms, self._layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
 
@@ -260,7 +298,9 @@ class PlanCache:
         parameters = parameters_of(inner)
         _, plan = self._plans.get(id(inner), (None, None))
         if plan is None or not plan.matches(parameters):  # a plan is made of parameters: whose id it is does not matter
-            plan = GradPlan(checked_parameters(parameters))
+            before, plan = plan, GradPlan(checked_parameters(parameters))
+            if before is not None:
+                plan.take_marks(before)
             reference = weak(inner, self._forgetter(id(inner)))
             if isinstance(reference, weakref.ref):  # else nothing would ever tell that the optimizer is gone
                 self._plans[id(inner)] = (reference, plan)

@@ -14,6 +14,7 @@ from scaler_triton.stats import NAMES, Counters, Lagging
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.update_scale import DevicePolicy
+    from scaler_triton.plan import PlanCache
 
     _Base = torch.amp.GradScaler
 else:
@@ -28,6 +29,7 @@ class SettingsMixin(_Base):
     _max_consecutive_skips: int | None
     _counters: Counters
     _lagging: Lagging
+    _plans: PlanCache
 
     def _init_extras(
         self,
@@ -150,4 +152,6 @@ class SettingsMixin(_Base):
         self._limits, self._max_consecutive_skips = extras.limits, extras.max_consecutive_skips
         self._counters.set(extras.counters)
         self._lagging = Lagging()
+        for plan in self._plans.plans():
+            plan.forget_marks()  # they are of a count that goes on elsewhere
         self._numbers_changed()

@@ -141,8 +141,11 @@ class UnscalingMixin(OverflowMixin):
 
     def _run(self, plan: GradPlan, run: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
         """Run an op on a batch, and have it marked whose gradients overflow."""
-        if backend == "triton" and self._scale is not None and flag.device == self._scale.device:
-            self._count_epochs_on(plan, flag.device)
+        if backend == "triton":
+            if self._scale is not None and flag.device == self._scale.device:
+                self._count_epochs_on(plan, flag.device)
+            if batch.layout.epoch is None:
+                plan.unseen.add(flag.device)
         run(batch, flag, backend)
         if backend == "torch" and flag.is_cpu and flag.item():
             self._mark_on_host(plan, batch)

@@ -98,9 +98,11 @@ ALLOWED = {
     "clipping/norms": {"batch", "clipping/reference_norm", "dispatch", "ops", "reference"},
     "clipping/rank_norms": {"batch"},
     "clipping/disabled": {"clipping/copies", "clipping/rank_norms", "clipping/reference_norm", "collectives"},
+    "clipping/arguments": {"clipping/norms"},
     "clipping/copies": {"batch", "collectives"},
     "clipping/clip": {
         "batch",
+        "clipping/arguments",
         "clipping/copies",
         "clipping/disabled",
         "clipping/norms",

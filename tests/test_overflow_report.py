@@ -121,3 +121,65 @@ def test_good_steps_mark_nothing(place: Place) -> None:
     (plan,) = scaler._plans.plans()
     assert plan.marks == (-1, {})
     assert all(not table.bits.any() for layout in plan.layouts for table in layout.tables.values())
+
+
+@PLACES
+@CLIPS
+def test_gradients_of_a_new_form_leave_the_last_skip(place: Place, clip: bool) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    step(scaler, model, optimizer, clip, _0_bias=[math.inf], _1_weight=[math.nan])
+    want = told(scaler, model)
+    for turn in range(3):  # each plans anew
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        weight = model[turn % 2].weight
+        weight.grad = torch.ones(weight.shape[::-1], device=place.device).t()
+        scaler.step(optimizer)
+        scaler.update()
+        assert told(scaler, model) == want
+    step(scaler, model, optimizer, clip, _1_bias=[math.nan])
+    assert told(scaler, model) == [("1.bias", "NaN", 3)]
+
+
+@PLACES
+def test_parameters_that_come_and_go_leave_the_last_skip(place: Place) -> None:
+    scaler, model, _ = setup(place, fused=False)
+    first, second = model[0], model[1]
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    first.weight.grad, first.bias.grad = torch.ones_like(first.weight), torch.full_like(first.bias, math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
+    optimizer.add_param_group({"params": list(second.parameters())})
+    optimizer.param_groups.reverse()  # every position changes
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    scaler.step(optimizer)
+    scaler.update()
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
+
+
+@PLACES
+def test_a_loaded_checkpoint_begins_without_marks(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    saved = scaler.state_dict()
+    step(scaler, model, optimizer, False, _0_bias=[math.inf])
+    scaler.load_state_dict(saved)
+    assert told(scaler, model) == []
+    step(scaler, model, optimizer, False, _1_bias=[math.nan])
+    assert told(scaler, model) == [("1.bias", "NaN", 3)]
+
+
+@PLACES
+def test_sparse_gradients_are_told_or_said_not_to_be(place: Place) -> None:
+    parameter = nn.Parameter(torch.zeros(4, 2, device=place.device))
+    scaler = started(GradScaler, place.device, init_scale=8.0, backend=place.backend)
+    values, index = torch.full((1, 2), math.inf, device=place.device), torch.tensor([[1]], device=place.device)
+    parameter.grad = torch.sparse_coo_tensor(index, values, parameter.shape, check_invariants=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler.step(optimizer)
+    report = scaler.overflow_report([("table", parameter)])
+    if place == Place("cpu", "torch"):
+        assert [(each.name, each.kinds) for each in report.bad] == [("table", "Inf")]
+    elif place.backend == "triton":
+        assert report.untold == (f"sparse and Partial gradients on {parameter.device}",)

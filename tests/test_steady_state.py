@@ -108,7 +108,7 @@ def test_shards_are_found_without_dtensors_private_names(name: str, monkeypatch:
         gradients: list[Any] = [Layered(shard)]
         quick = made._whole_shards(gradients)
         assert quick in ([], [shard])
-        assert made._localise(gradients) == []
+        assert made._localise(gradients) == {}
         assert gradients[0] is shard
 
 

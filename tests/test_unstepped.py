@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -164,3 +165,16 @@ def test_18_without_gradients_the_next_step_raises_as_ever() -> None:
     only(optimizer).grad = None
     with pytest.raises(AssertionError, match="^No inf checks were recorded for this optimizer.$"):
         scaler.step(optimizer)
+
+
+def test_18_a_step_that_is_refused_forgets_nothing() -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=1)
+    postpone(scaler, late, early)
+    with (
+        mock.patch.object(scaler, "_agreement", side_effect=ValueError("process_group")),
+        pytest.raises(ValueError, match="process_group"),
+    ):
+        scaler.step(late)
+    scaler.step(late)
+    assert only(late).tolist() == only(early).tolist()

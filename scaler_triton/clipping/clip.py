@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton import collectives, dispatch
 from scaler_triton.clipping import norms, reference_norm
+from scaler_triton.clipping.arguments import checked_norm_type, checked_optimizers, chosen_ids
 from scaler_triton.clipping.copies import copies_of
 from scaler_triton.clipping.disabled import NONFINITE, clip_unscaled
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
@@ -88,22 +89,20 @@ class ClippingMixin(UnscalingMixin):
         Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
             `parameters`; TypeError for `parameters` that are no tensors.
         """
-        parts_of = _checked_optimizers(optimizers)
-        chosen = _chosen(parameters)
-        norm_type = _checked_norm_type(max_norm, norm_type)
+        parts_of = checked_optimizers(optimizers)
+        chosen = chosen_ids(parameters)
+        norm_type = checked_norm_type(max_norm, norm_type)
         if not self._enabled:
             held = [parameter for optimizer in parts_of for parameter in parameters_of(optimizer)]
             return clip_unscaled(held, chosen, max_norm, norm_type, error_if_nonfinite, model, self.process_group)
-        parts = self._parts(parts_of, again=chosen is not None)
-        if defer:
-            _check_deferable(parts, chosen, norm_type)
-            if self._check_unscaled:
-                raise ValueError("defer=True leaves gradients scaled, so check_unscaled=True cannot be done, got both")
         whole = chosen is None and norm_type == 2.0
         at_once = whole and not self._check_unscaled and not self._unscale_is_overridden()
         with torch.no_grad():
-            agreement = self._joint_agreement(parts)
-            self._require_scale(parts, agreement, None if at_once else norm_type)
+            self._require_scale(parts_of, None if at_once else norm_type)
+            parts = self._parts(parts_of, again=chosen is not None)
+            if defer:
+                self._check_deferable(parts, whole)
+            agreement = self._joint_agreement([part.plan for part in parts])
             if at_once:
                 return self._clip_at_once(parts, agreement, max_norm, error_if_nonfinite, model, defer)
             return self._clip_after_unscaling(parts, agreement, chosen, max_norm, norm_type, error_if_nonfinite, model)
@@ -123,7 +122,7 @@ class ClippingMixin(UnscalingMixin):
         if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
 
-    def _require_scale(self, parts: Sequence[_Part], agreement: Agreement | None, norm_type: float | None) -> None:
+    def _require_scale(self, optimizers: Sequence[Any], norm_type: float | None) -> None:
         """Raise torch's error if there is no scale, once the ranks that wait for this one are told.
 
         Args:
@@ -135,12 +134,14 @@ class ClippingMixin(UnscalingMixin):
             self._check_scale_growth_tracker("clip_grad_norm_")
         except AssertionError:
             with suppress(Exception):  # torch's error is the one to see
-                self._tell_of_no_scale(parts, agreement, norm_type)
+                self._tell_of_no_scale(optimizers, norm_type)
             raise
 
-    def _tell_of_no_scale(self, parts: Sequence[_Part], agreement: Agreement | None, norm_type: float | None) -> None:
+    def _tell_of_no_scale(self, optimizers: Sequence[Any], norm_type: float | None) -> None:
+        agreement = self._joint_agreement([self._plans.get(optimizer) for optimizer in optimizers])
         if agreement is None:
             return
+        parts = self._parts(optimizers, again=True)
         # The others back off in update(): so must this rank, which therefore needs a scale.
         home = self._home(parts[0].plan)
         self._lazy_init_scale_growth_tracker(home)
@@ -152,6 +153,16 @@ class ClippingMixin(UnscalingMixin):
                 self._fail(part.state, part.plan, self._agreement(part.plan))
         flag = torch.ones((), dtype=torch.float32, device=home)
         norm_over_ranks(*_unknown(flag), norm_type, agreement, flag)
+
+    def _check_deferable(self, parts: Sequence[_Part], whole: bool) -> None:
+        if not whole:
+            raise ValueError("defer=True clips all gradients by norm_type 2.0, got another norm_type or parameters=")
+        for part in parts:
+            if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
+                name = type(part.optimizer).__name__
+                raise ValueError(f"defer=True needs optimizers that take grad_scale (fused=True), got {name}")
+        if self._check_unscaled:
+            raise ValueError("defer=True leaves gradients scaled, so check_unscaled=True cannot be done, got both")
 
     def _clip_at_once(
         self,
@@ -267,13 +278,13 @@ class ClippingMixin(UnscalingMixin):
         told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
         agreement.sum_(told)
 
-    def _joint_agreement(self, parts: Sequence[_Part]) -> Agreement | None:
+    def _joint_agreement(self, plans: Sequence[GradPlan]) -> Agreement | None:
         """Return who must agree on all of the optimizers: they share one reduction."""
-        if len(parts) == 1:
-            return self._agreement(parts[0].plan)
-        first, plans = parts[0].plan, [part.plan for part in parts]
+        first = plans[0]
+        if len(plans) == 1:
+            return self._agreement(first)
         key = (self.process_group, collectives.default_group())
-        if first.joint is None or first.joint[0] != key or [plan() for plan in first.joint[1]] != plans:
+        if first.joint is None or first.joint[0] != key or [plan() for plan in first.joint[1]] != [*plans]:
             parameters = [parameter for plan in plans for parameter in plan.parameters]
             first.joint = (key, [*map(weakref.ref, plans)], self._new_agreement(parameters))
         agreement: Agreement | None = first.joint[2]
@@ -344,47 +355,6 @@ def _unknown(flag: Tensor) -> tuple[list[Tensor], list[int]]:
 
 def _parameters(parts: Sequence[_Part]) -> list[Tensor]:
     return [parameter for part in parts for parameter in part.plan.parameters]
-
-
-def _checked_optimizers(optimizers: Any) -> list[Any]:
-    if hasattr(optimizers, "param_groups"):
-        return [optimizers]
-    several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    for each in several:
-        if not hasattr(each, "param_groups"):
-            raise TypeError(f"optimizers must be an optimizer or several of them, got {type(each).__name__}")
-    return several
-
-
-def _chosen(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
-    if parameters is None:
-        return None
-    if isinstance(parameters, nn.Module):
-        raise TypeError(f"parameters must be tensors, such as those of {type(parameters).__name__}.parameters()")
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    for each in chosen:
-        if not isinstance(each, Tensor):  # such as the pairs of named_parameters()
-            raise TypeError(f"parameters must be tensors, got {type(each).__name__}")
-    return {id(each) for each in chosen}
-
-
-def _checked_norm_type(max_norm: float, norm_type: float) -> float:
-    if math.isnan(max_norm) or max_norm < 0:
-        raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
-    order = norms.order_of(norm_type)
-    if math.isnan(order) or order <= 0:
-        raise ValueError(f"norm_type must be > 0, got {norm_type!r}")
-    return order
-
-
-def _check_deferable(parts: Sequence[_Part], chosen: set[int] | None, norm_type: float) -> None:
-    if chosen is not None or norm_type != 2.0:
-        raise ValueError(f"defer=True clips all gradients by norm_type 2.0, got {norm_type!r} or parameters=")
-    for part in parts:
-        takes_factor = getattr(part.optimizer, "_step_supports_amp_scaling", False)
-        if not takes_factor:
-            name = type(part.optimizer).__name__
-            raise ValueError(f"defer=True needs optimizers that take grad_scale (fused=True), got {name}")
 
 
 def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:

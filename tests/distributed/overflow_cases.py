@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import cases
 import dtensor_cases
+import torch
 from cases import Fault, collectives_of
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def reported(rank: int, kind: str, layout: str, faults: Sequence[Fault]) -> tuple[str, str, int]:
@@ -21,3 +23,17 @@ def reported(rank: int, kind: str, layout: str, faults: Sequence[Fault]) -> tupl
     reports: list[str] = []
     count = collectives_of(lambda: reports.append(str(scaler.overflow_report(names, gather=True))))
     return str(scaler.overflow_report(names)), reports[0], count
+
+
+def partial_beside_plain(rank: int) -> list[tuple[str, str]]:
+    """A finite plain gradient, then one that is yet a sum and infinite on rank 0; what every rank's report names."""
+    scaler = cases.new_scaler("grad")
+    plain, replicated = cases.plain_param(3), cases.dtensor_param(cases.line(), [Replicate()])
+    plain.grad = torch.ones(3)
+    local = torch.full((2, 3), float("inf") if rank == 0 else 1.0)
+    replicated.grad = DTensor.from_local(local, cases.line(), [Partial()], run_check=False)
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD([plain, replicated], lr=1.0)
+    scaler.unscale_(optimizer)
+    report = scaler.overflow_report([("plain", plain), ("replicated", replicated)])
+    return [(each.name, each.kinds) for each in report.bad]

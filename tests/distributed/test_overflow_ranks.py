@@ -28,3 +28,7 @@ def test_a_rank_with_good_gradients_says_so(two):
     first, second = two.run(overflow_cases.reported, "sharded", "line-shards", [Fault(0, 1)])
     assert first[0] == "The last skip, at update 1: nothing on this rank; ask with gather=True."
     assert first[1] == second[1]
+
+
+def test_a_gradient_that_is_yet_a_sum_is_told_for_itself(two):
+    assert two.run(overflow_cases.partial_beside_plain) == [[("replicated", "Inf")], []]

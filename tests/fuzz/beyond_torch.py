@@ -197,7 +197,12 @@ class ClippingRules:
         norm = agreed(exact, measured, promised)
         refused = error_if_nonfinite and not norm.isfinite()
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if refused or self._any_overflow(optimizers):
+        overflow = self._any_overflow(optimizers)
+        if overflow:  # all of them skip
+            for optimizer in optimizers if len(optimizers) > 1 else ():
+                for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                    flag.fill_(1.0)
+        if refused or overflow:
             coefficient = torch.ones(())
         self._multiply(optimizers, chosen, coefficient, defer)
         if refused:
@@ -220,6 +225,7 @@ class ClippingRules:
     def _check_gradients(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
             self._skips.pop(id(optimizer), None)
+        for optimizer in optimizers:
             sum_up(parameter for group in optimizer.param_groups for parameter in group["params"])
             if not self.allows_fp16 and any(map(is_fp16, gradients_of(optimizer))):
                 raise ValueError("Attempting to unscale FP16 gradients.")
