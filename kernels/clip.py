@@ -103,7 +103,7 @@ def launch_clip(
     Args:
         table: the gradients, mutated; neither flag nor `bits` are touched.
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
-        totals: fp64, [3], on the table's device, read only: the sum of squares, not 0 after an overflow, not read.
+        totals: fp64, [3] or longer, on the table's device, read only: the sum of squares, not 0 after an overflow.
         max_norm: >= 0.
         norm: fp32, one element, on the table's device; overwritten, if the table has elements.
         inverse: `scale` holds the inverse scale.
@@ -119,7 +119,7 @@ def launch_defer(scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor, f
 
     Args:
         scale: fp32, one element, read only.
-        totals: fp64, [3], on the scale's device, read only, as for `launch_clip`.
+        totals: fp64, on the scale's device, read only, as for `launch_clip`.
         max_norm: >= 0.
         norm, factor: fp32, one element, on the scale's device; overwritten.
     """

@@ -183,7 +183,8 @@ def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, to
         table: the gradients, read only; a tensor's `bits` gain what was seen in it.
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
-        totals: fp64, [3], on the table's device; overwritten, with [0, found_inf, 0] if there are no elements.
+        totals: fp64, [3] or longer, on the table's device; the first three are overwritten, with [0, found_inf, 0] if
+            there are no elements.
         inverse: `scale` holds the inverse scale.
     """
     if table.n_chunks == 0:

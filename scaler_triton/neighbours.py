@@ -62,11 +62,6 @@ class Neighbours:
         self._runs = [(order[begin], sum(numels[begin:end]) if end > begin + 1 else -1) for begin, end in spans]
 
 
-def merge_adjacent(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`Neighbours.merged` for a list that is seen once."""
-    return Neighbours().merged(tensors)
-
-
 def _flat(first: Tensor, numel: int) -> Tensor:
     return first if numel < 0 else first.detach().as_strided((numel,), (1,), first.storage_offset())
 

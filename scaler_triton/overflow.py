@@ -41,6 +41,8 @@ class OverflowMixin(FlagsMixin):
             gather: ask all ranks, in two all-gathers that each of them must join, instead of this one alone.
 
         Returns: a report whose `str` is a table.
+
+        Raises: TypeError naming `model` for parameters without names.
         """
         counters = self._counters.read()
         pending = any(self._flag(state).item() for state in self._per_optimizer_states.values() if _has_flag(state))
@@ -107,7 +109,10 @@ def _has_flag(state: dict[str, Any]) -> bool:
 
 def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[tuple[int, str]]:
     named = model.named_parameters() if isinstance(model, nn.Module) else model or ()
-    for name, parameter in named:
+    for pair in named:
+        if isinstance(pair, Tensor):
+            raise TypeError("model must be a module or what its named_parameters() gives, got tensors without names")
+        name, parameter = pair
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         yield id(parameter), name

@@ -356,3 +356,22 @@ def test_parameters_that_are_no_tensors_raise_as_torch() -> None:
         with pytest.raises(AssertionError, match="^expected param to be torch.Tensor, got int$"):
             started(cls, "cpu").step(Odd())
     assert parameters([], "cpu") == []
+
+
+def test_20_a_gradient_of_no_use_is_named() -> None:
+    def attempt(cls: Any, gradient: torch.Tensor) -> BaseException | None:
+        parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad = gradient
+        try:
+            started(cls, "cpu").unscale_(torch.optim.SGD([parameter], lr=1.0))
+        except Exception as error:
+            return error
+        return None
+
+    gradient = torch.ones(2, dtype=torch.complex64)
+    ours, theirs = attempt(GradScaler, gradient), attempt(torch.amp.GradScaler, gradient)
+    assert type(ours) is type(theirs) is NotImplementedError
+    assert "parameter 0 has dtype torch.complex64" in str(ours)
+    assert "not implemented for 'ComplexFloat'" in str(theirs)
+    assert attempt(torch.amp.GradScaler, torch.ones(2, device="meta")) is None
+    assert "parameter 0 is on device meta" in str(attempt(GradScaler, torch.ones(2, device="meta")))

@@ -114,9 +114,10 @@ def test_listed_packages_are_the_folders_on_disk() -> None:
 
 
 def test_version_comes_from_one_place() -> None:
+    from importlib import metadata
+
     import scaler_triton
 
-    metadata = pytest.importorskip("importlib.metadata")
     try:
         installed = metadata.version("scaler_triton")
     except metadata.PackageNotFoundError:

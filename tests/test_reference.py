@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scaler_triton import batch, neighbours, reference
-from scaler_triton.neighbours import Neighbours, merge_adjacent
+from scaler_triton.neighbours import Neighbours
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -36,7 +36,7 @@ def bucket(sizes: list[int], gaps: list[int], dtype: torch.dtype = torch.float32
 
 def test_neighbours_are_merged_into_one_tensor_and_gaps_are_not_touched() -> None:
     flat, views = bucket([3, 4, 2, 5], [0, 0, 1, 0])
-    assert [t.numel() for t in merge_adjacent(views)] == [9, 5]
+    assert [t.numel() for t in Neighbours().merged(views)] == [9, 5]
     before = flat.clone()
     reference.unscale_(views, torch.tensor(2.0), flag())
     expected = before * 2
@@ -79,7 +79,7 @@ def test_without_gradients_the_flag_is_left_alone() -> None:
 def test_neighbours_by_address_only_are_not_merged() -> None:
     left, right = torch.ones(4), torch.ones(4)
     with mock.patch.object(neighbours, "_same_span", wraps=neighbours._same_span) as same:
-        assert len(merge_adjacent([left, right, left[::2], right[1:].view(3, 1).t()])) == 4
+        assert len(Neighbours().merged([left, right, left[::2], right[1:].view(3, 1).t()])) == 4
     assert same.call_count <= 3
 
 

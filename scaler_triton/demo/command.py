@@ -85,10 +85,9 @@ def _prove(name: str) -> int:
 
 
 def _step_count(word: str) -> int:
-    steps = int(word)
-    if not FEWEST_STEPS <= steps <= MOST_STEPS:
-        raise argparse.ArgumentTypeError(f"from {FEWEST_STEPS} to {MOST_STEPS} steps, got {steps}")
-    return steps
+    if not word.isdecimal() or not FEWEST_STEPS <= int(word) <= MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"from {FEWEST_STEPS} to {MOST_STEPS} steps, got {word}")
+    return int(word)
 
 
 def _usage_error(message: str) -> int:
