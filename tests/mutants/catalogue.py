@@ -37,6 +37,8 @@ UNSTEPPED = "tests/test_unstepped.py"
 CLIP = "tests/test_clipping.py"
 CLIPS = "tests/kernels/test_clip_kernel.py tests/kernels/test_norm_kernel.py"
 CLIPPED = "tests/distributed/test_clipping_ranks.py"
+CAPTURED = "tests/test_capture_state.py"
+REPORTED = "tests/distributed/test_overflow_ranks.py"
 AGREED = "tests/test_agreed_flag.py"
 SPLIT = "tests/distributed/test_split_ranks.py"
 REPORT = "tests/test_overflow_report.py"
@@ -77,7 +79,28 @@ MUTANTS = [
     Mutant(_S + "verdict.py", "if apart:", "if False:", SPLIT),
     Mutant(_S + "verdict.py", "= False\n        self._compare = None\n", "= False\n", AGREED),
     Mutant(_S + "verdict.py", "ranks * ranks * (1 + _ROUNDING)", "ranks * ranks", AGREED),
-    Mutant(_S + "clipping/clip.py", "write_scales(rows[:, reference_norm.SCALES :], self._scale)", "pass", SPLIT),
+    Mutant(_S + "clipping/clip.py", "write_scales(totals[reference_norm.SCALES :], self._scale)", "pass", SPLIT),
+    Mutant(_S + "clipping/clip.py", "each.verdict.join(totals[reference_norm.FLAG])", "pass", CLIP),
+    Mutant(_S + "clipping/clip.py", "self._take_flag(part, flag)", "pass", CLIP),
+    Mutant(_S + "clipping/clip.py", "first = first or error", "raise", CLIPPED),
+    Mutant(_S + "clipping/copies.py", "if pieces > ranks:", "if False:", CLIPPED),
+    Mutant(_S + "clipping/disabled.py", "collectives.has_fsdp1(parameters)", "False", CLIPPED),
+    Mutant(_S + "clipping/reference_norm.py", "_quick_sum(tensors)", "_quick_sum(sorted(tensors, key=id))", CLIP),
+    Mutant(
+        _S + "verdict.py", "if self._compare is not None:\n            self._check(", "if False:\n            (", SPLIT
+    ),
+    # what a report tells
+    Mutant(_S + "plan.py", "plan.take_marks(before)", "pass", REPORT),
+    Mutant(_S + "plan.py", "[*self.marked()] if self._layouts else ()", "()", REPORT),
+    Mutant(_S + "plan.py", "group(bounds.values(), bounds)", "group(bounds.values())", REPORTED),
+    Mutant(_S + "settings.py", "plan.forget_marks()", "pass", REPORT),
+    Mutant(_S + "unscaling.py", "plan.unseen.add(flag.device)", "pass", REPORT),
+    # what a capture must not take for done
+    Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if not self.cleared:", CAPTURED),
+    Mutant(_S + "updating.py", "verdict.cleared = True, not captured", "verdict.cleared = True, True", CAPTURED),
+    Mutant(_S + "ops.py", "if unscaled and dense is batch and", "if False and", CAPTURED),
+    Mutant(_S + "plan.py", "self._known.forget()", "pass", "tests/test_known_forms.py"),
+    Mutant(_S + "unstepped.py", "self._entries.get(id(inner))", "self._entries.pop(id(inner), None)", UNSTEPPED),
     # what is left of a step after its update
     Mutant(_S + "unstepped.py", "self.gradient() is gradient and ", "", UNSTEPPED),
     Mutant(_S + "unstepped.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
@@ -165,9 +188,9 @@ MUTANTS = [
     Mutant("kernels/common.py", 'tl.atomic_max(bits_ptr, epoch, sem="relaxed")', "pass", REPORT),
     # clipping
     Mutant(_S + "clipping/copies.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
-    Mutant(_S + "clipping/copies.py", "return max(1, ranks // shards[id(parameter)])", "return 1", CLIPPED),
+    Mutant(_S + "clipping/copies.py", "return ranks // pieces", "return 1", CLIPPED),
     Mutant(_S + "clipping/clip.py", "1.0 / copies[slot]", "1.0", CLIPPED),
-    Mutant(_S + "clipping/clip.py", "agreement.sum_(totals.view(-1))", "pass", CLIPPED),
+    Mutant(_S + "clipping/clip.py", "agreement.sum_(totals)", "pass", CLIPPED),
     Mutant(_S + "clipping/clip.py", "part.plan.verdict = None  # what an earlier", "pass  # what an earlier", CLIP),
     Mutant(_S + "clipping/clip.py", "!= len(optimizers) or not states", "== 0", CLIP),
     Mutant(_S + "clipping/clip.py", "totals[reference_norm.FLAG] = 1.0", "pass", CLIP),
@@ -195,8 +218,8 @@ MUTANTS = [
     Mutant(_S + "clipping/clip.py", 'or "deferred" in state', "", CLIP),
     Mutant(_S + "clipping/clip.py", "self._fail_together(parts, agreement)", "pass", CLIPPED),
     Mutant(_S + "updating.py", "self._refuse_to_lose_clipping(left)\n", "pass\n", CLIP),
-    Mutant(_S + "clipping/rank_norms.py", "torch.where(both[1] != 0, math.nan, both[0])", "both[0]", CLIPPED),
-    Mutant(_S + "clipping/rank_norms.py", "stacked**order * weights", "stacked**order", CLIPPED),
+    Mutant(_S + "clipping/rank_norms.py", "torch.where(three[1] != 0, math.nan, three[0])", "three[0]", CLIPPED),
+    Mutant(_S + "clipping/rank_norms.py", ".sum() / count", ".sum()", CLIPPED),
     Mutant(
         "kernels/norm.py", "total *= tl.load(weight_ptr + tensor)", "total *= 1.0", "tests/kernels/test_norm_kernel.py"
     ),
