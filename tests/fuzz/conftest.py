@@ -11,7 +11,8 @@ import pytest
 from scaler_triton.demo.ranks import RankPool
 
 # Ranks import `rank_programs` and what it shares with the distributed tests: they start with this path.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+# An Accelerator's programs share theirs with the frameworks' tests.
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("fuzz", "distributed", "frameworks")]
 
 
 @pytest.fixture
