@@ -67,7 +67,7 @@ class KnownForms:
 
     def forget(self) -> None:
         """Take no form for known."""
-        self._all, self._each = None, [None] * len(self._each)
+        self._all, self._each, self._patience = None, [None] * len(self._each), _PATIENCE
 
     def _learn_one(self, index: int, gradient: Tensor) -> None:
         check = self._each[index]

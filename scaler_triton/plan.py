@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scaler_triton import batch as batching
 from scaler_triton.batch import Batch, Layout
+from scaler_triton.capturing import refuse_capture
 from scaler_triton.forms import KnownForms
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
 
@@ -105,6 +106,7 @@ class GradPlan:
 
     def _keep(self, slots: Sequence[int], bits: Tensor) -> None:
         """Keep marks beyond their table; slots below 0 are nobody's."""
+        refuse_capture(bits.device, "a step with gradients of a new form")
         if bits.device not in self._kept:
             self._kept[bits.device] = torch.zeros(len(self.parameters), dtype=torch.int32, device=bits.device)
         kept, ours = self._kept[bits.device], [place for place, slot in enumerate(slots) if slot >= 0]

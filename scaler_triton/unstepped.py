@@ -80,7 +80,7 @@ class Unstepped:
             self._entries = {key: entry for key, entry in self._entries.items() if entry.owner() not in gone}
 
     def recall(self, optimizer: Any) -> Tensor | None:
-        """Return the flag kept for an optimizer whose gradients are unscaled still; it stays until the next update."""
+        """Return the flag kept for an optimizer whose gradients are unscaled still; it stays until its next update."""
         inner = unwrap(optimizer)
         entry = self._entries.get(id(inner))
         return entry.found_inf if entry is not None and entry.fits(inner) else None

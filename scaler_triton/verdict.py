@@ -232,7 +232,7 @@ def _marks(flags: Iterable[Tensor]) -> list[tuple[int, int | None]]:
 
 
 def write_scales(rows: Tensor, scale: Tensor) -> None:
-    """Write into each row (fp64, [n, 2]) what ranks that take sums add up to compare their scales."""
+    """Write into each row (fp64, [2] or [n, 2]) what ranks that take sums add up to compare their scales."""
     torch.pow(scale, _constants(scale.device, torch.float64, 1.0, -1.0).expand_as(rows), out=rows)
 
 

@@ -37,7 +37,7 @@ ALLOWED = {
     "reference": {"limits", "neighbours", "policy", "stats"},
     "collectives": {"batch"},
     "forms": set(),
-    "plan": {"batch", "forms", "optimizers"},
+    "plan": {"capturing", "batch", "forms", "optimizers"},
     "unstepped": {"batch", "mirror", "optimizers"},
     "verdict": {"capturing", "collectives", "mirror"},
     "flags": {"verdict"},

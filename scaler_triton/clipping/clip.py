@@ -84,10 +84,10 @@ class ClippingMixin(UnscalingMixin):
                 scaled until then, and unscaling, clipping or updating before it raises. For optimizers that take
                 `grad_scale` (`fused=True`).
 
-        Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks.
+        Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks; NaN if another rank failed.
 
         Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
-            `parameters`; TypeError for `parameters` that are no tensors.
+            `parameters`; TypeError naming `optimizers`, `norm_type` or `parameters` for what is none.
         """
         parts_of = checked_optimizers(optimizers)
         chosen = chosen_ids(parameters)
@@ -98,7 +98,7 @@ class ClippingMixin(UnscalingMixin):
         whole = chosen is None and norm_type == 2.0
         at_once = whole and not self._check_unscaled and not self._unscale_is_overridden()
         with torch.no_grad():
-            self._require_scale(parts_of, None if at_once else norm_type)
+            self._require_scale(parts_of, chosen, None if at_once else norm_type)
             parts = self._parts(parts_of, again=chosen is not None)
             if defer:
                 self._check_deferable(parts, whole)
@@ -122,10 +122,11 @@ class ClippingMixin(UnscalingMixin):
         if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
 
-    def _require_scale(self, optimizers: Sequence[Any], norm_type: float | None) -> None:
+    def _require_scale(self, optimizers: Sequence[Any], chosen: set[int] | None, norm_type: float | None) -> None:
         """Raise torch's error if there is no scale, once the ranks that wait for this one are told.
 
         Args:
+            chosen: what is clipped.
             norm_type: of the norm that takes a reduction of its own, after each optimizer's; None: all are one.
         """
         if self._scale is not None and self._growth_tracker is not None:
@@ -134,10 +135,10 @@ class ClippingMixin(UnscalingMixin):
             self._check_scale_growth_tracker("clip_grad_norm_")
         except AssertionError:
             with suppress(Exception):  # torch's error is the one to see
-                self._tell_of_no_scale(optimizers, norm_type)
+                self._tell_of_no_scale(optimizers, chosen, norm_type)
             raise
 
-    def _tell_of_no_scale(self, optimizers: Sequence[Any], norm_type: float | None) -> None:
+    def _tell_of_no_scale(self, optimizers: Sequence[Any], chosen: set[int] | None, norm_type: float | None) -> None:
         agreement = self._joint_agreement([self._plans.get(optimizer) for optimizer in optimizers])
         if agreement is None:
             return
@@ -151,6 +152,8 @@ class ClippingMixin(UnscalingMixin):
         for part in parts:
             if part.state["stage"] is OptState.READY:
                 self._fail(part.state, part.plan, self._agreement(part.plan))
+            self._skip(part.state, part.plan)
+        _sum_partial(parts, chosen)
         flag = torch.ones((), dtype=torch.float32, device=home)
         norm_over_ranks(*_unknown(flag), norm_type, agreement, flag)
 
@@ -274,6 +277,7 @@ class ClippingMixin(UnscalingMixin):
             return
         for part in parts:
             self._skip(part.state, part.plan)
+        _sum_partial(parts, None)
         told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._home(parts[0].plan))
         told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
         agreement.sum_(told)
@@ -304,18 +308,19 @@ class ClippingMixin(UnscalingMixin):
         assert self._scale is not None
         copies = [count for part in parts for count in _copies(part.plan, agreement, model)]
         failure = self._unscale_each(parts, agreement)
+        if failure is not None:
+            for part in parts:
+                self._skip(part.state, part.plan)
+            _sum_partial(parts, chosen)
+            flag = torch.ones((), dtype=torch.float32, device=self._scale.device)
+            norm_over_ranks(*_unknown(flag), norm_type, agreement, flag)
+            raise failure
         flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
-        if failure is None:
-            gradients, counts = held_gradients(_parameters(parts), copies, chosen)
-        else:
-            flag = torch.ones_like(flag)
-            gradients, counts = _unknown(flag)
+        gradients, counts = held_gradients(_parameters(parts), copies, chosen)
         norm, flag = norm_over_ranks(gradients, counts, norm_type, agreement, flag)
         if len(parts) > 1:
             for part in parts:
                 self._take_flag(part, flag)
-        if failure is not None:
-            raise failure
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise RuntimeError(NONFINITE.format(norm_type))
         multiply_(gradients, reference_norm.coefficient(flag, norm, max_norm))
@@ -346,6 +351,13 @@ class ClippingMixin(UnscalingMixin):
         self._keep(state, verdict, devices)
         if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
             verdict.start_mirror()
+
+
+def _sum_partial(parts: Sequence[_Part], chosen: set[int] | None) -> None:
+    """Take part in the sums of Partial gradients that are still to come, on a rank that cannot use them."""
+    parameters = _parameters(parts)
+    with suppress(Exception):  # a bad gradient, whose error is known
+        held_gradients(parameters, [1] * len(parameters), chosen)
 
 
 def _unknown(flag: Tensor) -> tuple[list[Tensor], list[int]]:

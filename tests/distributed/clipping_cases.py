@@ -8,7 +8,7 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -132,7 +132,28 @@ def one_rank_never_scaled(rank: int, kind: str, how: str, optimizers: int) -> li
     return _told(scaler, params, how)
 
 
-def _told(scaler: Any, params: Sequence[Tensor], how: str) -> list[str]:
+def one_rank_fails_beside_a_sum(rank: int, how: str, scales: bool) -> list[str]:
+    """Another optimizer's gradient is yet to be summed over the ranks; rank 1 fails in the first, or has no scale."""
+    scaler = cases.new_scaler("grad")
+    params = [cases.dtensor_param(cases.line(), [Shard(0)]), cases.dtensor_param(cases.line(), [Replicate()])]
+    cases.give_grads(scaler if scales or rank == 0 else cases.new_scaler("grad"), params, 0)
+    params[1].grad = DTensor.from_local(torch.ones(2, 3), cases.line(), [Partial()], run_check=False)
+    if rank == 1 and scales:
+        params[0].grad = DTensor.from_local(torch.ones(1).expand(2, 3), cases.line(), [Shard(0)], run_check=False)
+    return _told(scaler, params, how)
+
+
+def one_rank_fails_where_nobody_must_agree(rank: int, how: str) -> list[str]:
+    """Rank 1 cannot unscale a plain gradient, clipped together with a sharded one; then it can."""
+    scaler = cases.new_scaler("grad")
+    params = [cases.plain_param(3), cases.dtensor_param(cases.line(), [Shard(0)])]
+    cases.give_grads(scaler, params, 0)
+    if rank == 1:
+        params[0].grad = torch.ones(1).expand(3)
+    return _told(scaler, params, how, mended=lambda: setattr(params[0], "grad", torch.ones(3)))
+
+
+def _told(scaler: Any, params: Sequence[Tensor], how: str, mended: Callable[[], None] = lambda: None) -> list[str]:
     """Clip an optimizer for each parameter together and step; what each call said, and what has become of all."""
     optimizers = [cases.new_optimizer("sgd", [param]) for param in params]
     ways: dict[str, dict[str, Any]] = {
@@ -149,6 +170,7 @@ def _told(scaler: Any, params: Sequence[Tensor], how: str) -> list[str]:
             said.append("")
         except Exception as error:
             said.append(cases.described(error))
+        mended()
     scaler.update()
     stayed = all(torch.equal(local_of(p.detach()), old) for p, old in zip(params, before, strict=True))
     return [*said, "stayed" if stayed else "stepped", str(scaler.get_scale())]
