@@ -240,7 +240,7 @@ class ClippingMixin(UnscalingMixin):
         for each in measured:
             if agreement is not None:
                 each.verdict.settle(totals[reference_norm.FLAG :], agreement.size)
-            elif len(measured) > 1:
+            elif len(measured) > 1 and each.flags:  # else there was nothing to check, and its step says so
                 each.verdict.join(totals[reference_norm.FLAG])
         return totals
 
@@ -343,6 +343,8 @@ class ClippingMixin(UnscalingMixin):
     def _take_flag(self, part: _Part, flag: Tensor) -> None:
         """Have an optimizer skip, too, if `flag` is set, which all that are clipped together share."""
         state, devices = part.state, (*part.state["found_inf_per_device"],)
+        if not devices:
+            return
         verdict = self._verdict(state)
         if verdict is None:  # somebody has put other flags there
             state["found_inf_per_device"] = {each: flag.to(each) for each in devices}
