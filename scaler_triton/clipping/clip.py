@@ -240,7 +240,7 @@ class ClippingMixin(UnscalingMixin):
         for each in measured:
             if agreement is not None:
                 each.verdict.settle(totals[reference_norm.FLAG :], agreement.size)
-            elif len(measured) > 1 and each.flags:  # else there was nothing to check, and its step says so
+            elif len(measured) > 1 and self._served_devices(each.flags, each.part.plan, agreement):
                 each.verdict.join(totals[reference_norm.FLAG])
         return totals
 
