@@ -182,9 +182,11 @@ class Program:
         return self.kind != "grad" or self.optimizers[optimizer].has_dtensors
 
     def overflows(self, step: int, optimizer: int) -> bool:
-        """Whether any rank holds a non-finite value."""
+        """Whether any rank holds a non-finite value, of this optimizer or of one that it is clipped with."""
+        clip = self.clip_of(step)
+        together = clip.optimizers if clip is not None and optimizer in clip.optimizers else (optimizer,)
         return any(
-            spot not in self.missing and (spot.step, spot.optimizer) == (step, optimizer) for spot, _ in self.planted
+            spot not in self.missing and spot.step == step and spot.optimizer in together for spot, _ in self.planted
         )
 
     def expected_scales(self) -> list[tuple[str, int]]:
