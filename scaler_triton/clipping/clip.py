@@ -266,10 +266,14 @@ class ClippingMixin(UnscalingMixin):
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
         part = each.part
-        self._keep(part.state, each.verdict, self._served_devices(each.flags, part.plan, agreement))
+        self._leave_flag(part, each.verdict, self._served_devices(each.flags, part.plan, agreement))
         part.state["stage"] = OptState.UNSCALED
+
+    def _leave_flag(self, part: _Part, verdict: Verdict, devices: Sequence[torch.device]) -> None:
+        """Keep the flag for the step, and start its copy if the step will ask for it on the host."""
+        self._keep(part.state, verdict, devices)
         if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
-            each.verdict.start_mirror()
+            verdict.start_mirror()
 
     def _fail_together(self, parts: Sequence[_Part], agreement: Agreement | None) -> None:
         """Tell the other ranks, in the reduction that they wait in, that this one could not check its gradients."""
@@ -350,9 +354,7 @@ class ClippingMixin(UnscalingMixin):
             state["found_inf_per_device"] = {each: flag.to(each) for each in devices}
             return
         verdict.join(flag)
-        self._keep(state, verdict, devices)
-        if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
-            verdict.start_mirror()
+        self._leave_flag(part, verdict, devices)
 
 
 def _sum_partial(parts: Sequence[_Part], chosen: set[int] | None) -> None:
