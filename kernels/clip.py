@@ -52,10 +52,13 @@ def _clip_kernel(
         body_ptr, limit = body
         for step in tl.static_range(UNROLL):
             offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            _multiply(body_ptr + offs, offs < limit, inv, coef)
+            grad = tl.load(body_ptr + offs, mask=offs < limit, other=0.0)
+            tl.store(body_ptr + offs, _clipped(grad, inv, coef), mask=offs < limit)
         if has_edges:
             ptrs, mask = edge_ptrs(edges, 128 // DTYPE.primitive_bitwidth)
-            _multiply(ptrs, mask, inv, coef)
+            edge = tl.load(ptrs, mask=mask, other=0.0)
+            tl.debug_barrier()  # every warp loads these few elements, one stores them: not before all have loaded
+            tl.store(ptrs, _clipped(edge, inv, coef), mask=mask)
 
 
 @triton.jit(
@@ -79,11 +82,10 @@ def _norm_and_coefficient(totals_ptr, max_norm_bits):
 
 
 @triton.jit
-def _multiply(ptrs, mask, inv, coef):
+def _clipped(grad, inv, coef):
     """Two products, each rounded to the gradient's dtype, as if it had been stored between them."""
-    grad = tl.load(ptrs, mask=mask, other=0.0)
     unscaled = narrow(widen(grad) * inv, grad.dtype)
-    tl.store(ptrs, narrow(widen(unscaled) * coef, grad.dtype), mask=mask)
+    return narrow(widen(unscaled) * coef, grad.dtype)
 
 
 def launch_clip(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,15 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton import GradScaler, ShardedGradScaler, ops
 
 TINY, HUGE = 2.0**-126, torch.finfo(torch.float32).max
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_readme_tells_how_many_there_are() -> None:
+    numbers = re.findall(r"^(\d+)\. ", (ROOT / "docs" / "differences.md").read_text(), re.MULTILINE)
+    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
+    assert f"the {len(numbers)} numbered" in (ROOT / "README.md").read_text()
+
 
 # Number 1, flags that agree on every path, is tests/distributed.
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernel_cases import SIMULATED
 
 HERE = Path(__file__).parent
 
@@ -24,3 +25,12 @@ def run_compiled(tmp_path_factory):
         return json.loads(done.stdout)
 
     return run
+
+
+@pytest.fixture(scope="session", autouse=SIMULATED is not None)
+def simulated_kernels():
+    """Where a target is named, every launch runs as compiled for it, without a GPU."""
+    from simulated_launches import simulated
+
+    with simulated(SIMULATED) as kernels:
+        yield kernels

@@ -4,6 +4,7 @@ The same tests run natively on a GPU, and under Triton's interpreter on CPU tens
 launch made through `launched` says which of the two it was.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +21,11 @@ from scaler_triton.kernels.nonfinite import launch_check_nonfinite
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_unscale
 
-NATIVE = not launcher.INTERPRETED
+# A target of `aot_matrix`: the kernels run as compiled for it, on the simulator.
+SIMULATED = os.environ.get("SCALER_TRITON_SIMULATE")
+NATIVE = not launcher.INTERPRETED and SIMULATED is None
 DEVICE = torch.device("cuda" if NATIVE else "cpu")
-KERNEL_CLASS = JITFunction if NATIVE else InterpretedFunction
+KERNEL_CLASS = InterpretedFunction if launcher.INTERPRETED else JITFunction
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # A chunk of a few hundred elements: many chunks and steps in tensors that the interpreter walks quickly.

@@ -38,6 +38,7 @@ CLIP = "tests/test_clipping.py tests/test_clipping_launches.py"
 CLIPS = "tests/kernels/test_clip_kernel.py tests/kernels/test_norm_kernel.py"
 CLIPPED = "tests/distributed/test_clipping_ranks.py"
 CAPTURED = "tests/test_capture_state.py"
+SIMULATED = "tests/kernels/test_simulated.py"
 REPORTED = "tests/distributed/test_overflow_ranks.py"
 AGREED = "tests/test_agreed_flag.py"
 SPLIT = "tests/distributed/test_split_ranks.py"
@@ -208,6 +209,9 @@ MUTANTS = [
         "tl.div_rn(max_norm.to(tl.float32), norm + 1e-6)",
         CLIPS,
     ),
+    Mutant("kernels/clip.py", "tl.debug_barrier()", "pass", SIMULATED),
+    Mutant("kernels/common.py", "tl.debug_barrier()", "pass", SIMULATED),
+    Mutant("kernels/common.py", "if bad != bad:", "if True:", SIMULATED),
     Mutant("kernels/clip.py", "div_rn(tl.load(scale_ptr), coef)", "div_rn(1.0, coef) * tl.load(scale_ptr)", CLIPS),
     Mutant(
         "kernels/norm.py",

@@ -1,0 +1,219 @@
+"""One program of a kernel: what each instruction does to its registers and to memory.
+
+All threads take each instruction together, so control flow must be the same in all of them: Triton's is.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import ptx_ops
+from ptx_memory import Fault, Races, Shared
+from ptx_ops import ARITHMETIC, encode, width_of
+from ptx_registers import Registers
+
+_MOST_INSTRUCTIONS = 100_000
+_LANES = 32
+
+
+class Instruction(NamedTuple):
+    guard: str | None  # the predicate that says which threads take part
+    negated: bool
+    name: str
+    kinds: tuple[str, ...]  # what follows the name, dot by dot
+    operands: tuple[str, ...]
+
+
+class Block:
+    """An instruction `name` is the method `_name`, or else one of `ARITHMETIC`."""
+
+    def __init__(self, kernel, number, params, memory):
+        self.kernel = kernel
+        self.params = params
+        self.warps = np.arange(kernel.threads) // _LANES
+        self.registers = Registers(kernel.register_widths, kernel.threads, number)
+        self.memories = {"global": memory, "shared": Shared(kernel.shared_bytes)}
+        self.races = {space: Races() for space in self.memories}
+        self.place = 0
+
+    def run(self):
+        for _ in range(_MOST_INSTRUCTIONS):
+            it = self.kernel.instructions[self.place]
+            self.place += 1
+            if it.name == "ret":
+                return
+            getattr(self, f"_{it.name}", self._compute)(it, self._active(it))
+        raise Fault(f"no end after {_MOST_INSTRUCTIONS} instructions")
+
+    def _active(self, it):
+        if it.guard is None:
+            return np.ones(self.kernel.threads, dtype=np.bool_)
+        return self.registers.held(it.guard) != it.negated
+
+    # Computing
+
+    def _compute(self, it, active):
+        """The last type is that of all operands."""
+        result, *sources = it.operands
+        kind = it.kinds[-1]
+        if kind.endswith("x2"):
+            self._compute_both(it, active)
+        else:
+            numbers = ARITHMETIC[it.name](*(self.registers.read(source, kind) for source in sources))
+            self.registers.write(result, numbers, kind, active)
+
+    def _compute_both(self, it, active):
+        """Two numbers in each register."""
+        result, *sources = it.operands
+        if it.kinds == ("f16x2",) or it.kinds == ("bf16x2",):
+            assert it.name == "abs"
+            bits = self.registers.bits(sources[0], 32) & np.uint32(0x7FFF7FFF)
+        else:
+            assert it.kinds[-1] == "f32x2"
+            numbers = ARITHMETIC[it.name](*(ptx_ops.halves(self.registers.bits(source, 64)) for source in sources))
+            bits = ptx_ops.joined(*encode(numbers.T.copy(), "f32"))
+        self.registers.write_bits(result, bits, active)
+
+    def _fma(self, it, active):
+        if it.kinds[-1] not in ("f16", "bf16"):
+            self._compute(it, active)
+            return
+        result, a, b, added = it.operands  # factors of 16 bits, but all else is fp32
+        factors = (self.registers.read(each, it.kinds[-1]).astype(np.float32) for each in (a, b))
+        self.registers.write(result, ptx_ops.fma(*factors, self.registers.read(added, "f32")), "f32", active)
+
+    def _mul(self, it, active):
+        if it.kinds[0] != "wide":
+            self._compute(it, active)
+            return
+        result, a, b, *added = it.operands
+        narrow = it.kinds[-1]
+        wide = f"{narrow[0]}{2 * width_of(narrow)}"
+        a, b = (
+            self.registers.read(each, narrow).astype(np.dtype(f"{narrow[0].replace('s', 'i')}8")) for each in (a, b)
+        )
+        self.registers.write(result, a * b + sum(self.registers.read(each, wide) for each in added), wide, active)
+
+    _mad = _mul
+
+    def _shl(self, it, active):
+        result, source, amount = it.operands
+        kind = it.kinds[-1]
+        shifted = ptx_ops.shift(it.name, self.registers.read(source, kind), self.registers.bits(amount, 32))
+        self.registers.write(result, shifted, kind, active)
+
+    _shr = _shl
+
+    def _bfe(self, it, active):
+        result, *sources = it.operands
+        bits = ptx_ops.extract_field(*(self.registers.bits(source, 32) for source in sources))
+        self.registers.write_bits(result, bits, active)
+
+    def _prmt(self, it, active):
+        result, *sources = it.operands
+        bits = ptx_ops.permute_bytes(*(self.registers.bits(source, 32) for source in sources))
+        self.registers.write_bits(result, bits, active)
+
+    def _setp(self, it, active):
+        result, a, b = it.operands
+        test, kind = it.kinds
+        truth = ptx_ops.compare(test, self.registers.read(a, kind), self.registers.read(b, kind))
+        self.registers.write_bits(result, truth, active)
+
+    def _selp(self, it, active):
+        result, a, b, chosen = it.operands
+        a, b = (self.registers.bits(each, width_of(it.kinds[-1])) for each in (a, b))
+        self.registers.write_bits(result, np.where(self.registers.held(chosen), a, b), active)
+
+    def _cvt(self, it, active):
+        assert set(it.kinds[:-2]) <= {"rn"}
+        to, of = it.kinds[-2:]
+        result, *sources = it.operands
+        bits = [encode(self.registers.read(source, of), to.removesuffix("x2")) for source in sources]
+        self.registers.write_bits(result, ptx_ops.joined(*reversed(bits)) if to.endswith("x2") else bits[0], active)
+
+    def _mov(self, it, active):
+        result, source = it.operands
+        width = width_of(it.kinds[-1])
+        if source.startswith("{"):
+            bits = ptx_ops.joined(*(self.registers.bits(part, width // 2) for part in _inside(source)))
+        else:
+            bits = self.registers.bits(source, width)
+        for number, part in enumerate(parts := _inside(result)):
+            share = width // len(parts)
+            self.registers.write_bits(part, encode(bits >> bits.dtype.type(number * share), f"b{share}"), active)
+
+    # Threads together
+
+    def _bra(self, it, active):
+        if active.any() != active.all():
+            raise Fault(f"the threads of a program part at {it.operands[0]}")
+        if active.all():
+            self.place = self.kernel.labels[it.operands[0]]
+
+    def _bar(self, it, active):
+        for races in self.races.values():
+            races.barrier()
+
+    def _shfl(self, it, active):
+        assert it.kinds == ("sync", "bfly", "b32")
+        result, source, lanes, *_ = it.operands
+        across = np.arange(self.kernel.threads) ^ int(lanes)
+        self.registers.write_bits(result, self.registers.bits(source, 32)[across], active)
+
+    def _redux(self, it, active):
+        assert it.kinds == ("sync", "max", "s32")
+        result, source, _ = it.operands
+        largest = self.registers.read(source, "s32").reshape(-1, _LANES).max(axis=1)
+        self.registers.write(result, np.repeat(largest, _LANES), "s32", active)
+
+    # Memory
+
+    def _ld(self, it, active):
+        results, place = it.operands
+        if it.kinds[0] == "param":
+            value = np.full(self.kernel.threads, self.params[place.strip("[]")], dtype=np.int64)
+            self.registers.write(results, value, it.kinds[-1], active)
+            return
+        results = _inside(results)
+        addresses, size = self._touch(it, place, len(results), active, writes=False)
+        loaded = self.memories[it.kinds[0]].load(addresses, size)
+        for result, column in zip(results, np.split(loaded, len(results), axis=1), strict=True):
+            bits = self.registers.held(result).copy()
+            bits[active] = column.copy().view(bits.dtype).ravel()
+            self.registers.write_bits(result, bits, active)
+
+    def _st(self, it, active):
+        place, sources = it.operands
+        sources = _inside(sources)
+        addresses, _ = self._touch(it, place, len(sources), active, writes=True)
+        columns = [self.registers.bits(source, width_of(it.kinds[-1]))[active] for source in sources]
+        self.memories[it.kinds[0]].store(addresses, np.stack(columns, axis=1).view(np.uint8))
+
+    def _touch(self, it, place, count, active, *, writes):
+        """The addresses of the threads that are active, and the bytes at each."""
+        addresses = self._addresses(place)[active]
+        size = count * width_of(it.kinds[-1]) // 8
+        moved = self.races[it.kinds[0]].note(addresses, self.warps[active], size, writes)
+        if it.kinds[0] == "global":
+            self.kernel.moved["stored" if writes else "loaded"] += moved
+        return addresses, size
+
+    def _addresses(self, place):
+        base, _, offset = place.strip("[] ").partition("+")
+        return self.registers.bits(base.strip(), 64) + np.int64(int(offset or 0)).astype(np.uint64)
+
+    def _atom(self, it, active):
+        """One thread after the other; who does it at once with others races with nobody."""
+        *_, name, kind = it.kinds
+        result, place, source = it.operands
+        memory, addresses, numbers = self.memories["global"], self._addresses(place), self.registers.read(source, kind)
+        for thread in np.flatnonzero(active):
+            here = addresses[[thread]]
+            old = memory.load(here, numbers.itemsize).view(numbers.dtype).ravel()
+            memory.store(here, ARITHMETIC[name](old, numbers[[thread]]).view(np.uint8).reshape(1, -1))
+            self.registers.write(result, old, kind, np.arange(len(active)) == thread)
+
+
+def _inside(operand):
+    """The registers of `{a, b}`, or the one."""
+    return [each.strip() for each in operand.strip("{} ").split(",")]

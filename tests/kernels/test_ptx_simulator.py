@@ -1,0 +1,157 @@
+"""The simulator computes what a GPU would, and finds the faults that it is there for."""
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import as_bits, assert_same
+from ptx_memory import Fault
+from ptx_simulator import Kernel
+
+THREADS = 64
+FRAME = """
+.visible .entry k(
+	.param .u64 .ptr .global .align 1 k_param_0,
+	.param .u64 k_param_1
+)
+.reqntid 64
+{
+	.reg .pred 	%p<9>;
+	.reg .b16 	%rs<9>;
+	.reg .b32 	%r<9>;
+	.reg .b64 	%rd<9>;
+$L__func_begin0:
+	ld.param.b64 	%rd1, [k_param_0];
+	mov.u32 	%r1, %tid.x;
+	mul.wide.u32 	%rd2, %r1, SIZE;
+	add.s64 	%rd2, %rd1, %rd2;
+CODE
+	ret;
+$L__func_end0:
+"""
+
+
+def run(code, tensor, *, n_programs=1, param=0, shared=512, spans=None):
+    """Run `code` with each thread's element of `tensor` at %rd2, and its number in %r1."""
+    kernel = Kernel(FRAME.replace("SIZE", str(tensor.element_size())).replace("CODE", code), shared)
+    spans = spans or [(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
+    kernel.run(n_programs, [tensor.data_ptr(), param], spans)
+    return kernel
+
+
+def test_bytes_are_counted_once_an_instruction():
+    code = "ld.global.b32 %r2, [%rd1];\nld.global.b32 %r2, [%rd2];\nst.global.b32 [%rd2 + 256], {%r2};"
+    assert run(code, torch.ones(2 * THREADS)).moved == {"loaded": 4 + 4 * THREADS, "stored": 4 * THREADS}
+
+
+def test_only_guarded_threads_take_part():
+    data = torch.zeros(THREADS, dtype=torch.int32)
+    run("setp.lt.u32 %p1, %r1, 3;\nmov.b32 %r2, 7;\n@%p1 st.global.b32 [%rd2], %r2;", data)
+    assert data.tolist() == [7] * 3 + [0] * (THREADS - 3)
+    run("setp.lt.u32 %p1, %r1, 3;\nmov.b32 %r2, 8;\n@!%p1 st.global.b32 [%rd2], %r2;", data)
+    assert data.tolist() == [7] * 3 + [8] * (THREADS - 3)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "f16"), (torch.bfloat16, "bf16")])
+def test_narrow_floats_are_rounded_as_torch_rounds(dtype, kind):
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (64 * THREADS,), generator=generator).to(torch.int32)
+    bits[:4] = torch.tensor([1.00390625, 1.01171875, 65520.0, 65519.996]).view(torch.int32)  # ties, and the largest
+    for block in bits.view(torch.float32).split(THREADS):
+        data = block.clone()
+        run(f"ld.global.b32 %r2, [%rd2];\ncvt.rn.{kind}.f32 %rs1, %r2;\ncvt.f32.{kind} %r3, %rs1;\n"
+            "st.global.b32 [%rd2], %r3;", data)  # fmt: skip
+        assert_same(data, block.to(dtype).float())
+
+
+def test_two_narrow_floats_are_joined_the_first_above():
+    data = torch.zeros(THREADS)
+    run("mov.b32 %r2, 0f3F800000;\nmov.b32 %r3, 0f40000000;\ncvt.rn.f16x2.f32 %r4, %r2, %r3;\n"
+        "st.global.b32 [%rd2], %r4;", data)  # fmt: skip
+    assert data.view(torch.float16)[:2].tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "want"),
+    [
+        ("shl.b32 %r2, %r1, 33;", lambda thread: 0),
+        ("shl.b32 %r2, %r1, 2;", lambda thread: 4 * thread),
+        ("sub.s32 %r3, %r1, 9;\nshr.s32 %r2, %r3, 40;", lambda thread: -(thread < 9)),
+        ("sub.s32 %r3, %r1, 9;\nmax.s32 %r2, %r3, -2;", lambda thread: max(thread - 9, -2)),
+        ("bfe.u32 %r2, %r1, 1, 3;", lambda thread: thread >> 1 & 7),
+        ("mov.b32 %r3, 0x04030201;\nprmt.b32 %r2, %r1, %r3, 0x7054U;", lambda thread: 0x04000201 | thread << 16),
+        ("shfl.sync.bfly.b32 %r2, %r1, 8, 31, -1;", lambda thread: thread ^ 8),
+        ("redux.sync.max.s32 %r2, %r1, -1;", lambda thread: thread | 31),
+        ("mov.b32 %r3, 0f7FC00000;\nsetp.num.f32 %p1, %r3, %r3;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 2),
+        ("mov.b32 %r3, 0f7FC00000;\nsetp.neu.f32 %p1, %r3, %r3;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 1),
+        ("mov.b32 %r3, 0f7FC00000;\nsetp.ge.f32 %p1, %r3, 0f00000000;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 2),
+        ("mov.b32 %r3, 0f7FC00000;\nsetp.leu.f32 %p1, %r3, 0f00000000;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 1),
+        ("mov.b64 %rd3, {%r1, 5};\nmov.b64 {%r3, %r4}, %rd3;\nadd.s32 %r2, %r3, %r4;", lambda thread: thread + 5),
+        ("mov.u32 %r3, %ctaid.x;\nadd.s32 %r2, %r3, 4;", lambda thread: 4),
+        ("ld.param.b64 %rd3, [k_param_1];\ncvt.u32.u64 %r2, %rd3;", lambda thread: 77),
+    ],
+)  # fmt: skip
+def test_instructions(code, want):
+    data = torch.zeros(THREADS, dtype=torch.int32)
+    run(f"{code}\nst.global.b32 [%rd2], %r2;", data, param=77)
+    assert data.tolist() == [want(thread) for thread in range(THREADS)]
+
+
+def test_a_fused_product_is_rounded_once():
+    data = torch.full((THREADS,), 1 + 2**-23)
+    run("ld.global.b32 %r2, [%rd2];\nfma.rn.f32 %r3, %r2, %r2, 0fBF800002;\nst.global.b32 [%rd2], %r3;", data)
+    assert data[0].item() == (1 + 2**-23) ** 2 - (1 + 2**-22)
+
+
+def test_one_thread_after_the_other_at_an_atomic():
+    data = torch.tensor([5, 0], dtype=torch.int32)
+    run("atom.global.gpu.relaxed.max.s32 %r2, [%rd1 + 0], %r1;\n"
+        "mov.b32 %r3, 64;\natom.global.gpu.relaxed.or.b32 %r2, [%rd1 + 4], %r3;", data)  # fmt: skip
+    assert data.tolist() == [63, 64]
+
+
+LOAD, STORE = "ld.global.b32 %r2, [%rd2 + {}];", "st.global.b32 [%rd2 + {}], %r1;"
+TO_SHARED = "shl.b32 %r3, %r1, 2;\nst.shared.b32 [%r3], %r1;"
+FROM_OTHER_WARP = "sub.s32 %r4, 252, %r3;\nld.shared.b32 %r2, [%r4];"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (LOAD.format(4), "belong to no tensor"),
+        (STORE.format(4), "belong to no tensor"),
+        (LOAD.format(-4), "belong to no tensor"),
+        ("ld.global.v2.b32 {%r2, %r3}, [%rd1 + 4];", "no multiple of 8"),
+        (f"{LOAD.format(0)}\n{TO_SHARED}\n{FROM_OTHER_WARP}", "two warps touch"),
+        ("ld.global.b32 %r2, [%rd1];\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 st.global.b32 [%rd1], %r2;", "two warps touch"),
+        ("setp.eq.b32 %p1, %r1, 0;\n@%p1 bra $L1;\n$L1:", "part at"),
+        ("$L1:\nbra.uni $L1;", "no end after"),
+    ],
+)  # fmt: skip
+def test_faults(code, error):
+    with pytest.raises(Fault, match=error):
+        run(code, torch.zeros(THREADS))
+
+
+def test_a_barrier_orders_warps():
+    run(f"{TO_SHARED}\nbar.sync 0;\n{FROM_OTHER_WARP}\nst.global.b32 [%rd2], %r2;", data := torch.zeros(THREADS))
+    assert as_bits(data).tolist() == list(reversed(range(THREADS)))
+
+
+def test_warps_may_read_the_same_and_one_may_read_what_it_wrote():
+    run(
+        "ld.global.b32 %r2, [%rd1];\nst.global.b32 [%rd2 + 256], %r1;\nld.global.b32 %r2, [%rd2 + 256];",
+        torch.zeros(2 * THREADS),
+    )
+
+
+def test_programs_are_in_no_order():
+    data = torch.zeros(THREADS)
+    with pytest.raises(Fault, match="another one reads"):
+        run("mov.u32 %r3, %ctaid.x;\nsetp.eq.b32 %p1, %r3, 0;\n@!%p1 bra $L1;\n" + STORE.format(0)
+            + "\nbra.uni $L2;\n$L1:\n" + LOAD.format(0) + "\n$L2:", data, n_programs=2)  # fmt: skip
+
+
+def test_what_nobody_wrote_is_no_zero():
+    data = torch.zeros(THREADS)
+    run("st.global.b32 [%rd2], %r8;", data)
+    assert np.all(data.numpy() != 0)
