@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from scaler_triton.kernels import launcher
-from scaler_triton.kernels.launch_config import LaunchConfig
+from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, LaunchConfig
 from scaler_triton.kernels.nonfinite import launch_check_nonfinite
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_unscale
@@ -30,6 +30,8 @@ KERNEL_CLASS = InterpretedFunction if launcher.INTERPRETED else JITFunction
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # A chunk of a few hundred elements: many chunks and steps in tensors that the interpreter walks quickly.
 SMALL = LaunchConfig(num_warps=1, vectors=1, unroll=2)
+# What a program may be like. To compile all of that takes a minute: `make simulate` does.
+CONFIGS = CANDIDATES if os.environ.get("CONFIGS") == "all" else [DEFAULT]
 GUARD = 16
 NAN, INF = float("nan"), float("inf")
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_cases import (
+    CONFIGS,
     DEVICE,
     DTYPES,
     INF,
@@ -219,6 +220,13 @@ def test_edges_are_multiplied_once_however_many_warps_visit_them(dtype):
     for _ in range(repeats):
         grads = [Guarded(finite_values(3, dtype, index), index % 5) for index in range(count)]
         check_clip(grads, 3.0, 0.3, inverse=False, config=DEFAULT)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_other_configurations_give_the_same(config):
+    for dtype in DTYPES:
+        grads = [Guarded(finite_values(config.chunk_elements(dtype.itemsize) + 13, dtype, 0), 1)]
+        check_clip(grads, 3.0, 0.3, inverse=False, config=config)
 
 
 def test_nothing_is_launched_for_no_elements():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from kernel_cases import (
+    CONFIGS,
     DEVICE,
     DTYPES,
     INF,
@@ -130,7 +131,7 @@ def test_zeros_sum_to_zero(dtype):
     assert total == 0
 
 
-@pytest.mark.parametrize("config", [DEFAULT, LaunchConfig(1, 1, 1), LaunchConfig(2, 2, 3)])
+@pytest.mark.parametrize("config", [*CONFIGS, LaunchConfig(1, 1, 1), LaunchConfig(2, 2, 3)])
 def test_other_configurations_give_the_same(config):
     for dtype in DTYPES:
         chunk = config.chunk_elements(dtype.itemsize)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_cases import (
+    CONFIGS,
     DEVICE,
     DTYPES,
     INF,
@@ -206,12 +207,13 @@ def test_two_runs_are_bitwise_equal(dtype):
         assert_untouched(first, second)
 
 
-def test_the_default_config_gives_the_same():
+@pytest.mark.parametrize("config", CONFIGS)
+def test_other_configurations_give_the_same(config):
     for dtype in DTYPES:
-        chunk = DEFAULT.chunk_elements(dtype.itemsize)
+        chunk = config.chunk_elements(dtype.itemsize)
         grads = [Guarded(finite_values(chunk + 13, dtype, seed), seed) for seed in range(2)]
         grads[1].start[-20] = grads[1].buffer[-20] = INF
-        check_unscale(grads, torch.tensor(3.0), inverse=False, config=DEFAULT)
+        check_unscale(grads, torch.tensor(3.0), inverse=False, config=config)
 
 
 def test_nothing_is_launched_for_no_elements():
