@@ -1,0 +1,166 @@
+"""Clipping whose norm is of all gradients: a pass that reads, one reduction, a pass that writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+
+from scaler_triton import dispatch
+from scaler_triton.clipping import norms, reference_norm
+from scaler_triton.clipping.disabled import NONFINITE
+from scaler_triton.clipping.parts import Part, PartsMixin, plan_copies, sum_partial
+from scaler_triton.verdict import Verdict, flag_on, fp32_on, write_scales
+
+if TYPE_CHECKING:
+    from scaler_triton.batch import Batch
+    from scaler_triton.collectives import Agreement
+
+
+class _Measured(NamedTuple):
+    """What the pass that reads left of one optimizer."""
+
+    part: Part
+    verdict: Verdict
+    pairs: list[tuple[Batch, dispatch.Backend]]
+    flags: dict[torch.device, Tensor]
+    totals: Tensor
+
+
+class AtOnceMixin(PartsMixin):
+    """Checks, measures and clips optimizers under one norm, with one reduction."""
+
+    def _clip_at_once(
+        self,
+        parts: Sequence[Part],
+        agreement: Agreement | None,
+        max_norm: float,
+        error_if_nonfinite: bool,
+        model: nn.Module | None,
+        defer: bool,
+    ) -> Tensor:
+        copies = [plan_copies(part.plan, agreement, model) for part in parts]
+        assert self._scale is not None
+        for part in parts:
+            self._stepped.forget(part.state)
+        try:
+            backend = norms.choose_for_scale(self._scale, self._backend) if defer else None
+            measured = [self._measure(part, counts) for part, counts in zip(parts, copies, strict=True)]
+        except Exception:
+            self._fail_together(parts, agreement)
+            raise
+        try:
+            totals = self._agree_on_totals(measured, agreement)
+            refused = error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
+            if refused:
+                totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
+            if backend is not None:
+                told = [self._leave_to_step(parts, totals, max_norm, backend)]
+            else:
+                told = [norm for each in measured for norm in self._write(each, totals, max_norm)]
+            for each in measured:
+                self._finish(each, agreement)
+        except BaseException:
+            for part in parts:
+                self._skip(part.state, part.plan)
+            raise
+        if refused:
+            raise RuntimeError(NONFINITE.format(2.0))
+        return told[0] if told else reference_norm.norm_of(totals)
+
+    def _measure(self, part: Part, copies: Sequence[int]) -> _Measured:
+        """Check one optimizer's gradients and sum their squares, each piece's share of the global sum."""
+        if part.state["found_inf_per_device"]:
+            part.plan.verdict = None  # what an earlier check found must outlive a failure of this one
+        verdict = self._new_verdict(part.plan)
+        flags: dict[torch.device, Tensor] = {}
+        totals: list[Tensor] = []
+
+        def add(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
+            factor, weights = self._factor_on(flag.device), _weights(batch, copies)
+            total = norms.sum_of_squares_batch(batch, factor, flag, weights, backend, inverse=False)
+            totals.append(total.to(verdict.device))
+
+        gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
+        pairs = norms.choose_backends(gradients.batches, self._backend)
+        for batch, backend in pairs:
+            flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)
+            self._run(part.plan, add, batch, flag, backend)
+        verdict.add(flags.values())
+        return _Measured(part, verdict, pairs, flags, _sum_of(totals, verdict.device))
+
+    def _factor_on(self, device: torch.device) -> Tensor:
+        assert self._scale is not None
+        return fp32_on(device, self._scale)
+
+    def _agree_on_totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
+        """Return the optimizers' totals, summed up over them and over the ranks; their flags become one."""
+        totals = _sum_of([each.totals for each in measured], measured[0].verdict.device)
+        if agreement is not None:
+            assert self._scale is not None
+            write_scales(totals[reference_norm.SCALES :], self._scale)
+            agreement.sum_(totals)
+        for each in measured:
+            if agreement is not None:
+                each.verdict.settle(totals[reference_norm.FLAG :], agreement.size)
+            elif len(measured) > 1 and self._served_devices(each.flags, each.part.plan, agreement):
+                each.verdict.join(totals[reference_norm.FLAG])
+        return totals
+
+    def _leave_to_step(
+        self, parts: Sequence[Part], totals: Tensor, max_norm: float, backend: dispatch.Backend
+    ) -> Tensor:
+        """Have the optimizers unscale and clip; return the norm."""
+        assert self._scale is not None
+        norm, factor = norms.deferred(totals, self._scale, max_norm, backend)
+        for part in parts:
+            part.state["deferred"] = factor
+        return norm
+
+    def _write(self, each: _Measured, totals: Tensor, max_norm: float) -> list[Tensor]:
+        """Unscale and clip; return the norm as it came to be known on the scale's device."""
+        told = []
+        for batch, backend in each.pairs:
+            device = batch.layout.key.device
+            local = totals if device == totals.device else totals.to(device, non_blocking=device.type != "cpu")
+            factor = self._factor_on(device)
+            told.append(norms.clip_batch_(batch, factor, local, max_norm, backend, inverse=False, measured=True))
+        return [norm for norm in told if norm.device == totals.device]
+
+    def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
+        part = each.part
+        self._leave_flag(part, each.verdict, self._served_devices(each.flags, part.plan, agreement))
+        part.state["stage"] = OptState.UNSCALED
+
+    def _fail_together(self, parts: Sequence[Part], agreement: Agreement | None) -> None:
+        """Tell the other ranks, in the reduction that they wait in, that this one could not check its gradients."""
+        if agreement is None:
+            return
+        for part in parts:
+            self._skip(part.state, part.plan)
+        sum_partial(parts, None)
+        told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._home(parts[0].plan))
+        told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
+        agreement.sum_(told)
+
+
+def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:
+    if len(totals) == 1:
+        return totals[0]
+    if not totals:
+        return torch.zeros(reference_norm.COLUMNS, dtype=torch.float64, device=device)
+    return torch.stack(totals).sum(0)
+
+
+def _weights(batch: Batch, copies: Sequence[int]) -> list[float] | None:
+    """Return each gradient's share in the global sum, the same list as long as `copies` is; None: 1 for all."""
+    layout = batch.layout
+    if layout.weights is None or layout.weights[0] is not copies:
+        weights = [1.0 / copies[slot] for slot in layout.slots]
+        layout.weights = (copies, None if set(weights) <= {1.0} else weights)
+    weights_: list[float] | None = layout.weights[1]
+    return weights_

@@ -1,0 +1,59 @@
+"""What optimizers that are clipped together have in common, whichever way they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scaler_triton.clipping.copies import copies_of
+from scaler_triton.clipping.rank_norms import held_gradients
+from scaler_triton.plan import GradPlan
+from scaler_triton.unscaling import UnscalingMixin
+from scaler_triton.verdict import Verdict
+
+if TYPE_CHECKING:
+    from scaler_triton.collectives import Agreement
+
+
+class Part(NamedTuple):
+    """One of the optimizers that are clipped together."""
+
+    optimizer: Any
+    state: dict[str, Any]
+    plan: GradPlan
+
+
+class PartsMixin(UnscalingMixin):
+    """How the flag of one of them is left to its step."""
+
+    def _leave_flag(self, part: Part, verdict: Verdict, devices: Sequence[torch.device]) -> None:
+        """Keep the flag for the step, and start its copy if the step will ask for it on the host."""
+        self._keep(part.state, verdict, devices)
+        if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
+            verdict.start_mirror()
+
+
+def sum_partial(parts: Sequence[Part], chosen: set[int] | None) -> None:
+    """Take part in the sums of Partial gradients that are still to come, on a rank that cannot use them."""
+    parameters = all_parameters(parts)
+    with suppress(Exception):  # a bad gradient, whose error is known
+        held_gradients(parameters, [1] * len(parameters), chosen)
+
+
+def all_parameters(parts: Sequence[Part]) -> list[Tensor]:
+    return [parameter for part in parts for parameter in part.plan.parameters]
+
+
+def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:
+    """`copies_of` for a plan, which keeps the answer."""
+    group = None if agreement is None else agreement.group
+    if plan.copies is None or plan.copies[0] is not group or plan.copies[1]() is not model:
+        seen = (lambda: None) if model is None else weakref.ref(model)
+        plan.copies = (group, seen, copies_of(plan.parameters, group, model))
+    counts: list[int] = plan.copies[2]
+    return counts
