@@ -1,39 +1,57 @@
-"""The README's results: written from the CSVs, never by hand."""
+"""What the pages tell of results: written from the CSVs, never by hand."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from perf.goals import Answer, answers
+from perf.headlines import costs
 from perf.machine import Machine
 from perf.rows import Entry, read_csv
 from perf.table import answers_table, number
 
 FOLDER = Path(__file__).parent
-README, RESULTS = FOLDER / "README.md", FOLDER / "results"
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
+RESULTS = FOLDER / "results"
+README, FRONT = FOLDER / "README.md", FOLDER.parent / "README.md"
 
 
-def block(results: Path = RESULTS) -> str:
-    """Return what belongs between the marks: each goal's worst case, the misses, and where it was measured."""
+def rewrite(results: Path = RESULTS) -> None:
+    """Bring this folder's page and the front page up to date."""
+    for page, name, text in blocks(results):
+        put(page, name, text)
+
+
+def blocks(results: Path = RESULTS) -> list[tuple[Path, str, str]]:
+    """Return the page, the name and the text of everything that is written from the CSVs."""
     entries = [entry for path in sorted(results.glob("*.csv")) for entry in read_csv(path)]
     found = answers(entries)
+    return [(README, "results", _results(entries, found)), (FRONT, "costs", costs(found))]
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Replace what stands between a page's marks of that name."""
+    begin, end = _marks(name)
+    before, _, rest = page.read_text().partition(begin)
+    after = rest.partition(end)[2]
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def current(page: Path, name: str) -> str:
+    """Return what stands there now."""
+    begin, end = _marks(name)
+    return page.read_text().partition(begin)[2].partition(end)[0].strip()
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name} -->", f"<!-- /{name} -->"
+
+
+def _results(entries: Sequence[Entry], found: Sequence[Answer]) -> str:
+    """Return each goal's worst case, the misses, and where it was measured."""
     missed = [_miss(answer) for answer in found if answer.met == "no"]
     parts = [answers_table(found, "github"), "\n\n".join(_place(entries, device) for device in _devices(entries))]
     if missed:
         parts.append("Missed:\n\n" + "\n".join(missed))
     return "\n\n".join(part for part in parts if part)
-
-
-def current(text: str) -> str:
-    """Return what stands between the marks of a README now."""
-    return text.partition(BEGIN)[2].partition(END)[0].strip()
-
-
-def rewrite(readme: Path = README, results: Path = RESULTS) -> None:
-    """Put the results of the CSVs into a README."""
-    before, _, rest = readme.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    readme.write_text(f"{before}{BEGIN}\n{block(results)}\n{END}{after}")
 
 
 def _miss(answer: Answer) -> str:

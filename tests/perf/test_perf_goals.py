@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perf import readme
+from perf import headlines, readme
 from perf.goals import GOALS, Goal, answers
 from perf.machine import Machine
 from perf.plot import save_plot
@@ -84,18 +84,33 @@ def test_plot_is_the_same_for_the_same_rows(tmp_path: Path, rows: list[Entry]) -
     assert first.read_text().startswith("<?xml")
 
 
-def test_readme_block_names_misses_and_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_tell_of_misses_and_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readme, "answers", lambda found: answers(found, [FASTER]))
     write_csv(tmp_path / "card.csv", entries(*times("a", 1.0, 0.75)))
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    readme.rewrite(page, tmp_path)
-    text = page.read_text()
+    pages = tmp_path / "README.md", tmp_path / "FRONT.md"
+    monkeypatch.setattr(readme, "README", pages[0])
+    monkeypatch.setattr(readme, "FRONT", pages[1])
+    pages[0].write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    pages[1].write_text("before\n<!-- costs -->\n<!-- /costs -->\nafter\n")
+    readme.rewrite(tmp_path)
+    text = pages[0].read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert readme.current(text) == readme.block(tmp_path)
+    assert "old" not in text
     assert "- is it faster (a, card): 0.750, the goal is <= 0.5. Cause: it rains." in text
+    assert readme.current(pages[1], "costs").count("\n") == 1  # nothing of what is shown there was measured
 
 
-def test_readme_says_what_the_csvs_say() -> None:
-    assert readme.current(readme.README.read_text()) == readme.block()
+def test_the_front_page_shows_what_was_measured_and_what_is_lost() -> None:
+    shown = [goal for goal in GOALS if goal.question in headlines.LABELS]
+    assert len(shown) == len(headlines.LABELS)
+    assert all(goal.subject in ("ours / torch", "ours / none") for goal in shown)
+    table = headlines.costs(answers(entries(*times("500 DTensor, stub", 4.0, 1.0, "host", "unscale_"))))
+    assert table.count("\n") == 2
+    assert "| 500 parameters under FSDP2: `unscale_`, host time |" in table
+    assert "| 0.250          | card, GPU path on a stub driver |" in table
+
+
+@pytest.mark.parametrize(("page", "name", "text"), readme.blocks())
+def test_pages_say_what_the_csvs_say(page: Path, name: str, text: str) -> None:
+    assert readme.current(page, name) == text
