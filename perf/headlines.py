@@ -18,7 +18,7 @@ LABELS = {
     "2000 small, one unscale_, wall": "2000 small gradients: `unscale_`",
     "check before fused, large": "the check before a fused optimizer",
     "unscale + clip + fused AdamW": "unscale, clip and fused AdamW on 1e9 elements",
-    "CPU: unscale + clip, plain": "unscale and clip on the CPU, at its worst",
+    "CPU: adjacent gradients, small": "2000 adjacent small gradients: `unscale_` on the CPU",
 }
 
 
