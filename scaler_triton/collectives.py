@@ -29,15 +29,16 @@ class Agreement:
     """The ranks one optimizer's flag must be equal on.
 
     Args:
-        group: their process group.
+        groups: their process group; or several that reach all of them one after the other, as those of a mesh's
+            dimensions do.
         size: how many they are.
     """
 
-    group: ProcessGroup
+    groups: tuple[ProcessGroup, ...]
     size: int
 
     def maximum_(self, signals: Tensor) -> None:
-        """Replace `signals` by their elementwise maximum over the ranks: one all-reduce, no host wait.
+        """Replace `signals` by their elementwise maximum over the ranks: an all-reduce a group, no host wait.
 
         Args:
             signals: fp32, shape (n,), any device; written. It travels on a device the group's backend serves.
@@ -49,13 +50,14 @@ class Agreement:
         self._reduce_(totals, dist.ReduceOp.SUM)
 
     def _reduce_(self, values: Tensor, op: Any) -> None:
-        device = _serving_device(self.group, values.device)
-        if device == values.device:
-            dist.all_reduce(values, op=op, group=self.group)
-        else:
-            carrier = values.to(device)
-            dist.all_reduce(carrier, op=op, group=self.group)
-            values.copy_(carrier)
+        for group in self.groups:
+            device = _serving_device(group, values.device)
+            if device == values.device:
+                dist.all_reduce(values, op=op, group=group)
+            else:
+                carrier = values.to(device)
+                dist.all_reduce(carrier, op=op, group=group)
+                values.copy_(carrier)
 
 
 def default_group() -> ProcessGroup | None:
@@ -94,23 +96,32 @@ def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agree
             "did not come along; set scaler.process_group"
         )
     rank = dist.get_rank()  # raises torch's error without a default group
-    group = default_group() if process_group is None else process_group
-    return _covering(group, rank, _meshes(parameters))
+    group: Any = default_group() if process_group is None else process_group
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        raise ValueError(f"process_group must contain this rank, {rank}, got a group made for other ranks")
+    return _covering((group,), dist.get_process_group_ranks(group), _meshes(parameters))
 
 
 def inferred_agreement(parameters: Iterable[Tensor]) -> Agreement | None:
     """Return who must agree as the parameters' meshes tell: nobody without DTensors, else all who hold a part.
 
-    One 1-D mesh: its group. Otherwise the ranks of the root mesh, since no smaller set is the same on all ranks.
+    One 1-D mesh: its group. Otherwise the ranks of the root mesh, since no smaller set is the same on all ranks: by the
+    default group if they are all there are, else by the root's own groups, one a dimension. A group made here would be
+    one that not all ranks make, after which torch's names of groups can differ between ranks, and making one hangs.
 
-    Raises: ValueError if there are several root meshes over different ranks: only the caller knows then.
+    Raises: ValueError if there are several root meshes over different ranks: only the caller knows then; or if this
+        rank is not in the mesh.
     """
     meshes = _meshes(parameters)
     if not meshes:
         return None
-    one_dimensional = len(meshes) == 1 and meshes[0].ndim == 1
-    group = meshes[0].get_group() if one_dimensional else _group_of(_root_ranks(meshes))
-    return _covering(group, dist.get_rank(), meshes)
+    root = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else _common_root(meshes)
+    if root is None or (root.ndim > 1 and root.size() == dist.get_world_size()):
+        return _covering((dist.group.WORLD,), range(dist.get_world_size()), meshes)
+    if dist.get_rank() not in _mesh_ranks(root):
+        raise ValueError(f"process_group must contain this rank, {dist.get_rank()}, got parameters on {root}")
+    groups = tuple(root.get_group(dim) for dim in range(root.ndim) if root.size(dim) > 1)
+    return _covering(groups, _mesh_ranks(root), meshes)
 
 
 def has_fsdp1(parameters: Iterable[Tensor]) -> bool:
@@ -150,39 +161,23 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
     return find() if find is not None else None
 
 
-def _root_ranks(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
+def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
+    """Return the mesh whose ranks are those of all meshes' roots; None, which means all ranks, if a root is unknown."""
     roots = [_root_of(mesh) for mesh in meshes]
-    if any(root is None for root in roots):
-        return tuple(range(dist.get_world_size()))
-    ranks = {_mesh_ranks(root) for root in roots if root is not None}
+    known = [root for root in roots if root is not None]
+    if len(known) < len(roots):
+        return None
+    ranks = {_mesh_ranks(root) for root in known}
     if len(ranks) > 1:
         raise ValueError(
             f"process_group is needed: the parameters' meshes span different ranks {sorted(map(list, ranks))}, "
             "so which ranks must agree cannot be told from one of them"
         )
-    return ranks.pop()
+    return min(known, key=lambda root: root.ndim)  # fewest reductions
 
 
-# One group for each set of ranks and life of the default group: making one is a rendezvous of its members.
-_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
-
-
-def _group_of(ranks: tuple[int, ...]) -> Any:
-    world = dist.group.WORLD
-    if len(ranks) == dist.get_world_size():
-        return world
-    owner, group = _groups.get(ranks, (None, None))
-    if owner is not world or group is None:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-        _groups[ranks] = (world, group)
-    return group
-
-
-def _covering(group: Any, rank: int, meshes: Iterable[DeviceMesh]) -> Agreement | None:
-    """Return the group as an agreement if `rank` and every rank of the meshes is in it."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
-        raise ValueError(f"process_group must contain this rank, {rank}, got {_described(group)}")
-    members = dist.get_process_group_ranks(group)
+def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[DeviceMesh]) -> Agreement | None:
+    """Return the groups' members as an agreement, None if that is one rank, if they cover the meshes."""
     for mesh in meshes:
         missing = sorted(set(_mesh_ranks(mesh)) - set(members))
         if missing:
@@ -190,13 +185,7 @@ def _covering(group: Any, rank: int, meshes: Iterable[DeviceMesh]) -> Agreement 
                 f"process_group must contain every rank of {mesh}, which shards a parameter, "
                 f"got a group of ranks {sorted(members)} without {missing}"
             )
-    return Agreement(group, len(members)) if len(members) > 1 else None
-
-
-def _described(group: Any) -> str:
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        return "a group made for other ranks"
-    return f"a group of ranks {dist.get_process_group_ranks(group)}"
+    return Agreement(groups, len(members)) if len(members) > 1 else None
 
 
 def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:

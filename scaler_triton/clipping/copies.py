@@ -12,25 +12,25 @@ from scaler_triton.batch import is_dtensor
 from scaler_triton.collectives import has_fsdp1, several_ranks
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from scaler_triton.collectives import Agreement
 
 
-def copies_of(parameters: Sequence[Tensor], group: ProcessGroup | None, model: nn.Module | None) -> list[int]:
-    """Return for each parameter how many ranks of `group` hold what this rank holds of it.
+def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: nn.Module | None) -> list[int]:
+    """Return for each parameter how many of the ranks hold what this rank holds of it.
 
-    A DTensor's placements tell, and its mesh if it spans a part of the group: the other parts hold copies, as the
+    A DTensor's placements tell, and its mesh if it spans a part of the ranks: the other parts hold copies, as the
     norms of FSDP x TP do. An FSDP1 parameter looks the same sharded or not, so its wrapper is asked. Any other
     parameter is taken for a copy, as under DDP: torch's own clipping counts it on every rank.
 
     Args:
         parameters: of any kind, frozen ones too.
-        group: the ranks whose gradients make up the norm; None: this one alone.
+        agreement: the ranks whose gradients make up the norm; None: this one alone.
         model: holds the `FullyShardedDataParallel` modules, where there are any.
 
     Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules; naming `process_group` if one is
-        cut into more pieces than the group has ranks.
+        cut into more pieces than there are ranks.
     """
-    ranks = 1 if group is None else dist.get_world_size(group)
+    ranks = 1 if agreement is None else agreement.size
     if ranks == 1 and not (several_ranks() and has_fsdp1(parameters)):
         return [1] * len(parameters)
     shards = _fsdp1_shards(model)

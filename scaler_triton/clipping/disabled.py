@@ -46,7 +46,7 @@ def clip_unscaled(
         return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
     agreement = collectives.sharded_agreement(parameters, group)
     with torch.no_grad():
-        copies = copies_of(parameters, None if agreement is None else agreement.group, model)
+        copies = copies_of(parameters, agreement, model)
         gradients, counts = held_gradients(parameters, copies, chosen)
         nobody = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
         norm, _ = norm_over_ranks(gradients, counts, norm_type, agreement, nobody)

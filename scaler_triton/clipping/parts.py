@@ -51,9 +51,8 @@ def all_parameters(parts: Sequence[Part]) -> list[Tensor]:
 
 def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:
     """`copies_of` for a plan, which keeps the answer."""
-    group = None if agreement is None else agreement.group
-    if plan.copies is None or plan.copies[0] is not group or plan.copies[1]() is not model:
+    if plan.copies is None or plan.copies[0] is not agreement or plan.copies[1]() is not model:
         seen = (lambda: None) if model is None else weakref.ref(model)
-        plan.copies = (group, seen, copies_of(plan.parameters, group, model))
+        plan.copies = (agreement, seen, copies_of(plan.parameters, agreement, model))
     counts: list[int] = plan.copies[2]
     return counts

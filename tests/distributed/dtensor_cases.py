@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from cases import (
     Fault,
     Habits,
@@ -154,6 +157,40 @@ def part_of_the_world(rank: int, name: str, faults: Sequence[Fault]) -> Report |
     params = [dtensor_param(pair, [Replicate(), Shard(0)])]
     optimizer = new_optimizer(name, params)
     return train(rank, scaler, [optimizer], giving(scaler, params), faults)
+
+
+def part_beside_uneven_groups(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Report | None, float]:
+    """As `part_of_the_world`, after a group that rank 0 has to itself; how many ranks a later group reaches."""
+    dist.new_group([0])
+    report = part_of_the_world(rank, name, faults)
+    dist.all_reduce(ranks := torch.ones(()), group=dist.new_group())
+    return report, ranks.item()
+
+
+def _agree_in_a_larger_world(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Work out who must agree while the world seems to have more ranks: only a mesh's own groups reach just those."""
+    size = dist.get_world_size
+    with mock.patch.object(dist, "get_world_size", lambda group=None: 8 if group is None else size(group)):
+        scaler._agreement(scaler._plans.get(optimizer))
+
+
+def square_in_a_larger_world(rank: int, name: str, faults: Sequence[Fault], unscale: bool) -> Report:
+    """Shards on a 2 x 2 mesh that is a part of the world."""
+    scaler, params = new_scaler("grad"), LAYOUTS["square-shards"]()
+    optimizer = new_optimizer(name, params)
+    _agree_in_a_larger_world(scaler, optimizer)
+    return train(rank, scaler, [optimizer], giving(scaler, params), faults, habits=Habits(unscale=unscale))
+
+
+def norm_in_a_larger_world(rank: int, order: float) -> float:
+    """The norm of such shards, two of 2 x 3 elements a rank; those of rank n hold n + 1."""
+    scaler, params = new_scaler("grad"), LAYOUTS["square-shards"]()
+    optimizer = new_optimizer("sgd", params)
+    _agree_in_a_larger_world(scaler, optimizer)
+    for param in params:
+        local = scaler.scale(torch.full((2, 3), rank + 1.0))
+        param.grad = DTensor.from_local(local, square(), [Shard(0), Shard(1)], run_check=False)
+    return scaler.clip_grad_norm_(optimizer, 1e6, order).item()
 
 
 def partial_grads(

@@ -324,13 +324,6 @@ def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
     return reports
 
 
-def reborn_part(rank: int, store: str, name: str) -> list[Report | None]:
-    """Part of the world agrees in a group that the scaler made itself, before and after a new default group."""
-    before = dtensor_cases.part_of_the_world(rank, name, [Fault(1, 1)])
-    _renew_default_group(rank, store)
-    return [before, dtensor_cases.part_of_the_world(rank, name, [Fault(1, 1)])]
-
-
 def _renew_default_group(rank: int, store: str) -> None:
     world_size = dist.get_world_size()
     dist.destroy_process_group()

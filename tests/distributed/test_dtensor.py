@@ -103,6 +103,25 @@ def test_a_mesh_over_a_part_of_the_world_leaves_the_rest_alone(four, name):
     assert reports[2:] == [None, None]
 
 
+def test_groups_that_only_some_ranks_are_in_keep_nobody_waiting(four):
+    """torch names groups by counting: one that not all ranks made, or are in, may leave the names apart."""
+    results = four.run(dtensor_cases.part_beside_uneven_groups, "adamw-fused", [Fault(1, 1)])
+    assert_agreed([report for report, _ in results[:2]], [1])
+    assert [ranks for _, ranks in results] == [4.0] * 4
+
+
+@pytest.mark.parametrize("rank", range(4))
+@WAYS
+def test_a_square_mesh_over_a_part_of_the_world_reduces_along_both_sides(four, name, unscale, rank):
+    reports = four.run(dtensor_cases.square_in_a_larger_world, name, [Fault(1, rank)], unscale)
+    assert_agreed(reports, [1], collectives=2)
+
+
+@pytest.mark.parametrize(("order", "norm"), [(2.0, 360.0**0.5), (float("inf"), 4.0), (1.0, 120.0)])
+def test_a_norm_is_summed_along_both_sides(four, order, norm):
+    assert four.run(dtensor_cases.norm_in_a_larger_world, order) == pytest.approx([norm] * 4, rel=1e-6)
+
+
 @KINDS
 @UNSCALE
 def test_partial_gradients_step_by_their_sum(two, kind, unscale):

@@ -125,14 +125,6 @@ def test_the_default_group_is_looked_up_when_used(two, tmp_path, name):
         assert first.collectives == second.collectives == [(1,), (1,)]
 
 
-def test_a_group_of_our_own_dies_with_the_default_group(four, tmp_path):
-    results = four.run(failure_cases.reborn_part, str(tmp_path / "store"), "adamw-fused")
-    for before, after in results[:2]:
-        assert_agreed([before], [1])
-        assert_agreed([after], [1])
-    assert results[2:] == [[None, None], [None, None]]
-
-
 @METHODS
 def test_without_a_default_group_torchs_error_and_untouched_gradients(method):
     assert not torch.distributed.is_initialized()
