@@ -159,7 +159,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         if ready and state["unscaled_flag"] is None:
             factor = scale.reshape(()) if scale.ndim else scale
         both = (optimizer,) if inner is optimizer else (optimizer, inner)
-        with optimizers.lent(both, factor, self._flag(state)):
+        on_host = not scale.is_cpu and any(device.type == "cpu" for device in state["found_inf_per_device"])
+        with optimizers.lent(both, factor, self._flag(state), on_host=on_host):
             try:
                 return optimizer.step(*args, **kwargs)
             except BaseException:

@@ -51,7 +51,9 @@ def weak(optimizer: Any, forget: Callable[[Any], None] | None = None) -> Callabl
 
 
 @contextmanager
-def lent(optimizers: Sequence[Any], scale: Tensor | None, found_inf: Tensor) -> Iterator[None]:
+def lent(
+    optimizers: Sequence[Any], scale: Tensor | None, found_inf: Tensor, *, on_host: bool = False
+) -> Iterator[None]:
     """Set `grad_scale` and `found_inf` on a fused optimizer while it steps.
 
     A `grad_scale` of the user's is multiplied in, and used up by the step: it is put back only if the step raised.
@@ -60,10 +62,15 @@ def lent(optimizers: Sequence[Any], scale: Tensor | None, found_inf: Tensor) -> 
         optimizers: the one that is stepped and, if that is a wrapper, the one inside: either may look.
         scale: fp32, shape (), lent itself and not to be written; None if the gradients are unscaled already.
         found_inf: fp32, shape (), 0.0 or 1.0.
+        on_host: lend copies on the CPU, waited for, as an optimizer with parameters there needs them: torch's fused
+            ones copy both to every device they step on, and their CPU kernels read before such a copy is there.
     """
     own = getattr(optimizers[0], "grad_scale", None)
     factors = [factor for factor in (scale, own) if factor is not None]
-    _set(optimizers, grad_scale=_product(factors), found_inf=found_inf)
+    product = _product(factors)
+    if on_host:
+        product, found_inf = None if product is None else product.cpu(), found_inf.cpu()
+    _set(optimizers, grad_scale=product, found_inf=found_inf)
     try:
         yield
     except BaseException:

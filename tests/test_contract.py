@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import flags, parameters, sgd, started
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 import scaler_triton
-from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton import GradScaler, ShardedGradScaler, optimizers
 
 PAIRS = [(GradScaler, torch.amp.GradScaler), (ShardedGradScaler, TorchSharded)]
 both = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["plain", "sharded"])
@@ -270,6 +271,21 @@ def test_users_own_grad_scale_is_multiplied_in() -> None:
     assert parameter.item() == -4.0
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_waited_for(own: bool) -> None:
+    """torch's would copy both to the CPU itself, without waiting, and read at once."""
+    optimizer = sgd([torch.ones(2)], fused=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # a GPU's tensors without a GPU
+        scale, found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        optimizer.grad_scale = torch.ones((), device="cuda") if own else None
+        with optimizers.lent((optimizer,), scale, found_inf, on_host=True):
+            assert (optimizer.grad_scale.device.type, optimizer.found_inf.device.type) == ("cpu", "cpu")
+        with optimizers.lent((optimizer,), scale, found_inf):
+            assert (optimizer.grad_scale, optimizer.found_inf) == (scale, found_inf)
+        with optimizers.lent((optimizer,), None, found_inf, on_host=True):
+            assert optimizer.grad_scale is None
 
 
 def test_two_optimizers_skip_each_for_itself_and_back_off_together() -> None:

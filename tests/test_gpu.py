@@ -91,6 +91,25 @@ def test_offloaded_gradients_beside_device_ones(bad: str | None) -> None:
     assert scaler.get_scale() == (2.0 if bad else 4.0)
 
 
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_fused_step_of_offloaded_parameters_reads_no_scale_or_flag_too_early(bad: bool, unscale: bool) -> None:
+    """torch copies both to the CPU behind what the GPU still has to do, and its CPU kernel waits for neither."""
+    params = [p for device in ("cuda", "cpu") for p in parameters([torch.full((5,), 8.0)], device)]
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in params], lr=1.0, weight_decay=0.0, fused=True)
+    optimizer.register_step_pre_hook(lambda *args: torch.cuda._sleep(100_000_000))
+    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1000)
+    if bad:
+        params[0].grad[2] = math.inf
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert [p[0].item() for p in params] == pytest.approx([0.0 if bad else -1.0] * 2)
+    assert [optimizer.state[p]["step"].item() for p in params] == [float(not bad)] * 2
+    assert [optimizer.state[p]["exp_avg"][0].item() for p in params] == pytest.approx([0.0 if bad else 0.2] * 2)
+
+
 def test_bf16_is_rounded_natively_as_on_the_cpu() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
     for scale in (3.0, 1 / 3, 65536.0, 1e30, 2.0**-24):
