@@ -113,29 +113,28 @@ def update_on_device_(
     limits: Limits,
     counters: Tensor,
 ) -> None:
-    """`update_scale_` without a host wait, on any device."""
-    bad, before = found_inf.reshape(()) != 0, scale.clone()
+    """`update_scale_` without a host wait, on any device; where memory runs out nothing has changed."""
+    bad, after = found_inf.reshape(()) != 0, scale.clone()
     # torch grows at tracker + 1 == interval: capped below it, the tracker cannot have passed.
-    growth_tracker.clamp_(max=min(numbers[2], MAX_TRACKER) - 1)
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, *numbers)
+    tracker = growth_tracker.clamp(max=min(numbers[2], MAX_TRACKER) - 1)
+    torch._amp_update_scale_(after, tracker, found_inf, *numbers)
     if limits.hysteresis > 1:
         spared = bad & (counters[STRIKES] + 1 < limits.hysteresis)
-        scale.copy_(torch.where(spared, before, scale))
-    scale.nan_to_num_(nan=limits.min_scale, posinf=limits.max_scale).clamp_(limits.min_scale, limits.max_scale)
-    refilled = torch.ones_like(bad) if limits.consecutive_hysteresis else growth_tracker.reshape(()) == 0
-    _count_on_device_(counters, bad, refilled, (scale > before).reshape(()), (scale < before).reshape(()))
+        after = torch.where(spared, scale, after)
+    after.nan_to_num_(nan=limits.min_scale, posinf=limits.max_scale).clamp_(limits.min_scale, limits.max_scale)
+    refilled = torch.ones_like(bad) if limits.consecutive_hysteresis else tracker.reshape(()) == 0
+    counted = _counted(counters, bad, refilled, (after > scale).reshape(()), (after < scale).reshape(()))
+    for held, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):
+        held.copy_(value)
 
 
-def _count_on_device_(counters: Tensor, bad: Tensor, refilled: Tensor, larger: Tensor, smaller: Tensor) -> None:
-    """Count one update; all flags are bool, ()."""
+def _counted(counters: Tensor, bad: Tensor, refilled: Tensor, larger: Tensor, smaller: Tensor) -> Tensor:
+    """Return the counters after one more update; all flags are bool, ()."""
     updates, skipped, streak, growths, backoffs, last_skip, strikes = counters.unbind()
-    updates.add_(1)
-    skipped.add_(bad)
-    streak.add_(1).mul_(bad)
-    growths.add_(larger)
-    backoffs.add_(smaller)
-    last_skip.copy_(torch.where(bad, updates, last_skip))
-    strikes.add_(bad).mul_(bad | ~refilled)
+    updates = updates + 1
+    streak, last_skip = (streak + 1) * bad, torch.where(bad, updates, last_skip)
+    strikes = (strikes + bad) * (bad | ~refilled)
+    return torch.stack([updates, skipped + bad, streak, growths + larger, backoffs + smaller, last_skip, strikes])
 
 
 def _update_on_host_(

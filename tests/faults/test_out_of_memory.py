@@ -15,8 +15,9 @@ from helpers import Place, assert_same, places, started
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import GradScaler, plan
+from scaler_triton import GradScaler, plan, reference
 from scaler_triton.kernels import launcher
+from scaler_triton.limits import Limits
 from scaler_triton.verdict import Verdict
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
@@ -173,6 +174,26 @@ def test_every_allocation_of_an_update(place: Place) -> None:
         assert scaler.get_scale() == 2.0
     assert scaler.get_scale() == 2.0
     assert failing > 1
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(hysteresis=2, consecutive_hysteresis=True)])
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_every_allocation_of_an_update_by_torchs_ops_on_a_device(flag: float, limits: Limits) -> None:
+    """Here on the CPU, whose own update allocates nothing."""
+    for failing in itertools.count(1):
+        held = [torch.tensor(4.0), torch.tensor(1, dtype=torch.int32), torch.ones(7, dtype=torch.int64)]
+        scale, tracker, counters = held
+        before = [tensor.clone() for tensor in held]
+        found_inf = torch.tensor(flag)
+        try:
+            with Allocations(failing):
+                reference.update_on_device_(scale, tracker, found_inf, (2.0, 0.5, 2), limits, counters)
+        except torch.OutOfMemoryError:
+            assert all(map(torch.equal, held, before))
+            continue
+        assert failing > 5
+        assert (scale.item(), tracker.item(), counters[0].item()) == (2.0 if flag else 8.0, 0, 2)
+        return
 
 
 @pytest.mark.parametrize("method", ["serve", "add", "start_mirror"])
