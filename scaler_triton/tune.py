@@ -71,7 +71,7 @@ def why_not() -> str:
         return "tune does nothing under TRITON_INTERPRET=1: an interpreter's time is not a GPU's"
     if not torch.cuda.is_available():
         return "tune needs a GPU, and there is none here"
-    if missing := missing_packages(["tabulate", "tqdm"]):
+    if missing := missing_packages(["tabulate"]):
         return f"tune needs {', '.join(missing)}: pip install 'scaler_triton[demo]'"
     return ""
 

@@ -69,7 +69,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent", "said"), [("triton", "needs triton"), ("tqdm", "needs tqdm: pip install 'scaler_triton[demo]'")]
+    ("absent", "said"), [("triton", "needs triton"), ("tabulate", "needs tabulate: pip install 'scaler_triton[demo]'")]
 )
 def test_a_missing_package_is_named(
     absent: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -159,8 +159,6 @@ def test_a_dropped_candidate_is_shown_with_the_reason() -> None:
 def test_a_sweep_that_fails_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("tqdm")
-
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA out of memory\nand more")
 

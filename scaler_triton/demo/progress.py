@@ -6,20 +6,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
-
-from tqdm import tqdm
+from typing import Any
 
 REFRESH = 0.1  # seconds, on a terminal
 REFRESH_IN_LOG = 5.0
 
 
-def new_bar(title: str, total: int) -> tqdm:
-    """A bar that counts steps.
+class NoBar:
+    """Stands where a bar would be: work goes on without one."""
+
+    def __enter__(self) -> "NoBar":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def update(self) -> None:
+        """Shows nothing."""
+
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        """Shows nothing."""
+
+
+def new_bar(title: str, total: int) -> Any:
+    """A bar that counts steps, where tqdm is installed.
 
     Args:
         title: what stands before the bar.
         total: steps.
     """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return NoBar()
     interval = REFRESH if sys.stderr.isatty() else REFRESH_IN_LOG
     return tqdm(total=total, desc=title, unit="step", mininterval=interval, dynamic_ncols=True)
 
@@ -45,7 +64,7 @@ def bar_fed_by_file(title: str, total: int) -> Iterator[str]:
             follower.join()
 
 
-def _follow(feed: Path, bar: tqdm, done: Event) -> None:
+def _follow(feed: Path, bar: Any, done: Event) -> None:
     with feed.open() as lines:
         finished = False
         while not finished:

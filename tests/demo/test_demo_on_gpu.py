@@ -7,6 +7,9 @@ from functools import cache
 
 import pytest
 
+pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
+
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.device import place
 from scaler_triton.demo.reference import train_reference
