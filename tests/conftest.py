@@ -27,10 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    """Return when a test's turn comes on a GPU machine: its own first, of them those last whose ranks may hang."""
-    if not (item.get_closest_marker("gpu") or "kernels" in item.path.parts):
-        return 2
-    return int(item.get_closest_marker("distributed") is not None)
+    """Return when a test's turn comes on a GPU machine: its own first, those last that may hang or need packages."""
+    folders = item.path.parts
+    if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("distributed"):
+            return 3
+        return 2 if "frameworks" in folders else 0
+    return 1 if "kernels" in folders else 4
 
 
 @pytest.fixture(scope="session")

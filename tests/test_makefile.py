@@ -88,6 +88,19 @@ def test_the_report_of_gpu_tests_takes_what_tests_record(tmp_path: Path) -> None
     assert '<property name="place" value="here"' in (tmp_path / "junit.xml").read_text()
 
 
+def test_gpu_tests_go_on_where_a_file_cannot_be_imported(tmp_path: Path) -> None:
+    """And tell of it by their status."""
+    (tmp_path / "test_broken.py").write_text("import nothing_of_that_name\n")
+    (tmp_path / "test_sound.py").write_text("def test_it():\n    pass\n")
+    recipe = re.search(r"python3 -m pytest (.*) --junitxml", (ROOT / "Makefile").read_text())
+    command = [sys.executable, "-m", "pytest", *recipe[1].split(), "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    run = subprocess.run(
+        [*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode != 0
+    assert "1 passed, 1 error" in run.stdout
+
+
 def test_every_target_is_listed() -> None:
     """At the top of the file, where people look, and as no file."""
     text = (ROOT / "Makefile").read_text()
