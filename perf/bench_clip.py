@@ -36,9 +36,9 @@ Lists = Mapping[str, Sequence[int]]
 def sections(context: Context) -> list[Section]:
     """Return the CPU's parts, and the GPU's: its host part over the stub driver where there is none."""
     found = [
-        Section("clip, cpu path", lambda: clip_host.measure_path(context, "cpu")),
-        Section("clip, lists on the CPU", lambda: on_cpu(context)),
-        Section("clip, collectives", collectives),
+        Section("clip, cpu path", lambda: clip_host.measure_path(context, "cpu"), on_cpu=True),
+        Section("clip, lists on the CPU", lambda: on_cpu(context), on_cpu=True),
+        Section("clip, collectives", collectives, on_cpu=True),
     ]
     if context.gpu:
         return [

@@ -18,7 +18,7 @@ from perf.solo import one_rank
 
 def sections(context: Context) -> list[Section]:
     """Return the CPU's path, and the GPU's: on the GPU, or over the stub driver where there is none."""
-    found = [Section("host, cpu path", lambda: measure_path(context, "cpu"))]
+    found = [Section("host, cpu path", lambda: measure_path(context, "cpu"), on_cpu=True)]
     if context.gpu:
         return [Section("host, cuda path", lambda: measure_path(context, "cuda")), *found]
     return [*found, Section("host, gpu path over the stub driver", lambda: measure_stub(context, "perf.host_stub"))]

@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     context, chosen, machine = Context(quick=arguments.quick), arguments.only, here()
     print(f"{machine.device}, torch {machine.torch}, triton {machine.triton}, Python {machine.python}", flush=True)
-    sections = [(name, section) for name in chosen for section in BENCHES[name].sections(context)]
+    sections = in_order(context, chosen)
     out = arguments.out or (QUICK_OUT if arguments.quick else readme.RESULTS)
     path = out / f"{machine.device}.csv"
     before = read_csv(path)
@@ -69,6 +69,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if out.resolve() == readme.RESULTS.resolve():
         readme.rewrite()
     return 1 if failed else 0
+
+
+def in_order(context: Context, chosen: Sequence[str]) -> list[tuple[str, Section]]:
+    """Return the sections of the chosen benches; what a GPU machine's CPU does comes after all that its GPU does."""
+    found = [(name, section) for name in chosen for section in BENCHES[name].sections(context)]
+    return sorted(found, key=lambda pair: context.gpu and pair[1].on_cpu)
 
 
 def build_parser() -> argparse.ArgumentParser:

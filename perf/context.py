@@ -15,6 +15,7 @@ class Section(NamedTuple):
 
     name: str
     run: Callable[[], Iterator[Row]]
+    on_cpu: bool = False  # where there is a GPU, the time it takes is better spent there
 
 
 @dataclass

@@ -245,6 +245,20 @@ def test_an_interrupt_loses_nothing_that_was_measured(
     assert "FAILED: 2, and what comes after it: interrupted" in capsys.readouterr().out
 
 
+def test_a_gpu_is_measured_before_its_machines_cpu() -> None:
+    """Time may run out."""
+    found = [section for _, section in command.in_order(Context(gpu=True), list(command.BENCHES))]
+    last = max(index for index, section in enumerate(found) if section.name.startswith("step, "))
+    assert found[last].name == "step, captured"
+    assert all(not section.on_cpu for section in found[:last])
+    assert {section.name for section in found[last:] if "cpu path" in section.name} == {
+        "clip, cpu path",
+        "host, cpu path",
+    }
+    alone = [name for name, _ in command.in_order(Context(gpu=False), list(command.BENCHES))]
+    assert alone == sorted(alone, key=list(command.BENCHES).index)
+
+
 def test_a_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def failing() -> Iterator[Row]:
         raise OSError("no luck")
