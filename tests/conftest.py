@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from scaler_triton.demo.ranks import RankPool
 
 GROUP_LIMIT = 10.0  # Seconds one collective may take.
+END = time.monotonic() + float(os.environ.get("TEST_SECONDS", "inf"))
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -24,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Stop after the first test that ends beyond TEST_SECONDS: a tool around all of them can still sum up."""
+    if time.monotonic() > END:
+        item.session.shouldstop = "out of time, TEST_SECONDS are over"
 
 
 def _turn(item: pytest.Item) -> int:

@@ -101,6 +101,21 @@ def test_gpu_tests_go_on_where_a_file_cannot_be_imported(tmp_path: Path) -> None
     assert "1 passed, 1 error" in run.stdout
 
 
+def test_tests_under_a_tool_end_before_the_tool_is_ended() -> None:
+    script = (ROOT / "tests/kernels/sanitize.sh").read_text()
+    assert "export TEST_SECONDS=$((LIMIT - " in script
+    (seconds, limit) = re.search(r"TEST_SECONDS=(\d+) timeout \S+ \S+ (\d+) ", (ROOT / "Makefile").read_text()).groups()
+    assert 0 < int(seconds) < int(limit)
+    (path, name) = re.search(r"--deselect (\S+)::(\w+)", script).groups()
+    assert f"def {name}(" in (ROOT / path).read_text()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_policy.py"]
+    environment = {**os.environ, "TEST_SECONDS": "0"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert "out of time" in run.stdout
+    assert "1 passed" in run.stdout
+
+
 def test_every_target_is_listed() -> None:
     """At the top of the file, where people look, and as no file."""
     text = (ROOT / "Makefile").read_text()
