@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 from perf_events import event, trace
 
-from perf.trace import idle_gaps, parse
+from perf.trace import idle_gaps, parse, profiled
 
 
 def test_work_counts_for_the_phase_that_launched_it() -> None:
@@ -35,3 +39,15 @@ def test_overlapping_work_is_not_idle_time() -> None:
 
 def test_work_of_no_phase_belongs_to_none() -> None:
     assert parse([event("kernel", "alone", 0, 1, 7)], 1).work[0].phase == ""
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling:UserWarning")
+def test_a_profile_is_exported_and_not_worked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes torch minutes where a step has thousands of parameters; its warning of that is no error here."""
+    monkeypatch.setattr(torch.profiler.profiler, "_WARNINGS_SHOWN", set(), raising=False)
+    with profiled() as profiler, torch.profiler.record_function("forward"):
+        torch.ones(3).add_(1)
+    assert profiler.profiler._function_events is None
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert "forward" in {event["name"] for event in events}
