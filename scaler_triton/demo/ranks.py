@@ -253,7 +253,7 @@ class _Group:
 
 def _limit_collectives(seconds: float) -> None:
     """Lower the default group's limit; a torch that offers no way to keeps the longer one."""
-    lower = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    lower = getattr(dist, "set_timeout", None) or getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if lower is not None:
         lower(timedelta(seconds=seconds))
 

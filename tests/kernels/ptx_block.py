@@ -114,10 +114,19 @@ class Block:
         self.registers.write_bits(result, bits, active)
 
     def _setp(self, it, active):
-        result, a, b = it.operands
+        """Of two numbers in each register the lower ones decide the first predicate."""
+        results, a, b = it.operands
         test, kind = it.kinds
-        truth = ptx_ops.compare(test, self.registers.read(a, kind), self.registers.read(b, kind))
-        self.registers.write_bits(result, truth, active)
+        kind = kind.removesuffix("x2")
+        for number, result in enumerate(results.split("|")):
+            numbers = (self._part_of(operand, number, kind) for operand in (a, b))
+            self.registers.write_bits(result, ptx_ops.compare(test, *numbers), active)
+
+    def _part_of(self, operand, number, kind):
+        if number == 0:
+            return self.registers.read(operand, kind)
+        width = width_of(kind)
+        return ptx_ops.decode(encode(self.registers.bits(operand, 2 * width) >> np.uint32(width), f"b{width}"), kind)
 
     def _selp(self, it, active):
         result, a, b, chosen = it.operands
@@ -205,13 +214,16 @@ class Block:
     def _atom(self, it, active):
         """One thread after the other; who does it at once with others races with nobody."""
         *_, name, kind = it.kinds
-        result, place, source = it.operands
+        *result, place, source = it.operands
         memory, addresses, numbers = self.memories["global"], self._addresses(place), self.registers.read(source, kind)
         for thread in np.flatnonzero(active):
             here = addresses[[thread]]
             old = memory.load(here, numbers.itemsize).view(numbers.dtype).ravel()
             memory.store(here, ARITHMETIC[name](old, numbers[[thread]]).view(np.uint8).reshape(1, -1))
-            self.registers.write(result, old, kind, np.arange(len(active)) == thread)
+            for register in result:
+                self.registers.write(register, old, kind, np.arange(len(active)) == thread)
+
+    _red = _atom  # which keeps nothing of what there was
 
 
 def _inside(operand):

@@ -86,6 +86,8 @@ def test_two_narrow_floats_are_joined_the_first_above():
         ("mov.b32 %r3, 0f7FC00000;\nsetp.ge.f32 %p1, %r3, 0f00000000;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 2),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.leu.f32 %p1, %r3, 0f00000000;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 1),
         ("mov.b64 %rd3, {%r1, 5};\nmov.b64 {%r3, %r4}, %rd3;\nadd.s32 %r2, %r3, %r4;", lambda thread: thread + 5),
+        ("mov.b32 %r3, 0x7E003C00;\nsetp.nan.f16x2 %p1|%p2, %r3, %r3;\nselp.b32 %r2, 4, 8, %p1;", lambda thread: 8),
+        ("mov.b32 %r3, 0x7E003C00;\nsetp.nan.f16x2 %p1|%p2, %r3, %r3;\nselp.b32 %r2, 4, 8, %p2;", lambda thread: 4),
         ("mov.u32 %r3, %ctaid.x;\nadd.s32 %r2, %r3, 4;", lambda thread: 4),
         ("ld.param.b64 %rd3, [k_param_1];\ncvt.u32.u64 %r2, %rd3;", lambda thread: 77),
     ],
@@ -105,7 +107,7 @@ def test_a_fused_product_is_rounded_once():
 def test_one_thread_after_the_other_at_an_atomic():
     data = torch.tensor([5, 0], dtype=torch.int32)
     run("atom.global.gpu.relaxed.max.s32 %r2, [%rd1 + 0], %r1;\n"
-        "mov.b32 %r3, 64;\natom.global.gpu.relaxed.or.b32 %r2, [%rd1 + 4], %r3;", data)  # fmt: skip
+        "mov.b32 %r3, 64;\nred.global.gpu.relaxed.or.b32 [%rd1 + 4], %r3;", data)  # fmt: skip
     assert data.tolist() == [63, 64]
 
 
