@@ -68,10 +68,14 @@ class _Plugin:
     _theirs: type  # Lightning's plugin
 
     def _is_unscaled(self, optimizer: Any) -> bool:
-        return self.scaler._state(optimizer)["stage"] is OptState.UNSCALED
+        """Tell whether the gradients are, also when another optimizer's step has updated the scale since."""
+        stage = self.scaler._state(optimizer)["stage"]
+        return stage is OptState.UNSCALED or self.scaler._unstepped.recall(optimizer) is not None
 
     def _unscale(self, optimizer: Any) -> None:
-        if not self._is_unscaled(optimizer):
+        state = self.scaler._state(optimizer)
+        if state["stage"] is not OptState.UNSCALED:
+            state["unscaled_flag"] = self.scaler._unstepped.recall(optimizer)  # with it nothing is divided again
             self.scaler.unscale_(optimizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,8 +121,10 @@ class _TrainerPlugin(_Plugin):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the whole model, however it is sharded."""
-        # Only a call that names the parameters may follow `unscale_`.
-        chosen = self.main_params(optimizer) if self._is_unscaled(optimizer) else None  # type: ignore[attr-defined]
+        chosen = None
+        if self._is_unscaled(optimizer):
+            self._unscale(optimizer)  # or so it was before an update
+            chosen = self.main_params(optimizer)  # type: ignore[attr-defined]  # else unscaling twice is refused
         self.scaler.clip_grad_norm_(optimizer, clip_val, model=self._clip_model, parameters=chosen)
 
 

@@ -203,6 +203,53 @@ def test_two_optimizers_clipped_by_hand(name: str, optimizer: str, algorithm: st
     module.trace.assert_same(gan_by_hand(plugin(name), optimizer, algorithm))
 
 
+def pair_of(pl: Any, optimizer: str, clips: Any) -> Any:
+    """Make a LightningModule whose two optimizers step one after the other, after one backward and any clipping."""
+
+    class Pair(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.encoder, self.head = nn.Linear(5, 5), nn.Linear(5, 1)
+
+        def training_step(self, batch: Tensor, index: int) -> None:
+            one, other = self.optimizers()
+            one.zero_grad()
+            other.zero_grad()
+            self.manual_backward(self.head(self.encoder(batch)).float().square().mean())
+            clips(self, [one, other])
+            one.step()
+            clips(self, [other])
+            other.step()
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(cases.batches(bad=()), batch_size=None)
+
+        def configure_optimizers(self) -> Any:
+            return [cases.new_optimizer(optimizer, part.parameters()) for part in (self.encoder, self.head)]
+
+    torch.manual_seed(0)
+    return Pair()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_two_optimizers_are_clipped_before_either_steps(name: str, optimizer: str, algorithm: str) -> None:
+    """The first one's step updates the scale, and must not have the other's gradients divided a second time."""
+
+    def clips(module: Any, optimizers: list[Any]) -> None:
+        for each in optimizers:
+            module.clip_gradients(each, 1e9, algorithm)  # by 1 exactly
+
+    space, trained = cases.namespace(name), []
+    for each in (clips, lambda module, optimizers: None):
+        module, scaler = pair_of(space.pl, optimizer, each), GradScaler("cpu", init_scale=8.0)
+        made = lightning.mixed_precision(space.Trainer, scaler, device="cpu")
+        space.Trainer(plugins=made, accelerator="cpu", devices=1, max_epochs=1, **cases.QUIET).fit(module)
+        trained.append(cases.values(module))
+    assert torch.equal(*trained)
+
+
 def test_a_disabled_scaler_clips_too(name: str) -> None:
     module = cases.module_of(cases.namespace(name).pl, "sgd", cases.batches(bad=()))
     module.on_train_batch_end = lambda outputs, batch, index: None
