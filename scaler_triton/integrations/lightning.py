@@ -87,7 +87,7 @@ class _TrainerPlugin(_Plugin):
     """The Trainer's: it unscales, clips and steps by itself."""
 
     _clip_model: Any = None  # what holds the FSDP modules
-    _no_backward = False  # the training step returned None: there is nothing to unscale, clip or step
+    _no_backward = False  # in hooks after a training step that returned None: there is nothing to clip
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
         """Remember the model as the strategy has wrapped it."""
@@ -99,11 +99,15 @@ class _TrainerPlugin(_Plugin):
         if isinstance(optimizer, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]  # it refuses
         result = closure()
-        self._no_backward = result is None and model.automatic_optimization
-        if not self._no_backward:
+        no_backward = result is None and model.automatic_optimization
+        if not no_backward:
             self._unscale(optimizer)
-        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        if self._no_backward:
+        self._no_backward = no_backward
+        try:
+            self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        finally:
+            self._no_backward = False
+        if no_backward:
             return result
         result = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()

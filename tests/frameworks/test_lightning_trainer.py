@@ -250,6 +250,19 @@ def test_two_optimizers_are_clipped_before_either_steps(name: str, optimizer: st
     assert torch.equal(*trained)
 
 
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")  # it did
+def test_a_step_without_backward_is_forgotten_by_the_next_run(name: str) -> None:
+    space, made = cases.namespace(name), plugin(name)
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1} | cases.QUIET
+    first = cases.module_of(space.pl, "sgd", cases.batches())
+    first.training_step = lambda batch, batch_idx: None
+    first.on_before_optimizer_step = first.on_train_batch_end = lambda *arguments: None
+    space.Trainer(plugins=made, **options).fit(first)
+    second = gan_of(space.pl, "sgd", "norm")
+    space.Trainer(plugins=made, **options).fit(second)
+    second.trace.assert_same(gan_by_hand(plugin(name), "sgd", "norm"))
+
+
 def test_a_disabled_scaler_clips_too(name: str) -> None:
     module = cases.module_of(cases.namespace(name).pl, "sgd", cases.batches(bad=()))
     module.on_train_batch_end = lambda outputs, batch, index: None
