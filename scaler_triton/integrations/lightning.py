@@ -67,15 +67,11 @@ class _Plugin:
     scaler: Any
     _theirs: type  # Lightning's plugin
 
-    def _is_unscaled(self, optimizer: Any) -> bool:
-        """Tell whether the gradients are, also when another optimizer's step has updated the scale since."""
-        stage = self.scaler._state(optimizer)["stage"]
-        return stage is OptState.UNSCALED or self.scaler._unstepped.recall(optimizer) is not None
-
     def _unscale(self, optimizer: Any) -> None:
+        """Unscale what is not; another optimizer's step, which updates the scale, makes nothing scaled again."""
         state = self.scaler._state(optimizer)
         if state["stage"] is not OptState.UNSCALED:
-            state["unscaled_flag"] = self.scaler._unstepped.recall(optimizer)  # with it nothing is divided again
+            state["unscaled_flag"] = self.scaler._unstepped.recall(optimizer)  # with it nothing is divided
             self.scaler.unscale_(optimizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,19 +113,18 @@ class _TrainerPlugin(_Plugin):
         """Clip by norm or by value, after unscaling; also before `step` in manual optimization."""
         if clip_val <= 0 or self._no_backward:
             return
+        self._unscale(optimizer)
         if gradient_clip_algorithm == "norm":
             self.clip_grad_by_norm(optimizer, clip_val)
         else:
-            self._unscale(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the whole model, however it is sharded."""
-        chosen = None
-        if self._is_unscaled(optimizer):
-            self._unscale(optimizer)  # or so it was before an update
-            chosen = self.main_params(optimizer)  # type: ignore[attr-defined]  # else unscaling twice is refused
-        self.scaler.clip_grad_norm_(optimizer, clip_val, model=self._clip_model, parameters=chosen)
+        # All parameters are named, as after `unscale_` they must be: unscaling by the same call would save a reduction,
+        # but whether that was done before an update a rank without gradients cannot know.
+        parameters = self.main_params(optimizer)  # type: ignore[attr-defined]
+        self.scaler.clip_grad_norm_(optimizer, clip_val, model=self._clip_model, parameters=parameters)
 
 
 class _FabricPlugin(_Plugin):

@@ -182,10 +182,10 @@ def gan_by_hand(made: Any, optimizer: str, algorithm: str) -> cases.Trace:
                 each.zero_grad()
                 fake = judge(generator(batch)).float()
                 scaler.scale(fake.square().mean() if which else (fake - 1).square().mean()).backward()
+                scaler.unscale_(each)
                 if algorithm == "norm":
-                    scaler.clip_grad_norm_(each, cases.MAX_NORM)
+                    scaler.clip_grad_norm_(each, cases.MAX_NORM, parameters=both[which].parameters())
                 else:
-                    scaler.unscale_(each)
                     nn.utils.clip_grad_value_(both[which].parameters(), cases.MAX_NORM)
                 scaler.step(each)
                 scaler.update()
