@@ -13,7 +13,7 @@ from scaler_triton.mirror import version
 from scaler_triton.optimizers import parameters_of, unwrap
 
 
-class _Mark(NamedTuple):
+class Mark(NamedTuple):
     """A gradient as it was: the same object, which nobody has written since if its versions are the same."""
 
     gradient: TensorWeakRef
@@ -26,18 +26,10 @@ class _Mark(NamedTuple):
 class _Entry(NamedTuple):
     owner: Callable[[], Any]
     found_inf: Tensor
-    marks: list[_Mark | None]
+    marks: list[Mark | None]
 
     def fits(self, optimizer: Any) -> bool:
-        gradients = [parameter.grad for parameter in parameters_of(optimizer)]
-        return (
-            self.owner() is optimizer
-            and len(gradients) == len(self.marks)
-            and all(
-                gradient is None if mark is None else mark.is_of(gradient)
-                for gradient, mark in zip(gradients, self.marks, strict=True)
-            )
-        )
+        return self.owner() is optimizer and are_of(self.marks, optimizer)
 
 
 class Unstepped:
@@ -69,7 +61,7 @@ class Unstepped:
         optimizer = owner()
         if optimizer is None:
             return
-        marks = [_mark(parameter.grad) for parameter in parameters_of(optimizer)]
+        marks = marks_of(optimizer)
         if any(marks):  # nothing tells an absence of gradients from the next
             self._entries[id(optimizer)] = _Entry(owner, found_inf, marks)
 
@@ -86,8 +78,22 @@ class Unstepped:
         return entry.found_inf if entry is not None and entry.fits(inner) else None
 
 
-def _mark(gradient: Tensor | None) -> _Mark | None:
-    return None if gradient is None else _Mark(TensorWeakRef(gradient), _versions(gradient))
+def marks_of(optimizer: Any) -> list[Mark | None]:
+    """Return an optimizer's gradients as they are now; None where there is none. No gradient is kept alive."""
+    return [_mark(parameter.grad) for parameter in parameters_of(optimizer)]
+
+
+def are_of(marks: list[Mark | None], optimizer: Any) -> bool:
+    """Tell whether an optimizer has the gradients that `marks_of` saw, and nobody has written them since."""
+    gradients = [parameter.grad for parameter in parameters_of(optimizer)]
+    return len(gradients) == len(marks) and all(
+        gradient is None if mark is None else mark.is_of(gradient)
+        for gradient, mark in zip(gradients, marks, strict=True)
+    )
+
+
+def _mark(gradient: Tensor | None) -> Mark | None:
+    return None if gradient is None else Mark(TensorWeakRef(gradient), _versions(gradient))
 
 
 def _versions(gradient: Tensor) -> tuple[int | None, int | None]:

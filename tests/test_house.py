@@ -150,7 +150,7 @@ ALLOWED = {
     },
     "tune": {"_version", "demo"},
     "info": {"_version", "demo", "tune"},
-    "integrations/lightning": {"grad_scaler", "integrations/versions"},
+    "integrations/lightning": {"grad_scaler", "integrations/versions", "unstepped"},
     "integrations/accelerate": {"grad_scaler", "integrations/versions", "optimizers"},
     "integrations/versions": {"callers"},
 }

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton import grad_scaler
 from scaler_triton.integrations import versions
+from scaler_triton.unstepped import are_of, marks_of
 
 # Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
 _SOURCES = {
@@ -74,6 +75,22 @@ class _Plugin:
             state["unscaled_flag"] = self.scaler._unstepped.recall(optimizer)  # with it nothing is divided
             self.scaler.unscale_(optimizer)
 
+    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run it, and refuse to go on if it added scaled gradients to unscaled ones, or took their place."""
+        waiting = [(optimizer, marks_of(optimizer)) for optimizer in self._unscaled_optimizers()]
+        super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
+        for optimizer, marks in waiting:
+            if not are_of(marks, optimizer):
+                raise RuntimeError(
+                    f"backward() has written gradients of {type(optimizer).__name__} between clipping, which unscaled "
+                    "them, and the step. Clip right before the step; to leave a step out, call the scaler's update()."
+                )
+
+    def _unscaled_optimizers(self) -> list[Any]:
+        states = self.scaler._per_optimizer_states.values()
+        owners = [state["owner"]() for state in states if state["stage"] is OptState.UNSCALED and "owner" in state]
+        return [owner for owner in owners if owner is not None]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by Lightning's class, as launchers that spawn do: ours is made when it is asked for."""
         return _restored, (self._theirs,), self.__dict__
@@ -86,8 +103,9 @@ class _TrainerPlugin(_Plugin):
     _no_backward = False  # in hooks after a training step that returned None: there is nothing to clip
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Remember the model as the strategy has wrapped it."""
+        """Begin a run: remember the model as the strategy has wrapped it."""
         self._clip_model = model
+        self.scaler._per_optimizer_states.clear()  # a run that was interrupted in a step has left them
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:

@@ -74,6 +74,28 @@ def test_clips(name: str, optimizer: str, by_value: bool) -> None:
     mine.trace.assert_same(cases.by_hand(GradScaler("cpu", **cases.SETTINGS), optimizer, clip))
 
 
+def test_a_backward_between_clipping_and_step_is_refused(name: str) -> None:
+    """Its gradients are scaled, those that are there are not; Fabric's own plugin refuses the next clipping."""
+    mine = Loop(name, plugin(name), "sgd")
+
+    def backward() -> None:
+        mine.fabric.backward(mine.net(cases.batches()[0]).float().square().mean())
+
+    backward()
+    mine.fabric.clip_gradients(mine.net, mine.optimizer, clip_val=cases.MAX_NORM)
+    with pytest.raises(
+        RuntimeError, match="written gradients of SGD between clipping, which unscaled them, and the step"
+    ):
+        backward()
+    mine.scaler.update()  # the step is left out
+    mine.optimizer.zero_grad()
+    backward()
+    mine.fabric.clip_gradients(mine.net, mine.optimizer, clip_val=cases.MAX_NORM)
+    mine.optimizer.step()
+    expected = Loop(name, plugin(name), "sgd").run(slice(1), clip_val=cases.MAX_NORM)
+    assert torch.equal(cases.values(mine.net), cases.values(expected.net))
+
+
 def test_clips_more_than_once_a_step(name: str) -> None:
     mine = Loop(name, plugin(name), "adamw-fused")
     mine.fabric.backward(mine.net(cases.batches()[0]).float().square().mean())

@@ -250,6 +250,68 @@ def test_two_optimizers_are_clipped_before_either_steps(name: str, optimizer: st
     assert torch.equal(*trained)
 
 
+def hasty_of(pl: Any, toggles: bool) -> Any:
+    """Make a LightningModule that clips the gradients of both optimizers, one after the other, and steps then."""
+
+    class Hasty(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.encoder, self.head = nn.Linear(5, 5), nn.Linear(5, 1)
+
+        def training_step(self, batch: Tensor, index: int) -> None:
+            for optimizer in self.optimizers():
+                if toggles:
+                    self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(self.head(self.encoder(batch)).float().square().mean())
+                self.clip_gradients(optimizer, cases.MAX_NORM, "norm")
+                if toggles:
+                    self.untoggle_optimizer(optimizer)
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(cases.batches(bad=()), batch_size=None)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.encoder, self.head)]
+
+    return Hasty()
+
+
+def test_a_backward_that_adds_to_unscaled_gradients_is_refused(name: str) -> None:
+    space, made = cases.namespace(name), plugin(name)
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1} | cases.QUIET
+    hasty = hasty_of(space.pl, toggles=False)
+    with pytest.raises(
+        RuntimeError, match="written gradients of SGD between clipping, which unscaled them, and the step"
+    ):
+        space.Trainer(plugins=made, **options).fit(hasty)
+    space.Trainer(plugins=made, **options).fit(hasty_of(space.pl, toggles=True))  # touches only what it is to
+    assert made.scaler.stats().updates == 2 * cases.STEPS
+
+
+def test_a_run_that_was_interrupted_in_a_step_leaves_nothing_to_the_next(name: str) -> None:
+    space, made = cases.namespace(name), plugin(name)
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1} | cases.QUIET
+    module = cases.module_of(space.pl, "sgd", cases.batches())
+    kept = []  # as a traceback might
+
+    def interrupt(optimizer: Any) -> None:
+        kept.append(optimizer)
+        raise ValueError("interrupted")
+
+    before = cases.values(module.net)
+    seen, module.on_before_optimizer_step = module.on_before_optimizer_step, interrupt
+    with pytest.raises(ValueError, match="interrupted"):
+        space.Trainer(plugins=made, **options).fit(module)
+    assert torch.equal(cases.values(module.net), before)
+    module.on_before_optimizer_step = seen
+    space.Trainer(plugins=made, **options).fit(module)
+    module.trace.assert_same(cases.fit(name, plugin(name), "sgd").trace)
+
+
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")  # it did
 def test_a_step_without_backward_is_forgotten_by_the_next_run(name: str) -> None:
     space, made = cases.namespace(name), plugin(name)
