@@ -150,8 +150,9 @@ ALLOWED = {
     },
     "tune": {"_version", "demo"},
     "info": {"_version", "demo", "tune"},
-    "integrations/lightning": {"grad_scaler", "integrations/versions", "unstepped"},
-    "integrations/accelerate": {"grad_scaler", "integrations/versions", "optimizers"},
+    "integrations/lightning": {"grad_scaler", "integrations/backwards", "integrations/versions"},
+    "integrations/accelerate": {"grad_scaler", "integrations/backwards", "integrations/versions", "optimizers"},
+    "integrations/backwards": {"unstepped"},
     "integrations/versions": {"callers"},
 }
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from scaler_triton import grad_scaler
 from scaler_triton.integrations import versions
+from scaler_triton.integrations.backwards import refused_between_unscaling_and_step
 from scaler_triton.optimizers import parameters_of
 
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)  # scale by themselves
@@ -59,6 +60,7 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
         optimizer.__class__ = AcceleratedOptimizer
     # Partials of functions that can be found by name, so that the accelerator can still be pickled.
     accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
+    accelerator.backward = functools.partial(_backward, accelerator)
     accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm, accelerator)
     return scaler
 
@@ -138,6 +140,15 @@ def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
     optimizer.__class__ = AcceleratedOptimizer
     return optimizer
+
+
+def _backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
+    """`Accelerator.backward`, unless it adds to gradients that were unscaled for a step which is still to come.
+
+    Clipping one part after another may follow unscaling, so that it could not tell.
+    """
+    with refused_between_unscaling_and_step(accelerator.scaler):
+        type(accelerator).backward(accelerator, loss, **kwargs)
 
 
 def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:

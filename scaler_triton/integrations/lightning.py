@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton import grad_scaler
 from scaler_triton.integrations import versions
-from scaler_triton.unstepped import are_of, marks_of
+from scaler_triton.integrations.backwards import refused_between_unscaling_and_step
 
 # Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
 _SOURCES = {
@@ -76,20 +76,9 @@ class _Plugin:
             self.scaler.unscale_(optimizer)
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run it, and refuse to go on if it added scaled gradients to unscaled ones, or took their place."""
-        waiting = [(optimizer, marks_of(optimizer)) for optimizer in self._unscaled_optimizers()]
-        super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
-        for optimizer, marks in waiting:
-            if not are_of(marks, optimizer):
-                raise RuntimeError(
-                    f"backward() has written gradients of {type(optimizer).__name__} between clipping, which unscaled "
-                    "them, and the step. Clip right before the step; to leave a step out, call the scaler's update()."
-                )
-
-    def _unscaled_optimizers(self) -> list[Any]:
-        states = self.scaler._per_optimizer_states.values()
-        owners = [state["owner"]() for state in states if state["stage"] is OptState.UNSCALED and "owner" in state]
-        return [owner for owner in owners if owner is not None]
+        """Run it, unless it adds to gradients that were unscaled for a step which is still to come."""
+        with refused_between_unscaling_and_step(self.scaler):
+            super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by Lightning's class, as launchers that spawn do: ours is made when it is asked for."""

@@ -258,6 +258,36 @@ def test_frozen_parameters_cost_no_second_pass():
         assert float(accelerator.clip_grad_norm_([p for p in layer.parameters() if p.requires_grad], 1.0)) == 5.0
 
 
+def test_a_backward_between_clipping_a_part_and_the_step_is_refused():
+    """Else the part's next clipping would take scaled gradients for unscaled ones, and nobody would check them."""
+    accelerator = new_accelerator()
+    scaler = use_scaler_triton(accelerator)
+    layer = nn.Linear(2, 1)
+    layer, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.5))
+    backward(accelerator, layer)
+    accelerator.clip_grad_norm_([layer.weight], 1.0)
+    with pytest.raises(
+        RuntimeError, match="written gradients of SGD between clipping, which unscaled them, and the step"
+    ):
+        backward(accelerator, layer, value=float("inf"))
+    scaler.update()  # the step is left out
+    optimizer.zero_grad()
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_([layer.weight], 1.0)) == 5.0
+
+
+def test_a_backward_of_another_model_may_come_between_clipping_and_the_step():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    one, other, *optimizers = two_layers(accelerator)
+    for layer in (one, other):
+        backward(accelerator, layer)
+        assert float(accelerator.clip_grad_norm_(layer.parameters(), 1e9)) == 5.0
+    for optimizer in optimizers:
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+
+
 def test_what_no_optimizer_holds_is_accelerates_affair():
     accelerator = new_accelerator()
     use_scaler_triton(accelerator)

@@ -1,0 +1,36 @@
+"""A backward between unscaling and the step: it would add scaled gradients to unscaled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.amp.grad_scaler import OptState
+
+from scaler_triton.unstepped import are_of, marks_of
+
+
+@contextmanager
+def refused_between_unscaling_and_step(scaler: Any) -> Iterator[None]:
+    """Run a backward, and refuse to go on if it wrote gradients that are unscaled, or took their place.
+
+    Args:
+        scaler: of this package.
+
+    Raises: RuntimeError naming the optimizer that waits for its step; its gradients are written then.
+    """
+    waiting = [(optimizer, marks_of(optimizer)) for optimizer in _unscaled_optimizers(scaler)]
+    yield
+    for optimizer, marks in waiting:
+        if not are_of(marks, optimizer):
+            raise RuntimeError(
+                f"backward() has written gradients of {type(optimizer).__name__} between clipping, which unscaled "
+                "them, and the step. Clip right before the step; to leave a step out, call the scaler's update()."
+            )
+
+
+def _unscaled_optimizers(scaler: Any) -> list[Any]:
+    states = scaler._per_optimizer_states.values()
+    owners = [state["owner"]() for state in states if state["stage"] is OptState.UNSCALED and "owner" in state]
+    return [owner for owner in owners if owner is not None]
