@@ -40,6 +40,8 @@ IGNORED_WARNINGS = [
     (r"Sparse invariant checks are implicitly disabled", UserWarning),
     # torch's step() tells an old-style optimizer (apex, TransformerEngine) that its contract will go.
     (r"GradScaler is going to stop passing itself", FutureWarning),
+    # torch.compile says so on the very first release of Python 3.13.
+    (r"Guards may run slower on Python 3\.13\.0", RuntimeWarning),
 ]
 
 
