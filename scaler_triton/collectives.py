@@ -1,4 +1,4 @@
-"""Which ranks must agree that a step is skipped, and the one reduction that makes them agree."""
+"""Which ranks must agree that a step is skipped, and the reduction that makes them agree."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
         The norm is that of the whole model: shards are summed over the ranks, copies counted once. It moves 12 bytes an
-        fp32 element instead of 20, and makes one reduction whatever the layouts, after one for each Partial gradient,
-        which must be there on all ranks of its mesh. An overflow skips the steps of all these optimizers; gradients
-        are unscaled then, not clipped.
+        fp32 element instead of 20, and makes one reduction (one a dimension for a mesh that is a part of the world),
+        after one for each Partial gradient, which must be there on all ranks of its mesh. An overflow skips the steps
+        of all these optimizers; gradients are unscaled then, not clipped.
 
         Args:
             optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.

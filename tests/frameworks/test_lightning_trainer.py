@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,8 @@ def test_two_optimizers_clipped_by_hand(name: str, optimizer: str, algorithm: st
     module.trace.assert_same(gan_by_hand(plugin(name), optimizer, algorithm))
 
 
-def pair_of(pl: Any, optimizer: str, clips: Any) -> Any:
-    """Make a LightningModule whose two optimizers step one after the other, after one backward and any clipping."""
+def pair_of(pl: Any, optimizer: str, step: Any) -> Any:
+    """Make a LightningModule with two optimizers, whose training step is `step(module, loss)`."""
 
     class Pair(pl.LightningModule):
         def __init__(self) -> None:
@@ -213,14 +214,7 @@ def pair_of(pl: Any, optimizer: str, clips: Any) -> Any:
             self.encoder, self.head = nn.Linear(5, 5), nn.Linear(5, 1)
 
         def training_step(self, batch: Tensor, index: int) -> None:
-            one, other = self.optimizers()
-            one.zero_grad()
-            other.zero_grad()
-            self.manual_backward(self.head(self.encoder(batch)).float().square().mean())
-            clips(self, [one, other])
-            one.step()
-            clips(self, [other])
-            other.step()
+            step(self, lambda: self.head(self.encoder(batch)).float().square().mean())
 
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(cases.batches(bad=()), batch_size=None)
@@ -237,58 +231,51 @@ def pair_of(pl: Any, optimizer: str, clips: Any) -> Any:
 def test_two_optimizers_are_clipped_before_either_steps(name: str, optimizer: str, algorithm: str) -> None:
     """The first one's step updates the scale, and must not have the other's gradients divided a second time."""
 
-    def clips(module: Any, optimizers: list[Any]) -> None:
-        for each in optimizers:
+    def step(clips: bool, module: Any, loss: Any) -> None:
+        one, other = module.optimizers()
+        one.zero_grad()
+        other.zero_grad()
+        module.manual_backward(loss())
+        for each in [one, other] * clips:
             module.clip_gradients(each, 1e9, algorithm)  # by 1 exactly
+        one.step()
+        if clips:
+            module.clip_gradients(other, 1e9, algorithm)
+        other.step()
 
     space, trained = cases.namespace(name), []
-    for each in (clips, lambda module, optimizers: None):
-        module, scaler = pair_of(space.pl, optimizer, each), GradScaler("cpu", init_scale=8.0)
+    for clips in (True, False):
+        module, scaler = pair_of(space.pl, optimizer, partial(step, clips)), GradScaler("cpu", init_scale=8.0)
         made = lightning.mixed_precision(space.Trainer, scaler, device="cpu")
         space.Trainer(plugins=made, accelerator="cpu", devices=1, max_epochs=1, **cases.QUIET).fit(module)
         trained.append(cases.values(module))
     assert torch.equal(*trained)
 
 
-def hasty_of(pl: Any, toggles: bool) -> Any:
-    """Make a LightningModule that clips the gradients of both optimizers, one after the other, and steps then."""
-
-    class Hasty(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.encoder, self.head = nn.Linear(5, 5), nn.Linear(5, 1)
-
-        def training_step(self, batch: Tensor, index: int) -> None:
-            for optimizer in self.optimizers():
-                if toggles:
-                    self.toggle_optimizer(optimizer)
-                optimizer.zero_grad()
-                self.manual_backward(self.head(self.encoder(batch)).float().square().mean())
-                self.clip_gradients(optimizer, cases.MAX_NORM, "norm")
-                if toggles:
-                    self.untoggle_optimizer(optimizer)
-            for optimizer in self.optimizers():
-                optimizer.step()
-
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(cases.batches(bad=()), batch_size=None)
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.encoder, self.head)]
-
-    return Hasty()
+def hasty_step(toggles: bool, module: Any, loss: Any) -> None:
+    """Clip the gradients of both optimizers, each after a backward of its own, and step then."""
+    for optimizer in module.optimizers():
+        if toggles:
+            module.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        module.manual_backward(loss())
+        module.clip_gradients(optimizer, cases.MAX_NORM, "norm")
+        if toggles:
+            module.untoggle_optimizer(optimizer)
+    for optimizer in module.optimizers():
+        optimizer.step()
 
 
 def test_a_backward_that_adds_to_unscaled_gradients_is_refused(name: str) -> None:
     space, made = cases.namespace(name), plugin(name)
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1} | cases.QUIET
-    hasty = hasty_of(space.pl, toggles=False)
+    hasty = pair_of(space.pl, "sgd", partial(hasty_step, False))
     with pytest.raises(
         RuntimeError, match="written gradients of SGD between clipping, which unscaled them, and the step"
     ):
         space.Trainer(plugins=made, **options).fit(hasty)
-    space.Trainer(plugins=made, **options).fit(hasty_of(space.pl, toggles=True))  # touches only what it is to
+    patient = pair_of(space.pl, "sgd", partial(hasty_step, True))  # a backward touches only what it is to
+    space.Trainer(plugins=made, **options).fit(patient)
     assert made.scaler.stats().updates == 2 * cases.STEPS
 
 
