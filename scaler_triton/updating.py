@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import dispatch, limits, ops
+from scaler_triton import dispatch, limits, ops, reference
 from scaler_triton.capturing import is_captured
 from scaler_triton.flags import State
 from scaler_triton.overflow import OverflowMixin
@@ -136,7 +136,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             self._update_by_kernel(scale, growth_tracker, checked)
             return
         found_inf = any_flag([self._flag(state) for state in checked], scale.device)
-        ops.update_scalars_(scale, growth_tracker, found_inf, self._numbers(), "torch", self._limits, self._counters)
+        reference.update_scale_(scale, growth_tracker, found_inf, *self._numbers(), self._limits, self._counters)
 
     def _update_backend(self, scale: Tensor, growth_tracker: Tensor) -> dispatch.Backend:
         if scale.dtype is not torch.float32 or growth_tracker.dtype is not torch.int32:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ _NO_SCALE = -math.inf
 _MAX = torch.finfo(torch.float32).max
 # Sums of equal scales and of their inverses, each rounded to fp32, miss their product by less.
 _ROUNDING = 1e-6
+_version_of = attrgetter("_version")
 
 # Says from the last two signals how far the ranks' scales lie apart, "" where they are equal.
 Comparison = Callable[[float, float], str]
@@ -120,7 +122,7 @@ class Verdict:
         self._mirrored = False
         self._per_device: dict[torch.device, Tensor] = {}
         self._served: list[Tensor] = []  # keeps alive what the marks name
-        self._marks: list[tuple[int, int | None]] = []
+        self._marks: list[int | None] = []
 
     def begin(self, captured: bool = False) -> None:
         """Forget the step before; in a graph whatever that will be: replays follow what the host has not foreseen."""
@@ -223,12 +225,12 @@ class Verdict:
         return bool(flag.item())
 
 
-def _marks(flags: Iterable[Tensor]) -> list[tuple[int, int | None]]:
+def _marks(flags: Collection[Tensor]) -> list[int | None]:
     """Return what changes when one of `flags` is written, or another tensor stands in its place."""
     try:
-        return [(id(flag), flag._version) for flag in flags]
+        return [*map(id, flags), *map(_version_of, flags)]
     except RuntimeError:  # an inference tensor among them
-        return [(id(flag), version(flag)) for flag in flags]
+        return [*map(id, flags), *map(version, flags)]
 
 
 def write_scales(rows: Tensor, scale: Tensor) -> None:
