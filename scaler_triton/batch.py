@@ -84,6 +84,15 @@ def partial_terms(tensor: Tensor) -> int:
     return terms
 
 
+def cut_into(tensor: Tensor) -> int:
+    """Return into how many different pieces a DTensor is cut."""
+    pieces = 1
+    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if not placement.is_replicate():  # is_shard() is False for the strided shards of FSDP2 beside TP
+            pieces *= tensor.device_mesh.size(dim)  # type: ignore[attr-defined]
+    return pieces
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Tell whether the tensor's elements fill one span of memory without gaps or overlap, in any order."""
     if tensor.is_contiguous():

@@ -60,10 +60,12 @@ class GradPlan:
         self.unseen: set[torch.device] = set()  # where kernels see gradients without marking which
         self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: int32, one a parameter
         self.copies: Any = None  # whoever counts them keeps how many ranks hold each parameter here
+        self.recounted: Any = None  # and here how many hold each gradient
         self.joint: Any = None  # and who must agree on several plans at once
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
         self._whole_specs: list[Any] = [None] * len(self.parameters)  # of DTensors that are not Partial
+        self.cut: dict[int, int] = {}  # whose gradient is not cut as the parameter is, and into how many pieces
         self._layouts: Sequence[Layout] = ()
         self._place([self._expected_form(parameter) for parameter in self.parameters])
 
@@ -183,11 +185,19 @@ class GradPlan:
                 spec = getattr(gradient, batching.SPEC, None)
                 if spec is not None and spec is self._whole_specs[index]:
                     continue  # gradients of one parameter mostly share one: it need not be read again
+                if not batching.is_dtensor(gradient):
+                    continue  # somebody put the shard itself there
                 if (terms := batching.partial_terms(gradient)) > 1:
                     bounds[index] = local * terms
                 else:
                     self._whole_specs[index] = spec
+                    self._note_cut(index, gradient)
         return bounds
+
+    def _note_cut(self, index: int, gradient: Tensor) -> None:
+        pieces, before = batching.cut_into(gradient), self.cut.get(index)
+        if pieces != (batching.cut_into(self.parameters[index]) if before is None else before):
+            self.cut = {**self.cut, index: pieces}  # another object: whoever knows the old one sees it
 
     def _refuse_fp16(self, gradients: list[Tensor | None]) -> None:
         for index in self._fp16:  # those of a new form are checked when they are admitted

@@ -96,7 +96,7 @@ ALLOWED = {
     "sharded": {"grad_scaler"},
     "clipping/reference_norm": {"neighbours", "reference"},
     "clipping/norms": {"batch", "clipping/reference_norm", "dispatch", "ops", "reference"},
-    "clipping/rank_norms": {"batch"},
+    "clipping/rank_norms": {"batch", "clipping/copies"},
     "clipping/disabled": {"clipping/copies", "clipping/rank_norms", "clipping/reference_norm", "collectives"},
     "clipping/arguments": {"clipping/norms"},
     "clipping/copies": {"batch", "collectives"},

@@ -101,7 +101,8 @@ def test_shards_are_found_without_dtensors_private_names(name: str, monkeypatch:
 
     (parameter,) = parameters(1)
     made = GradPlan([parameter])
-    made._dtensors = [0]
+    layered: Any = Layered(torch.ones(3))
+    made.parameters, made._dtensors = [layered], [0]
     monkeypatch.setattr(batch, "is_dtensor", lambda tensor: isinstance(tensor, Layered))
     for _ in range(3):
         shard = torch.ones(3)

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton import dispatch
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.clipping.disabled import NONFINITE
-from scaler_triton.clipping.parts import Part, PartsMixin, plan_copies, sum_partial
+from scaler_triton.clipping.parts import Part, PartsMixin, as_cut, plan_copies, sum_partial
 from scaler_triton.verdict import Verdict, flag_on, fp32_on, write_scales
 
 if TYPE_CHECKING:
@@ -73,7 +73,11 @@ class AtOnceMixin(PartsMixin):
         return told[0] if told else reference_norm.norm_of(totals)
 
     def _measure(self, part: Part, copies: Sequence[int]) -> _Measured:
-        """Check one optimizer's gradients and sum their squares, each piece's share of the global sum."""
+        """Check one optimizer's gradients and sum their squares, each piece's share of the global sum.
+
+        Args:
+            copies: how many ranks hold each parameter's piece.
+        """
         if part.state["found_inf_per_device"]:
             part.plan.verdict = None  # what an earlier check found must outlive a failure of this one
         verdict = self._new_verdict(part.plan)
@@ -86,6 +90,7 @@ class AtOnceMixin(PartsMixin):
             totals.append(total.to(verdict.device))
 
         gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
+        copies = as_cut(part.plan, copies)
         pairs = norms.choose_backends(gradients.batches, self._backend)
         for batch, backend in pairs:
             flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaler_triton.batch import is_dtensor
+from scaler_triton.batch import cut_into, is_dtensor
 from scaler_triton.collectives import has_fsdp1, several_ranks
 
 if TYPE_CHECKING:
@@ -37,9 +37,19 @@ def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: 
     return [_copies_of_one(index, parameter, ranks, shards) for index, parameter in enumerate(parameters)]
 
 
+def copies_of_gradient(count: int, parameter: Tensor, pieces: int) -> int:
+    """Return how many ranks hold a piece of a DTensor gradient: backward need not place it as its parameter is.
+
+    Args:
+        count: how many hold a piece of the parameter.
+        pieces: into how many the gradient is cut.
+    """
+    return count * cut_into(parameter) // pieces
+
+
 def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int]) -> int:
     if is_dtensor(parameter):
-        return max(1, ranks // _pieces(parameter))
+        return max(1, ranks // cut_into(parameter))
     if not getattr(parameter, "_fsdp_flattened", False):
         return ranks
     if id(parameter) not in shards:
@@ -54,15 +64,6 @@ def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int
             f"the norm would be that of {ranks}; use scaler_triton.ShardedGradScaler, or pass process_group="
         )
     return ranks // pieces
-
-
-def _pieces(parameter: Any) -> int:
-    """Return into how many different pieces a DTensor is cut."""
-    mesh, pieces = parameter.device_mesh, 1
-    for dim, placement in enumerate(parameter.placements):
-        if not placement.is_replicate():  # is_shard() is False for the strided shards of FSDP2 beside TP
-            pieces *= mesh.size(dim)
-    return pieces
 
 
 def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scaler_triton.clipping.copies import copies_of
+from scaler_triton.clipping.copies import copies_of, copies_of_gradient
 from scaler_triton.clipping.rank_norms import held_gradients
 from scaler_triton.plan import GradPlan
 from scaler_triton.unscaling import UnscalingMixin
@@ -56,3 +56,16 @@ def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | 
         plan.copies = (agreement, seen, copies_of(plan.parameters, agreement, model))
     counts: list[int] = plan.copies[2]
     return counts
+
+
+def as_cut(plan: GradPlan, copies: Sequence[int]) -> Sequence[int]:
+    """Return `copies`, which are of a plan's parameters, for the gradients it collected last; a list stays the same."""
+    if not plan.cut:
+        return copies
+    if plan.recounted is None or plan.recounted[0] is not copies or plan.recounted[1] is not plan.cut:
+        counts = list(copies)
+        for index, pieces in plan.cut.items():
+            counts[index] = copies_of_gradient(copies[index], plan.parameters[index], pieces)
+        plan.recounted = (copies, plan.cut, counts)
+    counted: Sequence[int] = plan.recounted[2]
+    return counted

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from scaler_triton.batch import is_yet_a_sum, local_tensor, sparse_values, summed
+from scaler_triton.batch import cut_into, is_dtensor, is_yet_a_sum, local_tensor, sparse_values, summed
+from scaler_triton.clipping.copies import copies_of_gradient
 
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
@@ -23,7 +24,7 @@ def held_gradients(
 
     Args:
         parameters: whose gradients; what is yet to be summed is replaced by its sum, a collective for a Partial one.
-        copies: for each, how many of the ranks hold this rank's piece.
+        copies: of each, how many of the ranks hold the piece of the parameter that this rank has.
         chosen: the ids of those that count; None: all.
     """
     gradients, counts = [], []
@@ -34,7 +35,8 @@ def held_gradients(
             parameter.grad = summed(parameter.grad)
         local = local_tensor(parameter.grad)
         gradients.append(sparse_values(local) if local.layout is torch.sparse_coo else local)
-        counts.append(count)
+        placed = is_dtensor(parameter) and is_dtensor(parameter.grad)
+        counts.append(copies_of_gradient(count, parameter, cut_into(parameter.grad)) if placed else count)
     return gradients, counts
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from cases import Fault, collectives_of, local_of
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.weak import TensorWeakRef
 
 from scaler_triton.clipping import norms
@@ -113,6 +113,23 @@ def partial(rank: int, kind: str) -> Clipped:
     param.grad = DTensor.from_local(local, cases.line(), [Partial()], run_check=False)
     norm = scaler.clip_grad_norm_(cases.new_optimizer("sgd", [param]), 1e6)
     return Clipped([norm.item()], [], [], 0.0, [local_of(param.grad).flatten().tolist()], scaler.get_scale())
+
+
+def placed_otherwise(rank: int, kind: str, own: Placement, others: Sequence[Placement], order: float) -> Clipped:
+    """A parameter whose gradients backward places one way, then another; unscaled they are 0 to 23."""
+    mesh, whole = cases.line(), torch.arange(24.0).view(8, 3)
+    scaler, param = cases.new_scaler(kind), torch.nn.Parameter(distribute_tensor(torch.ones(8, 3), mesh, [own]))
+    optimizer, norms = cases.new_optimizer("sgd", [param]), []
+    for placement in others:
+        scaled = scaler.scale(whole)
+        if placement.is_partial():
+            param.grad = DTensor.from_local(scaled / dist.get_world_size(), mesh, [placement], run_check=False)
+        else:
+            param.grad = distribute_tensor(scaled, mesh, [placement])
+        norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM, order).item())
+        scaler.step(optimizer)
+        scaler.update()
+    return Clipped(norms, [], [], 0.0, [param.grad.full_tensor().flatten().tolist()], scaler.get_scale())
 
 
 def one_rank_fails(rank: int, how: str, optimizers: int) -> list[str]:

@@ -6,6 +6,7 @@ import clipping_cases
 import pytest
 from cases import INIT_SCALE, Fault
 from clipping_cases import MAX_NORM
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 pytestmark = pytest.mark.distributed
 
@@ -135,6 +136,17 @@ def test_partial_gradients_are_summed_first(two):
     for outcome in two.run(clipping_cases.partial, "grad"):
         assert outcome.values == [[3.0] * 6]
         assert outcome.norms[0] == pytest.approx(3.0 * math.sqrt(6))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
+@pytest.mark.parametrize("order", [2.0, 3.0])
+@pytest.mark.parametrize("own", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_gradients_count_as_they_are_placed_not_as_their_parameter_is(two, kind, order, own):
+    others = [Shard(0), own, Replicate(), Partial(), Shard(1)]
+    norm = sum(each**order for each in range(24)) ** (1 / order)
+    for outcome in two.run(clipping_cases.placed_otherwise, kind, own, others, order):
+        assert outcome.norms == pytest.approx([norm] * len(others))
+        assert outcome.values[0] == pytest.approx([each * MAX_NORM / norm for each in range(24)])
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])

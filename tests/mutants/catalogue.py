@@ -85,6 +85,9 @@ MUTANTS = [
     Mutant(_S + "clipping/after_unscaling.py", "self._take_flag(part, flag)", "pass", CLIP),
     Mutant(_S + "clipping/after_unscaling.py", "first = first or error", "raise", CLIPPED),
     Mutant(_S + "clipping/copies.py", "if pieces > ranks:", "if False:", CLIPPED),
+    Mutant(_S + "clipping/parts.py", "    if not plan.cut:", "    if True:", CLIPPED),
+    Mutant(_S + "clipping/rank_norms.py", " if placed else count", " if False else count", CLIPPED),
+    Mutant(_S + "plan.py", "if pieces != (", "if before is None and pieces != (", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "collectives.has_fsdp1(parameters)", "False", CLIPPED),
     Mutant(_S + "clipping/reference_norm.py", "_quick_sum(tensors)", "_quick_sum(sorted(tensors, key=id))", CLIP),
     Mutant(
@@ -190,7 +193,7 @@ MUTANTS = [
     Mutant("kernels/update_scale.py", "tl.where(found != 0, streak + 1, 0)", "streak + 1", POLICY),
     Mutant("kernels/common.py", 'tl.atomic_max(bits_ptr, epoch, sem="relaxed")', "pass", REPORT),
     # clipping
-    Mutant(_S + "clipping/copies.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
+    Mutant(_S + "batch.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
     Mutant(_S + "clipping/copies.py", "return ranks // pieces", "return 1", CLIPPED),
     Mutant(_S + "clipping/at_once.py", "1.0 / copies[slot]", "1.0", CLIPPED),
     Mutant(_S + "clipping/at_once.py", "agreement.sum_(totals)", "pass", CLIPPED),
