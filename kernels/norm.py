@@ -38,6 +38,7 @@ class NormTable(GradTable):
         weights: fp64 `[N]`, on the device; what the sum of squares of tensor `t` is multiplied by.
     """
 
+    @torch.inference_mode(False)  # it is written outside that mode, too
     def __init__(
         self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, config: LaunchConfig = DEFAULT
     ) -> None:

@@ -30,6 +30,7 @@ class GradTable:
         n_chunks: programs in a launch over this table; 0 where no tensor has elements.
     """
 
+    @torch.inference_mode(False)  # it is written outside that mode, too
     def __init__(
         self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, config: LaunchConfig = DEFAULT
     ) -> None:

@@ -36,6 +36,7 @@ class DevicePolicy:
             arguments they would reach the kernel as fp32, and 1.1 is not the same number there.
     """
 
+    @torch.inference_mode(False)  # it is written outside that mode, too
     def __init__(self, device: torch.device) -> None:
         self.numbers = torch.zeros(7, dtype=torch.int64, device=device)
         self._held: tuple[Any, ...] | None = None

@@ -25,6 +25,7 @@ class HostMirror:
         frozen: elsewhere, too, what is read is what the source held at the last start.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, source: Tensor, frozen: bool = False) -> None:
         self.source = source
         self._copy = source

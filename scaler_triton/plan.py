@@ -106,6 +106,7 @@ class GradPlan:
         for _, bits in self.marked():
             bits.zero_()
 
+    @torch.inference_mode(False)
     def _keep(self, slots: Sequence[int], bits: Tensor) -> None:
         """Keep marks beyond their table; slots below 0 are nobody's."""
         refuse_capture(bits.device, "a step with gradients of a new form")

@@ -69,6 +69,7 @@ class Board:
 
     ROWS = 32
 
+    @torch.inference_mode(False)  # what the first step makes is written by steps outside that mode, too
     def __init__(self, device: torch.device) -> None:
         numbers = torch.zeros((_COLUMNS + 1) * self.ROWS, dtype=torch.float32, device=device)
         self.signals = numbers[: _COLUMNS * self.ROWS].view(self.ROWS, _COLUMNS)
@@ -78,6 +79,7 @@ class Board:
         self._free = list(reversed(range(self.ROWS)))
         self.captured: set[Verdict] = set()  # graphs write them at every replay: their rows are never free again
 
+    @torch.inference_mode(False)
     def verdict(self) -> Verdict:
         """Return a verdict on a row of its own, which is free again once it is gone; without one if all are taken."""
         if not self._free:

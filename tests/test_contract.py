@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import flags, parameters, sgd, started
+from helpers import Place, flags, parameters, places, sgd, started
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
@@ -465,6 +465,29 @@ def test_runs_under_another_default_device_and_under_inference_mode(fused: bool)
     with torch.inference_mode():
         scaler.step(optimizer)
         scaler.update()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_a_first_step_under_inference_mode_leaves_nothing_that_later_ones_cannot_write(
+    place: Place, fused: bool, clip: bool
+) -> None:
+    optimizer = sgd([torch.tensor([3.0, 4.0]), torch.tensor([0.0])], place.device, fused=fused)
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend, max_consecutive_skips=3)
+    (first, second) = optimizer.param_groups[0]["params"]
+    for under in (True, False, True):
+        first.grad = torch.tensor([12.0, 16.0], device=place.device)
+        second.grad = torch.full((1,), 4.0 if under else math.inf, device=place.device)
+        with torch.inference_mode(under):
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 100.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.was_skipped(optimizer) is not under
+        scaler.update(4.0)
+    assert first.tolist() == [-3.0, -4.0]
+    assert scaler.stats().skipped == 1
 
 
 @pytest.mark.parametrize("fused", [False, True])
