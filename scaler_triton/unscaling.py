@@ -147,7 +147,7 @@ class UnscalingMixin(OverflowMixin):
             if batch.layout.epoch is None:
                 plan.unseen.add(flag.device)
         run(batch, flag, backend)
-        if backend == "torch" and flag.is_cpu and flag.item():
+        if backend == "torch" and flag.is_cpu and batch.layout.key.plain and flag.item():  # others know few ops
             self._mark_on_host(plan, batch)
 
     def _unscale_is_overridden(self) -> bool:

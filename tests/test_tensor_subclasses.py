@@ -45,6 +45,33 @@ def pair(device: str, right: float) -> tuple[Any, Tensor, Pair]:
     return torch.optim.SGD([plain, parameter], lr=1.0, foreach=False), plain, parameter.grad
 
 
+class Unscalable(Pair):
+    """A pair that knows nothing but unscaling, as a subclass may that was made for training."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
+            torch.ops.aten.detach.default,
+        ):
+            raise NotImplementedError(f"{func}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@PLACES
+@pytest.mark.parametrize("method", ["unscale_", "_check_inf_per_device"])
+def test_an_overflow_asks_nothing_of_a_type_that_torch_would_not_ask(place: Place, method: str) -> None:
+    optimizer, plain, gradient = pair(place.device, math.inf)
+    optimizer.param_groups[0]["params"][1].grad = Unscalable(gradient.left, gradient.right)
+    plain.grad[0] = math.nan
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
+    getattr(scaler, method)(optimizer)
+    assert flags(scaler, optimizer) == [1.0]
+    report = scaler.overflow_report()
+    assert [bad.kinds for bad in report.bad] == ["NaN"]
+    assert "gradients on " in str(report)  # that torch's own op serves, which tells not which
+
+
 @PLACES
 @pytest.mark.parametrize(("right", "bad"), [(16.0, 0.0), (math.inf, 1.0), (math.nan, 1.0)])
 def test_unscaling_reaches_every_part(place: Place, right: float, bad: float) -> None:
