@@ -122,7 +122,7 @@ class GradPlan:
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, self.parameters, parameters))
-            and (not parameters or parameters[0].device == self.devices[0])
+            and (not parameters or parameters[0].device == self._first)
         )
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> Gradients:
@@ -248,7 +248,8 @@ class GradPlan:
 
     def _place(self, forms: list[_Form | None]) -> None:
         """Give every form a slot, one layout for each device, dtype and kind of memory; all of it or nothing."""
-        devices = list(dict.fromkeys(parameter.device for parameter in self.parameters))
+        every = dict.fromkeys(parameter.device for parameter in self.parameters)
+        devices = [device for device in every if device.type != "meta"]  # nobody could read a flag there
         keys = [None if form is None else _layout_key(form) for form in forms]
         layouts = [Layout(key) for key in dict.fromkeys(keys) if key is not None]
         members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in layouts]
@@ -261,6 +262,7 @@ class GradPlan:
         for slots, bits in [*self.marked()] if self._layouts else ():
             self._keep(slots, bits)
         self._known.forget()  # what passed for the layouts before need not fit these
+        self._first = next(iter(every), None)
         self.devices, self._forms, self._layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
 
 

@@ -203,7 +203,7 @@ class UnscalingMixin(OverflowMixin):
         state["stage"] = OptState.UNSCALED  # first: even without a flag it tells that gradients were written
         verdict = self._new_verdict(plan)
         verdict.skip()
-        self._keep(state, verdict, plan.devices)
+        self._keep(state, verdict, plan.devices or (verdict.device,))
 
     def _keep(self, state: State, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         state["verdict"] = verdict

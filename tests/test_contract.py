@@ -508,6 +508,18 @@ def test_parameters_without_a_shape_yet_wait_their_turn() -> None:
     assert optimizer.param_groups[0]["params"][-1].grad.item() == 2.0
 
 
+@pytest.mark.parametrize("method", ["unscale_", "_check_inf_per_device"])
+def test_parameters_that_are_nowhere_yet_have_no_flag_that_cannot_be_read(method: str) -> None:
+    nowhere = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    for first in (True, False):
+        there = parameters([torch.tensor([8.0])], "cpu")
+        optimizer = torch.optim.SGD([nowhere, *there] if first else [*there, nowhere], lr=1.0)
+        for cls in (GradScaler, torch.amp.GradScaler):
+            scaler = started(cls, "cpu", init_scale=4.0)
+            getattr(scaler, method)(optimizer)
+            assert flags(scaler, optimizer) == [0.0]
+
+
 def test_exports() -> None:
     assert scaler_triton.__all__ == sorted(scaler_triton.__all__, key=str)
     for name in scaler_triton.__all__:
