@@ -209,6 +209,19 @@ def partial_grads(
     return report, local_of(param).flatten().tolist()
 
 
+def plain_grads(rank: int, kind: str) -> tuple[list[list[float]], list[float]]:
+    """A replicated parameter with plain gradients, as an optimizer of one's own may want them; rank 1's is bad once."""
+    scaler, param = new_scaler(kind), dtensor_param(line(), [Replicate()])
+    optimizer = new_optimizer("sgd", [param])
+    flags = []
+    for value in (torch.inf if rank else 3.0, 3.0):
+        param.grad = scaler.scale(torch.full((2, 3), value))
+        scaler.unscale_(optimizer)
+        flags.append([flag.item() for flag in scaler._found_inf_per_device(optimizer).values()])
+        scaler.update()
+    return flags, param.grad.flatten().tolist()
+
+
 def async_grads(rank: int, kind: str, name: str) -> tuple[Report, list[float]]:
     """Gradients whose all-reduce is still under way when the scaler gets them."""
     scaler = new_scaler(kind)

@@ -146,3 +146,10 @@ def test_gradients_still_under_way_are_waited_for(two, kind):
     for report, values in two.run(dtensor_cases.async_grads, kind, "sgd"):
         assert report.stepped == [(True,)]
         assert values == [1.0 - 2 * cases.LEARNING_RATE] * 6
+
+
+@KINDS
+def test_plain_gradients_of_a_distributed_parameter_are_what_this_rank_holds(two, kind):
+    for flags, values in two.run(dtensor_cases.plain_grads, kind):
+        assert flags == [[1.0], [0.0]]
+        assert values == [3.0] * 6
