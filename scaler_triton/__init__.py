@@ -36,10 +36,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # Only those who ask pay: torch's FSDP takes half a second, and `--help` needs no torch at all.
-    if name == "ops":
-        return import_module("scaler_triton.ops")
-    if name in _HOMES:
-        return getattr(import_module(f"scaler_triton.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__
+
+
+if not TYPE_CHECKING:  # a type checker would let every misspelt name pass
+
+    def __getattr__(name: str) -> Any:
+        # Only those who ask pay: torch's FSDP takes half a second, and `--help` needs no torch at all.
+        if name == "ops":
+            return import_module("scaler_triton.ops")
+        if name in _HOMES:
+            return getattr(import_module(f"scaler_triton.{_HOMES[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

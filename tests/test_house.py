@@ -236,6 +236,25 @@ def test_public_names_are_documented(thing: object) -> None:
     assert first.endswith(".")  # one sentence
 
 
+def test_names_that_load_late_are_seen_before_they_are_loaded() -> None:
+    show = "import sys, scaler_triton; print(*dir(scaler_triton)); assert 'torch' not in sys.modules"
+    shown = subprocess.check_output([sys.executable, "-c", show], cwd=ROOT, text=True, timeout=60)
+    assert shown.split() == scaler_triton.__all__
+
+
+def test_a_type_checker_finds_a_misspelt_name(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    use = tmp_path / "use.py"
+    use.write_text("import scaler_triton\n\nscaler_triton.GradScaler\nscaler_triton.GradScalr\n")
+    command = [sys.executable, "-m", "mypy", "--follow-imports=skip", "--cache-dir", str(tmp_path / "cache")]
+    found = subprocess.run(
+        [*command, str(PACKAGE / "__init__.py"), str(use)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert [line.partition(" error: ")[2] for line in found.stdout.splitlines()[:-1]] == [
+        'Module has no attribute "GradScalr"; maybe "GradScaler"?  [attr-defined]'
+    ]
+
+
 def functions(path: Path) -> list[tuple[str, int]]:
     """Return each function's name and its length in lines, docstring left out."""
     found = []
