@@ -51,14 +51,19 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         **extras: Any,
     ) -> None:
         self._backend = dispatch.check_backend(backend)
-        super().__init__(
-            device=policy.device_type(device),
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        try:
+            super().__init__(
+                device=policy.device_type(device),
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                enabled=enabled,
+            )
+        except TypeError:  # torch compares the factors with 1, whatever they are
+            policy.check_growth_factor(growth_factor)
+            policy.check_backoff_factor(backoff_factor)
+            raise
         self._init_extras(**extras)
         if self._enabled:
             init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"), self._limits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from scaler_triton import policy
@@ -96,19 +96,20 @@ def from_checkpoint(fields: Any, counter_names: Sequence[str]) -> Extras:
 
     Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
     """
-    fields = _as_dict(fields, KEY)
+    fields = check_dict(fields, KEY)
     limits = check(*(fields[name] for name in Limits._fields))
     max_skips = policy.check_max_skips(fields["max_consecutive_skips"])
-    counters = _as_dict(fields["counters"], "counters")
+    counters = check_dict(fields["counters"], "counters")
     return Extras(limits, max_skips, [policy.check_count(counters[name], name) for name in counter_names])
+
+
+def check_dict(value: Any, name: str) -> Mapping[str, Any]:
+    """Return `value` if it is a dict, or another mapping."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict, got {value!r}")
+    return value
 
 
 def _as_fp32(number: float) -> float:
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded
-
-
-def _as_dict(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be a dict, got {value!r}")
-    return value

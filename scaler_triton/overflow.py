@@ -19,6 +19,7 @@ from scaler_triton.stats import LAST_SKIP, SKIPPED, Counters
 # What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _KIND_BITS, _KINDS = 2, NAN | INF
+_NO_NAMES = "model must be a module or what its named_parameters() gives"
 
 
 class OverflowMixin(FlagsMixin):
@@ -42,7 +43,7 @@ class OverflowMixin(FlagsMixin):
 
         Returns: a report whose `str` is a table.
 
-        Raises: TypeError naming `model` for parameters without names.
+        Raises: TypeError naming `model` for what is neither, such as parameters without names.
         """
         counters = self._counters.read()
         pending = any(self._flag(state).item() for state in self._per_optimizer_states.values() if _has_flag(state))
@@ -108,10 +109,12 @@ def _has_flag(state: dict[str, Any]) -> bool:
 
 
 def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[tuple[int, str]]:
-    named = model.named_parameters() if isinstance(model, nn.Module) else model or ()
+    named = model.named_parameters() if isinstance(model, nn.Module) else () if model is None else model
+    if not isinstance(named, Iterable):
+        raise TypeError(f"{_NO_NAMES}, got {type(named).__name__}")
     for pair in named:
-        if isinstance(pair, Tensor):
-            raise TypeError("model must be a module or what its named_parameters() gives, got tensors without names")
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise TypeError(f"{_NO_NAMES}, got {type(pair).__name__} for a name and a tensor")
         name, parameter = pair
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")

@@ -40,13 +40,13 @@ class SettingsMixin(_Base):
         max_consecutive_skips: int | None,
         check_unscaled: bool,
     ) -> None:
-        self._check_unscaled = bool(check_unscaled)
-        self._limits, self._max_consecutive_skips = NO_LIMITS, None
+        self._limits, self._max_consecutive_skips, self._check_unscaled = NO_LIMITS, None, False
         self._counters, self._lagging = Counters(), Lagging()
         self._device_policies = {}
         if self._enabled:
             self._limits = limits.check(min_scale, max_scale, hysteresis, consecutive_hysteresis)
             self._max_consecutive_skips = policy.check_max_skips(max_consecutive_skips)
+            self._check_unscaled = policy.check_bool(check_unscaled, "check_unscaled")
 
     def _numbers(self) -> tuple[float, float, int]:
         return self._growth_factor, self._backoff_factor, self._growth_interval
@@ -141,10 +141,10 @@ class SettingsMixin(_Base):
         Without the key `scaler_triton` limits stay as they are. Counters are the checkpoint's, all 0 if it has none.
 
         Raises: torch's RuntimeError for an empty dict and KeyError for a missing field; ValueError or TypeError
-            naming a wrong field and its value. The scaler is as before then.
+            naming a wrong field and its value; TypeError for what is no dict. The scaler is as before then.
         """
         extras = Extras(self._limits, self._max_consecutive_skips, [0] * len(NAMES))
-        if self._enabled and len(state_dict) > 0:
+        if self._enabled and limits.check_dict(state_dict, "state_dict"):
             if limits.KEY in state_dict:
                 extras = limits.from_checkpoint(state_dict[limits.KEY], NAMES)
             state_dict = policy.check_state_dict(state_dict)

@@ -38,7 +38,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                 scaler's type, whose value is checked with one host wait.
 
         Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
-            kind; ValueError for a scale outside [min_scale, max_scale]. Scale and tracker are as before then.
+            kind; ValueError or TypeError naming `new_scale` outside [min_scale, max_scale] or no number; RuntimeError
+            before the step that `clip_grad_norm_(defer=True)` left the clipping to. Nothing has changed then.
             `SkipStreakError`, once the update is done, if more than `max_consecutive_skips` updates in a row had been
             skipped `stats.Lagging.LAG` updates ago: on every rank at the same update, and at each one until the streak
             ends. Not while a graph is captured or replayed.

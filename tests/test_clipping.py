@@ -270,13 +270,25 @@ def test_what_cannot_be_done_is_refused_before_anything_changes(arguments: Any, 
     assert optimizer.param_groups[0]["params"][0].tolist() == [-1.5] * 3
 
 
-def test_parameters_with_names_are_refused_before_anything_changes() -> None:
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_norm": "1"}, "^max_norm must be a number, got '1'$"),
+        ({"max_norm": None}, "^max_norm must be a number, got None$"),
+        ({"max_norm": torch.ones(2)}, r"^max_norm must be a number, got tensor\(\[1., 1.\]\)$"),
+        ({"norm_type": None}, "^norm_type must be a number, got None$"),
+        ({"model": "net"}, "^model must be a module, got str$"),
+        ({"parameters": [("weight", torch.ones(3))]}, "^parameters must be tensors, got tuple$"),
+        ({"optimizers": [torch.ones(3)]}, "^optimizers must be an optimizer or several of them, got Tensor$"),
+    ],
+)
+def test_what_is_of_no_use_is_refused_before_anything_changes(options: dict[str, Any], text: str) -> None:
     optimizer = sgd([torch.full((3,), 24.0)])
     scaler = scaler_on(Place("cpu", "torch"))
-    named: Any = [("weight", optimizer.param_groups[0]["params"][0])]
-    with pytest.raises(TypeError, match="^parameters must be tensors, got tuple$"):
-        scaler.clip_grad_norm_(optimizer, 1.0, parameters=named)
+    with pytest.raises(TypeError, match=text):
+        scaler.clip_grad_norm_(**{"optimizers": optimizer, "max_norm": 1.0, **options})
     assert grads(optimizer)[0].tolist() == [24.0] * 3
+    assert not scaler._per_optimizer_states
 
 
 @PLACES
@@ -333,8 +345,8 @@ def test_an_optimizer_that_is_gone_leaves_no_clipping_to_wait_for() -> None:
 def test_an_optimizer_is_clipped_once(options: dict[str, Any]) -> None:
     optimizer = sgd([torch.full((3,), 24.0)])
     scaler = scaler_on(Place("cpu", "torch"))
-    for several, text in (([], "got 0 of them"), ([optimizer, optimizer], "got 2 of them")):
-        with pytest.raises(ValueError, match=f"^optimizers must be at least one, and each another one, {text}"):
+    for several, text in (([], "got 0"), ([optimizer, optimizer], "got 2")):
+        with pytest.raises(ValueError, match=f"^optimizers must be one or more, none of them twice, {text}$"):
             scaler.clip_grad_norm_(several, 1.0, **options)
     assert grads(optimizer)[0].tolist() == [24.0] * 3
 

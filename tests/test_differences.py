@@ -55,6 +55,23 @@ def test_2_constructor_keeps_torchs_asserts(cls: type) -> None:
         cls("cpu", backoff_factor=1.0)
 
 
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize("name", ["init_scale", "growth_factor", "backoff_factor", "growth_interval"])
+@pytest.mark.parametrize("value", ["2", None])
+def test_2_constructor_names_what_is_no_number(cls: type, name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be an? (number|int), got {value!r}$"):
+        cls("cpu", **{name: value})
+
+
+@pytest.mark.parametrize("state", [None, "state", 3, []])
+def test_2_a_checkpoint_is_a_dict(state: Any) -> None:
+    scaler = GradScaler("cpu")
+    before = scaler.state_dict()
+    with pytest.raises(TypeError, match=f"^state_dict must be a dict, got {state!r}$".replace("[", r"\[")):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+
+
 @pytest.mark.parametrize(
     ("setter", "bad", "legal"),
     [

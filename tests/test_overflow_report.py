@@ -89,6 +89,21 @@ def test_as_a_person_reads_it() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (3, "got int"),
+        ("net", "got str for a name and a tensor"),
+        ([torch.ones(2)], "got Tensor for a name and a tensor"),
+        ({"weight": torch.ones(2)}, "got str for a name and a tensor"),
+    ],
+)
+def test_parameters_have_names(model: Any, text: str) -> None:
+    text = rf"^model must be a module or what its named_parameters\(\) gives, {text}$"
+    with pytest.raises(TypeError, match=text):
+        GradScaler("cpu").overflow_report(model)
+
+
 def test_wrappers_are_left_out_of_names() -> None:
     scaler, model, optimizer = setup(Place("cpu", "torch"), fused=False)
     step(scaler, model, optimizer, False, _0_bias=[math.inf])

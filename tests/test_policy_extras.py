@@ -149,6 +149,12 @@ def test_what_cannot_work_is_refused_by_name(
     assert scaler.state_dict() == before
 
 
+@pytest.mark.parametrize("value", ["no", None, 1])
+def test_check_unscaled_is_true_or_false(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^check_unscaled must be True or False, got {value!r}$"):
+        GradScaler("cpu", check_unscaled=value)
+
+
 def test_bounds_that_leave_no_room_are_refused() -> None:
     text = r"^min_scale must be <= max_scale, got 8.0 and 4.0$"
     with pytest.raises(ValueError, match=text):

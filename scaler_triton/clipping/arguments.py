@@ -41,12 +41,22 @@ def chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
     return {id(each) for each in chosen}
 
 
+def check_model(model: Any) -> None:
+    """Raise TypeError naming `model` for what is neither a module nor None."""
+    if not isinstance(model, nn.Module | None):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+
+
 def checked_norm_type(max_norm: float, norm_type: float) -> float:
     """Return the order of the norm as a float.
 
     Raises: ValueError or TypeError naming `max_norm` or `norm_type` for what is no bound or no order.
     """
-    if math.isnan(max_norm) or max_norm < 0:
+    try:
+        is_bound = bool(max_norm >= 0)  # False for NaN
+    except (TypeError, ValueError, RuntimeError):  # the last two: of several numbers
+        raise TypeError(f"max_norm must be a number, got {max_norm!r}") from None
+    if not is_bound:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
     order = norms.order_of(norm_type)
     if math.isnan(order) or order <= 0:

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton import collectives
 from scaler_triton.clipping.after_unscaling import AfterUnscalingMixin
-from scaler_triton.clipping.arguments import checked_norm_type, checked_optimizers, chosen_ids
+from scaler_triton.clipping.arguments import check_model, checked_norm_type, checked_optimizers, chosen_ids
 from scaler_triton.clipping.at_once import AtOnceMixin
 from scaler_triton.clipping.disabled import clip_unscaled
 from scaler_triton.clipping.parts import Part
@@ -65,11 +65,12 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks; NaN if another rank failed.
 
         Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
-            `parameters`; TypeError naming `optimizers`, `norm_type` or `parameters` for what is none.
+            `parameters`; TypeError naming one of them, but `defer`, for what is none.
         """
         parts_of = checked_optimizers(optimizers)
         chosen = chosen_ids(parameters)
         norm_type = checked_norm_type(max_norm, norm_type)
+        check_model(model)
         if not self._enabled:
             held = [parameter for optimizer in parts_of for parameter in parameters_of(optimizer)]
             return clip_unscaled(held, chosen, max_norm, norm_type, error_if_nonfinite, model, self.process_group)
@@ -91,7 +92,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         for state in states:
             self._check_stage(state, again)
         if len({id(state) for state in states}) != len(optimizers) or not states:
-            raise ValueError(f"optimizers must be at least one, and each another one, got {len(states)} of them")
+            raise ValueError(f"optimizers must be one or more, none of them twice, got {len(states)}")
         return [Part(o, state, self._plans.get(o)) for o, state in zip(optimizers, states, strict=True)]
 
     def _check_stage(self, state: dict[str, Any], again: bool) -> None:
