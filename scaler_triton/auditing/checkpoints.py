@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pattern",
         default=PATTERN,
         metavar="GLOB",
-        help=f"only these files, default: {PATTERN}. {{rank}} in it stands where a rank's number is; without, that "
-        "number follows the word rank, or counts files named scaler or optimizer from 0 on",
+        help=f"only these files (default: {PATTERN}). Where a rank's number stands, write {{rank}}; without it, the "
+        "number is the one after the word rank, or the one that counts files named scaler or optimizer from 0 on",
     )
     parser.epilog = "exit status: 0 the ranks agree, 1 they have split, 2 nothing to compare or a file not readable"
 
@@ -45,8 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     Args:
         arguments: what `add_arguments` declared, parsed.
     """
-    if not arguments.folder.is_dir():
-        return _usage_error(f"CHECKPOINT_DIR must be a folder, got {arguments.folder}")
+    try:
+        os.scandir(arguments.folder).close()
+    except OSError as error:
+        return _usage_error(f"CHECKPOINT_DIR must be a folder, got {arguments.folder}: {error.strerror}")
     try:
         files = find_files(arguments.folder, arguments.pattern)
     except (ValueError, NotImplementedError, IndexError) as error:
@@ -63,7 +66,7 @@ def find_files(folder: Path, pattern: str) -> Files:
         folder: where to look.
         pattern: as `--pattern`.
     """
-    paths = [path for path in sorted(folder.glob(pattern.replace("{rank}", "*"))) if path.is_file()]
+    paths = [path for path in sorted(folder.glob(_glob(pattern))) if path.is_file()]
     names = {path: path.relative_to(folder).as_posix() for path in paths if path.suffix.lower() in SUFFIXES}
     if "{rank}" in pattern:
         return _placed(names, pattern)
@@ -90,12 +93,18 @@ def audit_files(folder: Path, files: Files) -> AuditReport:
     return judge(_simply_named([states[rank] for rank in sorted(states)]), _notes(states), subject)
 
 
+def _glob(pattern: str) -> str:
+    """Put a star where {rank} is; one that stands beside it already does for both: `**` means folders."""
+    return re.sub(r"(?<!\*)\*?\{rank\}(?:\*(?!\*))?", "*", pattern)
+
+
 def _placed(names: Mapping[Path, str], pattern: str) -> Files:
     """Take the rank from where {rank} is in the pattern."""
     parts = Path(pattern).parts
     index = next(-k for k in range(1, len(parts) + 1) if "{rank}" in parts[-k])
     expression = fnmatch.translate(parts[index].replace("{rank}", "RANKNUMBER", 1).replace("{rank}", "*"))
-    form = re.compile(expression.replace("RANKNUMBER", r"(?P<rank>\d{1,6})"))
+    whole = r"(?<!\d)" if "*{rank}" in parts[index] else ""  # the star leaves no digit of it out
+    form = re.compile(expression.replace("RANKNUMBER", whole + r"(?P<rank>\d{1,6})"))
     files: Files = {}
     for path, name in names.items():
         here = name.split("/")

@@ -90,6 +90,8 @@ def _read(
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             raise TypeError(f"optimizer must be an optimizer or a list of them, got {type(each).__name__}")
+    if not isinstance(model, nn.Module | None):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
     readings = _scaler_readings(scaler)
     for index, each in enumerate(optimizers):
         name = f"steps of {index} ({type(unwrap(each)).__name__})" if len(optimizers) > 1 else "steps"
@@ -126,7 +128,7 @@ def _values(tensors: Sequence[Tensor]) -> list[float]:
 
 def _subject(scaler: Any, optimizers: Sequence[Any]) -> str:
     names = [type(each).__name__ + ", fused" * _is_fused(each) for each in map(unwrap, optimizers)]
-    return f"{type(scaler).__name__} of {type(scaler).__module__.partition('.')[0]}; {'; '.join(names)}"
+    return "; ".join([f"{type(scaler).__name__} of {type(scaler).__module__.partition('.')[0]}", *names])
 
 
 def _is_fused(optimizer: Any) -> bool:

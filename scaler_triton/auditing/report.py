@@ -76,7 +76,7 @@ class RankState:
         return RankState(**fields)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AuditReport:
     """What the ranks hold and what differs; `str()` is the table.
 
@@ -107,6 +107,9 @@ class AuditReport:
         if any(state.error for state in self.ranks):
             return "unknown"
         return "agree" if self.compared else "nothing"
+
+    def __repr__(self) -> str:
+        return f"<AuditReport: {self.verdict}, {_count(len(self.ranks), 'rank')}>"  # `audit` has printed the rest
 
     def __str__(self) -> str:
         title = f"{self.subject or 'audit'}; {_count(len(self.ranks), 'rank')}"

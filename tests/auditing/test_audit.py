@@ -106,6 +106,21 @@ def test_what_cannot_be_read_is_in_the_table(optimizer: Any, scaler: Any, text: 
     assert f"\nrank 0: {text}" in str(report)
 
 
+def test_a_model_is_a_module() -> None:
+    optimizer = stepped()
+    assert "\nrank 0: TypeError: model must be a module, got AdamW" in str(
+        audited(optimizer, GradScaler("cpu"), optimizer)
+    )
+
+
+def test_a_rank_may_have_no_optimizer() -> None:
+    assert str(audited([], GradScaler("cpu"))).startswith("GradScaler of scaler_triton; 1 rank\n")
+
+
+def test_at_the_prompt_a_report_takes_one_line() -> None:
+    assert repr(audited(stepped(), GradScaler("cpu"))) == "<AuditReport: nothing, 1 rank>"
+
+
 def test_a_process_group_needs_a_default_one() -> None:
     with pytest.raises(ValueError, match="process group"):
         scaler_triton.audit(stepped(), GradScaler("cpu"), process_group=object())  # type: ignore[arg-type]

@@ -106,6 +106,13 @@ def test_a_pattern_says_where_the_rank_is(tmp_path: Path, command: Command) -> N
     assert command("--pattern", "*/ckpt-*.pt")[0] == 2
 
 
+@pytest.mark.parametrize("pattern", ["*{rank}.pt", "*{rank}*.pt", "*_{rank}*", "state_*{rank}.pt", "**/*{rank}.pt"])
+def test_a_star_beside_the_rank_takes_no_digit_of_it(tmp_path: Path, command: Command, pattern: str) -> None:
+    save(tmp_path, {f"state_{rank}.pt": scaler_state(4.0 + (rank == 11)) for rank in range(12)})
+    status, text = command("--pattern", pattern)
+    assert (status, "  scale: 4 on ranks 0-10; 5 on rank 11\n" in text) == (1, True)
+
+
 def test_a_pattern_chooses_the_files(tmp_path: Path, command: Command) -> None:
     save(
         tmp_path,
@@ -159,8 +166,21 @@ def test_a_pattern_that_is_none_is_refused(command: Command, words: list[str]) -
 
 
 def test_a_folder_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", str(tmp_path / "none")]) == 2
-    assert "CHECKPOINT_DIR must be a folder, got " in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for name, why in (("none", "No such file or directory"), ("file", "Not a directory")):
+        assert cli.main(["audit", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.endswith(f"CHECKPOINT_DIR must be a folder, got {tmp_path / name}: {why}\n")
+
+
+def test_a_folder_that_cannot_be_read_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", refused)  # root may read anything
+    status, text = command()
+    assert (status, text.endswith(": Permission denied\n"), text.count("\n")) == (2, True, 1)
 
 
 # Files that somebody made to harm, or that broke.
