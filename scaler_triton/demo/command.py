@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(mode="fsdp2")
     parser.add_argument("--optimizer", choices=("adamw", "adamw-fused", "sgd"), default="adamw")
     parser.add_argument("--steps", type=_step_count, default=48, metavar="N", help="6 to 128, default: 48")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the plot, or a folder for it")
-    parser.add_argument("--prove", metavar="CASE", help="a known defect of torch, or: list, all")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the plot, a .png file or a folder for it")
+    parser.add_argument("--prove", metavar="CASE", help="only show a known defect of torch; or: list, all")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -39,11 +39,11 @@ def save_plot(config: DemoConfig, ranks: Sequence[Trace], title: str, picture: P
 
 def _draw_loss(axes: Any, ranks: Sequence[Trace]) -> None:
     losses = mean_losses(ranks)
-    axes.plot(losses, color=LOSS, linewidth=1.8, label="mean of the ranks' micro-batches")
+    axes.plot(range(1, len(losses) + 1), losses, color=LOSS, linewidth=1.8, label="mean of the ranks' micro-batches")
     for marker, label, kind in (("x", "skipped", all), ("o", "skipped by some ranks ONLY", _some_only)):
-        steps = [step for step in range(len(losses)) if kind([trace.skipped[step] for trace in ranks])]
+        steps = [step for step in range(1, len(losses) + 1) if kind([trace.skipped[step - 1] for trace in ranks])]
         if steps:
-            at = [losses[step] for step in steps]
+            at = [losses[step - 1] for step in steps]
             axes.plot(steps, at, marker, color=BAD, markersize=9, mew=2.2, mfc="none", label=label)
     axes.set_ylabel("loss (nats per character)")
     axes.legend(loc="upper right", framealpha=1, edgecolor="none")
@@ -59,7 +59,7 @@ def _draw_scales(axes: Any, config: DemoConfig, ranks: Sequence[Trace]) -> None:
         lines = {"all ranks": ranks[0].scales}
     for nth, (label, scales) in enumerate(lines.items()):
         color, width = SCALES[nth % len(SCALES)], 2.2 - 0.5 * nth
-        axes.step(range(config.steps + 1), scales, where="post", color=color, linewidth=width, label=label)
+        axes.step(range(1, config.steps + 2), scales, where="post", color=color, linewidth=width, label=label)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: f"{scale:g}"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -71,7 +71,7 @@ def _draw_scales(axes: Any, config: DemoConfig, ranks: Sequence[Trace]) -> None:
 def _mark_bad_steps(both: Sequence[Any], config: DemoConfig) -> None:
     for step, rank in config.bad_shards.items():
         for axes in both:
-            axes.axvline(step, color=BAD, linewidth=1, linestyle=":", zorder=0)
-        where = {"xy": (step, 0.5), "xycoords": ("data", "axes fraction")}
+            axes.axvline(step + 1, color=BAD, linewidth=1, linestyle=":", zorder=0)
+        where = {"xy": (step + 1, 0.5), "xycoords": ("data", "axes fraction")}
         text = {"xytext": (4, 0), "textcoords": "offset points", "color": BAD, "fontsize": 9}
         both[0].annotate(f"inf in rank {rank}'s shard", **where, **text)

@@ -12,7 +12,7 @@ FULL_TABLE = 16  # runs with more steps show only the rows in which something ha
 
 
 def steps_table(config: DemoConfig, ranks: Sequence[Trace]) -> str:
-    """Step, loss, scale, skipped and the rank whose shard was bad; `a / b` where the ranks differ.
+    """Step, the first being 1, loss, scale, skipped and the rank whose shard was bad; `a / b` where the ranks differ.
 
     Args:
         config: the run.
@@ -20,7 +20,7 @@ def steps_table(config: DemoConfig, ranks: Sequence[Trace]) -> str:
     """
     losses = mean_losses(ranks)
     rows = [
-        (step, f"{losses[step]:.3f}", _scale(ranks, step), _skipped(ranks, step), config.bad_shards.get(step, ""))
+        (step + 1, f"{losses[step]:.3f}", _scale(ranks, step), _skipped(ranks, step), config.bad_shards.get(step, ""))
         for step in _steps_to_show(config, ranks)
     ]
     head = ["step", "loss", "scale", "skipped", "bad shard on rank"]

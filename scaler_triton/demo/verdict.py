@@ -60,7 +60,7 @@ def scales_equal(ranks: Sequence[Trace]) -> Check:
     split = [step for step, scales in enumerate(by_step) if len(set(scales)) > 1]
     if split:
         final = ", ".join(f"{trace.scales[-1]:g}" for trace in ranks)
-        return Check(False, f"the scales of the ranks split at step {split[0]}; at the end: {final}")
+        return Check(False, f"the scales of the ranks split after step {split[0]}; at the end: {final}")
     return Check(True, f"scales are bitwise equal on {_all_ranks(ranks)}, at all {len(by_step) - 1} steps")
 
 
@@ -77,11 +77,11 @@ def step_counts_equal(ranks: Sequence[Trace]) -> Check:
 def same_decisions(ranks: Sequence[Trace], reference: Trace) -> Check:
     """Did every rank skip the steps that had to be skipped, and move its scale as it had to?"""
     scales_right = all(trace.scales == reference.scales for trace in ranks)
-    wrong = {step for trace in ranks for step in _differences(trace.skipped, reference.skipped)}
+    wrong = {step + 1 for trace in ranks for step in _differences(trace.skipped, reference.skipped)}
     if wrong:
         return Check(False, f"wrongly skipped or wrongly taken: step {', '.join(map(str, sorted(wrong)))}")
-    skips = f"{sum(reference.skipped)} bad steps were skipped and no other"
-    return Check(scales_right, f"{skips}; scales are {'' if scales_right else 'NOT '}those of a single process")
+    skips = f"{sum(reference.skipped)} bad steps were skipped, no other"
+    return Check(scales_right, f"{skips}; scales {'match' if scales_right else 'do NOT match'} a single process")
 
 
 def parameters_match(ranks: Sequence[Trace], reference: Trace) -> Check:

@@ -56,7 +56,7 @@ def test_our_demo_succeeds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "OK: every check holds" in done.stdout
     assert "FAILED" not in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines() if " yes " in line] == ["1", "3", "4"]
+    assert [line.split()[0] for line in done.stdout.splitlines() if " yes " in line] == ["2", "4", "5"]
     assert "6/6" in done.stderr
     assert_is_picture(tmp_path / "demo.png")
 
@@ -66,7 +66,7 @@ def test_our_demo_succeeds(tmp_path: Path) -> None:
 def test_torchs_split_is_reported_and_fails(tmp_path: Path) -> None:
     done = run_demo(tmp_path, "--scaler", "torch", "--fsdp1", "--optimizer", "adamw-fused")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the scales of the ranks split at step 2" in done.stdout
+    assert "the scales of the ranks split after step 2" in done.stdout
     assert "rank 1 ONLY" in done.stdout
     assert "FAILED: 4 of 6 checks" in done.stdout
     assert_is_picture(tmp_path / "demo.png")
@@ -96,9 +96,9 @@ def test_a_hang_is_reported(
 
 def test_a_short_table_has_every_step_and_names_the_bad_shards() -> None:
     rows = [line.split() for line in steps_table(CONFIG, [TRACE, TRACE]).splitlines()[2:]]
-    assert [row[0] for row in rows] == list("012345")
-    assert rows[1] == ["1", "3.500", "8", "yes", "1"]
-    assert rows[3] == ["3", "2.500", "4", "yes", "0"]
+    assert [row[0] for row in rows] == list("123456")
+    assert rows[1] == ["2", "3.500", "8", "yes", "1"]
+    assert rows[3] == ["4", "2.500", "4", "yes", "0"]
 
 
 def test_a_long_table_has_the_steps_in_which_something_happens() -> None:
@@ -106,7 +106,7 @@ def test_a_long_table_has_the_steps_in_which_something_happens() -> None:
     losses, scales, skipped = [1.0] * 100, [8.0] * 101, [step in config.bad_shards for step in range(100)]
     scales[70:] = [16.0] * 31
     rows = steps_table(config, [Trace(True, losses, scales, skipped)]).splitlines()[2:]
-    assert [int(row.split()[0]) for row in rows] == [0, 20, 50, 70, 80, 99]
+    assert [int(row.split()[0]) for row in rows] == [1, 21, 51, 71, 81, 100]
 
 
 def test_a_table_of_a_split_shows_both_ranks() -> None:
