@@ -234,8 +234,8 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
         process_group: the ranks that must agree, instead of those that the parameters' meshes tell.
         backend: "auto" (Triton for CUDA, torch elsewhere), "triton" or "torch"; default: the environment's
             SCALER_TRITON_BACKEND, else "auto".
-        min_scale, max_scale: the scale is clamped to them, the first one and after every update; None: 2^-126 and
-            fp32 max.
+        min_scale: the smallest scale, first one included; None: 2^-126.
+        max_scale: the largest scale, first one included; None: fp32 max.
         hysteresis: overflows, >= 1, until the scale backs off; the last of them does it, and each one after it until
             the scale grows again. Megatron's.
         consecutive_hysteresis: True: any good update starts that count anew. DeepSpeed's.

@@ -30,9 +30,11 @@ def from_megatron(
     Args:
         state: what its `state_dict()` returned (`grad_scaler` in the optimizer's state): `scale`, `growth_tracker`,
             `hysteresis_tracker`; numbers or tensors of one element; read.
-        growth_interval, hysteresis, min_scale: the run's `--loss-scale-window`, `--hysteresis`, `--min-loss-scale`,
-            which Megatron does not save there.
-        growth_factor, backoff_factor: Megatron's, unless the run changed them.
+        growth_interval: the run's `--loss-scale-window`, which Megatron does not save there.
+        hysteresis: its `--hysteresis`, not saved either.
+        min_scale: its `--min-loss-scale`, not saved either.
+        growth_factor: Megatron's, unless the run changed it.
+        backoff_factor: the same.
 
     Returns: plain numbers; counters of `stats()` are 0, `max_consecutive_skips` is None.
 

@@ -37,7 +37,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         found_inf: fp32, one element, any device; set to 1.0 on overflow, else left as it is.
         backend: "auto", "triton" or "torch"; default: SCALER_TRITON_BACKEND, else "auto".
 
-    Raises: what `batch.check_gradient` raises, naming `grads[i]`; TypeError or ValueError for wrong scalars.
+    Raises: NotImplementedError naming the dtype or layout of `grads[i]`, ValueError its device, torch's RuntimeError
+        for overlapping memory; TypeError or ValueError for wrong scalars.
         Nothing is written then.
     """
     if torch.compiler.is_compiling():
@@ -129,7 +130,9 @@ def update_scale_(
         scale: fp32, one element; written.
         growth_tracker: int32, one element, same device, counts good steps; written.
         found_inf: fp32, one element, same device; anything but 0 is an overflow.
-        growth_factor, backoff_factor, growth_interval: >= 1; in (0, 1]; steps, >= 1.
+        growth_factor: finite, >= 1.
+        backoff_factor: in (0, 1].
+        growth_interval: steps, >= 1.
         backend: as `unscale_`.
 
     Raises: TypeError or ValueError naming a wrong argument.

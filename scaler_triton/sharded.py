@@ -29,7 +29,8 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
 
     Args:
         process_group: the ranks that must agree; None: the default group, looked up whenever it is used.
-        device, ..., check_unscaled: as `GradScaler`; mind torch's order, backoff before growth.
+
+    The other arguments are `GradScaler`'s, in torch's order: backoff before growth.
 
     Raises: as `GradScaler`; at the first unscale or step, torch's ValueError without an initialised default group,
         ValueError if this rank is not in the group or a parameter's mesh reaches beyond it.

@@ -58,7 +58,7 @@ class UnscalingMixin(OverflowMixin):
             optimizer: whatever has `param_groups`; its gradients (fp16 only for ShardedGradScaler, bf16, fp32, fp64,
                 strided or sparse COO, DTensors) are written.
 
-        Raises: torch's errors for a wrong order of calls; `check_gradient`'s for a gradient that cannot be
+        Raises: torch's errors for a wrong order of calls; those of `ops.unscale_` for a gradient that cannot be
             unscaled. The stage stays READY then, unless gradients were written or other ranks have already been
             told: then it is UNSCALED with the flag set, so that the step is skipped.
         """
