@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from scaler_triton import grad_scaler
 from scaler_triton.integrations import versions
 from scaler_triton.integrations.backwards import refused_between_unscaling_and_step
-from scaler_triton.optimizers import parameters_of
+from scaler_triton.optimizers import parameters_of, unwrap
 
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)  # scale by themselves
 _STATE_MAKER = "torch.distributed.checkpoint.state_dict"
@@ -136,9 +136,11 @@ def _is_fsdp1(accelerator: Any) -> bool:
 
 
 def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_optimizer`, whose wrapper tells the truth."""
+    """`Accelerator.prepare_optimizer`, whose wrapper tells the truth, and whose first step begins anew."""
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
     optimizer.__class__ = AcceleratedOptimizer
+    # The Trainer prepares its optimizer in every run: one that was interrupted in a step has left its stage.
+    accelerator.scaler._per_optimizer_states.pop(id(unwrap(optimizer)), None)
     return optimizer
 
 

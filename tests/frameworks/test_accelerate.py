@@ -276,6 +276,25 @@ def test_a_backward_between_clipping_a_part_and_the_step_is_refused():
     assert float(accelerator.clip_grad_norm_([layer.weight], 1.0)) == 5.0
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+@pytest.mark.parametrize("when", ["clipped", "stepped"])
+def test_an_optimizer_that_is_prepared_again_begins_a_new_step(when, options):
+    accelerator = new_accelerator()
+    scaler = use_scaler_triton(accelerator)
+    layer, optimizer = linear(accelerator, "AdamW", **options)
+    backward(accelerator, layer, value=float("inf"))
+    accelerator.clip_grad_norm_(layer.parameters(), 1.0)
+    if when == "stepped":
+        scaler.step(optimizer.optimizer)  # and no update
+    optimizer.zero_grad()
+    layer, optimizer = accelerator.prepare(layer, optimizer)
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert (scaler.stats().updates, scaler.stats().skipped) == (1, 0)
+
+
 def test_a_backward_of_another_model_may_come_between_clipping_and_the_step():
     accelerator = new_accelerator()
     use_scaler_triton(accelerator)

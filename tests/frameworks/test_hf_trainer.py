@@ -155,6 +155,30 @@ def test_resumes_to_the_bit(tmp_path):
     assert logged(straight, "learning_rate") == logged(resumed, "learning_rate")
 
 
+class Interrupt(TrainerCallback):
+    """Interrupts a run once, as Ctrl-C in a notebook may, between clipping and the third step."""
+
+    def __init__(self) -> None:
+        self.waiting = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.waiting and state.global_step == 2:
+            self.waiting = False
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_leaves_nothing_to_the_next(tmp_path):
+    trainer = new_trainer(new_model(), tmp_path)
+    scaler = use_scaler_triton(trainer.accelerator, init_scale=256.0)
+    trainer.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert scaler.stats().updates == 2 + STEPS
+    assert scaler.stats().skipped == 0
+    assert trainer.state.global_step == STEPS
+
+
 def test_lora_trains_its_adapters_only(tmp_path):
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
