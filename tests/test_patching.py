@@ -13,10 +13,11 @@ import warnings
 from abc import ABC
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torch_scalers import (
     NAMES,
     OURS,
@@ -193,6 +194,23 @@ def test_a_framework_may_derive_from_any_of_the_names(name: str, patched: None) 
     assert not isinstance(TorchPlain("cpu"), MyScaler)
     if scaler._device == "cpu" and not isinstance(scaler, ShardedGradScaler):  # which asks for a process group
         assert skips_and_backs_off(scaler)
+
+
+class Clipper(Protocol):
+    """A protocol of somebody's."""
+
+    def clip(self) -> int: ...
+
+
+@pytest.mark.parametrize("other", [Stateful, Clipper, ABC, Generic[TypeVar("T")]], ids=str)
+@pytest.mark.parametrize("base", [TorchPlain, GradScaler, ShardedGradScaler], ids=lambda cls: cls.__module__)
+def test_a_class_may_derive_from_a_protocol_as_well(base: Any, other: Any) -> None:
+    both = types.new_class("Both", (base, other), {}, lambda body: body.update(clip=lambda self: 3))
+    scaler = both("cpu", init_scale=8.0)
+    assert isinstance(scaler, (both, base))
+    assert not isinstance(base("cpu"), both)
+    assert scaler.state_dict()["scale"] == 8.0
+    assert base is ShardedGradScaler or skips_and_backs_off(scaler)  # that one asks for a process group
 
 
 def skips_and_backs_off(scaler: Any) -> bool:

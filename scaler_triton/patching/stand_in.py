@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from abc import ABCMeta
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Protocol  # torch's Stateful is one of these; it is typing's in newer Pythons
+
+# Also that of a protocol, so that a subclass may derive from ABC or a protocol, too, as one of torch's class may.
+if TYPE_CHECKING:
+    _Base = ABCMeta
+else:
+    _Base = type(Protocol)
 
 # Written by patch.py only.
 originals: dict[type, type] = {}  # ours -> torch's, while ours is found under its name
 strict = False  # whether a GradScaler refuses FSDP1 parameters instead of warning
 
 
-class StandIn(ABCMeta):  # ABCMeta, so that a subclass may derive from ABC as well, as one of torch's class may
+class StandIn(_Base):
     """The type of our scaler classes: torch's class and its subclasses count as ours while ours stands in for it.
 
     So scalers made before `patch_torch` are still instances of `torch.amp.GradScaler`, and so is a
     `ShardedGradScaler`. Otherwise inheritance alone tells: what ABCMeta remembers would outlive the patch.
     """
+
+    def __new__(mcls, *args: Any, **kwargs: Any) -> Any:
+        return ABCMeta.__new__(mcls, *args, **kwargs)  # no class of ours is a protocol
+
+    __instancecheck__ = ABCMeta.__instancecheck__
 
     def __subclasscheck__(cls, subclass: type) -> bool:  # isinstance() comes here, too
         return type.__subclasscheck__(cls, subclass) or issubclass(subclass, originals.get(cls, ()))
