@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scaler_triton.demo import case_steps as steps
-from scaler_triton.demo.case_steps import RANKS, START, Outcome
+from scaler_triton.demo.case_steps import START, Outcome
 from scaler_triton.demo.scalers import Scalers
 
 HALVED = START / 2
@@ -55,7 +55,6 @@ class Case:
         run: runs on every rank, `run(rank, scalers) -> Outcome`.
         right: what must come out.
         thread: address of torch's own issue, where there is one.
-        ranks: how many processes.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Case:
     run: Callable[[int, Scalers], Outcome]
     right: Right
     thread: str = ""
-    ranks: int = RANKS
 
 
 CASES = {

@@ -2,45 +2,17 @@
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from scaler_triton.demo.case_steps import Outcome
+from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case
 from scaler_triton.demo.ranks import RankPool, RankResult, RankTimeout
 from scaler_triton.demo.scalers import load_scalers
 
 COLLECTIVE_LIMIT = 10.0  # seconds that a rank waits for the others: a hang becomes an error after that
 CASE_LIMIT = 60.0
-
-
-class Pools:
-    """Processes that several cases share.
-
-    Args:
-        stack: ends them.
-    """
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._pools: dict[int, RankPool] = {}
-
-    def run(self, case: Case, scaler: str) -> list[RankResult]:
-        """Runs a case on every rank; a hang is given as an error, too.
-
-        Args:
-            case: what to run.
-            scaler: "torch" or "ours".
-        """
-        if case.ranks not in self._pools:
-            pool = RankPool(case.ranks, group_timeout=COLLECTIVE_LIMIT)
-            self._pools[case.ranks] = self._stack.enter_context(pool)
-        try:
-            return self._pools[case.ranks].run(run_case, case.name, scaler, timeout=CASE_LIMIT)
-        except RankTimeout as late:
-            return late.results
 
 
 def prove(cases: Sequence[Case]) -> int:
@@ -50,9 +22,9 @@ def prove(cases: Sequence[Case]) -> int:
         cases: what to run, in this order.
     """
     unexpected = []
-    with open_pools() as pools:
+    with new_pool() as pool:
         for case in cases:
-            unexpected += [f"{case.name}: {what}" for what in prove_one(case, pools)]
+            unexpected += [f"{case.name}: {what}" for what in prove_one(case, pool)]
     for what in unexpected:
         print(f"UNEXPECTED: {what}")
     if not unexpected:
@@ -60,28 +32,40 @@ def prove(cases: Sequence[Case]) -> int:
     return 1 if unexpected else 0
 
 
-def prove_one(case: Case, pools: Pools) -> list[str]:
+def prove_one(case: Case, pool: RankPool) -> list[str]:
     """Runs one case with both and prints what each rank holds.
 
     Args:
         case: what to run.
-        pools: where to run it.
+        pool: where to run it.
 
     Returns:
         What is not as the registry says; empty if torch is wrong and we are right.
     """
     print(f"{case.name}: {case.summary}\nright is: {case.right}\n", flush=True)
-    torch_is_wrong = _run_and_print(case, "torch", pools)
-    ours_is_wrong = _run_and_print(case, "ours", pools)
+    torch_is_wrong = _run_and_print(case, "torch", pool)
+    ours_is_wrong = _run_and_print(case, "ours", pool)
     unexpected = [f"scaler_triton is wrong: {ours_is_wrong}"] if ours_is_wrong else []
     return unexpected if torch_is_wrong else [*unexpected, "torch is no longer wrong"]
 
 
-@contextmanager
-def open_pools() -> Iterator[Pools]:
-    """Pools that end with the block."""
-    with ExitStack() as stack:
-        yield Pools(stack)
+def new_pool() -> RankPool:
+    """Ranks that cases share, and whose hangs become errors."""
+    return RankPool(RANKS, group_timeout=COLLECTIVE_LIMIT)
+
+
+def run_on_ranks(case: Case, scaler: str, pool: RankPool) -> list[RankResult]:
+    """Runs a case on every rank; a hang is given as an error, too.
+
+    Args:
+        case: what to run.
+        scaler: "torch" or "ours".
+        pool: where to run it.
+    """
+    try:
+        return pool.run(run_case, case.name, scaler, timeout=CASE_LIMIT)
+    except RankTimeout as late:
+        return late.results
 
 
 def run_case(rank: int, name: str, scaler: str) -> Outcome:
@@ -106,8 +90,8 @@ def wrong(case: Case, results: Sequence[RankResult]) -> str:
     return "; ".join(errors) or case.right.wrong([result.value for result in results])
 
 
-def _run_and_print(case: Case, scaler: str, pools: Pools) -> str:
-    results = pools.run(case, scaler)
+def _run_and_print(case: Case, scaler: str, pool: RankPool) -> str:
+    results = run_on_ranks(case, scaler, pool)
     said = wrong(case, results)
     print(load_scalers(scaler).label)
     print(tabulate([_row(result) for result in results], ["rank", "scale", "optimizer", "its parameters"]))

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("tabulate")
 
 from scaler_triton.demo import prove as proving
-from scaler_triton.demo.case_steps import Outcome
+from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case, Right, cases_table, list_cases
-from scaler_triton.demo.prove import Pools, open_pools, prove, prove_one, wrong
-from scaler_triton.demo.ranks import RankResult, RankTimeout
+from scaler_triton.demo.prove import new_pool, prove, prove_one, run_on_ranks, wrong
+from scaler_triton.demo.ranks import RankPool, RankResult, RankTimeout
 
 README = Path(__file__).parents[2] / "README.md"
 WRITE_TABLE = 'python -c "from scaler_triton.demo.cases import cases_table; print(cases_table())"'
@@ -37,22 +37,22 @@ STEPPED = Outcome(8.0, "old", "new")
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with open_pools() as opened:
+def pool() -> Iterator[RankPool]:
+    with new_pool() as opened:
         yield opened
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
-def test_torch_is_wrong_as_stated_and_we_are_right(name: str, pools: Pools) -> None:
+def test_torch_is_wrong_as_stated_and_we_are_right(name: str, pool: RankPool) -> None:
     case = CASES[name]
-    assert wrong(case, pools.run(case, "ours")) == ""
-    assert wrong(case, pools.run(case, "torch")) == TORCH_IS_WRONG[name]
+    assert wrong(case, run_on_ranks(case, "ours", pool)) == ""
+    assert wrong(case, run_on_ranks(case, "torch", pool)) == TORCH_IS_WRONG[name]
 
 
 @pytest.mark.distributed
-def test_a_proof_prints_both_and_what_each_rank_holds(pools: Pools, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prove_one(CASES["fsdp1-fused"], pools) == []
+def test_a_proof_prints_both_and_what_each_rank_holds(pool: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove_one(CASES["fsdp1-fused"], pool) == []
     said = capsys.readouterr().out
     assert said.index("torch ") < said.index("WRONG: the ranks split") < said.index("scaler_triton ")
     assert said.rstrip().endswith("RIGHT")
@@ -103,19 +103,15 @@ def test_a_step_that_had_to_be_taken_is_missed() -> None:
     assert Right(stepped=True, scale=4.0).wrong([SKIPPED, SKIPPED]) == "the step was skipped"
 
 
-class Scripted:
-    """Pools that answer what they are told to."""
+def script(monkeypatch: pytest.MonkeyPatch, **outcomes: Outcome | str) -> None:
+    """Have every rank end with the same outcome, or error, of each scaler."""
 
-    def __init__(self, **outcomes: Outcome | str) -> None:
-        self.outcomes = outcomes
+    def scripted(case: Case, scaler: str, pool: object) -> list[RankResult]:
+        said = outcomes[scaler]
+        key = "error" if isinstance(said, str) else "value"
+        return [RankResult(rank, **{key: said}) for rank in range(RANKS)]
 
-    def run(self, case: Case, scaler: str) -> list[RankResult]:
-        """The same outcome, or error, on every rank."""
-        said = self.outcomes[scaler]
-        return [
-            RankResult(rank, error=said) if isinstance(said, str) else RankResult(rank, value=said)
-            for rank in range(case.ranks)
-        ]
+    monkeypatch.setattr(proving, "run_on_ranks", scripted)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +130,7 @@ def test_the_exit_status_says_who_surprised(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(proving, "Pools", lambda stack: Scripted(torch=torch, ours=ours))
+    script(monkeypatch, torch=torch, ours=ours)
     assert prove([CASES["fsdp1-fused"]]) == status
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if "UNEXPECTED" in line] == [
@@ -142,10 +138,12 @@ def test_the_exit_status_says_who_surprised(
     ]
 
 
-def test_an_error_is_shown_without_where_torch_raised_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_shown_without_where_torch_raised_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     raised = f"RuntimeError: [/src/ProcessGroup.cpp:12] timed {'out ' * 40}\nmore"
-    scripted = Scripted(torch=raised, ours=SKIPPED)
-    assert prove_one(CASES["fsdp1-fused"], scripted) == []  # type: ignore[arg-type]
+    script(monkeypatch, torch=raised, ours=SKIPPED)
+    assert prove_one(CASES["fsdp1-fused"], new_pool()) == []
     row = next(line for line in capsys.readouterr().out.splitlines() if "RuntimeError" in line)
     assert row.split()[:5] == ["0", "-", "error", "RuntimeError:", "timed"]
     assert row.endswith("out ...")
@@ -159,6 +157,5 @@ def test_a_hang_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RankTimeout("a case ran past its limit", late)
 
     monkeypatch.setattr(proving.RankPool, "run", hang)
-    with open_pools() as pools:
-        results = pools.run(CASES["fsdp1-fused"], "torch")
+    results = run_on_ranks(CASES["fsdp1-fused"], "torch", new_pool())
     assert wrong(CASES["fsdp1-fused"], results) == "rank 1 hangs in a collective"
