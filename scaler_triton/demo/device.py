@@ -7,6 +7,9 @@ from torch import nn
 
 from scaler_triton.demo.ranks import RankPool, RankTimeout
 
+RANKS = 2
+TRIAL_LIMIT = 90.0  # seconds
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -25,45 +28,32 @@ class Placement:
     note: str
 
 
-def place(mode: str, ranks: int = 2) -> Placement:
+def place(mode: str) -> Placement:
     """The best placement that this machine allows.
 
     Args:
-        mode: "single", "ddp", "fsdp1" or "fsdp2"; single takes one process.
-        ranks: how many are wanted otherwise.
+        mode: "single", "ddp", "fsdp1" or "fsdp2"; single takes one process, the others two.
     """
-    ranks = 1 if mode == "single" else ranks
+    ranks = 1 if mode == "single" else RANKS
     if not torch.cuda.is_available():
         return Placement("cpu", "gloo", ranks, "no GPU: on the CPU, over gloo")
     if torch.cuda.device_count() >= ranks:
         return Placement("cuda", "nccl", ranks, f"{ranks} of {torch.cuda.device_count()} GPUs, over nccl")
-    if one_gpu_gloo_works(mode, ranks):
+    if not why_not_one_gpu_gloo(mode):
         return Placement("cuda", "gloo", ranks, f"{ranks} ranks share the one GPU, over gloo")
     note = f"only 1 rank: {mode} with {ranks} gloo ranks does not run on the one GPU here"
     return Placement("cuda", "nccl", 1, note)
 
 
-def one_gpu_gloo_works(mode: str = "fsdp2", ranks: int = 2) -> bool:
-    """Whether a mode trains with several gloo ranks on GPU 0.
+def why_not_one_gpu_gloo(mode: str) -> str:
+    """Trains with two gloo ranks on GPU 0 and gives what went wrong; empty if nothing did.
 
     Args:
         mode: "ddp", "fsdp1" or "fsdp2".
-        ranks: processes.
-    """
-    return not why_not_one_gpu_gloo(mode, ranks)
-
-
-def why_not_one_gpu_gloo(mode: str, ranks: int = 2, timeout: float = 90.0) -> str:
-    """Tries it in child processes and gives what went wrong; empty if nothing did.
-
-    Args:
-        mode: "ddp", "fsdp1" or "fsdp2".
-        ranks: processes.
-        timeout: seconds.
     """
     try:
-        with RankPool(ranks, backend="gloo") as pool:
-            results = pool.run(_train_a_little, mode, ranks, timeout=timeout)
+        with RankPool(RANKS, backend="gloo") as pool:
+            results = pool.run(_train_a_little, mode, timeout=TRIAL_LIMIT)
     except RankTimeout as late:
         results = late.results
     except RuntimeError as error:  # the ranks did not start
@@ -78,7 +68,7 @@ def main() -> None:
         return
     for mode in ("ddp", "fsdp1", "fsdp2"):
         reason = why_not_one_gpu_gloo(mode)
-        print(f"{mode} with 2 gloo ranks on one GPU: {f'no: {reason}' if reason else 'yes'}", flush=True)
+        print(f"{mode} with {RANKS} gloo ranks on one GPU: {f'no: {reason}' if reason else 'yes'}", flush=True)
 
 
 def use_device(device_type: str, rank: int) -> torch.device:
@@ -96,12 +86,12 @@ def use_device(device_type: str, rank: int) -> torch.device:
     return device
 
 
-def _train_a_little(rank: int, mode: str, ranks: int) -> None:
+def _train_a_little(rank: int, mode: str) -> None:
     from scaler_triton.demo.model import CharTransformer, ModelSize
     from scaler_triton.demo.parallel import spread, whole_parameters
 
     device = use_device("cuda", rank)
-    model: nn.Module = spread(CharTransformer(8, ModelSize(1, 8, 1, 4)).to(device), mode, ranks)
+    model: nn.Module = spread(CharTransformer(8, ModelSize(1, 8, 1, 4)).to(device), mode, RANKS)
     tokens = torch.zeros(1, 4, dtype=torch.int64, device=device)
     model(tokens, tokens).backward()
     whole_parameters(model).sum().item()

@@ -33,6 +33,7 @@ START_TIMEOUT = 120.0  # Importing torch on a busy machine takes its time.
 CHECK_TIMEOUT = 10.0  # A barrier among idle ranks takes well under a millisecond.
 CLOSE_TIMEOUT = 5.0  # An idle rank leaves within milliseconds.
 STACK_DUMP_WAIT = 0.5  # What a hung rank gets to write down where it hangs.
+LOG_TAIL = 4000  # Characters.
 SEED = 1234
 
 
@@ -68,9 +69,9 @@ class _Rank:
     connection: Connection
     log: Path
 
-    def log_tail(self, size: int = 4000) -> str:
+    def log_tail(self) -> str:
         """The end of what the rank printed."""
-        return self.log.read_text(errors="replace")[-size:] if self.log.exists() else ""
+        return self.log.read_text(errors="replace")[-LOG_TAIL:] if self.log.exists() else ""
 
 
 class RankPool:

@@ -38,7 +38,7 @@ def test_placement(
     gpus: int, gloo_works: bool, mode: str, where: tuple[str, str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, gpus)
-    monkeypatch.setattr(device, "one_gpu_gloo_works", lambda mode, ranks: gloo_works)
+    monkeypatch.setattr(device, "why_not_one_gpu_gloo", lambda mode: "" if gloo_works else "E: no")
     placement = place(mode)
     assert placement == Placement(*where, placement.note)
     if gpus == 1 and mode != "single" and not gloo_works:
@@ -65,7 +65,6 @@ def test_ranks_that_do_not_start_are_no_ranks_on_the_gpu(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(device.RankPool, "run", run)
     assert device.why_not_one_gpu_gloo("fsdp2") == "rank 0 did not start: E: no"
-    assert not device.one_gpu_gloo_works("fsdp2")
 
 
 def test_ranks_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +79,7 @@ def test_the_record_gives_the_reason(monkeypatch: pytest.MonkeyPatch, capsys: py
     pretend(monkeypatch, 1)
     answers = {"ddp": [RankResult(0), RankResult(1)], "fsdp1": [RankResult(0), RankResult(1, error="E: no")]}
 
-    def run(self: object, function: object, mode: str, ranks: int, timeout: float) -> list[RankResult]:
+    def run(self: object, function: object, mode: str, timeout: float) -> list[RankResult]:
         if mode == "fsdp2":
             raise RankTimeout("late", [RankResult(0, error="RankTimeout: no answer"), RankResult(1)])
         return answers[mode]
