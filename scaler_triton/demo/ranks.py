@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 START_TIMEOUT = 120.0  # Importing torch on a busy machine takes its time.
 CHECK_TIMEOUT = 10.0  # A barrier among idle ranks takes well under a millisecond.
@@ -200,31 +199,6 @@ class RankPool:
             return results
         self.close()
         return [_out_of_step(*pair) if pair[0].ok else pair[0] for pair in zip(results, checks, strict=True)]
-
-
-class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the collectives that reach torch's dispatcher, plain (c10d) and functional, in this thread."""
-
-    NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-    NOT_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[str] = []
-
-    @property
-    def count(self) -> int:
-        """How many collectives were started since this object was made."""
-        return len(self.calls)
-
-    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # DTensor runs first and turns into the collectives that we count.
-        name = func._schema.name
-        namespace, _, op = name.partition("::")
-        if namespace in self.NAMESPACES and op not in self.NOT_COLLECTIVES:
-            self.calls.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 # What follows runs in the ranks.

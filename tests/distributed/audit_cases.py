@@ -11,11 +11,11 @@ import model_cases
 import torch
 import torch.distributed as dist
 from cases import Fault, dtensor_param, local_of, new_optimizer, new_scaler, params_of, plain_param, square
+from collective_counter import CollectiveCounter
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import scaler_triton
-from scaler_triton.demo.ranks import CollectiveCounter
 
 PLACEMENTS = {
     "replicated": (Replicate(), Replicate()),

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from collective_counter import CollectiveCounter
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-
-from scaler_triton.demo.ranks import CollectiveCounter
 
 INIT_SCALE = 8.0
 GROWTH_INTERVAL = 2

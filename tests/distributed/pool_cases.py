@@ -6,10 +6,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from collective_counter import CollectiveCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-
-from scaler_triton.demo.ranks import CollectiveCounter
 
 
 def describe(rank: int) -> dict[str, object]:

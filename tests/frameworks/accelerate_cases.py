@@ -17,10 +17,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradScalerKwargs
+from collective_counter import CollectiveCounter
 from model_cases import BATCH, WIDTH, Net
 from torch import Tensor, nn
 
-from scaler_triton.demo.ranks import CollectiveCounter
 from scaler_triton.integrations.accelerate import use_scaler_triton
 
 INIT_SCALE = 8.0
