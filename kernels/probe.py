@@ -1,13 +1,11 @@
 """Can this device run the kernels, and run them right? Found out on scratch, before a gradient is touched."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from scaler_triton.kernels.clip import launch_clip, launch_defer
 from scaler_triton.kernels.common import SAW_INF
-from scaler_triton.kernels.launcher import TRITON_DTYPES, check_device
+from scaler_triton.kernels.launcher import check_device
 from scaler_triton.kernels.nonfinite import launch_check_nonfinite
 from scaler_triton.kernels.norm import NormTable, launch_sum_of_squares
 from scaler_triton.kernels.table import GradTable
@@ -15,32 +13,30 @@ from scaler_triton.kernels.unscale import launch_unscale
 from scaler_triton.kernels.update_scale import launch_update_scale
 
 
-def probe(device: torch.device, dtypes: Iterable[torch.dtype] = tuple(TRITON_DTYPES)) -> None:
+def probe(device: torch.device, dtype: torch.dtype) -> None:
     """Compile the kernels of every step for `device`, run them on a few numbers and compare what comes out; waits.
 
     Args:
         device: a GPU; under TRITON_INTERPRET=1 the CPU.
-        dtypes: the gradient dtypes to probe; each costs three compilations on a fresh machine.
+        dtype: of gradients; costs three compilations on a fresh machine.
 
     Raises:
         RuntimeError: a kernel ran and was wrong, or the kernels do not take tensors on `device`.
         Exception: whatever Triton or the driver raised: no C compiler, a read-only cache, an old GPU.
     """
     check_device(device)
-    for dtype in dtypes:
-        _probe_table_kernels(dtype, device)
+    _probe_table_kernels(dtype, device)
     _probe_update_scale(device)
 
 
-def probe_clipping(device: torch.device, dtypes: Iterable[torch.dtype] = tuple(TRITON_DTYPES)) -> None:
+def probe_clipping(device: torch.device, dtype: torch.dtype) -> None:
     """As `probe`, of the kernels that measure a norm and clip by it, which not every run takes."""
     check_device(device)
-    for dtype in dtypes:
-        _probe_clipping_of(dtype, device)
+    _probe_norm_and_clip(dtype, device)
     _probe_defer(device)
 
 
-def _probe_clipping_of(dtype: torch.dtype, device: torch.device) -> None:
+def _probe_norm_and_clip(dtype: torch.dtype, device: torch.device) -> None:
     grad = torch.full((66,), 16.0, dtype=dtype, device=device)
     view = grad[1:65]  # a misaligned start takes the edges' path too
     table = NormTable([view.numel()], dtype, device)

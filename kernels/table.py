@@ -24,8 +24,7 @@ class GradTable:
 
     Attributes:
         bits: what was last seen in tensor `t`: bit 0 a NaN, bit 1 an Inf, and above them the epoch that it was seen
-            in (int32 `[N]`, on the device). Bits of an earlier epoch are forgotten with the first of a later one;
-            `clear_bits` clears them.
+            in (int32 `[N]`, on the device). Bits of an earlier epoch are forgotten with the first of a later one.
         epoch: the number of the epoch (int32, one element, on the device), 0 until somebody puts another tensor here.
         n_chunks: programs in a launch over this table; 0 where no tensor has elements.
     """
@@ -81,10 +80,6 @@ class GradTable:
         """Tell whether replays write this table, now or later: then nobody knows what it holds."""
         staging = self._staging
         return staging is not None and (bool(staging.captured) or staging.is_capturing())
-
-    def clear_bits(self) -> None:
-        """Forget what was seen in every tensor."""
-        self.bits.zero_()
 
     def launch(self, kernel: Any, *args: Tensor | int, **constants: Any) -> None:
         """Run `kernel` with one program a chunk, on the table and then on `args`; no chunk, no launch."""

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import warnings
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -76,7 +76,7 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
     try:
         from scaler_triton.kernels import probe
 
-        (probe.probe_clipping if clips else probe.probe)(device, [dtype])
+        (probe.probe_clipping if clips else probe.probe)(device, dtype)
     except Exception as cause:
         reason = f"{type(cause).__name__}: {cause}"
         if requested == "triton":
@@ -92,6 +92,6 @@ def _warn_once(device: torch.device, text: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-def _logged(place: str, backend: str, reason: str) -> Backend:
+def _logged(place: str, backend: Backend, reason: str) -> Backend:
     _log.debug("%s is served by %s: %s", place, backend, reason)
-    return cast(Backend, backend)
+    return backend

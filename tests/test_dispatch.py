@@ -49,7 +49,7 @@ def test_triton_is_chosen_when_asked_for_and_tried() -> None:
 
 
 def broken(cause: Exception) -> Any:
-    def probe(device: torch.device, dtypes: Any) -> None:
+    def probe(device: torch.device, dtype: torch.dtype) -> None:
         raise cause
 
     return probe
@@ -92,7 +92,7 @@ def test_what_clips_is_tried_when_it_is_first_wanted(monkeypatch: Any) -> None:
 
 
 def test_auto_clips_by_torch_where_only_those_kernels_fail(monkeypatch: Any) -> None:
-    monkeypatch.setattr(probe_module, "probe", lambda device, dtypes: None)
+    monkeypatch.setattr(probe_module, "probe", lambda device, dtype: None)
     monkeypatch.setattr(probe_module, "probe_clipping", broken(RuntimeError("ptxas fatal")))
     device = torch.device("cuda", 0)
     assert dispatch.choose(device, FP32, "auto") == "triton"

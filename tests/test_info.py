@@ -81,7 +81,7 @@ def test_what_torch_says_of_a_missing_gpu_is_shown(monkeypatch: pytest.MonkeyPat
 def test_a_gpu_on_which_triton_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from scaler_triton.kernels import probe
 
-    def fail(device: torch.device, dtypes: list[torch.dtype]) -> None:
+    def fail(device: torch.device, dtype: torch.dtype) -> None:
         raise RuntimeError("Failed to find C compiler.\n" + "x " * 1000)
 
     monkeypatch.setattr(probe, "probe", fail)
@@ -99,8 +99,8 @@ def test_a_backend_that_was_asked_for_and_fails(
 ) -> None:
     from scaler_triton.kernels import probe
 
-    def fail(device: torch.device, dtypes: list[torch.dtype]) -> None:
-        if dtypes == [torch.bfloat16]:
+    def fail(device: torch.device, dtype: torch.dtype) -> None:
+        if dtype is torch.bfloat16:
             raise ValueError("no bf16 here")
 
     monkeypatch.setattr(probe, "probe", fail)

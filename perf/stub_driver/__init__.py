@@ -134,8 +134,8 @@ def as_gpu() -> Iterator[None]:
         for place, name, stand_in in (
             (launcher, "check_device", lambda device: None),
             (launcher, "_on", lambda device: nullcontext()),
-            (probe, "probe", lambda device, dtypes=(): None),
-            (probe, "probe_clipping", lambda device, dtypes=(): None),
+            (probe, "probe", lambda device, dtype: None),
+            (probe, "probe_clipping", lambda device, dtype: None),
             (torch.cpu, "current_device", lambda: None),  # the index of torch.device("cpu")
         ):
             stack.enter_context(mock.patch.object(place, name, stand_in))

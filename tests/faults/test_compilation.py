@@ -76,7 +76,7 @@ TROUBLES: list[tuple[Callable[..., Any], str]] = [
 EACH_TROUBLE = pytest.mark.parametrize(("trouble", "cause"), TROUBLES, ids=lambda value: getattr(value, "__name__", ""))
 
 
-def really_compile(device: torch.device, dtypes: Any) -> None:
+def really_compile(device: torch.device, dtype: torch.dtype) -> None:
     """Stand for the probe on a GPU: go through Triton's own build and cache."""
     from triton.runtime.build import compile_module_from_src
 

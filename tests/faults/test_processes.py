@@ -65,7 +65,7 @@ from scaler_triton import dispatch
 from scaler_triton.kernels import probe
 
 trying, over = threading.Event(), threading.Event()
-probe.probe = lambda device, dtypes: (trying.set(), over.wait(60))
+probe.probe = lambda device, dtype: (trying.set(), over.wait(60))
 place = torch.device("cuda", 0), torch.float32, "auto"
 thread = threading.Thread(target=dispatch.choose, args=place)
 thread.start()
@@ -159,7 +159,7 @@ def test_threads_that_meet_a_new_device_try_it_once(outcome: str, monkeypatch: A
 
     calls, chosen, meet = [], [], threading.Barrier(4)
 
-    def probe(device: torch.device, dtypes: Any) -> None:
+    def probe(device: torch.device, dtype: torch.dtype) -> None:
         calls.append(device)
         threading.Event().wait(0.05)  # the others arrive
         if outcome == "torch":

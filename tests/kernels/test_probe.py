@@ -6,40 +6,39 @@ import pytest
 import torch
 from kernel_cases import DEVICE, NATIVE, SIMULATED, launched
 
+from scaler_triton.batch import DTYPES
 from scaler_triton.kernels import probe as probe_module
 from scaler_triton.kernels.probe import probe, probe_clipping
 
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 TABLE_KERNELS = ["_check_nonfinite_kernel", "_unscale_kernel", "_unscale_kernel"]
 
 
-def test_every_kernel_and_dtype_is_tried():
-    with launched(*TABLE_KERNELS * 4, "_update_scale_kernel"):
-        probe(DEVICE)
-
-
-def test_dtypes_can_be_named():
+@EVERY_DTYPE
+def test_every_kernel_is_tried(dtype):
     with launched(*TABLE_KERNELS, "_update_scale_kernel"):
-        probe(DEVICE, dtypes=[torch.bfloat16])
+        probe(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("name", ["launch_check_nonfinite", "launch_unscale", "launch_update_scale"])
 def test_a_kernel_that_does_nothing_is_found_out(name):
     with mock.patch.object(probe_module, name), pytest.raises(RuntimeError, match=r"the Triton kernel for .* gives"):
-        probe(DEVICE)
+        probe(DEVICE, torch.float32)
 
 
 NORM, CLIP = ["_sum_squares_kernel", "_finish_kernel"], "_clip_kernel"
 
 
-def test_what_clips_is_tried_apart():
-    with launched(*[*NORM, *NORM, CLIP, CLIP, *NORM, CLIP] * 4, "_defer_kernel"):
-        probe_clipping(DEVICE)
+@EVERY_DTYPE
+def test_what_clips_is_tried_apart(dtype):
+    with launched(*NORM, *NORM, CLIP, CLIP, *NORM, CLIP, "_defer_kernel"):
+        probe_clipping(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("name", ["launch_sum_of_squares", "launch_clip", "launch_defer"])
 def test_a_pass_of_clipping_that_does_nothing_is_found_out(name):
     with mock.patch.object(probe_module, name), pytest.raises(RuntimeError, match=r"the Triton kernel for .* gives"):
-        probe_clipping(DEVICE)
+        probe_clipping(DEVICE, torch.float32)
 
 
 def test_a_norm_that_flags_nothing_is_found_out():
@@ -52,7 +51,7 @@ def test_a_norm_that_flags_nothing_is_found_out():
         mock.patch.object(probe_module, "launch_sum_of_squares", blind),
         pytest.raises(RuntimeError, match=r"the Triton kernel for the norm of .* gives"),
     ):
-        probe_clipping(DEVICE)
+        probe_clipping(DEVICE, torch.float32)
 
 
 def test_a_check_that_writes_is_found_out():
@@ -63,7 +62,7 @@ def test_a_check_that_writes_is_found_out():
         mock.patch.object(probe_module, "launch_check_nonfinite", write),
         pytest.raises(RuntimeError, match="check_nonfinite of"),
     ):
-        probe(DEVICE)
+        probe(DEVICE, torch.float32)
 
 
 def test_what_triton_raises_comes_through():
@@ -72,13 +71,13 @@ def test_what_triton_raises_comes_through():
         mock.patch.object(probe_module, "launch_unscale", side_effect=error),
         pytest.raises(OSError, match="Failed to find C compiler"),
     ):
-        probe(DEVICE)
+        probe(DEVICE, torch.float32)
 
 
 @pytest.mark.skipif(SIMULATED is not None, reason="there the kernels take any tensor")
 def test_the_other_backends_device_is_refused():
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
-        probe(torch.device("cpu" if NATIVE else "cuda"))
+        probe(torch.device("cpu" if NATIVE else "cuda"), torch.float32)
 
 
 def test_the_users_defaults_change_nothing():
@@ -86,6 +85,6 @@ def test_the_users_defaults_change_nothing():
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            probe(DEVICE, dtypes=[torch.float16])
+            probe(DEVICE, torch.float16)
     finally:
         torch.set_default_dtype(before)

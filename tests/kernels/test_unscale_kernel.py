@@ -163,7 +163,7 @@ def test_flag_and_bits_are_sticky_until_cleared():
     table.set_addresses([good.tensor.data_ptr()])
     assert run_unscale(table, torch.tensor(2.0), inverse=True) == 0
     assert table.bits.tolist() == [3]
-    table.clear_bits()
+    table.bits.zero_()
     assert table.bits.tolist() == [0]
 
 
