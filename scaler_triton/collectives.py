@@ -190,16 +190,11 @@ def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[
 
 def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """Return `device` if the group's backend reduces there, else one where it does."""
-    served = _served_types(group)
+    config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    served = [entry.split(":")[0] for entry in config.split(",")]
     if device.type in served:
         return device
     for kind in served:
         if kind != "cpu" and torch.get_device_module(kind).is_available():
             return torch.device(kind, torch.get_device_module(kind).current_device())
     return torch.device("cpu")
-
-
-def _served_types(group: ProcessGroup) -> list[str]:
-    """Return the device types of a backend configuration such as "cpu:gloo,cuda:nccl"."""
-    config = dist.get_backend_config(group)
-    return [entry.split(":")[0] for entry in config.split(",")]

@@ -48,7 +48,7 @@ class Neighbours:
         if self._pause or len(tensors) < 2:
             self._pause = max(self._pause - 1, 0)
             return False
-        found = bool(_joints(_by_address(tensors[:_FEW])))
+        found = bool(_joints(sorted(tensors[:_FEW], key=Tensor.data_ptr)))
         self._pause = 0 if found else _PAUSE
         return found
 
@@ -64,10 +64,6 @@ class Neighbours:
 
 def _flat(first: Tensor, numel: int) -> Tensor:
     return first if numel < 0 else first.detach().as_strided((numel,), (1,), first.storage_offset())
-
-
-def _by_address(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return sorted(tensors, key=Tensor.data_ptr)
 
 
 def _joints(tensors: Sequence[Tensor]) -> set[int]:

@@ -253,10 +253,10 @@ def _kernels() -> Any:
     return SimpleNamespace(nonfinite=nonfinite, unscale=unscale, update_scale=update_scale)
 
 
-def _backend(layout: Layout, requested: str) -> Backend:
+def _backend(layout: Layout, requested: str, *, clips: bool = False) -> Backend:
     key = layout.key
-    backend = choose(key.device, key.dtype, requested) if key.plain else "torch"
-    layout.backends[requested] = backend
+    backend = choose(key.device, key.dtype, requested, clips=clips) if key.plain else "torch"
+    layout.backends[f"clip, {requested}" if clips else requested] = backend
     return backend
 
 

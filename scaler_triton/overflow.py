@@ -46,7 +46,8 @@ class OverflowMixin(FlagsMixin):
         Raises: TypeError naming `model` for what is neither, such as parameters without names.
         """
         counters = self._counters.read()
-        pending = any(self._flag(state).item() for state in self._per_optimizer_states.values() if _has_flag(state))
+        checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
+        pending = any(self._flag(state).item() for state in checked)
         epoch = counters[SKIPPED] if pending else counters[SKIPPED] - 1
         bad = list(self._marked(epoch, dict(_names(model))))
         untold = sorted({text for plan in self._plans.plans() for text in _untold(plan)})
@@ -102,10 +103,6 @@ def _untold(plan: GradPlan) -> Iterator[str]:
             yield f"sparse and Partial gradients on {device}"
         else:
             yield f"gradients on {device}, where the scale is not"
-
-
-def _has_flag(state: dict[str, Any]) -> bool:
-    return bool(state["found_inf_per_device"])
 
 
 def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[tuple[int, str]]:

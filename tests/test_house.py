@@ -103,7 +103,6 @@ ALLOWED = {
     "clipping/parts": {"clipping/copies", "clipping/rank_norms", "collectives", "plan", "unscaling", "verdict"},
     "clipping/at_once": {
         "batch",
-        "clipping/disabled",
         "clipping/norms",
         "clipping/parts",
         "clipping/reference_norm",
@@ -112,7 +111,6 @@ ALLOWED = {
         "verdict",
     },
     "clipping/after_unscaling": {
-        "clipping/disabled",
         "clipping/parts",
         "clipping/rank_norms",
         "clipping/reference_norm",

@@ -213,12 +213,6 @@ def test_weights_where_fp32_does_not_reach(place: Place, magnitude: float) -> No
 
 
 @PLACES
-def test_a_wrong_number_of_weights_is_refused(place: Place) -> None:
-    with pytest.raises(ValueError, match="weights: expected 1 of them, got 2"):
-        squares(batch_of([torch.ones(3)], place.device), place, [1.0, 1.0])
-
-
-@PLACES
 def test_a_batch_may_hold_nothing_this_time(place: Place) -> None:
     batch = batch_of([torch.ones(3), torch.ones(4)], place.device)
     assert squares(batch, place)[0] == pytest.approx(7.0, rel=TOLERANCE)

@@ -23,6 +23,8 @@ VERDICTS = {
     "agree": "AGREE: every rank holds the same",
 }
 
+Holders = dict[str, list[int]]  # ranks by what they hold
+
 
 class Reading(NamedTuple):
     """A value of one rank, as people read it and as it is compared; None: not compared."""
@@ -199,9 +201,6 @@ def one_line(text: object) -> str:
     """
     line = " ".join(str(text)[: 10 * WIDTH].split())
     return textwrap.shorten("".join(c if c.isprintable() else "?" for c in line), WIDTH, placeholder=" ...")
-
-
-Holders = dict[str, list[int]]  # ranks by what they hold
 
 
 def _compare_readings(states: Sequence[RankState]) -> tuple[list[str], list[str]]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton.clipping import reference_norm
-from scaler_triton.clipping.disabled import NONFINITE
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters, plan_copies, sum_partial
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
 from scaler_triton.verdict import any_flag
@@ -49,7 +48,7 @@ class AfterUnscalingMixin(PartsMixin):
             for part in parts:
                 self._take_flag(part, flag)
         if error_if_nonfinite and not math.isfinite(norm.item()):
-            raise RuntimeError(NONFINITE.format(norm_type))
+            raise RuntimeError(reference_norm.NONFINITE.format(norm_type))
         multiply_(gradients, reference_norm.coefficient(flag, norm, max_norm))
         return norm
 

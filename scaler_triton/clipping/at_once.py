@@ -12,7 +12,6 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton import dispatch
 from scaler_triton.clipping import norms, reference_norm
-from scaler_triton.clipping.disabled import NONFINITE
 from scaler_triton.clipping.parts import Part, PartsMixin, as_cut, plan_copies, sum_partial
 from scaler_triton.verdict import Verdict, flag_on, fp32_on, write_scales
 
@@ -69,7 +68,7 @@ class AtOnceMixin(PartsMixin):
                 self._skip(part.state, part.plan)
             raise
         if refused:
-            raise RuntimeError(NONFINITE.format(2.0))
+            raise RuntimeError(reference_norm.NONFINITE.format(2.0))
         return told[0] if told else reference_norm.norm_of(totals)
 
     def _measure(self, part: Part, copies: Sequence[int]) -> _Measured:

@@ -14,11 +14,6 @@ from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.copies import copies_of
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
 
-NONFINITE = (
-    "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
-    "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
-)
-
 
 def clip_unscaled(
     parameters: Sequence[Tensor],
@@ -51,6 +46,6 @@ def clip_unscaled(
         nobody = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
         norm, _ = norm_over_ranks(gradients, counts, norm_type, agreement, nobody)
         if error_if_nonfinite and not math.isfinite(norm.item()):
-            raise RuntimeError(NONFINITE.format(norm_type))
+            raise RuntimeError(reference_norm.NONFINITE.format(norm_type))
         multiply_(gradients, reference_norm.coefficient(nobody, norm, max_norm))
     return norm

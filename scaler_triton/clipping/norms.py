@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from scaler_triton.kernels.norm import NormTable
     from scaler_triton.kernels.table import GradTable
 
-__all__ = ["grad_norm"]
-
 
 def grad_norm(
     grads: Sequence[Tensor],
@@ -63,14 +61,8 @@ def grad_norm(
 
 def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
     """As `ops.choose_backends`, for the passes that measure and clip: their kernels fail here or not at all."""
-    return [(b, b.layout.backends.get(f"clip, {requested}") or _backend(b.layout, requested)) for b in batches]
-
-
-def _backend(layout: Layout, requested: str) -> Backend:
-    key = layout.key
-    backend = choose(key.device, key.dtype, requested, clips=True) if key.plain else "torch"
-    layout.backends[f"clip, {requested}"] = backend
-    return backend
+    key = f"clip, {requested}"
+    return [(b, b.layout.backends.get(key) or ops._backend(b.layout, requested, clips=True)) for b in batches]
 
 
 def sum_of_squares_batch(
@@ -96,11 +88,7 @@ def sum_of_squares_batch(
         inverse: see `factor`.
 
     Returns: totals, fp64, [5], on the batch's device; the last two mean nothing yet.
-
-    Raises: ValueError for a wrong number of weights.
     """
-    if weights is not None and len(weights) != len(batch.tensors):
-        raise ValueError(f"weights: expected {len(batch.tensors)} of them, got {len(weights)}")
     if backend == "torch":
         return _reference_totals(batch, factor if inverse else reference.inverse(factor), found_inf, weights)
     dense = ops._dense(batch)  # kept until the launch: an address keeps nothing alive

@@ -21,6 +21,12 @@ from scaler_triton.neighbours import Neighbours
 SQUARES, FLAG, FAILED, SCALES = range(4)
 COLUMNS = 5
 
+# In torch's words.
+NONFINITE = (
+    "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
+    "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+)
+
 # How many squares are summed in fp32: whole vectors, few enough for the sum to be right, enough to be quick.
 _ROWS = range(512, 127, -16)
 # So few are added up in Python more quickly than by ops on them.

@@ -34,9 +34,8 @@ def check(package: str) -> None:
     if oldest <= TorchVersion(installed) <= newest or package in _warned:
         return
     _warned.add(package)
-    tested = newest if oldest == newest else f"{oldest} to {newest}"
     warnings.warn(
-        f"{package} {installed} is installed; scaler_triton was tested with {package} {tested}",
+        f"{package} {installed} is installed; scaler_triton was tested with {package} {oldest} to {newest}",
         UserWarning,
         stacklevel=callers.stacklevel(),
     )
