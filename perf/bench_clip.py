@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from perf import clip_host, shapes
 from perf.bench_cpu import GPT2
-from perf.bench_host import measure_stub
+from perf.bench_host import measure_path, measure_stub
 from perf.check import require
 from perf.clipping import CLIP, DEFERRED, METRICS, STEP, Clipping, require_right
 from perf.compare import DTYPES
@@ -36,7 +36,7 @@ Lists = Mapping[str, Sequence[int]]
 def sections(context: Context) -> list[Section]:
     """Return the CPU's parts, and the GPU's: its host part over the stub driver where there is none."""
     found = [
-        Section("clip, cpu path", lambda: clip_host.measure_path(context, "cpu"), on_cpu=True),
+        Section("clip, cpu path", lambda: measure_path(context, "cpu", clip_host.measure), on_cpu=True),
         Section("clip, lists on the CPU", lambda: on_cpu(context), on_cpu=True),
         Section("clip, collectives", collectives, on_cpu=True),
     ]
@@ -44,7 +44,7 @@ def sections(context: Context) -> list[Section]:
         return [
             Section("clip, lists on the GPU", lambda: on_gpu(context)),
             Section("clip, launches", launches),
-            Section("clip, cuda path", lambda: clip_host.measure_path(context, "cuda")),
+            Section("clip, cuda path", lambda: measure_path(context, "cuda", clip_host.measure)),
             *found,
         ]
     context.leave_out("unscale + clip of 1e9 elements, alone and with fused AdamW", "needs a GPU")

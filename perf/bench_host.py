@@ -5,15 +5,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from perf.context import Context, Section
-from perf.host_cases import COUNTS, cases, measure, split
+from perf.host_cases import COUNTS, Case, cases, measure, split
 from perf.machine import ROOT
 from perf.measure import Effort
 from perf.rows import Row
 from perf.solo import one_rank
+
+Measure = Callable[[Case, DeviceMesh | None, Effort], Iterator[Row]]
 
 
 def sections(context: Context) -> list[Section]:
@@ -34,7 +38,7 @@ def effort(context: Context) -> Effort:
     return context.effort(0.15, 15)
 
 
-def measure_path(context: Context, path: str) -> Iterator[Row]:
+def measure_path(context: Context, path: str, measure: Measure = measure) -> Iterator[Row]:
     """Measure every case of a path in this process."""
     plain, distributed = split(cases(path, counts(context.quick)))
     for case in plain:

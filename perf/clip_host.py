@@ -6,25 +6,20 @@ and its small ops stand against our Python, small ops and launches. For DTensors
 CPU each tensor's norm is an op of its own, which no GPU would wait for.
 """
 
-import json
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from perf import stub_driver
 from perf.bench_host import counts, effort
-from perf.check import require
 from perf.clipping import CLIP, Clipping, Counted, require_right
 from perf.context import Context
 from perf.host_cases import Bench, Case, cases, split
-from perf.host_stub import without_torchs_op
+from perf.host_stub import print_rows, require_launches, without_torchs_op
 from perf.measure import Effort, interleaved, one_thread
 from perf.rows import Row, time_rows
 from perf.solo import one_rank
@@ -45,14 +40,8 @@ def check(case: Case, mesh: DeviceMesh | None) -> None:
 
 
 def check_launches(case: Case, mesh: DeviceMesh | None) -> None:
-    """Raise WrongResult unless our kernels are launched, and only ours: nothing is computed that could be compared."""
-    for name, subject in clipping_of(case, mesh).subjects().items():
-        before = stub_driver.launches()
-        subject.before()
-        subject.run()
-        launched = stub_driver.launches() - before
-        subject.after()
-        require(bool(launched) == (name == "ours"), f"{case.name}, {CLIP}: {name} launched {launched} kernels")
+    """As `require_launches`."""
+    require_launches(f"{case.name}, {CLIP}", clipping_of(case, mesh).subjects())
 
 
 def measure(case: Case, mesh: DeviceMesh | None, effort: Effort, verify: Verify = check) -> Iterator[Row]:
@@ -63,17 +52,7 @@ def measure(case: Case, mesh: DeviceMesh | None, effort: Effort, verify: Verify 
     yield from time_rows("clip", case.name, CLIP, times)
 
 
-def measure_path(context: Context, path: str) -> Iterator[Row]:
-    """Measure every case of a path in this process."""
-    plain, distributed = split(cases(path, counts(context.quick)))
-    for case in plain:
-        yield from measure(case, None, effort(context))
-    with one_rank(path) as mesh:
-        for case in distributed:
-            yield from measure(case, mesh, effort(context))
-
-
-def measure_stub(context: Context) -> Iterator[Row]:
+def stub_rows(context: Context) -> Iterator[Row]:
     """Measure every case of the GPU's path over the stub driver, which this process has."""
     plain, distributed = split(cases("stub", counts(context.quick)))
     with without_torchs_op(), without_torchs_clipping():
@@ -116,13 +95,5 @@ def _unchanged(gradients: Sequence[Tensor], factor: Tensor) -> None:
     pass
 
 
-def main() -> None:
-    """Print the rows."""
-    stub_driver.activate()
-    with stub_driver.as_gpu():
-        for row in measure_stub(Context(quick="--quick" in sys.argv, gpu=False)):
-            print(json.dumps(asdict(row)), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    print_rows(stub_rows)

@@ -36,6 +36,6 @@ class Context:
         """Note something that is not measured."""
         self.left_out.append(f"{what}: {why}")
 
-    def effort(self, seconds: float, least: int, most: int = 300) -> Effort:
+    def effort(self, seconds: float, least: int) -> Effort:
         """Return the effort asked for, or next to none in a quick run."""
-        return QUICK if self.quick else Effort(seconds, least, most)
+        return QUICK if self.quick else Effort(seconds, least)

@@ -38,7 +38,7 @@ class Gradients:
         if not adjacent:
             self.locals = [piece.clone() for piece in self.locals]
         self._held = [wrap(local, None) for local in self.locals]
-        self.parameters = [nn.Parameter(_like(held)) for held in self._held]
+        self.parameters = [nn.Parameter(torch.empty_like(held)) for held in self._held]
         self.choose(range(len(numels)))
 
     def restore(self) -> None:
@@ -94,8 +94,3 @@ class Still:
 
     def step(self, *args: Any) -> None:
         """Do nothing."""
-
-
-def _like(gradient: Tensor) -> Tensor:
-    """Return a parameter's value for a gradient of this form; nobody reads what is in it."""
-    return torch.empty_like(gradient)

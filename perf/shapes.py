@@ -1,36 +1,25 @@
 """Gradient lists as real models have them: element counts, tensor by tensor."""
 
 
-def gpt2(layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024) -> list[int]:
-    """GPT-2; by default the one with 124 million parameters, in 148 tensors."""
+def gpt2() -> list[int]:
+    """GPT-2, 124 million parameters in 148 tensors."""
+    width, context, words = 768, 1024, 50257
     norm = [width, width]
     attention = [width * 3 * width, 3 * width, width * width, width]
     mlp = [width * 4 * width, 4 * width, 4 * width * width, width]
-    return [vocabulary * width, context * width, *(layers * [*norm, *attention, *norm, *mlp]), *norm]
+    return [words * width, context * width, *(12 * [*norm, *attention, *norm, *mlp]), *norm]
 
 
 LLAMA_LAYERS, LLAMA_WIDTH, LLAMA_KV, LLAMA_MLP, LLAMA_WORDS = 32, 4096, 1024, 14336, 128256
 
 
-def llama_linears() -> list[tuple[int, int]]:
-    """A Llama-3 8B layer's linear maps as (inputs, outputs): query, key, value, out, gate, up, down."""
-    width, mlp = LLAMA_WIDTH, LLAMA_MLP
-    return [
-        (width, width),
-        (width, LLAMA_KV),
-        (width, LLAMA_KV),
-        (width, width),
-        (width, mlp),
-        (width, mlp),
-        (mlp, width),
-    ]
-
-
 def llama(shards: int = 1) -> list[int]:
     """Llama-3 8B, 8 billion parameters in 291 tensors, as one of `shards` ranks holds it."""
-    layer = [*(inputs * outputs for inputs, outputs in llama_linears()), LLAMA_WIDTH, LLAMA_WIDTH]
-    words = LLAMA_WORDS * LLAMA_WIDTH
-    return [numel // shards for numel in (words, *(LLAMA_LAYERS * layer), LLAMA_WIDTH, words)]
+    width, kv, mlp = LLAMA_WIDTH, LLAMA_WIDTH * LLAMA_KV, LLAMA_WIDTH * LLAMA_MLP
+    attention = [width * width, kv, kv, width * width]
+    words = LLAMA_WORDS * width
+    whole = [words, *(LLAMA_LAYERS * [*attention, mlp, mlp, mlp, width, width]), width, words]
+    return [numel // shards for numel in whole]
 
 
 def vit_large() -> list[int]:

@@ -131,7 +131,7 @@ def test_experts_come_and_go_alike_for_both() -> None:
 
 
 def test_the_stub_must_have_been_launched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_stub.stub_driver, "launches", lambda: 0)
+    monkeypatch.setattr("perf.stub_driver.launches", lambda: 0)
     with pytest.raises(WrongResult, match="ours launched 0 kernels"):
         host_stub.check(CASE, None)
 

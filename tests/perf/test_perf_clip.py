@@ -119,7 +119,7 @@ def test_one_collective_less() -> None:
 
 
 def test_the_stub_must_have_been_launched_on_to_clip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clip_host.stub_driver, "launches", lambda: 0)
+    monkeypatch.setattr("perf.stub_driver.launches", lambda: 0)
     with pytest.raises(WrongResult, match="ours launched 0 kernels"):
         clip_host.check_launches(CASE, None)
 
