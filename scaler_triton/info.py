@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from scaler_triton._version import __version__
+from scaler_triton.commands import complain
 from scaler_triton.tune import driver_version
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         requested = check_backend(None)
     except ValueError as error:
-        print(f"scaler_triton: {error}", file=sys.stderr)
-        return 2
+        return complain(str(error))
     gpus, note = find_gpus()
     print(f"{version_lines()}\n\n{note}\n\n{device_lines(torch.device('cpu'), requested)}\n", flush=True)
     for gpu in gpus:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from scaler_triton._version import __version__
-from scaler_triton.demo.command import missing_packages
+from scaler_triton.commands import complain, missing_packages
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments: what `add_arguments` declared, parsed.
     """
     if refusal := why_not():
-        return _error(refusal, 2)
+        return complain(refusal)
     import torch
 
     from scaler_triton.kernels.lookup import origin_of
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         path = output_path(arguments.out, origin)
     except OSError as error:
-        return _error(f"cannot write to {error.filename}: {error.strerror}", 2)
+        return complain(f"cannot write to {error.filename}: {error.strerror}")
     with torch.cuda.device(device):
         return tune(device, origin, path, gpu_workloads(properties.L2_cache_size), gpu_timer)
 
@@ -113,14 +112,14 @@ def tune(device: torch.device, origin: Origin, path: Path, workloads: Workloads,
         with new_bar(f"tuning {origin.device}", sweep.count_steps()) as bar:
             figures = sweep.sweep(device, workloads, timer, bar.update)
     except RuntimeError as error:
-        return _error(f"tune failed, and nothing is written: {str(error).splitlines()[0]}", 1)
+        return complain(f"tune failed, and nothing is written: {str(error).splitlines()[0]}", 1)
     chosen = sweep.choose_all(figures)
     print(f"\n{figures_table(figures, chosen)}\n\n{summary(chosen)}")
     tuned = tuned_file.TunedFile(origin, chosen)
     try:
         tuned_file.write(path, tuned, provenance=provenance(device), measured=[_record(each) for each in figures])
     except OSError as error:
-        return _error(f"cannot write {path}: {error.strerror}", 1)
+        return complain(f"cannot write {path}: {error.strerror}", 1)
     lookup.forget()
     print(f"written: {path}")
     return 0
@@ -219,8 +218,3 @@ def _record(figures: Figures) -> dict[str, Any]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _error(message: str, status: int) -> int:
-    print(f"scaler_triton: {message}", file=sys.stderr)
-    return status

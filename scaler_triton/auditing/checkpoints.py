@@ -6,12 +6,12 @@ import argparse
 import fnmatch
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from scaler_triton.auditing.report import AuditReport, RankState, judge, one_line, ranges
+from scaler_triton.commands import complain
 
 HELP = "tell from the states that each rank saved whether their scales, trackers and step counters have split"
 PATTERN = "**/*"
@@ -49,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         os.scandir(arguments.folder).close()
     except OSError as error:
-        return _usage_error(f"CHECKPOINT_DIR must be a folder, got {arguments.folder}: {error.strerror}")
+        return complain(one_line(f"CHECKPOINT_DIR must be a folder, got {arguments.folder}: {error.strerror}"))
     try:
         files = find_files(arguments.folder, arguments.pattern)
     except (ValueError, NotImplementedError, IndexError) as error:
-        return _usage_error(f"--pattern must be a relative pattern of files, got {arguments.pattern!r}: {error}")
+        return complain(one_line(f"--pattern must be a relative pattern of files, got {arguments.pattern!r}: {error}"))
     report = audit_files(arguments.folder, files)
     print(report)
     return STATUS[report.verdict]
@@ -165,8 +165,3 @@ def _notes(states: Mapping[int, RankState]) -> list[str]:
         return [ONE_FOR_ALL]
     missing = set(range(max(states))) - set(states)
     return [f"There is no state of rank {ranges(missing)}."] if missing else []
-
-
-def _usage_error(message: str) -> int:
-    print(f"scaler_triton: {one_line(message)}", file=sys.stderr)
-    return 2

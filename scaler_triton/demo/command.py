@@ -1,10 +1,9 @@
 """`python -m scaler_triton demo`: the arguments, and what is checked before torch is imported."""
 
 import argparse
-import importlib.util
-import sys
-from collections.abc import Iterable
 from pathlib import Path
+
+from scaler_triton.commands import complain, missing_packages
 
 HELP = "train a small transformer and check that every rank agrees, or prove one of torch's defects"
 MODES = {
@@ -37,25 +36,16 @@ def run(arguments: argparse.Namespace) -> int:
         arguments: what `add_arguments` declared, parsed.
     """
     if missing := missing_packages(["tabulate"] if arguments.prove else ["matplotlib", "tabulate", "tqdm"]):
-        return _usage_error(f"the demo needs {', '.join(missing)}: pip install 'scaler_triton[demo]'")
+        return complain(f"the demo needs {', '.join(missing)}: pip install 'scaler_triton[demo]'")
     if arguments.prove:
         return _prove(arguments.prove)
     try:
         picture = picture_path(arguments.out)
     except OSError as error:
-        return _usage_error(f"--out {arguments.out}: cannot write there: {error.strerror}")
+        return complain(f"--out {arguments.out}: cannot write there: {error.strerror}")
     from scaler_triton.demo.show import show
 
     return show(arguments.scaler, arguments.mode, arguments.optimizer, arguments.steps, picture)
-
-
-def missing_packages(names: Iterable[str]) -> list[str]:
-    """Those of the packages that cannot be imported here.
-
-    Args:
-        names: top-level module names.
-    """
-    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def picture_path(out: Path) -> Path:
@@ -80,7 +70,7 @@ def _prove(name: str) -> int:
         print(list_cases())
         return 0
     if name != "all" and name not in CASES:
-        return _usage_error(f"--prove {name}: no such case; one of {', '.join(CASES)}, list, all")
+        return complain(f"--prove {name}: no such case; one of {', '.join(CASES)}, list, all")
     return prove(list(CASES.values()) if name == "all" else [CASES[name]])
 
 
@@ -88,8 +78,3 @@ def _step_count(word: str) -> int:
     if not word.isdecimal() or not FEWEST_STEPS <= int(word) <= MOST_STEPS:
         raise argparse.ArgumentTypeError(f"from {FEWEST_STEPS} to {MOST_STEPS} steps, got {word}")
     return int(word)
-
-
-def _usage_error(message: str) -> int:
-    print(f"scaler_triton: {message}", file=sys.stderr)
-    return 2

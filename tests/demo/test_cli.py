@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -55,8 +56,8 @@ def test_prove_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(
     words: list[str], absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find_spec = command.importlib.util.find_spec
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
     assert cli.main(["demo", *words]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
