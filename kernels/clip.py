@@ -33,11 +33,8 @@ def _clip_kernel(
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
-    INVERSE: tl.constexpr,
 ):
-    inv = tl.load(scale_ptr)
-    if not INVERSE:
-        inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
+    inv = tl.div_rn(1.0, tl.load(scale_ptr))  # plain `/` is approximate in fp32
     norm, coef = _norm_and_coefficient(totals_ptr, max_norm_bits)
 
     pid = tl.program_id(0)
@@ -88,29 +85,25 @@ def _clipped(grad, inv, coef):
     return narrow(widen(unscaled) * coef, grad.dtype)
 
 
-def launch_clip(
-    table: GradTable, scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor, *, inverse: bool
-) -> None:
+def launch_clip(table: GradTable, scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor) -> None:
     """Multiply every gradient of `table` by the inverse scale, then by the coefficient that brings the norm down.
 
-        inv = scale if inverse else 1 / scale
         norm = totals[0].sqrt().float()
         coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)   # all in fp32
-        grad *= inv       # in fp32 (fp64 gradients: in fp64), rounded once
-        grad *= coef      # likewise
+        grad *= 1 / scale   # in fp32 (fp64 gradients: in fp64), rounded once
+        grad *= coef        # likewise
 
     Equivalent PyTorch, to the bit: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by
     an fp32 `coef` as the CPU does it. On a GPU torch rounds `coef` to the gradients' dtype first.
 
     Args:
         table: the gradients, mutated; neither flag nor `bits` are touched.
-        scale: the scale or its inverse, fp32, one element, on the table's device, read only.
+        scale: fp32, one element, on the table's device, read only.
         totals: fp64, [3] or longer, on the table's device, read only: the sum of squares, not 0 after an overflow.
         max_norm: >= 0.
         norm: fp32, one element, on the table's device; overwritten, if the table has elements.
-        inverse: `scale` holds the inverse scale.
     """
-    table.launch(_clip_kernel, scale, totals, norm, _bits(max_norm), INVERSE=inverse)
+    table.launch(_clip_kernel, scale, totals, norm, _bits(max_norm))
 
 
 def launch_defer(scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor, factor: Tensor) -> None:

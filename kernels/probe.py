@@ -49,15 +49,14 @@ def _probe_norm_and_clip(dtype: torch.dtype, device: torch.device) -> None:
     _expect(read, totals, _floats([128.0**2, 0.0, 0.0]).double())
     launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
     _expect(read, totals, _floats([64.0**2, 0.0, 0.0]).double())
-    launch_clip(table, scale, totals, 32.0, norm, inverse=False)  # a half, and a half
-    launch_clip(table, inv_scale, totals, 32.0, norm, inverse=True)
+    launch_clip(table, scale, totals, 32.0, norm)  # a half, and a half
     view[7] = float("inf")
     launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
     _expect(read, totals, _floats([float("inf"), 1.0, 0.0]).double())
     _expect(read, norm, _floats(64.0))
-    launch_clip(table, scale, totals, 32.0, norm, inverse=False)  # only unscaled now
+    launch_clip(table, scale, totals, 32.0, norm)  # only unscaled now
 
-    want = _floats([16.0, *[1.0] * 64, 16.0])
+    want = _floats([16.0, *[2.0] * 64, 16.0])
     want[8] = float("inf")
     _expect(f"clipping of {dtype}", grad.float(), want)
 

@@ -231,13 +231,11 @@ def test_large_and_small_ones_side_by_side(dtype: torch.dtype) -> None:
     assert total == pytest.approx(want, rel=TOLERANCE)
 
 
-def clip(
-    batch: Batch, place: Place, scale: float, max_norm: float, norm: float = 1.0, *, inverse: bool = False
-) -> None:
-    factor = torch.tensor(scale, device=place.device)
+def clip(batch: Batch, place: Place, scale: float, max_norm: float, norm: float = 1.0) -> None:
+    divisor = torch.tensor(scale, device=place.device)
     totals = torch.tensor([norm**2, 0.0, 0.0, math.nan, math.nan], dtype=torch.float64, device=place.device)
     backend: Any = place.backend
-    told = norms.clip_batch_(batch, factor, totals, max_norm, backend, inverse=inverse)
+    told = norms.clip_batch_(batch, divisor, totals, max_norm, backend)
     assert (told.dtype, told.shape, told.device) == (torch.float32, (), batch.layout.key.device)
     assert_same(told.cpu(), torch.tensor(norm))
 
@@ -280,9 +278,9 @@ def test_clipping_tensors_with_gaps_and_empty_slots(place: Place, dtype: torch.d
     before = whole.cpu().clone()
     (batch,) = batching.group([whole[::2], whole[1::4]])
     batch = Batch(batch.layout, [batch.tensors[0], None])
-    clip(batch, place, 4.0, 0.3, inverse=True)
+    clip(batch, place, 4.0, 0.3)
     expected = before.clone()
-    expected[::2] = torchs([before[::2]], 0.25, coefficient(0.3))[0]
+    expected[::2] = torchs([before[::2]], 4.0, coefficient(0.3))[0]
     assert_same(whole, expected)
 
 

@@ -84,8 +84,8 @@ class AtOnceMixin(PartsMixin):
         totals: list[Tensor] = []
 
         def add(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
-            factor, weights = self._factor_on(flag.device), _weights(batch, copies)
-            total = norms.sum_of_squares_batch(batch, factor, flag, weights, backend, inverse=False)
+            scale, weights = self._scale_on(flag.device), _weights(batch, copies)
+            total = norms.sum_of_squares_batch(batch, scale, flag, weights, backend, inverse=False)
             totals.append(total.to(verdict.device))
 
         gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
@@ -97,7 +97,7 @@ class AtOnceMixin(PartsMixin):
         verdict.add(flags.values())
         return _Measured(part, verdict, pairs, flags, _sum_of(totals, verdict.device))
 
-    def _factor_on(self, device: torch.device) -> Tensor:
+    def _scale_on(self, device: torch.device) -> Tensor:
         assert self._scale is not None
         return fp32_on(device, self._scale)
 
@@ -131,8 +131,8 @@ class AtOnceMixin(PartsMixin):
         for batch, backend in each.pairs:
             device = batch.layout.key.device
             local = totals if device == totals.device else totals.to(device, non_blocking=device.type != "cpu")
-            factor = self._factor_on(device)
-            told.append(norms.clip_batch_(batch, factor, local, max_norm, backend, inverse=False, measured=True))
+            scale = self._scale_on(device)
+            told.append(norms.clip_batch_(batch, scale, local, max_norm, backend, measured=True))
         return [norm for norm in told if norm.device == totals.device]
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:

@@ -100,14 +100,7 @@ def sum_of_squares_batch(
 
 
 def clip_batch_(
-    batch: Batch,
-    factor: Tensor,
-    totals: Tensor,
-    max_norm: float,
-    backend: Backend,
-    *,
-    inverse: bool,
-    measured: bool = False,
+    batch: Batch, scale: Tensor, totals: Tensor, max_norm: float, backend: Backend, *, measured: bool = False
 ) -> Tensor:
     """Unscale a batch whose flag is known, then multiply it by a coefficient: two products, each rounded.
 
@@ -119,7 +112,7 @@ def clip_batch_(
 
     Args:
         batch: written.
-        factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
+        scale: fp32, one element, the batch's device.
         totals: fp64, [5], the batch's device: the sum of what `sum_of_squares_batch` returned.
         max_norm: >= 0.
         measured: this batch is what `sum_of_squares_batch` saw last of its layout: a table that both share is filled.
@@ -128,14 +121,14 @@ def clip_batch_(
     """
     if backend == "torch":
         norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
-        _reference_clip_(batch, factor if inverse else reference.inverse(factor), coef)
+        _reference_clip_(batch, reference.inverse(scale), coef)
         return norm
     dense = ops._dense(batch)
     table = _clip_table(batch, dense, measured)
     norm = (
         torch.empty((), dtype=torch.float32, device=table.device) if table.n_chunks else reference_norm.norm_of(totals)
     )
-    _kernels().clip.launch_clip(table, factor, totals, max_norm, norm, inverse=inverse)
+    _kernels().clip.launch_clip(table, scale, totals, max_norm, norm)
     if dense is not batch:
         for original, copy in zip(batch.present, dense.present, strict=True):
             original.copy_(copy)

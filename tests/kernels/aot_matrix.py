@@ -78,8 +78,7 @@ def clip_variants():
         name = dtype_name(torch_dtype)
         table = table_constants(torch_dtype, DEFAULT)
         yield f"norm-{name}", _sum_squares_kernel, table, DEFAULT.num_warps
-        yield f"clip-{name}", _clip_kernel, {**table, "INVERSE": False}, DEFAULT.num_warps
-        yield f"clip_inverse-{name}", _clip_kernel, {**table, "INVERSE": True}, DEFAULT.num_warps
+        yield f"clip-{name}", _clip_kernel, table, DEFAULT.num_warps
     yield "defer", _defer_kernel, {}, 1
     for inverse in (False, True):
         constants = {"INVERSE": inverse, "BLOCK_SIZE": _FINISH_BLOCK}
@@ -101,7 +100,7 @@ def config_variants():
         for torch_dtype in launcher.TRITON_DTYPES:
             for config in sorted({*candidates(name), *shipped_configs(mode, torch_dtype.itemsize)}, key=str):
                 constants = table_constants(torch_dtype, config)
-                if mode == "unscale":
+                if name == "unscale":
                     constants["INVERSE"] = False
                 yield f"{name}-{dtype_name(torch_dtype)}-{config}", kernel, constants, config.num_warps
 

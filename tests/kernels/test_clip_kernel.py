@@ -49,13 +49,13 @@ def expected_coefficient(max_norm, squares, flag):
     return norm, torch.ones(()) if flag else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def run_clip(table, scale, max_norm, *, squares=1.0, flag=0.0, inverse):
+def run_clip(table, scale, max_norm, *, squares=1.0, flag=0.0):
     """Neighbours of what is read are NaN, and so is what stands between flag and sum: who reads one shows it."""
     scales = torch.tensor([NAN, scale, NAN], device=DEVICE)
     totals = torch.tensor([NAN, squares, flag, NAN, NAN], dtype=torch.float64, device=DEVICE)
     norms = torch.full((3,), NAN, device=DEVICE)
     with launched(*["_clip_kernel"][: table.n_chunks]):
-        launch_clip(table, scales[1], totals[1:4], max_norm, norms[1], inverse=inverse)
+        launch_clip(table, scales[1], totals[1:4], max_norm, norms[1])
     assert_same(scales, torch.tensor([NAN, scale, NAN]))
     assert_same(totals, torch.tensor([NAN, squares, flag, NAN, NAN], dtype=torch.float64))
     if table.n_chunks:
@@ -65,16 +65,12 @@ def run_clip(table, scale, max_norm, *, squares=1.0, flag=0.0, inverse):
         assert norms.isnan().all()
 
 
-def check_clip(grads, scale, max_norm, *, squares=1.0, flag=0.0, inverse, config=SMALL):
+def check_clip(grads, scale, max_norm, *, squares=1.0, flag=0.0, config=SMALL):
     """One launch over `grads` gives what torch's two steps give, and touches nothing else."""
     table = make_table(grads, grads[0].tensor.dtype, config)
-    run_clip(table, scale, max_norm, squares=squares, flag=flag, inverse=inverse)
-    scale = torch.tensor(scale)
-    want = torchs(
-        [grad.values for grad in grads],
-        scale if inverse else inverse_of(scale),
-        expected_coefficient(max_norm, squares, flag)[1],
-    )
+    run_clip(table, scale, max_norm, squares=squares, flag=flag)
+    coef = expected_coefficient(max_norm, squares, flag)[1]
+    want = torchs([grad.values for grad in grads], inverse_of(torch.tensor(scale)), coef)
     for grad, want_grad in zip(grads, want, strict=True):
         grad.assert_holds(want_grad)
     assert not table.bits.any()
@@ -87,14 +83,14 @@ NORMS = [0.0, 5e-324, 1e-300, 1e-14, 1e-12, 0.1, 1.0 / 3, 2.0, 1e10 / 7, 1e76, 1
 def test_norm_and_coefficient_are_torchs_to_the_bit(max_norm):
     for squares in NORMS:
         grads = [Guarded(torch.tensor([1.0, -3.0, 0.1]), 1)]
-        check_clip(grads, 1.0, max_norm, squares=squares, inverse=True)
+        check_clip(grads, 1.0, max_norm, squares=squares)
 
 
 def test_random_norms_and_bounds_too():
     draw = torch.Generator().manual_seed(0)
     for _ in range(100):
         squares, max_norm = (10.0 ** torch.empty(2).uniform_(-8, 8, generator=draw).double()).tolist()
-        check_clip([Guarded(torch.tensor([1.0, 0.1]))], 1.0, max_norm, squares=squares, inverse=True)
+        check_clip([Guarded(torch.tensor([1.0, 0.1]))], 1.0, max_norm, squares=squares)
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0, NAN])
@@ -115,18 +111,13 @@ def test_what_an_optimizer_divides_by_is_the_scale_over_the_coefficient(max_norm
 def test_after_an_overflow_gradients_are_only_unscaled(flag):
     for squares in (1.0, INF, NAN):
         grads = [Guarded(finite_values(700, torch.float32, 0), 1)]
-        check_clip(grads, 8.0, 1e-3, squares=squares, flag=flag, inverse=False)
+        check_clip(grads, 8.0, 1e-3, squares=squares, flag=flag)
 
 
 @pytest.mark.parametrize("factors", FACTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_torchs(dtype, factors):
-    check_clip(every_shape(dtype), *factors, inverse=False)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_inverse_is_taken_as_it_is(dtype):
-    check_clip(every_shape(dtype), 1 / 3, 0.3, inverse=True)
+    check_clip(every_shape(dtype), *factors)
 
 
 @pytest.mark.parametrize("max_norm", [0.3, 0.9999])
@@ -134,7 +125,7 @@ def test_an_inverse_is_taken_as_it_is(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_16_bit_pattern_is_torchs(dtype, scale, max_norm):
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
-    check_clip([Guarded(patterns, 3)], scale, max_norm, inverse=False, config=DEFAULT)
+    check_clip([Guarded(patterns, 3)], scale, max_norm, config=DEFAULT)
 
 
 def test_a_coefficient_is_rounded_to_no_narrower_dtype():
@@ -142,7 +133,7 @@ def test_a_coefficient_is_rounded_to_no_narrower_dtype():
     coef = expected_coefficient(1 / 3, 1.0, 0.0)[1]
     for dtype in (torch.float16, torch.bfloat16):
         grad = Guarded(finite_values(1000, dtype, seed=0))
-        run_clip(make_table([grad], dtype), 1.0, 1 / 3, inverse=True)
+        run_clip(make_table([grad], dtype), 1.0, 1 / 3)
         want = (grad.values.float() * coef).to(dtype)
         assert_same(torchs([grad.values], torch.ones(()), coef)[0], want)
         grad.assert_holds(want)
@@ -156,7 +147,7 @@ def test_both_products_are_rounded(dtype):
     wide = torch.promote_types(dtype, torch.float32)
     factor = inverse_of(torch.tensor(3.0)).to(torch.float64) * coef.to(torch.float64)
     assert not torch.equal(twice, (values.to(wide) * factor.to(wide)).to(dtype))  # else this could not tell
-    check_clip([Guarded(values)], 3.0, 0.3, inverse=False)
+    check_clip([Guarded(values)], 3.0, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +164,7 @@ def test_both_products_are_rounded(dtype):
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_factors_that_no_healthy_step_has(dtype, scale, max_norm, squares):
-    check_clip(every_shape(dtype)[-8:], scale, max_norm, squares=squares, inverse=True)
+    check_clip(every_shape(dtype)[-8:], scale, max_norm, squares=squares)
 
 
 @pytest.mark.parametrize("special", [NAN, INF, -INF])
@@ -182,7 +173,7 @@ def test_what_is_not_finite_stays_so(dtype, special):
     values = finite_values(700, dtype, seed=0)
     values[::50] = special
     for max_norm in (0.5, 2.0):
-        check_clip([Guarded(values, 1)], 4.0, max_norm, inverse=False)
+        check_clip([Guarded(values, 1)], 4.0, max_norm)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -190,7 +181,7 @@ def test_address_zero_is_skipped(dtype):
     grads = [Guarded(finite_values(700, dtype, seed), seed) for seed in range(3)]
     table = make_table(grads, dtype)
     table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
-    run_clip(table, 4.0, 0.5, inverse=False)
+    run_clip(table, 4.0, 0.5)
     coef = expected_coefficient(0.5, 1.0, 0.0)[1]
     want = torchs([grads[0].values, grads[2].values], torch.tensor(0.25), coef)
     grads[0].assert_holds(want[0])
@@ -209,7 +200,7 @@ def test_factors_of_one_write_nothing(dtype, max_norm, flag):
         torch.float32: 0x7F800001,
     }[dtype]
     grad = Guarded(values, 1)
-    run_clip(make_table([grad], dtype), 1.0, max_norm, flag=flag, inverse=False)
+    run_clip(make_table([grad], dtype), 1.0, max_norm, flag=flag)
     assert_untouched(grad.tensor, values)
 
 
@@ -219,16 +210,16 @@ def test_edges_are_multiplied_once_however_many_warps_visit_them(dtype):
     repeats, count = (20, 500) if NATIVE else (1, 8)
     for _ in range(repeats):
         grads = [Guarded(finite_values(3, dtype, index), index % 5) for index in range(count)]
-        check_clip(grads, 3.0, 0.3, inverse=False, config=DEFAULT)
+        check_clip(grads, 3.0, 0.3, config=DEFAULT)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_other_configurations_give_the_same(config):
     for dtype in DTYPES:
         grads = [Guarded(finite_values(config.chunk_elements(dtype.itemsize) + 13, dtype, 0), 1)]
-        check_clip(grads, 3.0, 0.3, inverse=False, config=config)
+        check_clip(grads, 3.0, 0.3, config=config)
 
 
 def test_nothing_is_launched_for_no_elements():
     for numels in ([], [0], [0, 0]):
-        run_clip(GradTable(numels, torch.float16, DEVICE), 2.0, 0.5, inverse=False)
+        run_clip(GradTable(numels, torch.float16, DEVICE), 2.0, 0.5)

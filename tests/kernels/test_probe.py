@@ -31,7 +31,7 @@ NORM, CLIP = ["_sum_squares_kernel", "_finish_kernel"], "_clip_kernel"
 
 @EVERY_DTYPE
 def test_what_clips_is_tried_apart(dtype):
-    with launched(*NORM, *NORM, CLIP, CLIP, *NORM, CLIP, "_defer_kernel"):
+    with launched(*NORM, *NORM, CLIP, *NORM, CLIP, "_defer_kernel"):
         probe_clipping(DEVICE, dtype)
 
 

@@ -78,7 +78,7 @@ def test_clipping_reads_twice_and_writes_once(moved, dtype, offset):
     scale, flag, norm = scalars(1024.0, 0.0, 0.0)
     totals = torch.zeros(3, dtype=torch.float64)
     launch_sum_of_squares(table, scale, flag, totals, inverse=False)
-    launch_clip(table, scale, totals, 1e-3, norm, inverse=False)
+    launch_clip(table, scale, totals, 1e-3, norm)
     assert moved() == {
         "_sum_squares_kernel": {"loaded": size + 3 * (MAP + WEIGHT), "stored": 3 * PARTIAL},
         "_finish_kernel": {"loaded": 3 * PARTIAL + SCALE + FLAG, "stored": 3 * 8},
