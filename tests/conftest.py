@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from scaler_triton import dispatch
 from scaler_triton.demo.ranks import RankPool
 
 GROUP_LIMIT = 10.0  # Seconds one collective may take.
@@ -55,3 +56,11 @@ def pools() -> Iterator[Callable[..., RankPool]]:
     yield pool
     for each in opened.values():
         each.close()
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which backend serves what, before and after the test."""
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.delenv(dispatch.ENV_VARIABLE, raising=False)

@@ -78,6 +78,16 @@ def flags(scaler: Any, optimizer: Any) -> list[float]:
     return [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()]
 
 
+def grads(optimizer: Any) -> list[float]:
+    """Return the first element of each gradient."""
+    return [parameter.grad[0].item() for parameter in optimizer.param_groups[0]["params"]]
+
+
+def values(optimizer: Any) -> list[float]:
+    """Return the first element of each parameter."""
+    return [parameter[0].item() for parameter in optimizer.param_groups[0]["params"]]
+
+
 def sgd(grads: Sequence[Tensor | None], device: str = "cpu", **kwargs: Any) -> torch.optim.SGD:
     """Return SGD over one parameter a gradient."""
     return torch.optim.SGD(parameters(grads, device), lr=0.5, **kwargs)

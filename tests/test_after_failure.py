@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Place, flags, places, started
+from helpers import Place, flags, grads, places, started, values
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ops
@@ -27,14 +27,6 @@ def two_dtypes(place: Place, **kwargs: Any) -> tuple[Any, Any]:
 def backward(optimizer: Any) -> None:
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.full_like(parameter, 8.0)
-
-
-def values(optimizer: Any) -> list[float]:
-    return [parameter[0].item() for parameter in optimizer.param_groups[0]["params"]]
-
-
-def grads(optimizer: Any) -> list[float]:
-    return [parameter.grad[0].item() for parameter in optimizer.param_groups[0]["params"]]
 
 
 def fail_on_second_call(function: Any) -> Any:

@@ -17,16 +17,10 @@ from helpers import assert_same, places, sgd, started
 from scaler_triton import GradScaler, dispatch
 from scaler_triton.kernels import probe as probe_module
 
+pytestmark = pytest.mark.usefixtures("undecided")
+
 CPU, FP32 = torch.device("cpu"), torch.float32
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: Any) -> None:
-    """Forget what was decided, before and after each test."""
-    monkeypatch.setattr(dispatch, "_chosen", {})
-    monkeypatch.setattr(dispatch, "_warned", set())
-    monkeypatch.delenv(dispatch.ENV_VARIABLE, raising=False)
 
 
 def test_cpu_is_torchs_unless_asked_otherwise_and_one_line_says_why(caplog: Any) -> None:

@@ -19,18 +19,12 @@ from helpers import sgd, started
 from scaler_triton import GradScaler, dispatch
 from scaler_triton.kernels import probe as probe_module
 
+pytestmark = pytest.mark.usefixtures("undecided")
+
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
 # What Triton compiles with the machine's compiler before its first launch on a GPU, much shortened.
 SOURCE = "#include <Python.h>\nPyMODINIT_FUNC PyInit_{name}(void) {{ return NULL; }}\n"
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: Any) -> None:
-    """Forget what was decided, before and after each test."""
-    monkeypatch.setattr(dispatch, "_chosen", {})
-    monkeypatch.setattr(dispatch, "_warned", set())
-    monkeypatch.delenv(dispatch.ENV_VARIABLE, raising=False)
 
 
 @contextmanager

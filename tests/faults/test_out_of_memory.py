@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, assert_same, places, started
+from helpers import Place, assert_same, grads, places, started, values
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,14 +48,6 @@ def allocates(schema: Any) -> bool:
 def backward(optimizer: Any, factor: float) -> None:
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.full_like(parameter, 2.0 * factor)
-
-
-def grads(optimizer: Any) -> list[float]:
-    return [parameter.grad[0].item() for parameter in optimizer.param_groups[0]["params"]]
-
-
-def values(optimizer: Any) -> list[float]:
-    return [parameter[0].item() for parameter in optimizer.param_groups[0]["params"]]
 
 
 def three_dtypes(place: Place, fused: bool) -> tuple[Any, Any]:

@@ -45,3 +45,12 @@ def two(pools: Callable[..., RankPool]) -> Callable[..., list[Any]]:
         return [result.value for result in results]
 
     return run
+
+
+@pytest.fixture(params=["lightning", "pytorch_lightning"])
+def name(request: pytest.FixtureRequest) -> str:
+    """Each of Lightning's namespaces that is installed."""
+    import lightning_cases
+
+    pytest.importorskip(lightning_cases.NAMESPACES[request.param][0])
+    return request.param

@@ -164,6 +164,12 @@ def fit(name: str, plugin: Any, optimizer: str, *, decay: bool = False, **option
 Clip = Callable[[Any, Any, nn.Module], Any]
 
 
+def clip(scaler: Any, optimizer: Any, net: nn.Module) -> None:
+    """Clip as the Trainer's plugin does."""
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, MAX_NORM, parameters=net.parameters())
+
+
 def by_hand(scaler: Any, optimizer_name: str, clip: Clip | None = None, device: str = "cpu") -> Trace:
     """Train the same in a loop of one's own; `clip(scaler, optimizer, net)` comes before the step."""
     net, trace = network().to(device), Trace()

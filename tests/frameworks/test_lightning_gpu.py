@@ -6,29 +6,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import lightning_cases as cases
 import pytest
 import torch
-from torch import nn
 
-from scaler_triton import GradScaler
 from scaler_triton.integrations import lightning
 
 pytestmark = [pytest.mark.gpu, *(pytest.mark.filterwarnings(known) for known in cases.KNOWN_WARNINGS)]
-
-
-@pytest.fixture(params=cases.NAMESPACES)
-def name(request: pytest.FixtureRequest) -> str:
-    """Each namespace that is installed."""
-    pytest.importorskip(cases.NAMESPACES[request.param][0])
-    return request.param
-
-
-def clip(scaler: GradScaler, optimizer: Any, net: nn.Module) -> None:
-    scaler.unscale_(optimizer)
-    scaler.clip_grad_norm_(optimizer, cases.MAX_NORM, parameters=net.parameters())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
@@ -36,7 +21,7 @@ def test_trainer(name: str, optimizer: str) -> None:
     plugin = lightning.mixed_precision(cases.namespace(name).Trainer, cases.ours("cuda"))
     module = cases.fit(name, plugin, optimizer, accelerator="gpu", gradient_clip_val=cases.MAX_NORM)
     assert module.trace.scales == cases.SCALES
-    by_hand = cases.by_hand(cases.ours("cuda"), optimizer, clip, "cuda")
+    by_hand = cases.by_hand(cases.ours("cuda"), optimizer, cases.clip, "cuda")
     for mine, other in zip(module.trace.weights, by_hand.weights, strict=True):
         # Lightning turns autocast's cache off, and cuBLAS may take another kernel.
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)

@@ -23,13 +23,6 @@ pytestmark = [pytest.mark.filterwarnings(known) for known in cases.KNOWN_WARNING
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=cases.NAMESPACES)
-def name(request: pytest.FixtureRequest) -> str:
-    """Each namespace that is installed."""
-    pytest.importorskip(cases.NAMESPACES[request.param][0])
-    return request.param
-
-
 @pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
 def test_each_class_has_a_plugin_of_its_own(name: str, kind: str) -> None:
     space = cases.namespace(name)

@@ -19,13 +19,6 @@ from scaler_triton.integrations import lightning
 pytestmark = [pytest.mark.filterwarnings(known) for known in cases.KNOWN_WARNINGS]
 
 
-@pytest.fixture(params=cases.NAMESPACES)
-def name(request: pytest.FixtureRequest) -> str:
-    """Each namespace that is installed."""
-    pytest.importorskip(cases.NAMESPACES[request.param][0])
-    return request.param
-
-
 def plugin(name: str, **options: Any) -> Any:
     return lightning.mixed_precision(cases.namespace(name).Trainer, cases.ours(**options), device="cpu")
 
@@ -53,12 +46,8 @@ def test_is_lightnings_own_class_by_name_and_kind(name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "sgd-fused"])
 def test_clips_by_norm(name: str, optimizer: str) -> None:
-    def clip(scaler: GradScaler, optimizer: Any, net: nn.Module) -> None:
-        scaler.unscale_(optimizer)
-        scaler.clip_grad_norm_(optimizer, cases.MAX_NORM, parameters=net.parameters())
-
     module = cases.fit(name, plugin(name), optimizer, gradient_clip_val=cases.MAX_NORM)
-    module.trace.assert_same(cases.by_hand(cases.ours(), optimizer, clip))
+    module.trace.assert_same(cases.by_hand(cases.ours(), optimizer, cases.clip))
     assert module.trace.scales == cases.SCALES
 
 
