@@ -61,7 +61,7 @@ class OverflowMixin(FlagsMixin):
     def _marked(self, epoch: int, names: dict[int, str]) -> Iterator[BadGradient]:
         rank = dist.get_rank() if collectives.default_group() is not None else 0
         for number, plan in enumerate(self._plans.plans()):
-            for index, bits in sorted(marks_of(plan, epoch).items()):
+            for index, bits in sorted(_seen_in(plan, epoch).items()):
                 parameter = plan.parameters[index]
                 name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
                 yield BadGradient(name, kinds_of(bits), local_tensor(parameter.detach()).numel(), rank)
@@ -83,7 +83,7 @@ class OverflowMixin(FlagsMixin):
             plan.set_epoch(counters, low_words[SKIPPED : SKIPPED + 1])
 
 
-def marks_of(plan: GradPlan, epoch: int) -> dict[int, int]:
+def _seen_in(plan: GradPlan, epoch: int) -> dict[int, int]:
     """Return what was seen in an epoch, by the parameter's position, waiting for the device."""
     marks = dict(plan.marks[1]) if plan.marks[0] == epoch else {}
     for slots, seen in plan.marked():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 NAN, INF = 1, 2
-_KINDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
+_WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class OverflowReport:
 
 def kinds_of(bits: int) -> str:
     """Return the words for NAN and INF bits."""
-    return _KINDS[bits]
+    return _WORDS[bits]
 
 
 def to_bytes(bad: Sequence[BadGradient], untold: Sequence[str]) -> bytes:

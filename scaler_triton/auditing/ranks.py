@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaler_triton.auditing.replicas import copies_of
+from scaler_triton.auditing.replicas import hashed_copies
 from scaler_triton.auditing.report import (
     NOTHING,
     AuditReport,
@@ -96,7 +96,7 @@ def _read(
     for index, each in enumerate(optimizers):
         name = f"steps of {index} ({type(unwrap(each)).__name__})" if len(optimizers) > 1 else "steps"
         readings[name] = steps_reading(_steps_of(unwrap(each)))
-    copies, left_out = copies_of(optimizers, model, ranks, replicated) if len(ranks) > 1 else ([], {})
+    copies, left_out = hashed_copies(optimizers, model, ranks, replicated) if len(ranks) > 1 else ([], {})
     return RankState(rank, readings, copies, left_out, subject=_subject(scaler, optimizers))
 
 

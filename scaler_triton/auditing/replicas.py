@@ -22,7 +22,7 @@ OPAQUE = "parameter (on meta, sparse, or of a class of its own: no bits to read)
 Named = tuple[str, Tensor]
 
 
-def copies_of(
+def hashed_copies(
     optimizers: Sequence[Any], model: nn.Module | None, ranks: Sequence[int], replicated: bool
 ) -> tuple[list[Copy], dict[str, int]]:
     """Return this rank's copies, hashed, and how many parameters were left out, by the reason.

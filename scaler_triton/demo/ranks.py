@@ -95,22 +95,20 @@ class RankPool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, keep: bool = False) -> list[RankResult]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[RankResult]:
         """Call `fn(rank, *args)` on every rank and return what each made of it, in order of rank.
 
         `fn` is a top-level function of an importable module, not of `__main__`. When a rank has not answered
-        after `timeout` seconds all are killed and `RankTimeout` is raised. After an error the ranks are
-        replaced, unless `keep` is true and they still meet in a barrier.
+        after `timeout` seconds all are killed and `RankTimeout` is raised. After an error the ranks are replaced.
         """
         message = pickle.dumps((fn, args))
         if not self._all_alive():
             self.close()
             self._start()
         results = self._ask(message, timeout)
-        if keep or all(result.ok for result in results):
-            results = self._check_in_step(results)
-        if not keep and not all(result.ok for result in results):
-            self.close()
+        if all(result.ok for result in results):
+            return self._check_in_step(results)
+        self.close()
         return results
 
     def close(self) -> None:
@@ -198,7 +196,7 @@ class RankPool:
         if all(check.ok for check in checks):
             return results
         self.close()
-        return [_out_of_step(*pair) if pair[0].ok else pair[0] for pair in zip(results, checks, strict=True)]
+        return [_out_of_step(*pair) for pair in zip(results, checks, strict=True)]
 
 
 # What follows runs in the ranks.

@@ -13,7 +13,7 @@ from helpers import started, stepped
 
 import scaler_triton
 from scaler_triton import GradScaler, ShardedGradScaler
-from scaler_triton.auditing.replicas import copies_of
+from scaler_triton.auditing.replicas import hashed_copies
 from scaler_triton.auditing.report import (
     UNKNOWN,
     AuditReport,
@@ -130,7 +130,7 @@ def test_parameters_without_bits_are_counted() -> None:
     optimizer = stepped("SGD")
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, device="meta"))]})
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.eye(2).to_sparse())]})
-    copies, left_out = copies_of([optimizer], None, [0, 1], False)
+    copies, left_out = hashed_copies([optimizer], None, [0, 1], False)
     assert [(copy.name, copy.among) for copy in copies] == [("group 0 parameter 0 (3,)", UNKNOWN)]
     assert list(left_out.values()) == [2]
 
@@ -140,7 +140,7 @@ def test_a_parameter_is_hashed_once_and_by_its_name_in_the_model() -> None:
     optimizer.add_param_group({"params": other.param_groups[0]["params"]})
     model = torch.nn.Module()
     model.weight = optimizer.param_groups[0]["params"][0]
-    copies, _ = copies_of([optimizer, other], model, [0, 1], True)
+    copies, _ = hashed_copies([optimizer, other], model, [0, 1], True)
     names = ["weight", "optimizer 0 group 1 parameter 0 (3,)"]
     assert [(copy.name, copy.among) for copy in copies] == [(name, "0-1") for name in names]
     assert len({copy.digest for copy in copies}) == 1

@@ -61,12 +61,6 @@ def test_an_error_is_told_and_the_ranks_replaced(pool):
     assert not set(before) & set(pids(pool))
 
 
-def test_keep_keeps_ranks_that_still_meet(pool):
-    before = pids(pool)
-    assert [result.ok for result in pool.run(cases.raise_on, 0, keep=True)] == [False, True]
-    assert pids(pool) == before
-
-
 def test_a_hang_ends_in_time_and_says_where(pool):
     start = time.monotonic()
     with pytest.raises(RankTimeout, match="hang_on") as caught:
