@@ -327,8 +327,10 @@ def _checked(grads: Sequence[Tensor]) -> list[Tensor]:
             raise TypeError(f"grads[{index}] must be a Tensor, got {type(grad).__name__}")
         local = batching.local_tensor(grad)
         batching.check_gradient(local, f"grads[{index}]")
-        locals_.append(local if local.layout is torch.strided else batching.sparse_values(local))
-        batching.check_overlap(locals_[-1])
+        if local.layout is torch.sparse_coo:
+            local = batching.sparse_values(local)
+            batching.check_overlap(local)  # of fp16, too: a plan would coalesce it
+        locals_.append(local)
     return locals_
 
 
