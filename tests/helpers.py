@@ -33,7 +33,8 @@ def places() -> list[Place]:
 def bits(tensor: Tensor) -> Tensor:
     """Return the tensor's bits as integers, all NaNs made one."""
     tensor = tensor.detach().cpu().clone()
-    tensor[tensor.isnan()] = float("nan")
+    if tensor.is_floating_point():  # an integer takes no NaN, not even nowhere
+        tensor[tensor.isnan()] = float("nan")
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()]) if tensor.dim() else bits(tensor.reshape(1))
 

@@ -124,6 +124,14 @@ def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
     assert refused.scaler.stats() == eager.scaler.stats()
 
 
+def test_trackers_are_compared_to_the_bit() -> None:
+    """Without a GPU, too: what compares the runs above must take all of their states."""
+    tracker = torch.tensor(3, dtype=torch.int32)
+    assert_same(tracker, tracker.clone())
+    with pytest.raises(AssertionError):
+        assert_same(tracker, tracker + 1)
+
+
 def test_nothing_is_made_on_the_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would hold what was in memory before, and a pinned buffer ends the capture."""
     gpu = torch.device("cuda", 0)
