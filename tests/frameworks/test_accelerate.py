@@ -381,7 +381,7 @@ def test_nobody_asks_but_the_scheduler():
 @pytest.mark.gpu
 def test_nobody_waits_who_does_not_ask_on_a_gpu():
     accelerator = Accelerator(mixed_precision="fp16")
-    scaler = use_scaler_triton(accelerator)
+    scaler = use_scaler_triton(accelerator, init_scale=64.0)  # at 65536 the gradients would overflow fp16
     assert scaler._device == "cuda"
     layer, optimizer = linear(accelerator, "AdamW", fused=True)
     batch = torch.tensor([[3.0, 4.0]], device="cuda")
