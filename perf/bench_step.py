@@ -1,11 +1,10 @@
 """Is a whole training step with our scaler cheaper than with torch's, and how near is it to one without a scaler?"""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from perf import models
@@ -23,13 +22,18 @@ from scaler_triton.demo.model import ModelSize
 PROFILED = 6  # steps
 TICK = 0.1  # us; no idle time is known to be shorter
 WORDS = 1000  # where the vocabulary does not matter
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "fused": {"fused": True}}
 
 
 def sections(context: Context) -> list[Section]:
     """Return every kind of training on a GPU, and small ones on the CPU."""
     if context.gpu:
         return [
-            Section("step, GPT-2", lambda: gpt2(context)),
+            *(
+                Section(f"step, GPT-2, batch {size}, {kind}", partial(gpt2, context, size, kind))
+                for size in ((1, 4) if context.quick else (1, 32))
+                for kind in KINDS
+            ),
             Section("step, LoRA", lambda: lora(context)),
             Section("step, FSDP2", lambda: fsdp2(context)),
             Section("step, CPU offload", lambda: offload(context)),
@@ -79,23 +83,18 @@ def one_threaded(rows: Iterable[Row]) -> Iterator[Row]:
 def small(context: Context) -> Iterator[Row]:
     """A transformer that trains in milliseconds on the CPU."""
     batch = tokens(4, models.SMALL_SIZE.context, models.SMALL_WORDS, "cpu")
-    yield from plain_and_fused("small transformer, cpu", models.SMALL_SIZE, batch, effort(context))
+    for kind in KINDS:
+        model = transformer(models.SMALL_SIZE, models.SMALL_WORDS, "cpu")
+        loop = Loop(model, adamw(model.parameters(), **KINDS[kind]), batch)
+        yield from measured(f"small transformer, cpu, {kind} AdamW", loop, effort(context))
 
 
-def gpt2(context: Context) -> Iterator[Row]:
-    """GPT-2 124M with a small batch, launched one by one, and a large one, which keeps the GPU busy."""
-    for size in (1, 4) if context.quick else (1, 32):
-        batch = tokens(size, models.GPT2_SIZE.context, models.GPT2_WORDS, "cuda")
-        yield from plain_and_fused(f"GPT-2 124M, batch {size}", models.GPT2_SIZE, batch, effort(context))
-
-
-def plain_and_fused(case: str, size: ModelSize, batch: Sequence[Tensor], effort: Effort) -> Iterator[Row]:
-    """Train a transformer with plain and with fused AdamW."""
-    device = batch[0].device.type
-    words = models.GPT2_WORDS if size == models.GPT2_SIZE else models.SMALL_WORDS
-    for kind, options in (("plain", {}), ("fused", {"fused": True})):
-        model = transformer(size, words, device)
-        yield from measured(f"{case}, {kind} AdamW", Loop(model, adamw(model.parameters(), **options), batch), effort)
+def gpt2(context: Context, size: int, kind: str) -> Iterator[Row]:
+    """GPT-2 124M with a small batch, launched one by one, or a large one, which keeps the GPU busy."""
+    model = transformer(models.GPT2_SIZE, models.GPT2_WORDS, "cuda")
+    batch = tokens(size, models.GPT2_SIZE.context, models.GPT2_WORDS, "cuda")
+    loop = Loop(model, adamw(model.parameters(), **KINDS[kind]), batch)
+    yield from measured(f"GPT-2 124M, batch {size}, {kind} AdamW", loop, effort(context))
 
 
 def lora(context: Context, device: str = "cuda") -> Iterator[Row]:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from perf.check import require
+
 PHASES = ("forward", "backward", "scaler")
 WORK = {"kernel": "launches", "gpu_memset": "launches", "gpu_memcpy": "copies"}
 CALLS = ("cuda_runtime", "cuda_driver")
@@ -41,7 +43,10 @@ class Trace(NamedTuple):
 
 
 def record(step: Callable[[], Any], steps: int) -> Trace:
-    """Profile some steps, which mark their phases by `record_function`."""
+    """Profile some steps, which mark their phases by `record_function`.
+
+    Raises: WrongResult if the profiler was not let see the GPU: no launches at all would pass for an answer.
+    """
     step()
     torch.cuda.synchronize()
     with profiled() as profiler:
@@ -51,7 +56,9 @@ def record(step: Callable[[], Any], steps: int) -> Trace:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return parse(json.loads(path.read_text())["traceEvents"], steps)
+        found = parse(json.loads(path.read_text())["traceEvents"], steps)
+    require(found.work, "torch.profiler saw nothing of the GPU's work: may it look here?")
+    return found
 
 
 @contextmanager

@@ -176,6 +176,19 @@ def test_the_gpus_idle_time_is_read(on_cpu: Callable[[bool], None]) -> None:
     assert {found.subject for found in bench_step.idle("case", loop)} >= {"none", "ours / torch"}
 
 
+def test_each_training_of_gpt2_fails_alone_and_keeps_what_it_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpt2(context: Context, size: int, kind: str) -> Iterator[Row]:
+        yield row("step", f"{size}, {kind}", "step", "ours", "us", [1.0])
+        if (size, kind) == (1, "plain"):
+            raise WrongResult("nothing was profiled")
+
+    monkeypatch.setattr(bench_step, "gpt2", gpt2)
+    sections = [part for part in bench_step.sections(Context(quick=True, gpu=True)) if "GPT-2" in part.name]
+    rows, failed = command.run_all([("step", part) for part in sections])
+    assert [found.case for found in rows] == ["1, plain", "1, fused", "4, plain", "4, fused"]
+    assert failed == ["step, GPT-2, batch 1, plain"]
+
+
 def test_a_capture_that_fails_is_told_and_the_others_are_timed(
     on_cpu: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

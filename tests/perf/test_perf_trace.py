@@ -9,7 +9,8 @@ import pytest
 import torch
 from perf_events import event, trace
 
-from perf.trace import idle_gaps, parse, profiled
+from perf.check import WrongResult
+from perf.trace import idle_gaps, parse, profiled, record
 
 
 def test_work_counts_for_the_phase_that_launched_it() -> None:
@@ -51,3 +52,10 @@ def test_a_profile_is_exported_and_not_worked_through(tmp_path: Path, monkeypatc
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert "forward" in {event["name"] for event in events}
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling:UserWarning")
+def test_a_profiler_that_may_not_see_the_gpu_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(WrongResult, match="saw nothing of the GPU's work"):
+        record(lambda: torch.ones(3), 2)
