@@ -222,6 +222,12 @@ def test_a_batch_may_hold_nothing_this_time(place: Place) -> None:
     clip(batch_of([torch.ones(0)], place.device), place, 2.0, 0.5, 3.0)
 
 
+def test_no_tensors_on_a_gpu_are_nothing() -> None:
+    """What serves a GPU without Triton, and tensor subclasses, asks torch for the norms of a list."""
+    found_inf = torch.zeros(())
+    assert reference_norm.sum_one_by_one([], found_inf, []).item() == found_inf.item() == 0.0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_and_small_ones_side_by_side(dtype: torch.dtype) -> None:
     numels = [reference_norm._CONVERTED + 77, 0, 5, reference_norm._GATHERED, 700, 513]

@@ -51,12 +51,14 @@ def sum_one_by_one(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequen
     In fp64 throughout, for any device and any kind of tensors; no host wait.
 
     Args:
-        tensors: fp16, bf16, fp32 or fp64 tensors of one device and dtype, any shape and strides; read.
+        tensors: fp16, bf16, fp32 or fp64 tensors of one device and dtype, any shape and strides, or none; read.
         found_inf: fp32, one element, on the same device; written only to become 1.
         weights: one a tensor; None: 1 for all.
 
     Returns: fp64, `()`, on the same device.
     """
+    if not tensors:  # which torch's norms refuse
+        return torch.zeros((), dtype=torch.float64, device=found_inf.device)
     squares = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square_()
     if tensors[0].dtype is torch.float64:  # whose squares overflow even where all is finite
         reference.check_nonfinite(tensors, found_inf)
