@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Options of a Python whose warnings are errors, but for one that torch's import meets where that package is.
+STRICT = ["-W", "error", "-W", "ignore:The pynvml package is deprecated:FutureWarning"]
+
 
 @dataclass(frozen=True)
 class Place:

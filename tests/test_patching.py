@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 import torch
+from helpers import STRICT
 from torch.distributed.checkpoint.stateful import Stateful
 from torch_scalers import (
     NAMES,
@@ -66,7 +67,7 @@ def is_patched() -> bool:
 
 def isolated(code: str, *options: str) -> str:
     """Run `code` in a process of its own, where every warning is an error; return what it printed."""
-    command = [sys.executable, "-W", "error", *options, "-c", code]
+    command = [sys.executable, *STRICT, *options, "-c", code]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout

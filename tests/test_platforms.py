@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import STRICT
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,7 +72,7 @@ for _ in range(2):
 def run(program: str) -> str:
     """Run a program in a process of its own, warnings as errors; return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
+        [sys.executable, *STRICT, "-c", program],
         capture_output=True,
         text=True,
         timeout=120,

@@ -136,7 +136,7 @@ def _is_fsdp1(accelerator: Any) -> bool:
 
 
 def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_optimizer`, whose wrapper knows which steps were skipped, and whose first one begins anew."""
+    """`Accelerator.prepare_optimizer`, whose wrapper knows which steps were skipped and whose next one begins anew."""
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
     optimizer.__class__ = AcceleratedOptimizer
     # The Trainer prepares its optimizer in every run: one that was interrupted in a step has left its stage.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import STRICT
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -43,7 +44,7 @@ class Recipe:
                 pytest.skip(f"needs {package}")
         filters = [option for known in self.ignored for option in ("-W", f"ignore:{known}")]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
-        command = [sys.executable, "-W", "error", *filters, *(launcher if self.ranks else ())]
+        command = [sys.executable, *STRICT, *filters, *(launcher if self.ranks else ())]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
         done = subprocess.run(
             [*command, str(DOCS / "recipes" / name), *self.arguments],
