@@ -66,6 +66,7 @@ ALLOWED = {
         "flags",
         "limits",
         "ops",
+        "reference",
         "overflow",
         "settings",
         "stats",

@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant(_S + "updating.py", 'if state.get("void") else flag', "if False else flag", UNSTEPPED),
     # the flag and who agrees on it
     Mutant(_S + "verdict.py", "agreement.maximum_(self._signals)", "pass", RANKS),
-    Mutant(_S + "verdict.py", "(id(flag), flag._version)", "(id(flag), 0)", CONTRACT),
-    Mutant(_S + "verdict.py", "(id(flag), flag._version)", "(0, flag._version)", CONTRACT),
+    Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(id, flags)", CONTRACT),
+    Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(_version_of, flags)", CONTRACT),
     Mutant(_S + "verdict.py", "_FAILED] = 1.0, 0.0", "_FAILED] = 0.0, 0.0", FAILURE),
     Mutant(_S + "verdict.py", "if values[_FAILED]:", "if False:", RANKS),
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if captured:", CONTRACT),
