@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from scaler_triton.step_state import StepState
 from scaler_triton.verdict import Verdict, any_flag, as_flag
 
 if TYPE_CHECKING:
@@ -14,20 +15,18 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-State = dict[str, Any]
-
 
 class FlagsMixin(_Base):
     """The flag of a state, on the device and on the host."""
 
     _scale: Tensor | None
 
-    def _verdict(self, state: State) -> Verdict | None:
+    def _verdict(self, state: StepState) -> Verdict | None:
         """Return the verdict behind the state's flags, None if somebody else stored them."""
         verdict: Verdict | None = state.get("verdict")
         return verdict if verdict is not None and verdict.is_behind(state["found_inf_per_device"]) else None
 
-    def _flag(self, state: State) -> Tensor:
+    def _flag(self, state: StepState) -> Tensor:
         """Return this optimizer's flag, fp32 `()`, 0.0 or 1.0, on the scale's device."""
         assert self._scale is not None
         verdict = self._verdict(state)
@@ -36,7 +35,7 @@ class FlagsMixin(_Base):
         device = self._scale.device
         return any_flag([as_flag(flag, device) for flag in state["found_inf_per_device"].values()], device)
 
-    def _host_flag(self, state: State) -> bool:
+    def _host_flag(self, state: StepState) -> bool:
         verdict = self._verdict(state)
         flags = state["found_inf_per_device"].values()
         state["skips"] = skips = any(flag.item() for flag in flags) if verdict is None else verdict.on_host()

@@ -14,10 +14,10 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import collectives, dispatch, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
-from scaler_triton.flags import State
 from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.plan import PlanCache
 from scaler_triton.stats import Counters, Lagging
+from scaler_triton.step_state import StepState
 from scaler_triton.stepped import Stepped
 from scaler_triton.unstepped import Unstepped
 from scaler_triton.updating import UpdatingMixin
@@ -121,17 +121,17 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         self._has_stepped(state)
         return result
 
-    def _has_stepped(self, state: State) -> None:
+    def _has_stepped(self, state: StepState) -> None:
         state["stage"] = OptState.STEPPED
         self._stepped.keep(state)
 
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: State, *args: Any, **kwargs: Any) -> float | None:
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:
         if self._host_flag(optimizer_state):
             return None
         result: float | None = optimizer.step(*args, **kwargs)
         return result
 
-    def _step_with_scale(self, optimizer: Any, state: State, args: Any, kwargs: Any) -> float | None:
+    def _step_with_scale(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> float | None:
         """Step an optimizer that takes scale and flag on the device, by attributes or by the older argument."""
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = {}  # checked afresh, however often it was asked before
@@ -149,7 +149,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         self._has_stepped(state)
         return result
 
-    def _step_fused(self, optimizer: Any, state: State, args: Any, kwargs: Any) -> Any:
+    def _step_fused(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
         inner = optimizers.unwrap(optimizer)
         if self._check_unscaled and state["stage"] is OptState.READY:
             self.unscale_(optimizer)  # what the optimizer would unscale by itself cannot be checked
@@ -170,22 +170,22 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
                 return optimizer.step(*args, **kwargs)
             except BaseException:
                 # Its kernels divide gradients, and nobody can tell which they reached. The flag stays as agreed.
-                state.update(stage=OptState.UNSCALED, void=factor is not None)
+                state["stage"], state["void"] = OptState.UNSCALED, factor is not None
                 raise
 
-    def __getstate__(self) -> State:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self._own_state(), "process_group": collectives.picklable(self.process_group)}
 
-    def __setstate__(self, state: State) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         if "_plans" not in state:  # a scaler of torch's, pickled before `patch_torch` put this class in its place
             ours: Any = next(cls for cls in type(self).__mro__ if "_is_sharded" in vars(cls))
             ours.__init__(self, state["_device"], enabled=False)
         super().__setstate__(state)
 
-    def _own_state(self) -> State:
+    def _own_state(self) -> dict[str, Any]:
         """Return what a copy needs, but for the process group."""
         # torch has made sure that an enabled scaler's states are empty
-        fresh: State = {
+        fresh: dict[str, Any] = {
             "_plans": PlanCache(),
             "_unstepped": Unstepped(),
             "_stepped": Stepped(),
@@ -203,7 +203,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalerMixin:
         return self._clone(lambda state: copy.deepcopy(state, memo))
 
-    def _clone(self, copied: Callable[[State], State]) -> ScalerMixin:
+    def _clone(self, copied: Callable[[dict[str, Any]], dict[str, Any]]) -> ScalerMixin:
         clone = type(self).__new__(type(self))
         clone.__setstate__(copied(self._own_state()))
         clone.process_group = self.process_group  # a group is shared, it cannot be copied

@@ -6,36 +6,35 @@ import weakref
 from typing import Any
 
 from scaler_triton.optimizers import unwrap
-
-State = dict[str, Any]
+from scaler_triton.step_state import StepState
 
 
 class Stepped:
     """The states of the last steps, each until its optimizer's next one begins or the optimizer is gone."""
 
     def __init__(self) -> None:
-        self._states: dict[int, State | None] = {}
+        self._states: dict[int, StepState | None] = {}
 
-    def keep(self, state: State) -> None:
+    def keep(self, state: StepState) -> None:
         """Keep the state of an optimizer that was stepped just now."""
         key = id(state["owner"]())
         if key not in self._states:  # the dead are dropped when somebody new comes
             self._states = {key: kept for key, kept in self._states.items() if kept is not None and _is_alive(kept)}
         self._states[key] = state
 
-    def forget(self, state: State) -> None:
+    def forget(self, state: StepState) -> None:
         """Drop what is kept of an optimizer whose next step begins with `state`."""
         key = id(state["owner"]())
         if key in self._states:
             self._states[key] = None
 
-    def of(self, optimizer: Any) -> State | None:
+    def of(self, optimizer: Any) -> StepState | None:
         """Return the state of an optimizer's last step, None if it was not stepped since its last unscale_."""
         inner = unwrap(optimizer)
         state = self._states.get(id(inner))
         return state if state is not None and state["owner"]() is inner else None
 
 
-def _is_alive(state: State) -> bool:
+def _is_alive(state: StepState) -> bool:
     owner = state["owner"]  # a strong reference would keep its optimizer alive for ever
     return isinstance(owner, weakref.ref) and owner() is not None

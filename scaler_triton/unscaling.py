@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import callers, collectives, dispatch, ops, optimizers, reference
+from scaler_triton.board import Board
 from scaler_triton.capturing import is_captured, refuse_capture
-from scaler_triton.flags import State
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.patching import stand_in
 from scaler_triton.plan import GradPlan, PlanCache
+from scaler_triton.step_state import StepState
 from scaler_triton.stepped import Stepped
-from scaler_triton.verdict import Board, Verdict, flag_on, fp32_on, tell_failure
+from scaler_triton.verdict import Verdict, flag_on, fp32_on, tell_failure
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -115,7 +116,7 @@ class UnscalingMixin(OverflowMixin):
         flags: Flags = state["found_inf_per_device"]
         return flags
 
-    def _check_grads(self, optimizer: Any, state: State, found_inf: Tensor) -> Flags:
+    def _check_grads(self, optimizer: Any, state: StepState, found_inf: Tensor) -> Flags:
         if self._unscale_is_overridden():  # the override may know gradients that we do not
             return self._unscale_grads_(optimizer, torch.ones_like(found_inf), found_inf, True)
         return self._for_each_batch(optimizer, state, found_inf, True, ops.check_batch)
@@ -123,7 +124,7 @@ class UnscalingMixin(OverflowMixin):
     def _for_each_batch(
         self,
         optimizer: Any,
-        state: State,
+        state: StepState,
         found_inf: Tensor,
         allow_fp16: bool,
         op: Op,
@@ -153,7 +154,7 @@ class UnscalingMixin(OverflowMixin):
     def _unscale_is_overridden(self) -> bool:
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_
 
-    def _examine(self, optimizer: Any, state: State, examine: Callable[[Tensor], Flags]) -> Verdict:
+    def _examine(self, optimizer: Any, state: StepState, examine: Callable[[Tensor], Flags]) -> Verdict:
         """Run `examine` with a cleared flag, agree with the other ranks, keep the verdict in `state`.
 
         Whatever error `examine` raises, the other ranks are told, not left waiting.
@@ -191,7 +192,7 @@ class UnscalingMixin(OverflowMixin):
         assert self._scale is not None
         return (*flags, *plan.devices, self._scale.device)
 
-    def _fail(self, state: State, plan: GradPlan, agreement: Agreement | None) -> None:
+    def _fail(self, state: StepState, plan: GradPlan, agreement: Agreement | None) -> None:
         """Tell the other ranks that this one failed; have the step skipped if it can no longer be taken back."""
         written = state.pop("written", self._unscale_is_overridden())  # an override may have written anything
         if written or agreement is not None:
@@ -199,13 +200,13 @@ class UnscalingMixin(OverflowMixin):
         if agreement is not None:
             tell_failure(agreement, self._home(plan))
 
-    def _skip(self, state: State, plan: GradPlan) -> None:
+    def _skip(self, state: StepState, plan: GradPlan) -> None:
         state["stage"] = OptState.UNSCALED  # first: even without a flag it tells that gradients were written
         verdict = self._new_verdict(plan)
         verdict.skip()
         self._keep(state, verdict, plan.devices or (verdict.device,))
 
-    def _keep(self, state: State, verdict: Verdict, devices: Sequence[torch.device]) -> None:
+    def _keep(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         state["verdict"] = verdict
         state["found_inf_per_device"] = verdict.serve(devices)
 
@@ -276,11 +277,11 @@ class UnscalingMixin(OverflowMixin):
         flags: Flags = self._state(optimizer)["found_inf_per_device"]
         return flags
 
-    def _state(self, optimizer: Any) -> State:
+    def _state(self, optimizer: Any) -> StepState:
         """Return the optimizer's state of this step; one left by a dead optimizer at the same id is set aside."""
         inner = optimizers.unwrap(optimizer)
         states = self._per_optimizer_states
-        state: State = states[id(inner)]
+        state: StepState = states[id(inner)]
         owner = state.get("owner")
         if owner is None:
             state["owner"] = optimizers.weak(inner)

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import dispatch, limits, ops, reference
+from scaler_triton.board import Board
 from scaler_triton.capturing import is_captured
-from scaler_triton.flags import State
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
+from scaler_triton.step_state import StepState
 from scaler_triton.stepped import Stepped
 from scaler_triton.unstepped import Unstepped
-from scaler_triton.verdict import Board, any_flag
+from scaler_triton.verdict import any_flag
 
 
 class UpdatingMixin(SettingsMixin, OverflowMixin):
@@ -87,7 +88,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             raise ValueError(f"optimizer must have been stepped and not unscaled since, got {type(optimizer).__name__}")
         return self._skips(state)
 
-    def _skips(self, state: State) -> bool:
+    def _skips(self, state: StepState) -> bool:
         if "skips" in state or state.get("void"):  # the host knew
             return bool(state.get("skips", True))
         verdict = self._verdict(state)
@@ -106,7 +107,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                 f"{self.overflow_report()}"  # of this rank: not all need have come here
             )
 
-    def _refuse_to_lose_clipping(self, left: Sequence[State]) -> None:
+    def _refuse_to_lose_clipping(self, left: Sequence[StepState]) -> None:
         for state in left:
             waits = "deferred" in state and not state.get("void")
             if waits and state["owner"]() is not None:  # nobody can step an optimizer that is gone
@@ -114,7 +115,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                     "update() is being called before the step() that clip_grad_norm_(defer=True) left the clipping to."
                 )
 
-    def _unstepped_flags(self, states: Sequence[State]) -> list[tuple[Callable[[], Any], Tensor | None]]:
+    def _unstepped_flags(self, states: Sequence[StepState]) -> list[tuple[Callable[[], Any], Tensor | None]]:
         """Return what `Unstepped.renew` takes; nothing if nothing was or is left unstepped."""
         left = [state for state in states if state["stage"] is OptState.UNSCALED]
         if not left and not self._unstepped:
@@ -122,14 +123,14 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         self._refuse_to_lose_clipping(left)
         return [(state["owner"], self._unstepped_flag(state)) for state in states if "owner" in state]
 
-    def _unstepped_flag(self, state: State) -> Tensor | None:
+    def _unstepped_flag(self, state: StepState) -> Tensor | None:
         """Return a copy of the flag, which the update may clear, of an optimizer that was unscaled but not stepped."""
         if state["stage"] is not OptState.UNSCALED:
             return None
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("void") else flag
 
-    def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[State]) -> None:
+    def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
         checked = [state for state in states if state["found_inf_per_device"]]
         if not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
@@ -144,7 +145,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             return "torch"  # assigned by somebody: the kernel takes addresses, and would not notice
         return dispatch.choose(scale.device, scale.dtype, self._backend)
 
-    def _update_by_kernel(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[State]) -> None:
+    def _update_by_kernel(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
         """Update by one launch, which clears the flags for the next step if they are all on one board."""
         numbers, counters = self._device_policy(scale.device), self._counters.on(scale.device)
         board = self._boards.get(scale.device)

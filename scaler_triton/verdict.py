@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ from scaler_triton.capturing import is_captured
 from scaler_triton.collectives import Agreement
 from scaler_triton.mirror import HostMirror, version
 
+if TYPE_CHECKING:
+    from scaler_triton.board import Board
+
 # Positions in the signals that the ranks reduce; the flag is a view of them, so one reduction serves all. From the last
 # two it shows whether their scales are equal: where maxima are taken, those of the scale and its negative; where sums
 # are, those of the scale and its inverse.
 _FLAG, _FAILED, _SCALES = range(3)
-_COLUMNS = 4
+COLUMNS = 4
 _NO_SCALE = -math.inf
 _MAX = torch.finfo(torch.float32).max
 # Sums of equal scales and of their inverses, each rounded to fp32, miss their product by less.
@@ -58,50 +61,6 @@ def fp32_on(device: torch.device, number: Tensor) -> Tensor:
         return number
     # The CPU would read a copy that it did not wait for too early.
     return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
-
-
-class Board:
-    """The signals of a scaler's optimizers on one device, side by side: one launch reads and clears them all.
-
-    Args:
-        device: the scale's.
-    """
-
-    ROWS = 32
-
-    @torch.inference_mode(False)  # what the first step makes is written by steps outside that mode, too
-    def __init__(self, device: torch.device) -> None:
-        numbers = torch.zeros((_COLUMNS + 1) * self.ROWS, dtype=torch.float32, device=device)
-        self.signals = numbers[: _COLUMNS * self.ROWS].view(self.ROWS, _COLUMNS)
-        self.last = numbers[
-            _COLUMNS * self.ROWS :
-        ]  # the flags that the launch cleared last, which finds them behind the rest
-        self._free = list(reversed(range(self.ROWS)))
-        self.captured: set[Verdict] = set()  # graphs write them at every replay: their rows are never free again
-
-    @torch.inference_mode(False)
-    def verdict(self) -> Verdict:
-        """Return a verdict on a row of its own, which is free again once it is gone; without one if all are taken."""
-        if not self._free:
-            return Verdict(torch.zeros_like(self.signals[0]))
-        row = self._free.pop()
-        storage, start = self.signals.untyped_storage(), _COLUMNS * row
-        # Not a view: those share one counter of writes, and a write to one would look like one to all.
-        signals = torch.empty(0, dtype=torch.float32, device=self.signals.device).set_(
-            storage, start, (_COLUMNS,), (1,)
-        )
-        verdict = Verdict(signals, self, row)
-        weakref.finalize(verdict, self._free.append, row).atexit = False
-        return verdict
-
-    def rows(self, verdicts: Iterable[Verdict | None]) -> int | None:
-        """Return the rows of `verdicts` as bits, None if one of them is not on this board."""
-        rows = 0
-        for verdict in verdicts:
-            if verdict is None or verdict.board is not self:
-                return None
-            rows |= 1 << verdict.row
-        return rows
 
 
 class Verdict:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scaler_triton.verdict import Board, Verdict, write_scales
+from scaler_triton.board import Board
+from scaler_triton.verdict import Verdict, write_scales
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ import torch
 from helpers import Place, places, sgd, started
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler
+from scaler_triton.board import Board
 from scaler_triton.mirror import HostMirror
 from scaler_triton.stats import NAMES, Counters, Lagging
-from scaler_triton.verdict import Board
 
 EVERYWHERE = pytest.mark.parametrize("place", places(), ids=str)
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

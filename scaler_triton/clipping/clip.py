@@ -19,6 +19,7 @@ from scaler_triton.clipping.disabled import clip_unscaled
 from scaler_triton.clipping.parts import Part
 from scaler_triton.optimizers import parameters_of
 from scaler_triton.plan import GradPlan
+from scaler_triton.step_state import StepState
 
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
@@ -95,7 +96,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             raise ValueError(f"optimizers must be one or more, none of them twice, got {len(states)}")
         return [Part(o, state, self._plans.get(o)) for o, state in zip(optimizers, states, strict=True)]
 
-    def _check_stage(self, state: dict[str, Any], again: bool) -> None:
+    def _check_stage(self, state: StepState, again: bool) -> None:
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from scaler_triton.clipping.copies import copies_of, copies_of_gradient
 from scaler_triton.clipping.rank_norms import held_gradients
 from scaler_triton.plan import GradPlan
+from scaler_triton.step_state import StepState
 from scaler_triton.unscaling import UnscalingMixin
 from scaler_triton.verdict import Verdict
 
@@ -24,7 +25,7 @@ class Part(NamedTuple):
     """One of the optimizers that are clipped together."""
 
     optimizer: Any
-    state: dict[str, Any]
+    state: StepState
     plan: GradPlan
 
 

@@ -5,9 +5,9 @@ import torch
 from kernel_cases import DEVICE, INF, NAN, launched
 
 from scaler_triton import stats
+from scaler_triton.board import Board
 from scaler_triton.kernels import update_scale
 from scaler_triton.kernels.update_scale import DevicePolicy, launch_update_rows, launch_update_scale
-from scaler_triton.verdict import Board
 
 GUARD = -7
 
