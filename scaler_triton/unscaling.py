@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import callers, collectives, dispatch, ops, optimizers, reference
+from scaler_triton import dispatch, ops, optimizers, reference
+from scaler_triton.agreeing import AgreeingMixin
 from scaler_triton.board import Board
 from scaler_triton.capturing import is_captured, refuse_capture
 from scaler_triton.overflow import OverflowMixin
-from scaler_triton.patching import stand_in
 from scaler_triton.plan import GradPlan, PlanCache
 from scaler_triton.step_state import StepState
 from scaler_triton.stepped import Stepped
@@ -28,25 +27,17 @@ if TYPE_CHECKING:
 Flags = dict[torch.device, Tensor]
 Op = Callable[["Batch", Tensor, dispatch.Backend], None]
 
-_ON_FSDP1 = (
-    "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
-    "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=."
-)
 
-
-class UnscalingMixin(OverflowMixin):
+class UnscalingMixin(AgreeingMixin, OverflowMixin):
     """`unscale_` and the check for optimizers that unscale themselves; what goes wrong here splits no ranks."""
 
-    process_group: Any
     _allow_fp16: bool  # whether unscale_ takes fp16 gradients
-    _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
     _backend: str
     _check_unscaled: bool
     _plans: PlanCache
     _boards: dict[torch.device, Board]
     _growth_tracker: Tensor | None
     _stepped: Stepped
-    _warned_fsdp1: bool
     _per_optimizer_states: Any
 
     def unscale_(self, optimizer: Any) -> None:
@@ -229,29 +220,6 @@ class UnscalingMixin(OverflowMixin):
         if self._scale is not None:
             return self._scale.device
         return plan.devices[0] if plan.devices else torch.device(self._device)
-
-    def _agreement(self, plan: GradPlan) -> Agreement | None:
-        """Return who must agree, None if nobody else; fixed by the plan's parameters, never by gradients."""
-        group, default = self.process_group, collectives.default_group()
-        if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:
-            plan.agreement = (group, default, self._new_agreement(plan.parameters))
-        agreement: Agreement | None = plan.agreement[2]
-        return agreement
-
-    def _new_agreement(self, parameters: Sequence[Tensor]) -> Agreement | None:
-        if self._is_sharded or self.process_group is not None:
-            return collectives.sharded_agreement(parameters, self.process_group)
-        self._warn_of_fsdp1(parameters)
-        return collectives.inferred_agreement(parameters)
-
-    def _warn_of_fsdp1(self, parameters: Sequence[Tensor]) -> None:
-        if not collectives.several_ranks() or not collectives.has_fsdp1(parameters):
-            return
-        if stand_in.strict:
-            raise RuntimeError(_ON_FSDP1)
-        if not self._warned_fsdp1:
-            self._warned_fsdp1 = True
-            warnings.warn(_ON_FSDP1, UserWarning, stacklevel=callers.stacklevel())
 
     def _initialised_scale(self, funcname: str, optimizer: Any) -> Tensor:
         """Return the scale; without one, tell the ranks that wait for this one's flag before raising torch's error."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -11,18 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import collectives
 from scaler_triton.clipping.after_unscaling import AfterUnscalingMixin
 from scaler_triton.clipping.arguments import check_model, checked_norm_type, checked_optimizers, chosen_ids
 from scaler_triton.clipping.at_once import AtOnceMixin
 from scaler_triton.clipping.disabled import clip_unscaled
 from scaler_triton.clipping.parts import Part
 from scaler_triton.optimizers import parameters_of
-from scaler_triton.plan import GradPlan
 from scaler_triton.step_state import StepState
 
 if TYPE_CHECKING:
-    from scaler_triton.collectives import Agreement
+    pass
 
 
 class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
@@ -143,15 +140,3 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 raise ValueError(f"defer=True needs optimizers that take grad_scale (fused=True), got {name}")
         if self._check_unscaled:
             raise ValueError("defer=True leaves gradients scaled, so check_unscaled=True cannot be done, got both")
-
-    def _joint_agreement(self, plans: Sequence[GradPlan]) -> Agreement | None:
-        """Return who must agree on all of the optimizers: they share one reduction."""
-        first = plans[0]
-        if len(plans) == 1:
-            return self._agreement(first)
-        key = (self.process_group, collectives.default_group())
-        if first.joint is None or first.joint[0] != key or [plan() for plan in first.joint[1]] != [*plans]:
-            parameters = [parameter for plan in plans for parameter in plan.parameters]
-            first.joint = (key, [*map(weakref.ref, plans)], self._new_agreement(parameters))
-        agreement: Agreement | None = first.joint[2]
-        return agreement

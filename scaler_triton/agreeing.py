@@ -1,0 +1,65 @@
+"""Which ranks must agree on an optimizer's flag, worked out once for each plan."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from scaler_triton import callers, collectives
+from scaler_triton.patching import stand_in
+
+if TYPE_CHECKING:
+    from scaler_triton.collectives import Agreement
+    from scaler_triton.plan import GradPlan
+
+_ON_FSDP1 = (
+    "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
+    "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=."
+)
+
+
+class AgreeingMixin:
+    """Tells by the process group and the parameters, never by gradients, which other ranks follow a flag."""
+
+    process_group: Any
+    _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
+    _warned_fsdp1: bool
+
+    def _agreement(self, plan: GradPlan) -> Agreement | None:
+        """Return who must agree on an optimizer, None if nobody else."""
+        group, default = self.process_group, collectives.default_group()
+        if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:
+            plan.agreement = (group, default, self._new_agreement(plan.parameters))
+        agreement: Agreement | None = plan.agreement[2]
+        return agreement
+
+    def _joint_agreement(self, plans: Sequence[GradPlan]) -> Agreement | None:
+        """Return who must agree on all of the optimizers: they share one reduction."""
+        first = plans[0]
+        if len(plans) == 1:
+            return self._agreement(first)
+        key = (self.process_group, collectives.default_group())
+        if first.joint is None or first.joint[0] != key or [plan() for plan in first.joint[1]] != [*plans]:
+            parameters = [parameter for plan in plans for parameter in plan.parameters]
+            first.joint = (key, [*map(weakref.ref, plans)], self._new_agreement(parameters))
+        agreement: Agreement | None = first.joint[2]
+        return agreement
+
+    def _new_agreement(self, parameters: Sequence[Tensor]) -> Agreement | None:
+        if self._is_sharded or self.process_group is not None:
+            return collectives.sharded_agreement(parameters, self.process_group)
+        self._warn_of_fsdp1(parameters)
+        return collectives.inferred_agreement(parameters)
+
+    def _warn_of_fsdp1(self, parameters: Sequence[Tensor]) -> None:
+        if not collectives.several_ranks() or not collectives.has_fsdp1(parameters):
+            return
+        if stand_in.strict:
+            raise RuntimeError(_ON_FSDP1)
+        if not self._warned_fsdp1:
+            self._warned_fsdp1 = True
+            warnings.warn(_ON_FSDP1, UserWarning, stacklevel=callers.stacklevel())
