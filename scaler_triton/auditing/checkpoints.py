@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from scaler_triton.auditing.report import AuditReport, RankState, judge, one_line, ranges
+from scaler_triton.auditing.report import AuditReport, judge
+from scaler_triton.auditing.state import RankState
+from scaler_triton.auditing.words import one_line, ranges
 from scaler_triton.commands import complain
 
 HELP = "tell from the states that each rank saved whether their scales, trackers and step counters have split"

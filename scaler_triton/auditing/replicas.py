@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaler_triton.auditing.fingerprint import fingerprint
-from scaler_triton.auditing.report import UNKNOWN, Copy, one_line, ranges
+from scaler_triton.auditing.state import UNKNOWN, Copy
+from scaler_triton.auditing.words import one_line, ranges
 from scaler_triton.batch import is_dtensor, local_tensor
 from scaler_triton.optimizers import unwrap
 

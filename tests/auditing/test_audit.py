@@ -14,10 +14,8 @@ from helpers import started, stepped
 import scaler_triton
 from scaler_triton import GradScaler, ShardedGradScaler
 from scaler_triton.auditing.replicas import hashed_copies
-from scaler_triton.auditing.report import (
-    UNKNOWN,
-    AuditReport,
-)
+from scaler_triton.auditing.report import AuditReport
+from scaler_triton.auditing.state import UNKNOWN
 
 
 def audited(optimizer: Any, scaler: Any, *more: Any, **options: Any) -> AuditReport:

@@ -6,17 +6,9 @@ from typing import Any
 
 import pytest
 
-from scaler_triton.auditing.report import (
-    Copy,
-    RankState,
-    Reading,
-    judge,
-    number,
-    one_line,
-    ranges,
-    scaler_readings,
-    steps_reading,
-)
+from scaler_triton.auditing.report import judge
+from scaler_triton.auditing.state import Copy, RankState, Reading, number, scaler_readings, steps_reading
+from scaler_triton.auditing.words import one_line, ranges
 
 
 def state(rank: int, scale: float = 4.0, **more: Any) -> RankState:

@@ -1,0 +1,98 @@
+"""What one rank holds, as an audit reads it and compares it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+NOTHING = "-"
+UNKNOWN = "?"  # nothing says which ranks' copies of a parameter are meant to be equal
+
+
+class Reading(NamedTuple):
+    """A value of one rank, as people read it and as it is compared; None: not compared."""
+
+    shown: str
+    compared: str | None
+
+
+class Copy(NamedTuple):
+    """One rank's copy of a parameter; `among` names the ranks whose copies are meant to be equal."""
+
+    name: str
+    among: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank holds.
+
+    Args:
+        rank: its global number.
+        readings: by column; all columns of a report are compared on their own.
+        copies: parameters, hashed.
+        left_out: how many parameters were not compared, by the reason.
+        error: why the rank could not be read, on one line; empty if it could.
+        subject: what was audited.
+    """
+
+    rank: int
+    readings: Mapping[str, Reading] = field(default_factory=dict)
+    copies: Sequence[Copy] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    error: str = ""
+    subject: str = ""
+
+    def to_bytes(self) -> bytes:
+        """The state as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> RankState:
+        """The state that `to_bytes` wrote.
+
+        Args:
+            data: JSON.
+        """
+        fields = json.loads(data)
+        fields["readings"] = {name: Reading(*pair) for name, pair in fields["readings"].items()}
+        fields["copies"] = [Copy(*entry) for entry in fields["copies"]]
+        return RankState(**fields)
+
+
+def number(value: float) -> str:
+    """A number without a needless fraction, with all its digits.
+
+    Args:
+        value: any float.
+    """
+    return repr(float(value)).removesuffix(".0")
+
+
+def scaler_readings(scale: float, tracker: int, *, used: bool = True) -> dict[str, Reading]:
+    """The columns of a scaler.
+
+    Args:
+        scale: the loss scale; compared to the bit, a NaN equals a NaN.
+        tracker: good steps since it last changed.
+        used: False if it has never scaled a loss.
+    """
+    shown = number(scale) + ("" if used else " (unused)")
+    return {"scale": Reading(shown, float(scale).hex()), "tracker": Reading(str(tracker), str(tracker))}
+
+
+def steps_reading(steps: Sequence[float]) -> Reading:
+    """The column of an optimizer: from the fewest to the most steps of a parameter, of which the most are compared.
+
+    A parameter without a gradient takes no step, on one rank and not on another; the optimizer as a whole does.
+
+    Args:
+        steps: of every parameter that has a state.
+    """
+    if not steps:
+        return Reading(NOTHING, None)
+    least, most = number(min(steps)), number(max(steps))
+    return Reading(most if least == most else f"{least}..{most}", most)
