@@ -99,7 +99,13 @@ ALLOWED = {
     "clipping/reference_norm": {"neighbours", "reference"},
     "clipping/norms": {"batch", "clipping/reference_norm", "dispatch", "ops", "reference"},
     "clipping/rank_norms": {"batch", "clipping/copies"},
-    "clipping/disabled": {"clipping/copies", "clipping/rank_norms", "clipping/reference_norm", "collectives"},
+    "clipping/disabled": {
+        "clipping/arguments",
+        "clipping/copies",
+        "clipping/rank_norms",
+        "clipping/reference_norm",
+        "collectives",
+    },
     "clipping/arguments": {"clipping/norms"},
     "clipping/copies": {"batch", "collectives"},
     "clipping/parts": {
@@ -112,6 +118,7 @@ ALLOWED = {
         "verdict",
     },
     "clipping/at_once": {
+        "clipping/arguments",
         "batch",
         "clipping/norms",
         "clipping/parts",
@@ -121,6 +128,7 @@ ALLOWED = {
         "verdict",
     },
     "clipping/after_unscaling": {
+        "clipping/arguments",
         "clipping/parts",
         "clipping/rank_norms",
         "clipping/reference_norm",

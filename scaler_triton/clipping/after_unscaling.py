@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton.clipping import reference_norm
+from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters, plan_copies, sum_partial
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
 from scaler_triton.verdict import any_flag
@@ -22,43 +23,31 @@ if TYPE_CHECKING:
 class AfterUnscalingMixin(PartsMixin):
     """Unscales and checks optimizers one by one, then clips what was chosen of them under one norm."""
 
-    def _clip_after_unscaling(
-        self,
-        parts: Sequence[Part],
-        agreement: Agreement | None,
-        chosen: set[int] | None,
-        max_norm: float,
-        norm_type: float,
-        error_if_nonfinite: bool,
-        model: nn.Module | None,
-    ) -> Tensor:
-        """Clip in a pass of its own: some of the parameters, or another norm."""
+    def _clip_after_unscaling(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> Tensor:
         assert self._scale is not None
-        copies = [count for part in parts for count in plan_copies(part.plan, agreement, model)]
+        copies = [count for part in parts for count in plan_copies(part.plan, agreement, request.model)]
         failure = self._unscale_each(parts, agreement)
         if failure is not None:
             for part in parts:
                 self._skip(part.state, part.plan)
-            self._tell_of_no_norm(parts, agreement, chosen, norm_type)
+            self._tell_of_no_norm(parts, agreement, request)
             raise failure
         flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
-        gradients, counts = held_gradients(all_parameters(parts), copies, chosen)
-        norm, flag = norm_over_ranks(gradients, counts, norm_type, agreement, flag)
+        gradients, counts = held_gradients(all_parameters(parts), copies, request.chosen)
+        norm, flag = norm_over_ranks(gradients, counts, request.norm_type, agreement, flag)
         if len(parts) > 1:
             for part in parts:
                 self._take_flag(part, flag)
-        if error_if_nonfinite and not math.isfinite(norm.item()):
-            raise RuntimeError(reference_norm.NONFINITE.format(norm_type))
-        multiply_(gradients, reference_norm.coefficient(flag, norm, max_norm))
+        if request.error_if_nonfinite and not math.isfinite(norm.item()):
+            raise RuntimeError(reference_norm.NONFINITE.format(request.norm_type))
+        multiply_(gradients, reference_norm.coefficient(flag, norm, request.max_norm))
         return norm
 
-    def _tell_of_no_norm(
-        self, parts: Sequence[Part], agreement: Agreement | None, chosen: set[int] | None, norm_type: float
-    ) -> None:
+    def _tell_of_no_norm(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> None:
         """Take part in the sums and the reduction that are still to come; the norm is NaN then on all ranks."""
-        sum_partial(parts, chosen)
+        sum_partial(parts, request.chosen)
         flag = torch.ones((), dtype=torch.float32, device=self._home(parts[0].plan))
-        norm_over_ranks([torch.full_like(flag, math.nan)], [1], norm_type, agreement, flag)
+        norm_over_ranks([torch.full_like(flag, math.nan)], [1], request.norm_type, agreement, flag)
 
     def _unscale_each(self, parts: Sequence[Part], agreement: Agreement | None) -> Exception | None:
         """Unscale what is not; return the first error: the other ranks wait in reductions that are still to come."""

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from scaler_triton.clipping import norms
+
+
+class Request(NamedTuple):
+    """What is to be clipped, and how.
+
+    Args:
+        max_norm, norm_type, error_if_nonfinite, model: as `clip_grad_norm_` takes them.
+        chosen: the ids of the parameters that are clipped; None: all.
+    """
+
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool
+    model: nn.Module | None
+    chosen: set[int] | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all gradients' 2-norm, which the pass that checks them can take."""
+        return self.chosen is None and self.norm_type == 2.0
 
 
 def checked_optimizers(optimizers: Any) -> list[Any]:
@@ -25,11 +45,25 @@ def checked_optimizers(optimizers: Any) -> list[Any]:
     return several
 
 
-def chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
-    """Return the ids of the parameters, None for None: all of them.
+def checked_request(
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    model: nn.Module | None,
+    parameters: Iterable[Tensor] | Tensor | None,
+) -> Request:
+    """Return what was asked for.
 
-    Raises: TypeError naming `parameters` for what is no tensor.
+    Raises: ValueError or TypeError naming what cannot be.
     """
+    chosen = _chosen_ids(parameters)
+    order = _checked_order(max_norm, norm_type)
+    if not isinstance(model, nn.Module | None):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    return Request(max_norm, order, error_if_nonfinite, model, chosen)
+
+
+def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
     if parameters is None:
         return None
     if isinstance(parameters, nn.Module):
@@ -41,17 +75,7 @@ def chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
     return {id(each) for each in chosen}
 
 
-def check_model(model: Any) -> None:
-    """Raise TypeError naming `model` for what is neither a module nor None."""
-    if not isinstance(model, nn.Module | None):
-        raise TypeError(f"model must be a module, got {type(model).__name__}")
-
-
-def checked_norm_type(max_norm: float, norm_type: float) -> float:
-    """Return the order of the norm as a float.
-
-    Raises: ValueError or TypeError naming `max_norm` or `norm_type` for what is no bound or no order.
-    """
+def _checked_order(max_norm: float, norm_type: float) -> float:
     try:
         is_bound = bool(max_norm >= 0)  # False for NaN
     except (TypeError, ValueError, RuntimeError):  # the last two: of several numbers

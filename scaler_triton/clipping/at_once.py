@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import dispatch
 from scaler_triton.clipping import norms, reference_norm
+from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, as_cut, plan_copies, sum_partial
 from scaler_triton.verdict import Verdict, flag_on, fp32_on, write_scales
 
@@ -37,12 +38,10 @@ class AtOnceMixin(PartsMixin):
         self,
         parts: Sequence[Part],
         agreement: Agreement | None,
-        max_norm: float,
-        error_if_nonfinite: bool,
-        model: nn.Module | None,
+        request: Request,
         defer: bool,
     ) -> Tensor:
-        copies = [plan_copies(part.plan, agreement, model) for part in parts]
+        copies = [plan_copies(part.plan, agreement, request.model) for part in parts]
         assert self._scale is not None
         for part in parts:
             self._stepped.forget(part.state)
@@ -54,13 +53,13 @@ class AtOnceMixin(PartsMixin):
             raise
         try:
             totals = self._agree_on_totals(measured, agreement)
-            refused = error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
+            refused = request.error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
             if refused:
                 totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
             if backend is not None:
-                told = [self._leave_to_step(parts, totals, max_norm, backend)]
+                told = [self._leave_to_step(parts, totals, request.max_norm, backend)]
             else:
-                told = [norm for each in measured for norm in self._write(each, totals, max_norm)]
+                told = [norm for each in measured for norm in self._write(each, totals, request.max_norm)]
             for each in measured:
                 self._finish(each, agreement)
         except BaseException:

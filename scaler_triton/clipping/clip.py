@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton.clipping.after_unscaling import AfterUnscalingMixin
-from scaler_triton.clipping.arguments import check_model, checked_norm_type, checked_optimizers, chosen_ids
+from scaler_triton.clipping.arguments import Request, checked_optimizers, checked_request
 from scaler_triton.clipping.at_once import AtOnceMixin
 from scaler_triton.clipping.disabled import clip_unscaled
 from scaler_triton.clipping.parts import Part
 from scaler_triton.optimizers import parameters_of
 from scaler_triton.step_state import StepState
-
-if TYPE_CHECKING:
-    pass
 
 
 class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
@@ -65,24 +62,21 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
             `parameters`; TypeError naming one of them, but `defer`, for what is none.
         """
-        parts_of = checked_optimizers(optimizers)
-        chosen = chosen_ids(parameters)
-        norm_type = checked_norm_type(max_norm, norm_type)
-        check_model(model)
+        together = checked_optimizers(optimizers)
+        request = checked_request(max_norm, norm_type, error_if_nonfinite, model, parameters)
         if not self._enabled:
-            held = [parameter for optimizer in parts_of for parameter in parameters_of(optimizer)]
-            return clip_unscaled(held, chosen, max_norm, norm_type, error_if_nonfinite, model, self.process_group)
-        whole = chosen is None and norm_type == 2.0
-        at_once = whole and not self._check_unscaled and not self._unscale_is_overridden()
+            held = [parameter for optimizer in together for parameter in parameters_of(optimizer)]
+            return clip_unscaled(held, request, self.process_group)
+        at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
         with torch.no_grad():
-            self._require_scale(parts_of, chosen, None if at_once else norm_type)
-            parts = self._parts(parts_of, again=chosen is not None)
+            self._require_scale(together, request, at_once)
+            parts = self._parts(together, again=request.chosen is not None)
             if defer:
-                self._check_deferable(parts, whole)
+                self._check_deferable(parts, request)
             agreement = self._joint_agreement([part.plan for part in parts])
             if at_once:
-                return self._clip_at_once(parts, agreement, max_norm, error_if_nonfinite, model, defer)
-            return self._clip_after_unscaling(parts, agreement, chosen, max_norm, norm_type, error_if_nonfinite, model)
+                return self._clip_at_once(parts, agreement, request, defer)
+            return self._clip_after_unscaling(parts, agreement, request)
 
     def _parts(self, optimizers: Sequence[Any], *, again: bool) -> list[Part]:
         """Return the optimizers with their states and plans; errors of order are raised before any reduction."""
@@ -99,12 +93,11 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
 
-    def _require_scale(self, optimizers: Sequence[Any], chosen: set[int] | None, norm_type: float | None) -> None:
+    def _require_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
         """Raise torch's error if there is no scale, once the ranks that wait for this one are told.
 
         Args:
-            chosen: what is clipped.
-            norm_type: of the norm that takes a reduction of its own, after each optimizer's; None: all are one.
+            at_once: they wait in one reduction; else in each optimizer's, and then in the norm's.
         """
         if self._scale is not None and self._growth_tracker is not None:
             return
@@ -112,27 +105,27 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             self._check_scale_growth_tracker("clip_grad_norm_")
         except AssertionError:
             with suppress(Exception):  # torch's error is the one to see
-                self._tell_of_no_scale(optimizers, chosen, norm_type)
+                self._tell_of_no_scale(optimizers, request, at_once)
             raise
 
-    def _tell_of_no_scale(self, optimizers: Sequence[Any], chosen: set[int] | None, norm_type: float | None) -> None:
+    def _tell_of_no_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
         agreement = self._joint_agreement([self._plans.get(optimizer) for optimizer in optimizers])
         if agreement is None:
             return
         parts = self._parts(optimizers, again=True)
         # The others back off in update(): so must this rank, which therefore needs a scale.
         self._lazy_init_scale_growth_tracker(self._home(parts[0].plan))
-        if norm_type is None:
+        if at_once:
             self._fail_together(parts, agreement)
             return
         for part in parts:
             if part.state["stage"] is OptState.READY:
                 self._fail(part.state, part.plan, self._agreement(part.plan))
             self._skip(part.state, part.plan)
-        self._tell_of_no_norm(parts, agreement, chosen, norm_type)
+        self._tell_of_no_norm(parts, agreement, request)
 
-    def _check_deferable(self, parts: Sequence[Part], whole: bool) -> None:
-        if not whole:
+    def _check_deferable(self, parts: Sequence[Part], request: Request) -> None:
+        if not request.is_whole:
             raise ValueError("defer=True clips all gradients by norm_type 2.0, got another norm_type or parameters=")
         for part in parts:
             if not getattr(part.optimizer, "_step_supports_amp_scaling", False):

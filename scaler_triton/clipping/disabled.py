@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scaler_triton import collectives
 from scaler_triton.clipping import reference_norm
+from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import copies_of
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
 
 
-def clip_unscaled(
-    parameters: Sequence[Tensor],
-    chosen: Container[int] | None,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    model: nn.Module | None,
-    group: Any,
-) -> Tensor:
+def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) -> Tensor:
     """Clip as torch does; FSDP1's shards, which torch's takes for whole gradients, by the norm of all ranks'.
 
     Args:
         parameters: all that the optimizers hold; their gradients are written.
-        chosen: the ids of those that are clipped; None: all.
-        max_norm, norm_type, error_if_nonfinite, model: as for `clip_grad_norm_`.
         group: the scaler's process group.
 
     Returns: the norm, `()`, as torch's clipping does; fp32 for FSDP1.
 
     Raises: ValueError naming `model` as `copies_of`; torch's RuntimeError for a norm that is not finite.
     """
+    max_norm, norm_type, error_if_nonfinite, model, chosen = request
     if not (collectives.several_ranks() and collectives.has_fsdp1(parameters)):
         clipped = [p for p in parameters if chosen is None or id(p) in chosen]
         return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
