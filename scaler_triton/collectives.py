@@ -82,13 +82,10 @@ def _all_gather(tensor: Tensor, group: Any) -> list[Tensor]:
     return parts
 
 
-def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agreement | None:
-    """Return the agreement of all ranks of `process_group`, or of the default group where it is None.
+def checked_group(process_group: Any) -> Any:
+    """Return a scaler's process group, the default one where it is None.
 
-    Returns: None for a group of one rank.
-
-    Raises: torch's ValueError without a default group; ValueError if this rank is not in the group or a
-        parameter's mesh reaches beyond it.
+    Raises: torch's ValueError without a default group; ValueError if it was lost by pickling, or is without this rank.
     """
     if isinstance(process_group, GroupRanks):
         raise ValueError(
@@ -99,6 +96,18 @@ def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agree
     group: Any = default_group() if process_group is None else process_group
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         raise ValueError(f"process_group must contain this rank, {rank}, got a group made for other ranks")
+    return group
+
+
+def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agreement | None:
+    """Return the agreement of all ranks of `process_group`, or of the default group where it is None.
+
+    Returns: None for a group of one rank.
+
+    Raises: torch's ValueError without a default group; ValueError if this rank is not in the group or a
+        parameter's mesh reaches beyond it.
+    """
+    group = checked_group(process_group)
     return _covering((group,), dist.get_process_group_ranks(group), _meshes(parameters))
 
 

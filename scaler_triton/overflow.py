@@ -43,20 +43,26 @@ class OverflowMixin(FlagsMixin):
 
         Returns: a report whose `str` is a table.
 
-        Raises: TypeError naming `model` for what is neither, such as parameters without names.
+        Raises: TypeError naming `model` for what is neither, such as parameters without names; with `gather`,
+            ValueError naming `process_group` if pickling lost it or this rank is not in it.
         """
+        group = self._group_to_ask() if gather else None
         counters = self._counters.read()
         checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
         pending = any(self._flag(state).item() for state in checked)
         epoch = counters[SKIPPED] if pending else counters[SKIPPED] - 1
         bad = list(self._marked(epoch, dict(_names(model))))
         untold = sorted({text for plan in self._plans.plans() for text in _untold(plan)})
-        group = self.process_group or collectives.default_group()
-        if gather and group is not None:
+        if group is not None:
             told = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(bad, untold), group)]
             bad, untold = [each for found, _ in told for each in found], sorted({text for _, ts in told for text in ts})
         update = None if pending else counters[LAST_SKIP] or None
         return OverflowReport(update, tuple(bad), gather, tuple(untold))
+
+    def _group_to_ask(self) -> Any:
+        """Return the ranks that gather, None for a process that is alone."""
+        alone = self.process_group is None and collectives.default_group() is None
+        return None if alone else collectives.checked_group(self.process_group)
 
     def _marked(self, epoch: int, names: dict[int, str]) -> Iterator[BadGradient]:
         rank = dist.get_rank() if collectives.default_group() is not None else 0

@@ -247,6 +247,9 @@ def test_7_explicit_group_does_not_survive_pickling_unnoticed() -> None:
     with pytest.raises(ValueError, match=r"process_group is unset: .* ranks \[0, 3\].* set scaler\.process_group"):
         copied.step(optimizer)
     assert optimizer.param_groups[0]["params"][0].grad.item() == 4.0
+    with pytest.raises(ValueError, match=r"process_group is unset: .* ranks \[0, 3\]"):
+        copied.overflow_report(gather=True)
+    assert not copied.overflow_report().bad
 
 
 @pytest.mark.parametrize("fused", [False, True])
