@@ -97,6 +97,11 @@ def skip_would_corrupt(optimizer: Any) -> bool:
     )
 
 
+def takes_factor(optimizer: Any) -> bool:
+    """Tell whether `optimizer.step` divides gradients by whatever `grad_scale` it is lent; not by the scaler's own."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not takes_scaler(optimizer)
+
+
 def takes_scaler(optimizer: Any) -> bool:
     """Tell whether `optimizer.step` wants the scaler as `grad_scaler`, the older way; asked of each function once."""
     step = getattr(optimizer.step, "__func__", optimizer.step)

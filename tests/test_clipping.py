@@ -270,6 +270,31 @@ def test_what_cannot_be_done_is_refused_before_anything_changes(arguments: Any, 
     assert optimizer.param_groups[0]["params"][0].tolist() == [-1.5] * 3
 
 
+class AsksTheScaler(torch.optim.SGD):
+    """Unscales by the scaler's own scale, as Transformer Engine's and capturable ones of apex do."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.div_(grad_scaler._get_scale_async())
+        super().step()
+
+
+def test_a_step_that_asks_the_scaler_cannot_be_left_the_clipping() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.full((3,), 24.0)
+    optimizer = AsksTheScaler([parameter], lr=0.5)
+    scaler = scaler_on(Place("cpu", "torch"))
+    with pytest.raises(ValueError, match=r"^defer=True needs optimizers that take grad_scale \(fused=True\), got Asks"):
+        scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
+    assert parameter.grad.tolist() == [24.0] * 3
+    with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
+        scaler.step(optimizer)
+    assert parameter.tolist() == [-1.5] * 3
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

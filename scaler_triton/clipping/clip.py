@@ -15,7 +15,7 @@ from scaler_triton.clipping.arguments import Request, checked_optimizers, checke
 from scaler_triton.clipping.at_once import AtOnceMixin
 from scaler_triton.clipping.disabled import clip_unscaled
 from scaler_triton.clipping.parts import Part
-from scaler_triton.optimizers import parameters_of
+from scaler_triton.optimizers import parameters_of, takes_factor
 from scaler_triton.step_state import StepState
 
 
@@ -128,7 +128,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         if not request.is_whole:
             raise ValueError("defer=True clips all gradients by norm_type 2.0, got another norm_type or parameters=")
         for part in parts:
-            if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
+            if not takes_factor(part.optimizer):
                 name = type(part.optimizer).__name__
                 raise ValueError(f"defer=True needs optimizers that take grad_scale (fused=True), got {name}")
         if self._check_unscaled:
