@@ -107,6 +107,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state.get("void"):
+            optimizers.take_back((optimizer, optimizers.unwrap(optimizer)))
             self._has_stepped(state)
             return None
         if state["stage"] is OptState.READY:
@@ -156,14 +157,15 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         ready = state["stage"] is OptState.READY
         if ready:
             self._check_inf_per_device(optimizer)
+        both = (optimizer,) if inner is optimizer else (optimizer, inner)
         if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
+            optimizers.take_back(both)
             return None
         scale = self._scale
         assert scale is not None
         factor = state.get("deferred")
         if ready and state["unscaled_flag"] is None:
             factor = scale.reshape(()) if scale.ndim else scale
-        both = (optimizer,) if inner is optimizer else (optimizer, inner)
         on_host = not scale.is_cpu and any(device.type == "cpu" for device in state["found_inf_per_device"])
         with optimizers.lent(both, factor, self._flag(state), on_host=on_host):
             try:

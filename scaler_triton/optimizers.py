@@ -74,11 +74,21 @@ def lent(
     try:
         yield
     except BaseException:
-        _take_back(optimizers)
+        take_back(optimizers)
         if own is not None:
             optimizers[-1].grad_scale = own
         raise
-    _take_back(optimizers)
+    take_back(optimizers)
+
+
+def take_back(optimizers: Sequence[Any]) -> None:
+    """Drop what optimizers were lent, and a `grad_scale` of the user's: a step uses it up, also one that is skipped."""
+    for optimizer in optimizers:
+        for name in ("grad_scale", "found_inf"):
+            try:
+                delattr(optimizer, name)
+            except AttributeError:  # the other one's, seen through the wrapper, or a class attribute
+                continue
 
 
 def skip_would_corrupt(optimizer: Any) -> bool:
@@ -126,15 +136,6 @@ def _set(optimizers: Sequence[Any], **attributes: Any) -> None:
             try:  # `suppress` would cost more than all the rest
                 setattr(optimizer, name, value)
             except AttributeError:  # a wrapper with slots: the one inside has them
-                continue
-
-
-def _take_back(optimizers: Sequence[Any]) -> None:
-    for optimizer in optimizers:
-        for name in ("grad_scale", "found_inf"):
-            try:
-                delattr(optimizer, name)
-            except AttributeError:  # the other one's, seen through the wrapper, or a class attribute
                 continue
 
 

@@ -132,7 +132,9 @@ def test_fused_step_that_unscales_raises_and_can_only_be_skipped(place: Place, w
     assert not hasattr(optimizer, "grad_scale")
     before = values(optimizer)
     assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+    optimizer.grad_scale = torch.tensor(2.0, device=place.device)  # the user's, for this step only
     scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale")
     assert values(optimizer) == before
     scaler.update()
     assert scaler.get_scale() == 4.0  # nothing overflowed: on other ranks the optimizer may not have raised

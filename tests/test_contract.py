@@ -273,6 +273,17 @@ def test_users_own_grad_scale_is_multiplied_in() -> None:
     assert not hasattr(optimizer, "found_inf")
 
 
+def test_users_own_grad_scale_is_used_up_by_a_first_step_that_is_skipped() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([math.inf])
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=True)
+    optimizer.grad_scale = torch.tensor(2.0)
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.step(optimizer)
+    assert parameter.item() == 0.0
+    assert not hasattr(optimizer, "grad_scale")
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_waited_for(own: bool) -> None:
     """torch's would copy both to the CPU itself, without waiting, and read at once."""
