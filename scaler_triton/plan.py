@@ -186,9 +186,7 @@ class GradPlan:
                 spec = getattr(gradient, batching.SPEC, None)
                 if spec is not None and spec is self._whole_specs[index]:
                     continue  # gradients of one parameter mostly share one: it need not be read again
-                if not batching.is_dtensor(gradient):
-                    continue  # somebody put the shard itself there
-                if (terms := batching.partial_terms(gradient)) > 1:
+                if batching.is_dtensor(gradient) and (terms := batching.partial_terms(gradient)) > 1:
                     bounds[index] = local * terms
                 else:
                     self._whole_specs[index] = spec
@@ -196,8 +194,9 @@ class GradPlan:
         return bounds
 
     def _note_cut(self, index: int, gradient: Tensor) -> None:
-        pieces, before = batching.cut_into(gradient), self.cut.get(index)
-        if pieces != (batching.cut_into(self.parameters[index]) if before is None else before):
+        parameter, before = self.parameters[index], self.cut.get(index)
+        pieces = batching.cut_into(gradient if batching.is_dtensor(gradient) else parameter)  # else a shard of its own
+        if pieces != (batching.cut_into(parameter) if before is None else before):
             self.cut = {**self.cut, index: pieces}  # another object: whoever knows the old one sees it
 
     def _refuse_fp16(self, gradients: list[Tensor | None]) -> None:

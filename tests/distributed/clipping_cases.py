@@ -132,6 +132,20 @@ def placed_otherwise(rank: int, kind: str, own: Placement, others: Sequence[Plac
     return Clipped(norms, [], [], 0.0, [param.grad.full_tensor().flatten().tolist()], scaler.get_scale())
 
 
+def plain_beside_placed(rank: int, kind: str) -> list[float]:
+    """Norms of a replicated parameter's gradient, all ones: cut, the local tensor alone, and cut as before."""
+    mesh, scaler = cases.line(), cases.new_scaler(kind)
+    param = cases.dtensor_param(mesh, [Replicate()])
+    cut = DTensor.from_local(torch.empty(1, 3), mesh, [Shard(0)], run_check=False)
+    optimizer, norms = cases.new_optimizer("sgd", [param]), []
+    for gradient in (cut, torch.empty(2, 3), cut):
+        local_of(gradient).fill_(scaler.scale(torch.ones(())).item())
+        param.grad = gradient
+        norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM).item())
+        scaler.update()
+    return norms
+
+
 def one_rank_fails(rank: int, how: str, optimizers: int) -> list[str]:
     """A gradient of rank 1's cannot be unscaled, in its first optimizer; what every rank is told, and where."""
     scaler, params = cases.new_scaler("sharded"), [cases.plain_param(3) for _ in range(optimizers)]

@@ -149,6 +149,12 @@ def test_gradients_count_as_they_are_placed_not_as_their_parameter_is(two, kind,
         assert outcome.values[0] == pytest.approx([each * MAX_NORM / norm for each in range(24)])
 
 
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
+def test_a_plain_gradient_counts_as_its_parameter_whatever_came_before(two, kind):
+    for norms in two.run(clipping_cases.plain_beside_placed, kind):
+        assert norms == pytest.approx([math.sqrt(6)] * 3)
+
+
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("how", ["at once", "after unscaling", "largest", "some parameters"])
 def test_a_rank_that_fails_tells_the_others(two, how, optimizers):

@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant(_S + "plan.py", "if isinstance(reference, weakref.ref):", "if True:", CONTRACT),
     Mutant(_S + "plan.py", "_unrecorded(gradient) for", "gradient for", GRADIENTS),
     Mutant(_S + "updating.py", "if not left and not self._unstepped:", "if not left:", UNSTEPPED),
-    Mutant(_S + "plan.py", "if (terms := batching.partial_terms(gradient)) > 1:", "if False:", MESHES),
+    Mutant(_S + "plan.py", "(terms := batching.partial_terms(gradient)) > 1:", "(terms := 0):", MESHES),
     Mutant(_S + "forms.py", "(check is None or not check(gradient))", "(check is None)", PLAN),
     Mutant(
         _S + "forms.py",
