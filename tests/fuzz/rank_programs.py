@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cases
 import torch
-from cases import GROWTH_INTERVAL, INIT_SCALE
+from cases import GROWTH_INTERVAL, INIT_SCALE, LEARNING_RATE
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import _StridedShard
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# A tensor's placements are a word of these, a letter for each dim of its mesh. "s" is FSDP2's beside TP's "0".
+LETTERS = {"R": Replicate(), "0": Shard(0), "1": Shard(1), "P": Partial(), "s": _StridedShard(0, split_factor=2)}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Dims of ranks 0 to 3, each as (size, stride): along it `rank` stands at rank // stride % size."""
+
+    dims: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """How many places there are."""
+        return math.prod(size for size, _ in self.dims)
+
+    def where(self, rank: int) -> tuple[int, ...]:
+        """Return where a rank stands."""
+        return tuple(rank // stride % size for size, stride in self.dims)
 
 
 @dataclass(frozen=True)
@@ -24,19 +44,21 @@ class Place:
 
     Args:
         mesh: makes its mesh, None for a plain tensor.
-        placements: on the mesh.
-        shards: along which of the square's dims, (rank // 2, rank % 2), its values differ.
+        axes: of the mesh.
+        letters: its placements.
+        own: along these, ranks hold shards of different tensors.
     """
 
     mesh: Callable[[], DeviceMesh] | None
-    placements: tuple[Placement, ...]
-    shards: tuple[int, ...]
+    axes: Axes
+    letters: str
+    own: Axes = Axes(())
 
     @property
-    def copies(self) -> int:
-        """How many of the four ranks hold the same piece, as far as placements tell."""
-        sizes = 4 if self.mesh is cases.line else 2
-        return 4 // math.prod(sizes for placement in self.placements if placement.is_shard())
+    def has_copies(self) -> bool:
+        """Whether some ranks hold the same piece."""
+        cut = math.prod(size for (size, _), letter in zip(self.axes.dims, self.letters, strict=True) if letter != "R")
+        return self.own.size * cut < 4
 
 
 def _dp() -> DeviceMesh:
@@ -47,17 +69,25 @@ def _tp() -> DeviceMesh:
     return cases.square()["tp"]
 
 
+def _one_replica() -> DeviceMesh:
+    return cases.mesh((1, 4), ("replica", "shard"))
+
+
+NOTHING, LINE, SQUARE, ROWS, COLUMNS = (Axes(d) for d in ((), ((4, 1),), ((2, 2), (2, 1)), ((2, 2),), ((2, 1),)))
+
 PLACES = {
-    "plain": Place(None, (), ()),
-    "own": Place(None, (), (0, 1)),  # plain, but every rank's is another one: FSDP1's shards, pipeline stages
-    "line-replicated": Place(cases.line, (Replicate(),), ()),
-    "line-sharded": Place(cases.line, (Shard(0),), (0, 1)),
-    "square-sharded": Place(cases.square, (Shard(0), Shard(1)), (0, 1)),
-    "square-replicated": Place(cases.square, (Replicate(), Replicate()), ()),
-    "hsdp": Place(cases.square, (Replicate(), Shard(0)), (1,)),
-    "square-half": Place(cases.square, (Shard(0), Replicate()), (0,)),
-    "dp-slice": Place(_dp, (Shard(0),), (0, 1)),
-    "tp-slice": Place(_tp, (Shard(0),), (0, 1)),
+    "plain": Place(None, NOTHING, ""),
+    "own": Place(None, NOTHING, "", LINE),  # plain, but every rank's is another: FSDP1's shards, pipeline stages
+    "line-replicated": Place(cases.line, LINE, "R"),
+    "line-sharded": Place(cases.line, LINE, "0"),
+    "square-sharded": Place(cases.square, SQUARE, "01"),
+    "square-replicated": Place(cases.square, SQUARE, "RR"),
+    "hsdp": Place(cases.square, SQUARE, "R0"),
+    "one-replica": Place(_one_replica, Axes(((1, 4), (4, 1))), "R0"),
+    "square-half": Place(cases.square, SQUARE, "0R"),
+    "fsdp-tp": Place(cases.square, SQUARE, "s0"),
+    "dp-slice": Place(_dp, ROWS, "0", COLUMNS),
+    "tp-slice": Place(_tp, COLUMNS, "0", ROWS),
 }
 SLICES = ("dp-slice", "tp-slice")
 PLAIN = ("plain", "own")
@@ -65,11 +95,47 @@ PLAIN = ("plain", "own")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: where it lives, of which dtype, and whether its gradients are still to be summed."""
+    """A parameter, of three columns.
+
+    Args:
+        rows: 4 are even shards, of 5 the last of four ranks has none, of 1 only the first has one.
+        grads: how backward places its gradients, step for step and over again: words of `LETTERS`, or "plain" for the
+            local tensor alone; none: as the parameter.
+    """
 
     place: str
     dtype: str = "fp32"
-    partial: bool = False
+    rows: int = 4
+    grads: tuple[str, ...] = ()
+
+    def way(self, step: int) -> str:
+        """Return how a step's gradient is placed."""
+        return self.grads[step % len(self.grads)] if self.grads else PLACES[self.place].letters
+
+    def held(self, step: int) -> tuple[Tensor, ...]:
+        """Return which elements of a step's gradient each rank holds, by their positions in the whole."""
+        return _held(self.place, self.way(step), self.rows)
+
+    @property
+    def moves(self) -> bool:
+        """Whether gradients may be placed otherwise than the parameter."""
+        return bool(self.grads)
+
+
+@functools.cache
+def _held(place: str, way: str, rows: int) -> tuple[Tensor, ...]:
+    whole = torch.arange(rows * 3).view(rows, 3)
+    return tuple(_cut(whole, way, PLACES[place].axes, rank) for rank in range(4))
+
+
+def _cut(piece: Tensor, way: str, axes: Axes, rank: int) -> Tensor:
+    dims = [] if way == "plain" else [*zip(way, axes.dims, axes.where(rank), strict=True)]
+    for letter, (size, _), index in reversed(dims) if "s" in way else dims:  # TP cuts first
+        if letter not in "RP":
+            dim = int(letter == "1")
+            parts = piece.chunk(size, dim)  # as many as there are elements for
+            piece = parts[index] if index < len(parts) else piece.narrow(dim, 0, 0)
+    return piece.contiguous()
 
 
 @dataclass(frozen=True)
@@ -83,6 +149,11 @@ class Optimizer:
     def has_dtensors(self) -> bool:
         """Whether a parameter lives on a mesh."""
         return any(parameter.place not in PLAIN for parameter in self.parameters)
+
+    @property
+    def moves(self) -> bool:
+        """Whether gradients may be placed otherwise than their parameters."""
+        return any(parameter.moves for parameter in self.parameters)
 
 
 @dataclass(frozen=True)
@@ -133,6 +204,7 @@ class Program:
         missing: gradients that are None.
         planted: gradients that hold a non-finite value, and which.
         clips: what is clipped in each step, before anything is stepped.
+        keeps: whether gradients that are placed alike stay the same tensors, written anew step for step.
     """
 
     kind: str
@@ -142,40 +214,66 @@ class Program:
     missing: frozenset[Spot] = frozenset()
     planted: tuple[tuple[Spot, float], ...] = ()
     clips: tuple[Clip | None, ...] = ()
+    keeps: bool = False
 
     def clip_of(self, step: int) -> Clip | None:
         """What is clipped in a step."""
         return self.clips[step] if step < len(self.clips) else None
 
-    def clip_collectives(self, clip: Clip) -> int:
-        """How many reductions a clip takes, beside the sums of Partial gradients."""
+    def clip_collectives(self, step: int, clip: Clip) -> int:
+        """How many reductions a clip takes: those of Partial gradients, those of flags, that of the norm."""
         together = self.kind != "grad" or any(self.optimizers[index].has_dtensors for index in clip.optimizers)
         alone = 0 if clip.is_joint else sum(self.agrees(index) for index in clip.optimizers)
-        return alone + together
+        return sum(self._sums(Spot(step, 0, *member)) for member in clip.members(self)) + alone + together
+
+    def _sums(self, spot: Spot) -> int:
+        parameter = self.parameter_of(spot)
+        if spot in self.missing or "P" not in (way := parameter.way(spot.step)):
+            return 0
+        dims = PLACES[parameter.place].axes.dims
+        return sum(letter == "P" and size > 1 for letter, (size, _) in zip(way, dims, strict=True))
+
+    def parameter_of(self, spot: Spot) -> Parameter:
+        """Return whose gradient it is."""
+        return self.optimizers[spot.optimizer].parameters[spot.parameter]
 
     def norm(self, step: int, clip: Clip) -> float:
-        """Return the norm of all that the clip is of, each piece once, were nothing planted."""
-        total = 0.0
-        for optimizer, position in clip.members(self):
-            parameter = self.optimizers[optimizer].parameters[position]
-            for rank in range(4):
-                spot = Spot(step, rank, optimizer, position)
-                if spot not in self.missing:
-                    values = unscaled(parameter, spot).double() * (4 if parameter.partial else 1)
-                    power = torch.linalg.vector_norm(values, clip.order).item()
-                    if clip.order == math.inf:
-                        total = max(total, power)
-                    else:
-                        total += power**clip.order / PLACES[parameter.place].copies
-        return total if clip.order == math.inf else total ** (1 / clip.order)
+        """Return the norm of all that the clip is of in fp64, were nothing planted, as one process would take it.
+
+        Where ranks hold different tensors of one name, or shards of such, it is of their mean power.
+        """
+        powers = [0.0]
+        for member in clip.members(self):
+            for spot in (Spot(step, rank, *member) for rank in range(4)):
+                values = whole(self.parameter_of(spot), spot).double().view(-1)[self._is_there(spot)]
+                if values.numel():
+                    norm = torch.linalg.vector_norm(values, clip.order).item()
+                    powers.append(norm if clip.order == math.inf else norm**clip.order / 4)
+        return max(powers) if clip.order == math.inf else sum(powers) ** (1 / clip.order)
+
+    def _is_there(self, spot: Spot) -> Tensor:
+        """Tell which elements of the whole gradient, that a rank holds a piece of, some rank has."""
+        parameter = self.parameter_of(spot)
+        own, there = PLACES[parameter.place].own, torch.zeros(parameter.rows * 3, dtype=torch.bool)
+        for rank, piece in enumerate(parameter.held(spot.step)):
+            if own.where(rank) == own.where(spot.rank) and replace(spot, rank=rank) not in self.missing:
+                there[piece.view(-1)] = True
+        return there
+
+    def bad(self, step: int) -> list[Spot]:
+        """Return the gradients that hold something non-finite: what is planted needs an element."""
+        return [
+            spot
+            for spot, _ in self.planted
+            if spot.step == step
+            and spot not in self.missing
+            and self.parameter_of(spot).held(step)[spot.rank].numel() > 0
+        ]
 
     def clip_is_clean(self, step: int, clip: Clip) -> bool:
         """Whether nothing that the clip measures is planted."""
         members = clip.members(self)
-        return not any(
-            spot.step == step and (spot.optimizer, spot.parameter) in members and spot not in self.missing
-            for spot, _ in self.planted
-        )
+        return not any((spot.optimizer, spot.parameter) in members for spot in self.bad(step))
 
     def agrees(self, optimizer: int) -> bool:
         """Whether this optimizer's ranks reduce their flag."""
@@ -185,9 +283,7 @@ class Program:
         """Whether any rank holds a non-finite value, of this optimizer or of one that it is clipped with."""
         clip = self.clip_of(step)
         together = clip.optimizers if clip is not None and optimizer in clip.optimizers else (optimizer,)
-        return any(
-            spot not in self.missing and spot.step == step and spot.optimizer in together for spot, _ in self.planted
-        )
+        return any(spot.optimizer in together for spot in self.bad(step))
 
     def expected_scales(self) -> list[tuple[str, int]]:
         """Scale and tracker after each update."""
@@ -215,23 +311,17 @@ class Trace:
     clip_collectives: list[int | None] = field(default_factory=list)
 
 
-def shard_of(rank: int, place: Place) -> int:
-    """Return which of the different parts of a parameter `rank` holds."""
-    coordinate = (rank // 2, rank % 2)
-    return sum(2**dim * coordinate[dim] for dim in place.shards)
-
-
 def execute(rank: int, program: Program) -> Trace:
     """Run the program on this rank."""
     scaler = cases.new_scaler(program.kind)
     optimizers = [_built(optimizer) for optimizer in program.optimizers]
-    trace = Trace()
+    trace, kept = Trace(), {}
     for step in range(program.steps):
         scale = scaler.scale(torch.ones(())).item()
         trace.norms.append(None)
         trace.clip_collectives.append(None)
         for index, optimizer in enumerate(optimizers):
-            _backward(program, Spot(step, rank, index, 0), optimizer, scale)
+            _backward(program, Spot(step, rank, index, 0), optimizer, scale, kept)
         clip = program.clip_of(step)
         if clip is not None:
             _clip(program, clip, Spot(step, rank, 0, 0), scaler, optimizers, trace)
@@ -259,21 +349,19 @@ def _clip(program: Program, clip: Clip, here: Spot, scaler: Any, optimizers: Seq
 
 def _check_clipped(program: Program, clip: Clip, here: Spot, parameters: Sequence[Tensor], coefficient: Tensor) -> None:
     """Assert that gradients are what torch's two steps make of them, to the bit: a power of two unscales exactly."""
-    for (optimizer, position), parameter in zip(clip.members(program), parameters, strict=True):
+    for member, parameter in zip(clip.members(program), parameters, strict=True):
         if parameter.grad is not None:
-            described = program.optimizers[optimizer].parameters[position]
-            want = [unscaled(described, Spot(here.step, here.rank, optimizer, position))]
-            if described.partial:
-                want[0] *= 4
+            spot = Spot(here.step, here.rank, *member)
+            want = [_piece(program.parameter_of(spot), spot)]
             torch._foreach_mul_(want, coefficient)
             got = cases.local_of(parameter.grad)
-            assert torch.equal(got, want[0]), (optimizer, position, got, want[0])
+            assert torch.equal(got, want[0]), (member, got, want[0])
 
 
 def _step(program: Program, rank: int, scaler: Any, optimizers: Sequence[Any], trace: Trace) -> None:
     counts, stepped, clip = [], [], program.clip_of(len(trace.stepped))
     for index, optimizer in enumerate(optimizers):
-        watched = [p for p in cases.params_of(optimizer) if p.grad is not None]
+        watched = [p for p in cases.params_of(optimizer) if p.grad is not None and cases.local_of(p).numel()]
         before = [cases.digest(p) for p in watched]
         count = 0
         if (rank, index) in program.explicit and (clip is None or index not in clip.optimizers):
@@ -286,41 +374,79 @@ def _step(program: Program, rank: int, scaler: Any, optimizers: Sequence[Any], t
     trace.stepped.append(stepped)
 
 
+class Local(torch.optim.Optimizer):
+    """An optimizer of one's own that takes gradients however they are placed: torch's refuse some."""
+
+    def __init__(self, params: Any, fused: bool) -> None:
+        super().__init__(params, {})
+        self._step_supports_amp_scaling = fused
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        if not getattr(self, "found_inf", False):
+            for parameter in cases.params_of(self):
+                if parameter.grad is not None:
+                    cases.local_of(parameter).sub_(LEARNING_RATE)
+
+
 def _built(optimizer: Optimizer) -> torch.optim.Optimizer:
     # Groups of one: torch's foreach and fused kernels refuse a DTensor beside a plain tensor, or two meshes.
     groups = [{"params": [_parameter(each)]} for each in optimizer.parameters]
+    if optimizer.name.startswith("local"):
+        return Local(groups, optimizer.name == "local-fused")
     return cases.new_optimizer(optimizer.name, groups)
 
 
-def _parameter(parameter: Parameter) -> Tensor:
-    place, dtype = PLACES[parameter.place], DTYPES[parameter.dtype]
+def _parameter(described: Parameter) -> Tensor:
+    ones = torch.ones(described.rows, 3, dtype=DTYPES[described.dtype])
+    place = PLACES[described.place]
     if place.mesh is None:
-        return cases.plain_param(2, 3, dtype=dtype)
-    return cases.dtensor_param(place.mesh(), place.placements, dtype)
+        return torch.nn.Parameter(ones)
+    local = _cut(ones, place.letters, place.axes, place.mesh().get_rank())
+    return torch.nn.Parameter(_distributed(described, local, place.letters))
 
 
-def _backward(program: Program, spot: Spot, optimizer: torch.optim.Optimizer, scale: float) -> None:
+def _distributed(described: Parameter, local: Tensor, way: str) -> Tensor:
+    mesh, placements = PLACES[described.place].mesh, [LETTERS[letter] for letter in way]
+    assert mesh is not None
+    size = {"shape": torch.Size((described.rows, 3)), "stride": (3, 1)}
+    return DTensor.from_local(local, mesh(), placements, run_check=False, **size)
+
+
+def _backward(
+    program: Program, spot: Spot, optimizer: torch.optim.Optimizer, scale: float, kept: dict[Any, Tensor]
+) -> None:
     planted = dict(program.planted)
     for index, parameter in enumerate(cases.params_of(optimizer)):
-        here = Spot(spot.step, spot.rank, spot.optimizer, index)
-        described = program.optimizers[spot.optimizer].parameters[index]
-        parameter.grad = None
+        here = replace(spot, parameter=index)
+        described, parameter.grad = program.parameter_of(here), None
         if here not in program.missing:
-            parameter.grad = _gradient(described, here, scale, planted.get(here))
+            gradient = _gradient(described, here, scale, planted.get(here))
+            if program.keeps:
+                old = kept.setdefault((spot.optimizer, index, described.way(spot.step)), gradient)
+                cases.local_of(old).copy_(cases.local_of(gradient))
+                gradient = old
+            parameter.grad = gradient
 
 
-def unscaled(described: Parameter, spot: Spot) -> Tensor:
-    """Return what a rank holds of a gradient: exact in every dtype, and so large that a step shows in bf16."""
-    value = (1 + spot.parameter + 4 * shard_of(spot.rank, PLACES[described.place])) * 2.0**spot.step
-    return value * torch.arange(1, 7).view(2, 3).to(DTYPES[described.dtype])
+def whole(described: Parameter, spot: Spot) -> Tensor:
+    """Return all of a gradient: exact in every dtype, a term of a sum too, and so large that a step shows in bf16."""
+    own = sum(PLACES[described.place].own.where(spot.rank))
+    value = (1 + spot.parameter + 4 * own) * 2.0**spot.step
+    return value * torch.arange(1, described.rows * 3 + 1).view(-1, 3).to(DTYPES[described.dtype])
+
+
+def _piece(described: Parameter, spot: Spot) -> Tensor:
+    """Return what a rank holds of a gradient."""
+    return _cut(whole(described, spot), described.way(spot.step), PLACES[described.place].axes, spot.rank)
 
 
 def _gradient(described: Parameter, spot: Spot, scale: float, planted: float | None) -> Tensor:
-    place = PLACES[described.place]
-    local = unscaled(described, spot) * scale
-    if planted is not None:
-        local.view(-1)[spot.rank] = planted
-    if place.mesh is None:
+    local, way = _piece(described, spot) * scale, described.way(spot.step)
+    if planted is not None and local.numel():
+        local.view(-1)[spot.rank % local.numel()] = planted
+    if way in ("", "plain"):
         return local
-    placements = [Partial()] * len(place.placements) if described.partial else place.placements
-    return DTensor.from_local(local, place.mesh(), placements, run_check=False)
+    for letter, (size, _) in zip(way, PLACES[described.place].axes.dims, strict=True):
+        local /= size if letter == "P" else 1  # a term of the sum
+    return _distributed(described, local, way)
