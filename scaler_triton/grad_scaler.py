@@ -172,7 +172,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
                 return optimizer.step(*args, **kwargs)
             except BaseException:
                 # Its kernels divide gradients, and nobody can tell which they reached. The flag stays as agreed.
-                state["stage"], state["void"] = OptState.UNSCALED, factor is not None
+                self._enter_unscaled(state)
+                state["void"] = factor is not None
                 raise
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.amp.grad_scaler import OptState
+    from torch.utils.weak import TensorWeakRef
 
     from scaler_triton.plan import GradPlan
     from scaler_triton.verdict import Verdict
@@ -24,6 +25,7 @@ class StepState(TypedDict, total=False):
     skips: bool  # what the host read of them
     deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
     void: bool  # the step raised, and nobody can tell which gradients it divided: it can only be skipped
+    first: TensorWeakRef | None  # the first gradient when they were unscaled; None: there was none
     unscaled_flag: Tensor | None  # fp32, shape (): of gradients that were unscaled before an update, else None
     # While gradients are examined:
     plan: GradPlan

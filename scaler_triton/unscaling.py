@@ -18,6 +18,7 @@ from scaler_triton.overflow import OverflowMixin
 from scaler_triton.plan import GradPlan, PlanCache
 from scaler_triton.step_state import StepState
 from scaler_triton.stepped import Stepped
+from scaler_triton.unstepped import first_gradient
 from scaler_triton.verdict import Verdict, flag_on, fp32_on, tell_failure
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class UnscalingMixin(AgreeingMixin, OverflowMixin):
             return self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16)
 
         verdict = self._examine(optimizer, state, unscale)
-        state["stage"] = OptState.UNSCALED
+        self._enter_unscaled(state)
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             verdict.start_mirror()  # step will ask for the flag on the host
 
@@ -192,10 +193,14 @@ class UnscalingMixin(AgreeingMixin, OverflowMixin):
             tell_failure(agreement, self._home(plan))
 
     def _skip(self, state: StepState, plan: GradPlan) -> None:
-        state["stage"] = OptState.UNSCALED  # first: even without a flag it tells that gradients were written
+        self._enter_unscaled(state)  # first: even without a flag it tells that gradients were written
         verdict = self._new_verdict(plan)
         verdict.skip()
         self._keep(state, verdict, plan.devices or (verdict.device,))
+
+    def _enter_unscaled(self, state: StepState) -> None:
+        """Tell that the gradients are unscaled, or that some may be."""
+        state["stage"], state["first"] = OptState.UNSCALED, first_gradient(state["owner"]())
 
     def _keep(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         state["verdict"] = verdict

@@ -78,6 +78,24 @@ class Unstepped:
         return entry.found_inf if entry is not None and entry.fits(inner) else None
 
 
+def first_gradient(optimizer: Any) -> TensorWeakRef | None:
+    """Return a reference to an optimizer's first gradient, None if it has none.
+
+    It stands for all of them: `zero_grad()`, which drops it, drops them all. To mark each would cost every step.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return TensorWeakRef(parameter.grad)
+    return None
+
+
+def has_first(optimizer: Any, first: TensorWeakRef | None) -> bool:
+    """Tell whether an optimizer has the gradients still that it had when `first_gradient` was asked."""
+    now = None if optimizer is None else first_gradient(optimizer)
+    return first is not None and now is not None and first() is now()
+
+
 def marks_of(optimizer: Any) -> list[Mark | None]:
     """Return an optimizer's gradients as they are now; None where there is none. No gradient is kept alive."""
     return [_mark(parameter.grad) for parameter in parameters_of(optimizer)]

@@ -18,7 +18,7 @@ from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
 from scaler_triton.step_state import StepState
 from scaler_triton.stepped import Stepped
-from scaler_triton.unstepped import Unstepped
+from scaler_triton.unstepped import Unstepped, has_first
 from scaler_triton.verdict import any_flag
 
 
@@ -124,8 +124,13 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         return [(state["owner"], self._unstepped_flag(state)) for state in states if "owner" in state]
 
     def _unstepped_flag(self, state: StepState) -> Tensor | None:
-        """Return a copy of the flag, which the update may clear, of an optimizer that was unscaled but not stepped."""
+        """Return a copy of the flag, which the update may clear, of an optimizer that was unscaled but not stepped.
+
+        Returns: None, too, if its gradients are others by now: those are scaled, and nobody has checked them.
+        """
         if state["stage"] is not OptState.UNSCALED:
+            return None
+        if "first" in state and not has_first(state["owner"](), state["first"]):
             return None
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("void") else flag

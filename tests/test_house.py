@@ -59,6 +59,7 @@ ALLOWED = {
         "reference",
         "step_state",
         "stepped",
+        "unstepped",
         "verdict",
     },
     "updating": {

@@ -121,6 +121,40 @@ def failing() -> None:
     raise ArithmeticError
 
 
+@pytest.mark.parametrize("after", ["unscale_", "clip_grad_norm_", "a step that raises"])
+@pytest.mark.parametrize("value", [24.0, math.nan])
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_18_gradients_that_came_between_unscaling_and_update_are_scaled(kind: str, value: float, after: str) -> None:
+    """A batch that was given up, and another one in its place."""
+    optimizer = optimizer_of(kind, "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    if after == "unscale_":
+        scaler.unscale_(optimizer)
+    elif after == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    else:
+        with mock.patch.object(optimizer, "step", side_effect=KeyError), pytest.raises(KeyError):
+            scaler.step(optimizer)
+    optimizer.zero_grad()
+    only(optimizer).grad = torch.full((3,), value)
+    scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
+    assert only(optimizer).tolist() == [0.0 if math.isnan(value) else -0.5 * value / SCALE] * 3
+
+
+def test_18_gradients_that_came_after_there_was_none_are_scaled() -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    late.zero_grad()
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    scaler.unscale_(late)
+    only(late).grad = torch.full((3,), math.nan)
+    scaler.step(early)
+    scaler.update()
+    scaler.step(late)
+    assert only(late).tolist() == [0.0] * 3
+
+
 def test_18_unscale_by_hand_is_obeyed() -> None:
     """Whoever replays a captured backward writes gradients that no counter tells of, and says so by unscaling."""
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from scaler_triton import dispatch
 from scaler_triton.clipping import norms, reference_norm
@@ -137,7 +136,7 @@ class AtOnceMixin(PartsMixin):
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
         part = each.part
         self._leave_flag(part, each.verdict, self._served_devices(each.flags, part.plan, agreement))
-        part.state["stage"] = OptState.UNSCALED
+        self._enter_unscaled(part.state)
 
     def _fail_together(self, parts: Sequence[Part], agreement: Agreement | None) -> None:
         """Tell the other ranks, in the reduction that they wait in, that this one could not check its gradients."""

@@ -15,6 +15,7 @@ from specification import (
     ShardedSpecification,
     Specification,
     departs,
+    first_gradient,
     gradients_of,
     is_fp16,
     overlaps,
@@ -238,7 +239,7 @@ class ClippingRules:
             state = self._per_optimizer_states[id(optimizer)]
             if leave:
                 flags = self._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), True)
-                state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
+                state.update(stage=OptState.UNSCALED, found_inf_per_device=flags, first=first_gradient(optimizer))
             elif state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
 

@@ -146,9 +146,12 @@ class Specification(torch.amp.GradScaler):
         kept = {}  # made before the update, which adds up the flags in one of them
         for key, state in self._per_optimizer_states.items():
             kept[key] = None
-            if state["stage"] is OptState.UNSCALED and any(writes := _writes(self._optimizers[key])):
+            if state["stage"] is not OptState.UNSCALED:
+                continue
+            optimizer = self._optimizers[key]
+            if first_gradient(optimizer) is state["first"] is not None:
                 found = any(flag.item() for flag in state["found_inf_per_device"].values()) or state.get("void", False)
-                kept[key] = (torch.tensor(float(found)), writes)
+                kept[key] = (torch.tensor(float(found)), _writes(optimizer))
         return kept
 
     def _recall(self, optimizer: Any) -> None:
@@ -157,7 +160,8 @@ class Specification(torch.amp.GradScaler):
             flag, writes = kept
             if _same(writes, _writes(optimizer)):
                 departs(18)  # torch unscales them a second time
-                state.update(stage=OptState.UNSCALED, found_inf_per_device={torch.device("cpu"): flag})
+                flags = {torch.device("cpu"): flag}
+                state.update(stage=OptState.UNSCALED, found_inf_per_device=flags, first=first_gradient(optimizer))
 
     def _update_by_flags(self) -> None:
         tracker, interval = self._growth_tracker, self._growth_interval
@@ -205,7 +209,10 @@ class Specification(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def unscale_(self, optimizer: Any) -> None:
-        super().unscale_(self._unwrapped(optimizer))
+        optimizer = self._unwrapped(optimizer)
+        super().unscale_(optimizer)
+        if self._enabled:
+            self._per_optimizer_states[id(optimizer)]["first"] = first_gradient(optimizer)
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         optimizer = self._unwrapped(optimizer)
@@ -257,7 +264,7 @@ class Specification(torch.amp.GradScaler):
         except Exception:
             departs(FAILURE)  # nobody knows what it wrote: it can only be skipped now
             del optimizer.grad_scale, optimizer.found_inf
-            state.update(stage=OptState.UNSCALED, void=ready or "deferred" in state)
+            state.update(stage=OptState.UNSCALED, void=ready or "deferred" in state, first=first_gradient(optimizer))
             raise
 
     def _step_with_flag(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -296,6 +303,11 @@ def gradients_of(optimizer: Any) -> Iterator[Tensor]:
     """Yield the gradients that there are."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return (parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+def first_gradient(optimizer: Any) -> Tensor | None:
+    """The first gradient; if another one is in its place all are others, which no `unscale_` has seen."""
+    return next(gradients_of(optimizer), None)
 
 
 def _writes(optimizer: Any) -> list[tuple[Tensor, int] | None]:

@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(_S + "grad_scaler.py", "or (args and callable(args[0]))", "", DIFFERENCES),
     Mutant(_S + "grad_scaler.py", 'state["found_inf_per_device"] = {}  # checked', "pass  # checked", CONTRACT),
     Mutant(_S + "grad_scaler.py", "if optimizers.skip_would_corrupt(inner) and", "if False and", STEPS),
-    Mutant(_S + "grad_scaler.py", "= OptState.UNSCALED, factor is not None", "= OptState.UNSCALED, False", FAILURE),
-    Mutant(_S + "grad_scaler.py", "= OptState.UNSCALED, factor is", "= OptState.READY, factor is", FAILURE),
+    Mutant(_S + "grad_scaler.py", 'state["void"] = factor is not None', 'state["void"] = False', FAILURE),
+    Mutant(_S + "grad_scaler.py", "self._enter_unscaled(state)", "pass", FAILURE),
     Mutant(_S + "updating.py", "if self._growth_tracker is None:", "if True:", CONTRACT),
     Mutant(_S + "grad_scaler.py", "if self._host_flag(optimizer_state):", "if False:", STEPS),
     Mutant(_S + "updating.py", "scale.fill_(self._checked_scale(new_scale))", "scale.fill_(new_scale)", DIFFERENCES),
@@ -110,6 +110,10 @@ MUTANTS = [
     Mutant(_S + "unstepped.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
     Mutant(_S + "unstepped.py", "if any(marks):", "if True:", "tests/distributed/test_unstepped_ranks.py"),
     Mutant(_S + "updating.py", 'if state.get("void") else flag', "if False else flag", UNSTEPPED),
+    Mutant(_S + "updating.py", 'if "first" in state and', "if False and", UNSTEPPED),
+    Mutant(
+        _S + "unstepped.py", "first is not None and now is not None and first() is now()", "now is not None", UNSTEPPED
+    ),
     # the flag and who agrees on it
     Mutant(_S + "verdict.py", "agreement.maximum_(self._signals)", "pass", RANKS),
     Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(id, flags)", CONTRACT),
