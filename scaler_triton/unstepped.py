@@ -85,8 +85,8 @@ def first_gradient(optimizer: Any) -> TensorWeakRef | None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
-                return TensorWeakRef(parameter.grad)
+            if (gradient := parameter.grad) is not None:
+                return TensorWeakRef(gradient)
     return None
 
 
