@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from scaler_triton import callers, collectives
+from scaler_triton.held import Held
 from scaler_triton.patching import stand_in
 
 if TYPE_CHECKING:
@@ -22,12 +23,8 @@ _ON_FSDP1 = (
 )
 
 
-class AgreeingMixin:
+class AgreeingMixin(Held):
     """Tells by the process group and the parameters, never by gradients, which other ranks follow a flag."""
-
-    process_group: Any
-    _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
-    _warned_fsdp1: bool
 
     def _agreement(self, plan: GradPlan) -> Agreement | None:
         """Return who must agree on an optimizer, None if nobody else."""

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 from torch import Tensor
 
+from scaler_triton.held import Held
 from scaler_triton.step_state import StepState
 from scaler_triton.verdict import Verdict, any_flag, as_flag
 
-if TYPE_CHECKING:
-    _Base = torch.amp.GradScaler
-else:
-    _Base = object
 
-
-class FlagsMixin(_Base):
+class FlagsMixin(Held):
     """The flag of a state, on the device and on the host."""
-
-    _scale: Tensor | None
 
     def _verdict(self, state: StepState) -> Verdict | None:
         """Return the verdict behind the state's flags, None if somebody else stored them."""

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 
-from scaler_triton import collectives, dispatch, limits, optimizers, policy, untraced
+from scaler_triton import collectives, dispatch, held, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
 from scaler_triton.patching.stand_in import StandIn
-from scaler_triton.plan import PlanCache
-from scaler_triton.stats import Counters, Lagging
 from scaler_triton.step_state import StepState
-from scaler_triton.stepped import Stepped
-from scaler_triton.unstepped import Unstepped
 from scaler_triton.updating import UpdatingMixin
 
 if TYPE_CHECKING:
@@ -64,25 +58,22 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             policy.check_growth_factor(growth_factor)
             policy.check_backoff_factor(backoff_factor)
             raise
+        vars(self).update(held.fresh())
         self._init_extras(**extras)
         if self._enabled:
             init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"), self._limits)
             growth_factor = policy.check_growth_factor(growth_factor)
             backoff_factor = policy.check_backoff_factor(backoff_factor)
             growth_interval = policy.check_growth_interval(growth_interval)
-        self.process_group: Any = process_group
+        self.process_group = process_group
         # torch leaves these unset on a disabled scaler, where its getters then raise.
         self._init_scale = init_scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
-        self._scale: Tensor | None = None
-        self._growth_tracker: Tensor | None = None
-        self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
-        self._plans = PlanCache()
-        self._unstepped, self._stepped = Unstepped(), Stepped()
-        self._boards = {}
+        self._scale = None
+        self._growth_tracker = None
         self._warned_fsdp1 = False
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -188,17 +179,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
     def _own_state(self) -> dict[str, Any]:
         """Return what a copy needs, but for the process group."""
         # torch has made sure that an enabled scaler's states are empty
-        fresh: dict[str, Any] = {
-            "_plans": PlanCache(),
-            "_unstepped": Unstepped(),
-            "_stepped": Stepped(),
-            "_counters": Counters(self._counters.read()),
-            "_lagging": Lagging(),
-            "_boards": {},
-            "_device_policies": {},
-            "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
-        }
-        return {**super().__getstate__(), **fresh, "process_group": None}
+        return {**super().__getstate__(), **held.fresh(self._counters.read()), "process_group": None}
 
     def __copy__(self) -> ScalerMixin:
         return self._clone(lambda state: state)

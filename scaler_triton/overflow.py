@@ -13,8 +13,8 @@ from scaler_triton import collectives
 from scaler_triton.batch import Batch, local_tensor
 from scaler_triton.flags import FlagsMixin
 from scaler_triton.overflow_report import INF, NAN, BadGradient, OverflowReport, from_bytes, kinds_of, to_bytes
-from scaler_triton.plan import GradPlan, PlanCache
-from scaler_triton.stats import LAST_SKIP, SKIPPED, Counters
+from scaler_triton.plan import GradPlan
+from scaler_triton.stats import LAST_SKIP, SKIPPED
 
 # What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -24,11 +24,6 @@ _NO_NAMES = "model must be a module or what its named_parameters() gives"
 
 class OverflowMixin(FlagsMixin):
     """Marks which gradients overflowed, each with the number of skips before, and tells of the last ones."""
-
-    process_group: Any
-    _plans: PlanCache
-    _counters: Counters
-    _per_optimizer_states: Any
 
     def overflow_report(
         self, model: nn.Module | Iterable[tuple[str, Tensor]] | None = None, *, gather: bool = False

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaler_triton import limits, policy
 from scaler_triton.capturing import refuse_capture
-from scaler_triton.limits import NO_LIMITS, Extras, Limits
-from scaler_triton.stats import NAMES, Counters, Lagging
-
-if TYPE_CHECKING:
-    from scaler_triton.kernels.update_scale import DevicePolicy
-    from scaler_triton.plan import PlanCache
-
-    _Base = torch.amp.GradScaler
-else:
-    _Base = object
+from scaler_triton.held import Held
+from scaler_triton.limits import NO_LIMITS, Extras
+from scaler_triton.stats import NAMES, Lagging
 
 
-class SettingsMixin(_Base):
+class SettingsMixin(Held):
     """The numbers that `update` goes by, and the counters that a checkpoint holds beside them."""
-
-    _device_policies: dict[torch.device, DevicePolicy]
-    _limits: Limits
-    _max_consecutive_skips: int | None
-    _counters: Counters
-    _lagging: Lagging
-    _plans: PlanCache
 
     def _init_extras(
         self,
@@ -41,8 +27,6 @@ class SettingsMixin(_Base):
         check_unscaled: bool,
     ) -> None:
         self._limits, self._max_consecutive_skips, self._check_unscaled = NO_LIMITS, None, False
-        self._counters, self._lagging = Counters(), Lagging()
-        self._device_policies = {}
         if self._enabled:
             self._limits = limits.check(min_scale, max_scale, hysteresis, consecutive_hysteresis)
             self._max_consecutive_skips = policy.check_max_skips(max_consecutive_skips)

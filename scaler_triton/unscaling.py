@@ -15,9 +15,8 @@ from scaler_triton.agreeing import AgreeingMixin
 from scaler_triton.board import Board
 from scaler_triton.capturing import is_captured, refuse_capture
 from scaler_triton.overflow import OverflowMixin
-from scaler_triton.plan import GradPlan, PlanCache
+from scaler_triton.plan import GradPlan
 from scaler_triton.step_state import StepState
-from scaler_triton.stepped import Stepped
 from scaler_triton.unstepped import first_gradient
 from scaler_triton.verdict import Verdict, flag_on, fp32_on, tell_failure
 
@@ -31,15 +30,6 @@ Op = Callable[["Batch", Tensor, dispatch.Backend], None]
 
 class UnscalingMixin(AgreeingMixin, OverflowMixin):
     """`unscale_` and the check for optimizers that unscale themselves; what goes wrong here splits no ranks."""
-
-    _allow_fp16: bool  # whether unscale_ takes fp16 gradients
-    _backend: str
-    _check_unscaled: bool
-    _plans: PlanCache
-    _boards: dict[torch.device, Board]
-    _growth_tracker: Tensor | None
-    _stepped: Stepped
-    _per_optimizer_states: Any
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the optimizer's gradients by the scale, and agree with the other ranks on whether one overflowed.

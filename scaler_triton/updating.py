@@ -11,25 +11,17 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import dispatch, limits, ops, reference
-from scaler_triton.board import Board
 from scaler_triton.capturing import is_captured
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
 from scaler_triton.step_state import StepState
-from scaler_triton.stepped import Stepped
-from scaler_triton.unstepped import Unstepped, has_first
+from scaler_triton.unstepped import has_first
 from scaler_triton.verdict import any_flag
 
 
 class UpdatingMixin(SettingsMixin, OverflowMixin):
     """`update`, and what can be asked of the updates and steps that were."""
-
-    _backend: str
-    _boards: dict[torch.device, Board]
-    _unstepped: Unstepped
-    _stepped: Stepped
-    _per_optimizer_states: Any
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Back the scale off if any optimizer's flag was set, let it grow after `growth_interval` good updates.

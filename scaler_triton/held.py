@@ -1,0 +1,67 @@
+"""What a scaler holds, named once for all of its mixins."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from scaler_triton.plan import PlanCache
+from scaler_triton.stats import Counters, Lagging
+from scaler_triton.stepped import Stepped
+from scaler_triton.unstepped import Unstepped
+
+if TYPE_CHECKING:
+    from scaler_triton.board import Board
+    from scaler_triton.kernels.update_scale import DevicePolicy
+    from scaler_triton.limits import Limits
+
+    _Base = torch.amp.GradScaler
+else:
+    _Base = object
+
+
+class Held(_Base):
+    """The attributes of a scaler: what it was told, what it is at, and what it knows of its optimizers."""
+
+    _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
+    _allow_fp16: bool  # whether unscale_ takes fp16 gradients
+    process_group: Any  # the ranks that must agree; None: the default group, or those that the parameters tell
+    _backend: str
+    _limits: Limits
+    _max_consecutive_skips: int | None
+    _check_unscaled: bool
+    _warned_fsdp1: bool
+
+    _scale: Tensor | None  # fp32, one element; None until it is first used
+    _growth_tracker: Tensor | None  # int32, one element
+    _counters: Counters
+    _lagging: Lagging
+    _device_policies: dict[torch.device, DevicePolicy]
+
+    _per_optimizer_states: Any  # of this step, a StepState each, by the optimizer's id
+    _plans: PlanCache
+    _boards: dict[torch.device, Board]
+    _stepped: Stepped
+    _unstepped: Unstepped
+
+
+def fresh(*counters: list[int]) -> dict[str, Any]:
+    """Return what a new scaler begins with, and a copy, which has its own optimizers.
+
+    Args:
+        counters: what was counted so far, if it is not nothing.
+    """
+    return {
+        "_counters": Counters(*counters),
+        "_lagging": Lagging(),
+        "_device_policies": {},
+        "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
+        "_plans": PlanCache(),
+        "_boards": {},
+        "_stepped": Stepped(),
+        "_unstepped": Unstepped(),
+    }
