@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ from scaler_triton.batch import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+# What a rank has to tell goes in one all-gather, behind its length, up to so many bytes.
+_LENGTH, _AT_ONCE = 8, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -66,20 +70,24 @@ def default_group() -> ProcessGroup | None:
 
 
 def gather_bytes(data: bytes, group: Any) -> list[bytes]:
-    """Return what every rank of `group` passed: the lengths in one all-gather, the bytes in another."""
-    device = _serving_device(group, torch.device("cpu"))
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    lengths = [int(each) for each in _all_gather(torch.tensor([len(mine)], device=device), group)]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(mine)] = mine
-    parts = _all_gather(padded.to(device), group)
-    return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+    """Return what every rank of `group` passed, in one all-gather; in two where one of them passed much."""
+    begin, rest = data[:_AT_ONCE], data[_AT_ONCE:]
+    told = _all_gather(len(data).to_bytes(_LENGTH, "little") + begin, _LENGTH + _AT_ONCE, group)
+    lengths = [int.from_bytes(each[:_LENGTH], "little") for each in told]
+    whole = [each[_LENGTH:] for each in told]
+    longest = max(lengths)
+    if longest > _AT_ONCE:
+        whole = [*map(operator.add, whole, _all_gather(rest, longest - _AT_ONCE, group))]
+    return [each[:length] for each, length in zip(whole, lengths, strict=True)]
 
 
-def _all_gather(tensor: Tensor, group: Any) -> list[Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return parts
+def _all_gather(data: bytes, size: int, group: Any) -> list[bytes]:
+    """Return what every rank passed, filled up to `size` bytes."""
+    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+    mine = mine.to(_serving_device(group, mine.device))
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def checked_group(process_group: Any) -> Any:

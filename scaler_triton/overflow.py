@@ -34,7 +34,8 @@ class OverflowMixin(FlagsMixin):
 
         Args:
             model: names the parameters: a module, or what its `named_parameters()` gives; None: they are numbered.
-            gather: ask all ranks, in two all-gathers that each of them must join, instead of this one alone.
+            gather: ask all ranks, in an all-gather that each of them must join (a second one for more than a hundred
+                bad gradients on a rank), instead of this one alone.
 
         Returns: a report whose `str` is a table.
 

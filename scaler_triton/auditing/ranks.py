@@ -38,8 +38,9 @@ def audit(
     DDP and FSDP1's NO_SHARD by `model`. Other plain parameters may be shards: they are hashed, but no verdict rests
     on them. A run that averages weights only now and then (local SGD) differs in between by design.
 
-    Every rank of the group must call it, between two steps: two all-gathers, none for one rank. Nothing is written:
-    no parameter, state, scale or random number. A rank that fails to read what it holds says so in its row.
+    Every rank of the group must call it, between two steps: an all-gather, two for hundreds of parameters, none for one
+    rank. Nothing is written: no parameter, state, scale or random number. A rank that fails to read what it holds says
+    so in its row.
 
     Args:
         optimizer: one, or a list; wrappers that keep theirs as `.optimizer` are understood.

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import cases
 import dtensor_cases
 import torch
+import torch.distributed as dist
 from cases import Fault, collectives_of
 from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from scaler_triton.collectives import gather_bytes
 
 
 def reported(rank: int, kind: str, layout: str, faults: Sequence[Fault]) -> tuple[str, str, int]:
@@ -23,6 +26,14 @@ def reported(rank: int, kind: str, layout: str, faults: Sequence[Fault]) -> tupl
     reports: list[str] = []
     count = collectives_of(lambda: reports.append(str(scaler.overflow_report(names, gather=True))))
     return str(scaler.overflow_report(names)), reports[0], count
+
+
+def told(rank: int, lengths: Sequence[int]) -> tuple[list[bytes], int]:
+    """What the ranks tell each other, each so many bytes; and the collectives that it took."""
+    answers: list[list[bytes]] = []
+    data = bytes([rank + 1]) * lengths[rank]
+    count = collectives_of(lambda: answers.append(gather_bytes(data, dist.group.WORLD)))
+    return answers[0], count
 
 
 def partial_beside_plain(rank: int) -> list[tuple[str, str]]:

@@ -10,11 +10,11 @@ from cases import Fault
 pytestmark = pytest.mark.distributed
 
 NOBODY = -1
-GATHERS = 2
+GATHERS = 1
 
 
 def agreed_on(answers):
-    """The ranks got the same report, for two gathers each, and the first one printed it: return it."""
+    """The ranks got the same report, for one gather each, and the first one printed it: return it."""
     assert len({answer.text for answer in answers}) == 1
     assert [answer.printed for answer in answers] == [answers[0].text + "\n"] + [""] * (len(answers) - 1)
     assert [answer.collectives for answer in answers] == [GATHERS] * len(answers)

@@ -20,7 +20,7 @@ def test_every_rank_is_told_which_parameter_on_which_rank(two, kind):
     )
     for local, gathered, collectives in outcomes:
         assert gathered == whole
-        assert collectives == 2
+        assert collectives == 1
         assert "1 bad gradient on rank" in local
 
 
@@ -28,6 +28,12 @@ def test_a_rank_with_good_gradients_says_so(two):
     first, second = two.run(overflow_cases.reported, "sharded", "line-shards", [Fault(0, 1)])
     assert first[0] == "The last skip, at update 1: nothing on this rank; ask with gather=True."
     assert first[1] == second[1]
+
+
+@pytest.mark.parametrize(("lengths", "collectives"), [((0, 5), 1), ((1 << 14, 0), 1), ((3, (1 << 14) + 1), 2)])
+def test_what_ranks_tell_arrives_whole(two, lengths, collectives):
+    whole = [bytes([rank + 1]) * length for rank, length in enumerate(lengths)]
+    assert two.run(overflow_cases.told, lengths) == [(whole, collectives)] * 2
 
 
 def test_a_gradient_that_is_yet_a_sum_is_told_for_itself(two):

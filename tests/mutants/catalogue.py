@@ -139,6 +139,7 @@ MUTANTS = [
     Mutant(_S + "collectives.py", "len(meshes) == 1 and meshes[0].ndim == 1", "meshes[0].ndim == 1", MESHES),
     Mutant(_S + "collectives.py", "        if missing:", "        if False:", GROUPS),
     Mutant(_S + "collectives.py", "if len(ranks) > 1:", "if False:", GROUPS),
+    Mutant(_S + "collectives.py", "if longest > _AT_ONCE:", "if len(data) > _AT_ONCE:", REPORTED),
     # plans and batches
     Mutant(_S + "plan.py", "or gradient.stride() != form.stride", "", PLAN),
     Mutant(_S + "plan.py", "            self._place(forms)\n", "", PLAN),
