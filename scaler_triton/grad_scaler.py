@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -15,9 +15,6 @@ from scaler_triton.clipping.clip import ClippingMixin
 from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.step_state import StepState
 from scaler_triton.updating import UpdatingMixin
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
@@ -40,7 +37,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         backoff_factor: float,
         growth_interval: int,
         enabled: bool,
-        process_group: ProcessGroup | None,
+        process_group: torch.distributed.ProcessGroup | None,
         backend: str | None,
         **extras: Any,
     ) -> None:
@@ -246,7 +243,7 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        process_group: ProcessGroup | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
         backend: str | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,

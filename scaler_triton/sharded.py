@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 if not torch.distributed.is_available():
@@ -12,9 +10,6 @@ if not torch.distributed.is_available():
 from torch.distributed.fsdp import sharded_grad_scaler as _torch_sharded
 
 from scaler_triton.grad_scaler import ScalerMixin
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
@@ -47,7 +42,7 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
         growth_factor: float = 2.0,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: ProcessGroup | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
         *,
         backend: str | None = None,
         min_scale: float | None = None,

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,18 @@ def public_functions() -> list[object]:
             if not name.startswith("_") and member.__module__.startswith("scaler_triton")
         )
     return found
+
+
+def annotated() -> list[object]:
+    classes = (scaler_triton.GradScaler, ShardedGradScaler)
+    functions = [thing for thing in public_functions() if not inspect.isclass(thing)]
+    return [*(cls.__init__ for cls in classes), *functions, scaler_triton.audit]
+
+
+@pytest.mark.parametrize("function", annotated(), ids=lambda function: getattr(function, "__qualname__", "?"))
+def test_annotations_are_there_for_programs(function: object) -> None:
+    """Command lines and configurations are made of them."""
+    assert typing.get_type_hints(function)
 
 
 @pytest.mark.parametrize("thing", public_functions(), ids=lambda thing: getattr(thing, "__qualname__", "?"))

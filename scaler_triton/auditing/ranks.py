@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,13 @@ from scaler_triton.batch import local_tensor
 from scaler_triton.collectives import default_group, gather_bytes
 from scaler_triton.optimizers import parameters_of, unwrap
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 def audit(
     optimizer: Any,
     scaler: torch.amp.GradScaler,
     model: nn.Module | None = None,
     *,
-    process_group: ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     replicated: bool = False,
     file: TextIO | None = None,
 ) -> AuditReport:
