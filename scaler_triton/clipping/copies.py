@@ -19,16 +19,17 @@ def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: 
     """Return for each parameter how many of the ranks hold what this rank holds of it.
 
     A DTensor's placements tell, and its mesh if it spans a part of the ranks: the other parts hold copies, as the
-    norms of FSDP x TP do. An FSDP1 parameter looks the same sharded or not, so its wrapper is asked. Any other
-    parameter is taken for a copy, as under DDP: torch's own clipping counts it on every rank.
+    norms of FSDP x TP do. An FSDP1 parameter looks the same sharded or not, so its wrapper is asked, which knows, too,
+    how tensor parallelism had cut it before. Any other parameter is taken for a copy, as under DDP: torch's own
+    clipping counts it on every rank.
 
     Args:
         parameters: of any kind, frozen ones too.
         agreement: the ranks whose gradients make up the norm; None: this one alone.
         model: holds the `FullyShardedDataParallel` modules, where there are any.
 
-    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules; naming `process_group` if one is
-        cut into more pieces than there are ranks.
+    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules, or holds several whose copies
+        count differently; naming `process_group` if one is cut into more pieces than there are ranks.
     """
     ranks = 1 if agreement is None else agreement.size
     if ranks == 1 and not (several_ranks() and has_fsdp1(parameters)):
@@ -77,4 +78,21 @@ def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
         whole = module.sharding_strategy is ShardingStrategy.NO_SHARD
         pieces = 1 if whole else dist.get_world_size(module.process_group)
         shards.update({id(parameter): pieces for parameter in module.parameters()})
+        shards.update({key: pieces * before for key, before in _cut_before(module._handle).items()})
     return shards
+
+
+def _cut_before(handle: Any) -> dict[int, int]:
+    """Return into how many pieces the parameters of an FSDP1 module's own shard were cut before FSDP1, by their ids."""
+    if handle is None:  # all its parameters are other modules'
+        return {}
+    flat = handle.flat_param
+    cuts = [1 if spec is None else cut_into(spec) for spec in flat._param_extensions]  # those of DTensors
+    if handle._use_orig_params:
+        return {id(parameter): cut for parameter, cut in zip(flat._params, cuts, strict=True)}
+    if len(set(cuts)) > 1:
+        raise ValueError(
+            "model must be FullyShardedDataParallel with use_orig_params=True, got flat parameters that hold what "
+            "tensor parallelism cut beside what it did not"
+        )
+    return {id(flat): cuts[0]}

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from cases import Fault, collectives_of, local_of
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.weak import TensorWeakRef
 
 from scaler_triton.clipping import norms
@@ -271,6 +273,28 @@ def several_and_then_one(rank: int) -> list[bool]:
     scaler.step(optimizers[0])
     scaler.update()
     return [each() is not None for each in last]
+
+
+def fsdp1_over_tensor_parallel(rank: int, orig: bool) -> tuple[list[float], list[float], str]:
+    """FSDP1 over layers that tensor parallelism cut: norms beside those of one process, and what is refused."""
+    net, tp = model_cases.Net(), cases.square()["tp"]
+    bare = copy.deepcopy(net)
+    parallelize_module(net, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = FullyShardedDataParallel(
+        net, device_mesh=cases.square()["dp"], use_orig_params=orig, device_id=torch.device("cpu")
+    )
+    scaler, optimizer = cases.new_scaler("sharded"), cases.new_optimizer("sgd", model.parameters())
+    norms, expected = [], []
+    for step, order in enumerate((2.0, 1.0, 3.0, math.inf)):
+        _backward(model, optimizer, (rank // 2, 2), step, scaler)
+        _backward(bare, cases.new_optimizer("sgd", bare.parameters()), (0, 1), step, None)
+        try:
+            norms.append(scaler.clip_grad_norm_(optimizer, 1e6, order, model=model).item())
+        except ValueError as error:
+            return [], [], str(error)
+        expected.append(torch.nn.utils.clip_grad_norm_(bare.parameters(), 1e6, order).item())
+        scaler.update()
+    return norms, expected, ""
 
 
 def fsdp1_without_model(rank: int) -> str:

@@ -197,6 +197,16 @@ def test_a_rank_that_cannot_defer_tells_the_others(two):
     assert first[1:] == second[1:] == ["True", str(INIT_SCALE / 2)]
 
 
+def test_fsdp1_over_tensor_parallel_counts_what_both_cut_once(four):
+    for norms, expected, _ in four.run(clipping_cases.fsdp1_over_tensor_parallel, orig=True):
+        assert norms == pytest.approx(expected, rel=1e-6)
+
+
+def test_flat_parameters_of_fsdp1_over_tensor_parallel_are_refused(four):
+    for _, _, text in four.run(clipping_cases.fsdp1_over_tensor_parallel, orig=False):
+        assert text.startswith("model must be FullyShardedDataParallel with use_orig_params=True, got flat parameters")
+
+
 def test_fsdp1_needs_its_model(two):
     for text in two.run(clipping_cases.fsdp1_without_model):
         assert text.startswith("model is needed: parameter 0 is FullyShardedDataParallel's")
