@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from scaler_triton import collectives
 from scaler_triton.batch import Batch, local_tensor
 from scaler_triton.flags import FlagsMixin
+from scaler_triton.naming import named_parameters
 from scaler_triton.overflow_report import INF, NAN, BadGradient, OverflowReport, from_bytes, kinds_of, to_bytes
 from scaler_triton.plan import GradPlan
 from scaler_triton.stats import LAST_SKIP, SKIPPED
@@ -108,7 +109,7 @@ def _untold(plan: GradPlan) -> Iterator[str]:
 
 
 def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[tuple[int, str]]:
-    named = model.named_parameters() if isinstance(model, nn.Module) else () if model is None else model
+    named = named_parameters(model) if isinstance(model, nn.Module) else () if model is None else model
     if not isinstance(named, Iterable):
         raise TypeError(f"{_NO_NAMES}, got {type(named).__name__}")
     for pair in named:

@@ -46,8 +46,9 @@ ALLOWED = {
     "agreeing": {"callers", "collectives", "held", "patching/stand_in"},
     "board": {"verdict"},
     "flags": {"held", "step_state", "verdict"},
+    "naming": set(),
     "overflow_report": set(),
-    "overflow": {"batch", "collectives", "flags", "overflow_report", "plan", "stats"},
+    "overflow": {"batch", "collectives", "flags", "naming", "overflow_report", "plan", "stats"},
     "ops": {"batch", "dispatch", "limits", "neighbours", "policy", "reference", "stats"},
     "unscaling": {
         "agreeing",
@@ -146,7 +147,7 @@ ALLOWED = {
     "auditing/comparison": {"auditing/state", "auditing/words"},
     "auditing/report": {"auditing/comparison", "auditing/state", "auditing/words"},
     "auditing/fingerprint": set(),
-    "auditing/replicas": {"auditing/fingerprint", "auditing/state", "auditing/words", "batch", "optimizers"},
+    "auditing/replicas": {"auditing/fingerprint", "auditing/state", "auditing/words", "batch", "naming", "optimizers"},
     "auditing/ranks": {
         "auditing/replicas",
         "auditing/report",

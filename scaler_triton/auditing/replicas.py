@@ -14,6 +14,7 @@ from scaler_triton.auditing.fingerprint import fingerprint
 from scaler_triton.auditing.state import UNKNOWN, Copy
 from scaler_triton.auditing.words import one_line, ranges
 from scaler_triton.batch import is_dtensor, local_tensor
+from scaler_triton.naming import named_parameters
 from scaler_triton.optimizers import unwrap
 
 FSDP1_SHARD = "FSDP1 shard (nothing tells which ranks hold the same)"
@@ -51,7 +52,7 @@ def hashed_copies(
 def _named(optimizers: Sequence[Any], model: nn.Module | None) -> Iterator[Named]:
     """Yield every parameter once: the model's by name, then what only an optimizer has, by its place."""
     seen: set[int] = set()
-    for name, parameter in [*(model.named_parameters() if model is not None else ()), *_by_place(optimizers)]:
+    for name, parameter in [*(named_parameters(model) if model is not None else ()), *_by_place(optimizers)]:
         if id(parameter) not in seen:
             seen.add(id(parameter))
             yield one_line(name), parameter

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 import cases
 import dtensor_cases
+import model_cases
 import torch
 import torch.distributed as dist
 from cases import Fault, collectives_of
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from scaler_triton import audit
 from scaler_triton.collectives import gather_bytes
 
 
@@ -34,6 +37,22 @@ def told(rank: int, lengths: Sequence[int]) -> tuple[list[bytes], int]:
     data = bytes([rank + 1]) * lengths[rank]
     count = collectives_of(lambda: answers.append(gather_bytes(data, dist.group.WORLD)))
     return answers[0], count
+
+
+def named_while_gathered(rank: int, reshard: bool) -> tuple[str, str]:
+    """A skipped step of an FSDP2 model that then only looks forward: the names of what was bad, and an audit."""
+    model = model_cases.WRAPPERS["fsdp2"](model_cases.Net(), False)
+    for module in (model, *model.children()):
+        module.set_reshard_after_forward(reshard)
+    scaler, optimizer = cases.new_scaler("grad"), cases.new_optimizer("adamw", model.parameters())
+    cases.give_grads(scaler, [*model.parameters()], 0)
+    cases.plant([Fault(0, 1, param=3)], rank, 0, [*model.parameters()])
+    scaler.step(optimizer)
+    scaler.update()
+    with torch.no_grad():
+        model(torch.ones(2, model_cases.WIDTH))
+    seen = audit(optimizer, scaler, model, file=io.StringIO())
+    return "".join(each.name for each in scaler.overflow_report(model, gather=True).bad), str(seen)
 
 
 def partial_beside_plain(rank: int) -> list[tuple[str, str]]:

@@ -36,5 +36,12 @@ def test_what_ranks_tell_arrives_whole(two, lengths, collectives):
     assert two.run(overflow_cases.told, lengths) == [(whole, collectives)] * 2
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2_parameters_have_their_names_while_they_are_gathered(two, reshard):
+    for name, seen in two.run(overflow_cases.named_while_gathered, reshard):
+        assert name == "up.bias"
+        assert seen.endswith("Not compared: 6 DTensor shards (no other rank holds a copy).")
+
+
 def test_a_gradient_that_is_yet_a_sum_is_told_for_itself(two):
     assert two.run(overflow_cases.partial_beside_plain) == [[("replicated", "Inf")], []]
