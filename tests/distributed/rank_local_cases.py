@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
-from cases import Fault, Habits, Report, give_grads, giving, new_optimizer, new_scaler, params_of, plain_param, train
+import torch.distributed as dist
+from cases import (
+    STEPS,
+    Fault,
+    Habits,
+    Report,
+    give_grads,
+    giving,
+    new_optimizer,
+    new_scaler,
+    params_of,
+    plain_param,
+    train,
+)
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import mse_loss
 
 
 def rank_local(
@@ -43,6 +60,36 @@ def pipeline_stages(rank: int, kind: str, name: str, faults: Sequence[Fault]) ->
     params = [plain_param(rank + 2, dtype=dtypes[(rank + i) % 4]) for i in range(rank + 1)]
     optimizer = new_optimizer(name, params)
     return train(rank, scaler, [optimizer], giving(scaler, params), faults)
+
+
+def pipeline_schedule(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Report, float]:
+    """A layer a rank under torch's 1F1B, one step bad; what it reports, and how far from one process it ends."""
+    layers = [torch.nn.Linear(6, 6) for _ in range(dist.get_world_size())]
+    bare = copy.deepcopy(torch.nn.Sequential(*layers))
+    stage = PipelineStage(layers[rank], rank, len(layers), torch.device("cpu"))
+    scaler, optimizer = new_scaler("sharded"), new_optimizer(name, layers[rank].parameters())
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, target: scaler.scale(mse_loss(output, target)))
+    if not stage.is_last:
+        scaler.scale(torch.zeros(()))
+
+    def backward(step: int) -> None:
+        x, y = _batch(step)
+        schedule.step(*[x] * stage.is_first, **({"target": y, "losses": []} if stage.is_last else {}))
+
+    report = train(rank, scaler, [optimizer], backward, faults)
+    reference, bad = new_optimizer(name, bare.parameters()), {fault.step for fault in faults}
+    for step in sorted({*range(STEPS)} - bad):
+        x, y = _batch(step)
+        reference.zero_grad()
+        mse_loss(bare(x), y).backward()
+        reference.step()
+    pairs = zip(layers[rank].parameters(), bare[rank].parameters(), strict=True)
+    return report, max(float((ours - one).detach().abs().max()) for ours, one in pairs)
+
+
+def _batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    return x, x.sin()
 
 
 def frozen_on_some(rank: int, kind: str, name: str, faults: Sequence[Fault]) -> Report:

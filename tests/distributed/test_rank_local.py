@@ -86,6 +86,14 @@ def test_pipeline_stages_share_nothing_but_the_flag(ranks, name):
     assert_agreed(reports, [1])
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_a_pipeline_whose_last_stage_alone_has_a_loss_trains_as_one_process_does(ranks, name):
+    outcomes = ranks.run(rank_local_cases.pipeline_schedule, name, [Fault(1, 0)])
+    assert_agreed([report for report, _ in outcomes], [1])
+    for _, distance in outcomes:
+        assert distance <= 1e-6  # sums of four microbatches in another order
+
+
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
 def test_ranks_with_only_frozen_and_empty_parameters_follow(ranks, name):
     assert_agreed(ranks.run(rank_local_cases.frozen_on_some, "sharded", name, [Fault(1, 0)]), [1])
