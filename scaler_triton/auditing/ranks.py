@@ -33,7 +33,8 @@ def audit(
     Compared are the scale and its growth tracker, to the bit; the most steps that a parameter of each optimizer has
     taken; and the bits of every parameter of which several ranks hold a copy: DTensors tell that by their placements,
     DDP and FSDP1's NO_SHARD by `model`. Other plain parameters may be shards: they are hashed, but no verdict rests
-    on them. A run that averages weights only now and then (local SGD) differs in between by design.
+    on them. A run that averages weights only now and then (local SGD) differs in between by design, and so do the steps
+    of an optimizer whose parameters got no gradients on some ranks, such as one of experts without tokens.
 
     Every rank of the group must call it, between two steps: an all-gather, two for hundreds of parameters, none for one
     rank. Nothing is written: no parameter, state, scale or random number. A rank that fails to read what it holds says
