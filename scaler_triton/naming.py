@@ -17,18 +17,25 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Args:
         model: any module; left as it is.
     """
-    shards = dict(_shards(model)) if "torch.distributed.fsdp" in sys.modules else {}
+    shards = _shards(model) if "torch.distributed.fsdp" in sys.modules else {}
     for name, parameter in model.named_parameters():
         yield name, shards.get(id(parameter), parameter)
 
 
-def _shards(model: nn.Module) -> Iterator[tuple[int, Tensor]]:
-    """Yield FSDP2's shards by the ids of what modules hold now."""
+def _shards(model: nn.Module) -> dict[int, Tensor]:
+    """Return FSDP2's shards by the ids of what modules hold now; none where this torch keeps them elsewhere."""
+    try:
+        places = [(each._module_info, each.sharded_param) for module in model.modules() for each in _sharded_in(module)]
+        return {id(getattr(place.module, place.param_name)): shard for place, shard in places}
+    except (ImportError, AttributeError):
+        return {}
+
+
+def _sharded_in(module: nn.Module) -> Iterator[Any]:
     from torch.distributed._composable_state import _get_module_state
 
-    for module in model.modules():
-        state: Any = _get_module_state(module)
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for each in (each for group in groups if group is not None for each in group.fsdp_params):
-            place = each._module_info
-            yield id(getattr(place.module, place.param_name)), each.sharded_param
+    state: Any = _get_module_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        if group is not None:
+            yield from group.fsdp_params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from helpers import Place, places, started
 from torch import nn
 
 from scaler_triton import GradScaler
+from scaler_triton.naming import named_parameters
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 CLIPS = pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
@@ -198,3 +200,10 @@ def test_sparse_gradients_are_told_or_said_not_to_be(place: Place) -> None:
         assert [(each.name, each.kinds) for each in report.bad] == [("table", "Inf")]
     elif place.backend == "triton":
         assert report.untold == (f"sparse and Partial gradients on {parameter.device}",)
+
+
+def test_without_torchs_private_names_a_modules_own_names_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    importlib.import_module("torch.distributed.fsdp")
+    monkeypatch.delattr("torch.distributed._composable_state._get_module_state")
+    assert [(name, id(p)) for name, p in named_parameters(model)] == [(n, id(p)) for n, p in model.named_parameters()]

@@ -84,12 +84,13 @@ def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
 
 def _cut_before(handle: Any) -> dict[int, int]:
     """Return into how many pieces the parameters of an FSDP1 module's own shard were cut before FSDP1, by their ids."""
-    if handle is None:  # all its parameters are other modules'
+    try:
+        flat, specs, originals = handle.flat_param, handle.flat_param._param_extensions, handle.flat_param._params
+    except AttributeError:  # all its parameters are other modules', or this torch keeps that elsewhere
         return {}
-    flat = handle.flat_param
-    cuts = [1 if spec is None else cut_into(spec) for spec in flat._param_extensions]  # those of DTensors
-    if handle._use_orig_params:
-        return {id(parameter): cut for parameter, cut in zip(flat._params, cuts, strict=True)}
+    cuts = [1 if spec is None else cut_into(spec) for spec in specs]  # those of DTensors
+    if originals is not None:  # use_orig_params=True
+        return {id(parameter): cut for parameter, cut in zip(originals, cuts, strict=True)}
     if len(set(cuts)) > 1:
         raise ValueError(
             "model must be FullyShardedDataParallel with use_orig_params=True, got flat parameters that hold what "

@@ -1,12 +1,15 @@
 """`clip_grad_norm_` over ranks: one norm of the whole model whatever its layout, one collective, all agree."""
 
 import math
+import types
 
 import clipping_cases
 import pytest
 from cases import INIT_SCALE, Fault
 from clipping_cases import MAX_NORM
 from torch.distributed.tensor import Partial, Replicate, Shard
+
+from scaler_triton.clipping import copies
 
 pytestmark = pytest.mark.distributed
 
@@ -200,6 +203,10 @@ def test_a_rank_that_cannot_defer_tells_the_others(two):
 def test_fsdp1_over_tensor_parallel_counts_what_both_cut_once(four):
     for norms, expected, _ in four.run(clipping_cases.fsdp1_over_tensor_parallel, orig=True):
         assert norms == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_fsdp1_without_that_record_is_taken_to_be_all_there_is():
+    assert copies._cut_before(None) == copies._cut_before(types.SimpleNamespace(flat_param=object())) == {}
 
 
 def test_flat_parameters_of_fsdp1_over_tensor_parallel_are_refused(four):
