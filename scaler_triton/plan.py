@@ -75,12 +75,16 @@ class GradPlan:
         return self._layouts
 
     def set_epoch(self, counters: Tensor, epoch: Tensor) -> None:
-        """Have tables mark what they see with `epoch` (int32, one element), a view of `counters`."""
+        """Have tables on its device mark what they see with `epoch` (int32, one element), a view of `counters`."""
         self.epoch = (counters, epoch)
         for layout in self._layouts:
-            layout.epoch = epoch
-            for table in layout.tables.values():
+            layout.epoch = self._epoch_on(layout.key.device)
+            for table in layout.tables.values() if layout.epoch is not None else ():
                 table.epoch = epoch
+
+    def _epoch_on(self, device: torch.device) -> Tensor | None:
+        """Return the number of the epoch where it can be read: no kernel reads another GPU's memory."""
+        return self.epoch[1] if self.epoch and self.epoch[1].device == device else None
 
     def marked(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield what kernels saw in whose gradient: parameters' positions, and the bits of each as tables have them."""
@@ -254,7 +258,7 @@ class GradPlan:
         members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in layouts]
         for layout, indices in zip(layouts, members, strict=True):
             layout.slots = indices
-            layout.epoch = self.epoch[1] if self.epoch else None
+            layout.epoch = self._epoch_on(layout.key.device)
             layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]

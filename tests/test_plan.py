@@ -12,7 +12,7 @@ import torch
 from helpers import parameters, sgd, started
 
 from scaler_triton import GradScaler
-from scaler_triton.plan import GradPlan, PlanCache
+from scaler_triton.plan import GradPlan, PlanCache, _Form
 
 
 def collected(plan: GradPlan) -> list[int]:
@@ -151,3 +151,21 @@ def test_added_and_swapped_parameters_make_a_new_plan() -> None:
     optimizer.param_groups[1]["params"][0] = swapped
     scaler.unscale_(optimizer)
     assert swapped.grad.tolist() == [2.0] * 5
+
+
+def test_an_epoch_is_read_on_its_own_device_only() -> None:
+    """A kernel that reads another GPU's memory ends the process."""
+    plan = GradPlan(parameters([torch.ones(3)], "cpu"))
+    (form,) = plan._forms
+    assert form is not None
+    away = _Form((*form.look[:3], torch.device("cuda", 1), form.look[-1]), form.stride)
+    plan._place([form, away])
+    here, there = plan.layouts
+    counters = torch.zeros(7, dtype=torch.int64)
+    for number in range(2):
+        epoch = counters.view(torch.int32)[number : number + 1]
+        plan.set_epoch(counters, epoch)
+        assert here.epoch is epoch
+        assert there.epoch is None
+    plan._place([away, form])
+    assert [layout.epoch for layout in plan.layouts] == [None, epoch]
