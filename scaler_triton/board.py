@@ -22,7 +22,8 @@ class Board:
     @torch.inference_mode(False)  # what the first step makes is written by steps outside that mode, too
     def __init__(self, device: torch.device) -> None:
         size = COLUMNS * self.ROWS
-        numbers = torch.zeros(size + self.ROWS, dtype=torch.float32, device=device)
+        # Waited for, as a copy from the host is: zeroed later, on one stream, it would lose flags set on another.
+        numbers = torch.zeros(size + self.ROWS, dtype=torch.float32, device="cpu").to(device)
         self.signals = numbers[:size].view(self.ROWS, COLUMNS)
         self.last = numbers[size:]  # the flags that the launch cleared last; it finds them behind the signals
         self._free = list(reversed(range(self.ROWS)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton.board import Board
 from scaler_triton.verdict import Verdict, write_scales
@@ -66,6 +69,29 @@ def test_a_write_into_one_row_is_not_taken_for_one_into_another() -> None:
     assert board.rows([second]) == 0b10
     assert board.rows([first, None]) is None
     assert board.rows([fresh()]) is None
+
+
+class Made(TorchDispatchMode):
+    """Notes which operations return tensors on the meta device, views apart, and what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: list[tuple[str, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if result.is_meta and not func.is_view:
+            self.by.append((func._schema.name, kwargs or {}))
+        return result
+
+
+def test_a_board_is_zeroed_on_no_stream() -> None:
+    """Its rows are for optimizers on any: it comes from the host by a copy that is waited for."""
+    with Made() as made:
+        Board(torch.device("meta"))
+    ((name, given),) = made.by
+    assert name == "aten::_to_copy"
+    assert not given.get("non_blocking")
 
 
 def test_rows_come_back_cleared_and_one_too_many_lies_elsewhere() -> None:

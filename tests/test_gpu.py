@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, parameters, started, waits_raise
+from helpers import assert_same, flags, parameters, started, waits_raise
 
 from scaler_triton import GradScaler
 from scaler_triton.mirror import HostMirror
@@ -155,6 +155,25 @@ def test_a_scaler_on_a_side_stream_waits_for_nothing_but_its_own() -> None:
         scaler.update()
     torch.cuda.current_stream().wait_stream(stream)
     assert torch.equal(parameter.detach(), torch.full_like(parameter, -2.0))
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_optimizers_that_begin_on_two_streams_keep_their_flags(backend: str) -> None:
+    """They share memory, which the first of them makes; here it is late, and the second one overflows."""
+    optimizers = [torch.optim.SGD(parameters([grad], "cuda"), lr=1.0) for grad in (None, torch.tensor([math.inf]))]
+    scaler = started(GradScaler, "cuda", init_scale=4.0, backend=backend)
+    streams = [torch.cuda.Stream() for _ in optimizers]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(100_000_000)
+    for stream, optimizer in zip(streams, optimizers, strict=True):
+        with torch.cuda.stream(stream):
+            scaler.unscale_(optimizer)
+    streams[1].synchronize()
+    torch.cuda.synchronize()
+    assert flags(scaler, optimizers[1]) == [1.0]
+    scaler.update()
+    assert scaler.get_scale() == 2.0
 
 
 def device_work(step: Callable[[], None]) -> Counter[str]:
