@@ -204,7 +204,10 @@ def _launch_on(device: torch.device, clear: bool) -> launcher.Launch:
 
 @functools.lru_cache(maxsize=16)
 def _policy_on(device: torch.device, numbers: tuple[Any, ...]) -> Tensor:
-    return DevicePolicy(device).hold(*numbers)
+    launcher.refuse_capture(device)
+    policy = DevicePolicy(device).hold(*numbers)
+    torch.get_device_module(device).synchronize(device)  # who takes it next may be on another stream
+    return policy
 
 
 @functools.cache

@@ -121,7 +121,9 @@ def update_scale_(
     *,
     backend: str | None = None,
 ) -> None:
-    """Back the scale off after an overflow, let it grow after `growth_interval` good steps; no host wait.
+    """Back the scale off after an overflow, let it grow after `growth_interval` good steps.
+
+    On a GPU it waits for the device when factors or interval are new, which no capture can, and never else.
 
     Equivalent PyTorch: `torch._amp_update_scale_`, but the tracker is compared by >= and the scale stays in
     [2^-126, fp32 max].

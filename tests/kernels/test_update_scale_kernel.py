@@ -2,11 +2,13 @@
 
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
-from kernel_cases import DEVICE, INF, NAN, assert_same, launched
+from kernel_cases import DEVICE, INF, NAN, NATIVE, assert_same, launched
 
+from scaler_triton.kernels import launcher, update_scale
 from scaler_triton.kernels.update_scale import launch_update_scale
 
 MIN_SCALE = 2.0**-126
@@ -149,3 +151,32 @@ def test_whole_training_runs_in_step_with_torch():
         torch._amp_update_scale_(torch_scale, torch_tracker, found_inf, 1.7, 0.3, 3)
         assert_same(scale, torch_scale)
         assert tracker.item() == torch_tracker.item()
+
+
+def test_new_numbers_are_waited_for_and_not_captured():
+    """Whoever comes next with the same ones may be on another stream, and a graph's memory is its own."""
+    module = torch.get_device_module(DEVICE)
+    update_scale._policy_on.cache_clear()
+    with mock.patch.object(launcher, "is_capturing", return_value=True), pytest.raises(RuntimeError, match="captured"):
+        update(64.0, 0, 0.0)
+    with mock.patch.object(module, "synchronize", side_effect=module.synchronize) as waited:
+        for _ in range(3):
+            assert update(64.0, 0, 1.0) == (32.0, 0)
+    assert waited.call_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not NATIVE, reason="streams need a GPU")
+def test_numbers_that_one_stream_is_late_with_are_right_on_another():
+    update_scale._policy_on.cache_clear()
+    held = [[torch.full((), 8.0, device=DEVICE), torch.zeros((), dtype=torch.int32, device=DEVICE)] for _ in range(2)]
+    flag, streams = torch.ones((), device=DEVICE), [torch.cuda.Stream() for _ in held]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(100_000_000)
+    for stream, (scale, tracker) in zip(streams, held, strict=True):
+        with torch.cuda.stream(stream):
+            launch_update_scale(scale, tracker, flag, 3.0, 0.25, 5)
+    streams[1].synchronize()
+    torch.cuda.synchronize()
+    assert [scale.item() for scale, _ in held] == [2.0, 2.0]
