@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,7 +15,9 @@ from scaler_triton import dispatch
 from scaler_triton.demo.ranks import RankPool
 
 GROUP_LIMIT = 10.0  # Seconds one collective may take.
-END = time.monotonic() + float(os.environ.get("TEST_SECONDS", "inf"))
+SECONDS = float(os.environ.get("TEST_SECONDS", "inf"))
+GRACE = 10.0  # Seconds that the test which is running then may take.
+END = time.monotonic() + SECONDS
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -29,10 +33,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+def pytest_configure() -> None:
+    """Interrupt a test that runs for long beyond TEST_SECONDS: whoever would end the process loses the report."""
+    if not math.isinf(SECONDS):
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, max(SECONDS + GRACE, 1e-3))
+
+
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Stop after the first test that ends beyond TEST_SECONDS: a tool around all of them can still sum up."""
     if time.monotonic() > END:
         item.session.shouldstop = "out of time, TEST_SECONDS are over"
+
+
+def _interrupt(*args: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one, from around the process, would hit the report
+    raise KeyboardInterrupt
 
 
 def _turn(item: pytest.Item) -> int:

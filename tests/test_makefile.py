@@ -116,6 +116,18 @@ def test_tests_under_a_tool_end_before_the_tool_is_ended() -> None:
     assert "1 passed" in run.stdout
 
 
+def test_a_test_that_takes_too_long_is_interrupted_and_the_report_written(tmp_path: Path) -> None:
+    (tmp_path / "test_slow.py").write_text("import time\n\ndef test_it():\n    time.sleep(50)\n")
+    report = tmp_path / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    command += [f"--rootdir={tmp_path}", f"--junitxml={report}", str(tmp_path / "test_slow.py")]
+    environment = {**os.environ, "TEST_SECONDS": "-9"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=40, check=False)
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert "KeyboardInterrupt" in run.stdout
+    assert report.exists()
+
+
 def test_every_target_is_listed() -> None:
     """At the top of the file, where people look, and as no file."""
     text = (ROOT / "Makefile").read_text()
