@@ -28,6 +28,9 @@ class FlagsMixin(Held):
 
     def _host_flag(self, state: StepState) -> bool:
         verdict = self._verdict(state)
-        flags = state["found_inf_per_device"].values()
-        state["skips"] = skips = any(flag.item() for flag in flags) if verdict is None else verdict.on_host()
+        if verdict is not None:
+            skips = verdict.on_host()
+        else:
+            skips = any(flag.item() for flag in state["found_inf_per_device"].values())
+        state["skips"] = skips
         return skips

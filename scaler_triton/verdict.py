@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -63,6 +63,28 @@ def fp32_on(device: torch.device, number: Tensor) -> Tensor:
     return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
 
 
+class ServedFlags(dict[torch.device, Tensor]):
+    """Flags by device. Notes that somebody took one: a collective that writes into it moves no version on."""
+
+    taken = False
+
+    def __getitem__(self, device: torch.device) -> Tensor:
+        self.taken = True
+        return super().__getitem__(device)
+
+    def get(self, *args: Any) -> Any:
+        self.taken = True
+        return super().get(*args)
+
+    def values(self) -> Any:
+        self.taken = True
+        return super().values()
+
+    def items(self) -> Any:
+        self.taken = True
+        return super().items()
+
+
 class Verdict:
     """Whether one optimizer's step is to be skipped; used again from step to step.
 
@@ -81,7 +103,7 @@ class Verdict:
         self._compare: Comparison | None = None
         self._mirror: HostMirror | None = None
         self._mirrored = False
-        self._per_device: dict[torch.device, Tensor] = {}
+        self._per_device = ServedFlags()
         self._served: list[Tensor] = []  # keeps alive what the marks name
         self._marks: list[int | None] = []
 
@@ -135,12 +157,12 @@ class Verdict:
             flags = {home: flag}
         else:
             flags = {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
-        self._per_device, self._served, self._marks = flags, [*flags.values()], _marks(flags.values())
-        return flags
+        self._per_device, self._served, self._marks = ServedFlags(flags), [*flags.values()], _marks(flags.values())
+        return self._per_device
 
     def is_behind(self, flags: dict[torch.device, Tensor]) -> bool:
         """Tell whether `flags` are the ones served here, and nobody has written others or into them since."""
-        return flags is self._per_device and _marks(flags.values()) == self._marks
+        return flags is self._per_device and _marks(dict.values(flags)) == self._marks
 
     def start_mirror(self) -> None:
         """Start copying the flag to the host, without waiting; not into a graph, whose events cannot be waited for."""
@@ -154,11 +176,11 @@ class Verdict:
         self._mirrored = True
 
     def on_host(self) -> bool:
-        """Return the flag as a bool, waiting for its copy only.
+        """Return the flag as a bool, waiting for its copy only: for one made now if somebody took the flag meanwhile.
 
         Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
         """
-        if not self._mirrored:
+        if not self._mirrored or self._per_device.taken:
             self._copy()
         assert self._mirror is not None
         values = self._mirror.read()

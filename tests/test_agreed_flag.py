@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton.board import Board
+from scaler_triton.mirror import HostMirror
 from scaler_triton.verdict import Verdict, write_scales
 
 CPU = torch.device("cpu")
@@ -37,6 +40,27 @@ def test_a_flag_replaced_or_added_is_noticed() -> None:
         while other._version < verdict.found_inf._version:
             other.zero_()
         assert not verdict.is_behind(flags)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda flags: flags[CPU],
+        lambda flags: flags.get(CPU),
+        lambda flags: next(iter(flags.values())),
+        lambda flags: next(iter(flags.items()))[1],
+    ],
+)
+def test_a_flag_written_by_a_collective_is_read_anew(
+    take: Callable[[dict[torch.device, torch.Tensor]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scaler_triton.verdict.HostMirror", functools.partial(HostMirror, frozen=True))  # as on a GPU
+    verdict = fresh()
+    flags = verdict.serve([CPU])
+    verdict.start_mirror()
+    take(flags).data.fill_(1.0)  # like dist.all_reduce, this moves no version on
+    assert verdict.is_behind(flags)
+    assert verdict.on_host()
 
 
 def test_a_flag_is_not_copied_into_a_graph_and_can_be_read_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
