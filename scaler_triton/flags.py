@@ -22,7 +22,7 @@ class FlagsMixin(Held):
         assert self._scale is not None
         verdict = self._verdict(state)
         if verdict is not None:
-            return verdict.found_inf
+            return verdict.flag()
         device = self._scale.device
         return any_flag([as_flag(flag, device) for flag in state["found_inf_per_device"].values()], device)
 

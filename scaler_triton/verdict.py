@@ -164,6 +164,10 @@ class Verdict:
         """Tell whether `flags` are the ones served here, and nobody has written others or into them since."""
         return flags is self._per_device and _marks(dict.values(flags)) == self._marks
 
+    def flag(self) -> Tensor:
+        """Return the flag, 0.0 or 1.0, whatever somebody who took it wrote into it, such as a sum over ranks."""
+        return as_flag(self.found_inf, self.device) if self._per_device.taken else self.found_inf
+
     def start_mirror(self) -> None:
         """Start copying the flag to the host, without waiting; not into a graph, whose events cannot be waited for."""
         if not is_captured(self._signals):

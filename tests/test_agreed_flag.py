@@ -63,6 +63,16 @@ def test_a_flag_written_by_a_collective_is_read_anew(
     assert verdict.on_host()
 
 
+def test_a_flag_that_somebody_summed_over_ranks_stays_one() -> None:
+    """torch's fused kernels skip at 1.0 only."""
+    verdict = fresh()
+    flags = verdict.serve([CPU])
+    assert verdict.flag() is verdict.found_inf
+    flags[CPU].data.fill_(2.0)
+    assert verdict.is_behind(flags)
+    assert verdict.flag().item() == 1.0
+
+
 def test_a_flag_is_not_copied_into_a_graph_and_can_be_read_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = fresh()
     monkeypatch.setattr("scaler_triton.verdict.is_captured", lambda tensor: True)
