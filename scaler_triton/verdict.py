@@ -148,7 +148,8 @@ class Verdict:
 
     def skip(self) -> None:
         """Have this rank skip, without an error when the flag is read: it has raised one already."""
-        self._signals[_FLAG], self._signals[_FAILED] = 1.0, 0.0
+        self._signals[_FLAG].fill_(1.0)  # not by assignment, a copy from the host that no capture takes
+        self._signals[_FAILED].zero_()
 
     def serve(self, devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
         """Return the flag on each of `devices`, in the order of their first mention."""

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import Place, flags, places, sgd, started
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler, ops, settings
 from scaler_triton.kernels import update_scale
@@ -119,3 +120,24 @@ def test_a_scale_of_another_dtype_is_not_handed_to_the_kernel() -> None:
     with mock.patch.object(ops._kernels().update_scale, "launch_update_rows", side_effect=AssertionError):
         step(scaler, optimizer, float("inf"))
     assert scaler.get_scale() == SCALE / 2
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses what a capture refuses of a number on the host: to copy it to the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_what_is_refused_in_a_capture_keeps_its_reason(place: Place) -> None:
+    scaler, optimizer = new(place)
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("two captures followed each other")  # as a table's addresses do
+
+    with mock.patch.object(ops, "unscale_batch_", refused), NoCopies(), pytest.raises(RuntimeError, match="two capt"):
+        scaler.unscale_(optimizer)
+    assert flags(scaler, optimizer) == [1.0]
