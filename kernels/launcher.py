@@ -83,13 +83,11 @@ class Launch:
         self._compiled: tuple[Any, ...] | None = None  # what starts it; (): only Triton's dispatch can
 
     def __call__(self, n_programs: int, *args: Tensor | int) -> None:
-        """Run `n_programs` programs; 0 programs are no launch.
+        """Run `n_programs` programs, at least one.
 
         Args:
             args: the kernel's tensors and integers after the fixed ones, in its own order.
         """
-        if n_programs == 0:
-            return
         if not self._compiled or _hooked():
             self._dispatch(n_programs, args)
         elif self._current_device() == self._device.index:
@@ -105,7 +103,7 @@ class Launch:
             compiled = self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
         if self._compiled is None:
             handles = tuple(getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
-            self._compiled = () if INTERPRETED or None in handles else handles
+            self._compiled = () if None in handles else handles
 
     def _start(self, n_programs: int, args: Sequence[Tensor | int]) -> None:
         assert self._compiled
