@@ -203,6 +203,19 @@ def test_sparse_duplicates_are_summed_before_the_norm(place: Place) -> None:
 
 
 @PLACES
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_sparse_fp16_duplicates_are_summed_in_fp32(place: Place, norm_type: float) -> None:
+    """Difference 16, where the clipping sums them: in fp16 the first two would overflow."""
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        gradient = torch.sparse_coo_tensor(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([6e4, 6e4, -6e4]), (3,))
+    optimizer = sgd([gradient.half()], place.device)
+    scaler = scaler_on(place)
+    scaler._allow_fp16 = True  # as ShardedGradScaler's, without a process group
+    assert scaler.clip_grad_norm_(optimizer, 1e6, norm_type).item() == 6e4 / SCALE
+    assert flags(scaler, optimizer) == [0.0]
+
+
+@PLACES
 def test_deferred_clipping_is_done_by_the_step(place: Place) -> None:
     start = [torch.full((3,), 24.0), torch.full((1,), 32.0)]
     optimizer = sgd(start, place.device, fused=True)
@@ -394,6 +407,14 @@ def test_a_disabled_scaler_clips_as_torch() -> None:
     norm = GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 1.0)
     assert norm.item() == 4.0
     assert grads(optimizer)[0].tolist() == pytest.approx([0.5] * 4, rel=1e-5)
+
+
+def test_a_disabled_scaler_clips_only_what_was_chosen() -> None:
+    optimizer = sgd([torch.full((4,), 2.0), torch.full((4,), 2.0)])
+    chosen = optimizer.param_groups[0]["params"][1]
+    norm = GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 1.0, parameters=chosen)
+    assert norm.item() == 4.0
+    assert [each[0].item() for each in grads(optimizer)] == pytest.approx([2.0, 0.5], rel=1e-5)
 
 
 def test_after_a_second_pass_that_failed_the_step_is_skipped() -> None:

@@ -176,12 +176,12 @@ def one_rank_fails_beside_a_sum(rank: int, how: str, scales: bool) -> list[str]:
     return _told(scaler, params, how)
 
 
-def one_rank_fails_where_nobody_must_agree(rank: int, how: str) -> list[str]:
-    """Rank 1 cannot unscale a plain gradient, clipped together with a sharded one; then it can."""
+def one_rank_fails_where_nobody_must_agree(rank: int, how: str, scales: bool) -> list[str]:
+    """Rank 1 cannot unscale a plain gradient, clipped together with a sharded one, or has no scale; then it can."""
     scaler = cases.new_scaler("grad")
     params = [cases.plain_param(3), cases.dtensor_param(cases.line(), [Shard(0)])]
-    cases.give_grads(scaler, params, 0)
-    if rank == 1:
+    cases.give_grads(scaler if scales or rank == 0 else cases.new_scaler("grad"), params, 0)
+    if rank == 1 and scales:
         params[0].grad = torch.ones(1).expand(3)
     return _told(scaler, params, how, mended=lambda: setattr(params[0], "grad", torch.ones(3)))
 
