@@ -50,6 +50,20 @@ def test_every_update_is_counted(place: Place, fused: bool) -> None:
     assert scaler.stats() == want
 
 
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("gradient", "factors"), [(BAD, {"backoff_factor": 1 - 1e-9}), (GOOD, {"growth_factor": 1 + 1e-9})]
+)
+def test_a_product_that_rounds_back_is_no_change_of_the_scale(
+    place: Place, gradient: float, factors: dict[str, float]
+) -> None:
+    scaler = at(place, growth_interval=1, **factors)
+    scaler.step(optimizer_of(gradient, place))
+    scaler.update()
+    assert scaler.get_scale() == 64.0
+    assert (scaler.stats().growths, scaler.stats().backoffs) == (0, 0)
+
+
 def test_what_does_not_wait_is_there_at_once_where_nothing_is_waited_for() -> None:
     scaler = started(GradScaler, "cpu")
     scaler.step(sgd([torch.tensor([BAD])]))

@@ -46,6 +46,17 @@ def test_18_a_postponed_step_divides_once(kind: str, place: Place) -> None:
     scaler.update()
 
 
+def test_18_gradients_without_a_count_of_writes_are_known_by_themselves() -> None:
+    """As inference tensors are."""
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    with torch.inference_mode():
+        only(late).grad = torch.full((3,), 8.0)
+        postpone(scaler, late, early)
+        scaler.step(late)
+    assert only(late).tolist() == only(early).tolist()
+
+
 def test_18_torch_divides_twice() -> None:
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
     scaler = started(torch.amp.GradScaler, "cpu", init_scale=SCALE, growth_interval=1)
@@ -189,6 +200,21 @@ def test_18_an_entry_dies_with_its_optimizer() -> None:
     scaler.step(early)
     scaler.update()
     assert len(scaler._unstepped._entries) == 0
+
+
+def test_18_an_optimizer_at_a_freed_id_starts_anew() -> None:
+    """Difference 11: although its gradients are those that another one had unscaled."""
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    parameter, entries = only(late), scaler._unstepped._entries
+    entry = entries.pop(id(late))
+    del late
+    gc.collect()
+    heir = torch.optim.SGD([parameter], lr=0.5)
+    entries[id(heir)] = entry
+    scaler.step(heir)
+    assert parameter.tolist() == [-0.5 * 8.0 / SCALE / SCALE] * 3
 
 
 def test_18_without_gradients_the_next_step_raises_as_ever() -> None:
