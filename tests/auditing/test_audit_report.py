@@ -90,6 +90,12 @@ def test_a_replica_without_its_other_is_not_compared() -> None:
     assert "replicated" not in str(report)
 
 
+def test_a_rank_without_replicas_has_none_that_are_equal() -> None:
+    shared = [Copy("w", "0-1", "a")]
+    rows = str(judge([state(0, copies=shared), state(1, copies=shared), state(2)])).splitlines()
+    assert [row.split()[-1] for row in rows[4:7]] == ["equal", "equal", "-"]
+
+
 def test_no_control_character_reaches_the_terminal() -> None:
     assert one_line("a\x1b[31m\n\tb\x07") == "a?[31m b?"
     assert len(one_line("x " * 10**6)) <= 160
