@@ -464,12 +464,15 @@ def test_containers_without_weak_references_leave_no_plans_behind() -> None:
     assert len(scaler._plans) == 0
 
 
+@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_runs_under_another_default_device_and_under_inference_mode(fused: bool) -> None:
+def test_runs_under_another_default_device_and_under_inference_mode(fused: bool, clip: bool) -> None:
     optimizer = sgd([torch.tensor([8.0])], fused=fused)
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
     with torch.device("meta"):
+        if clip:
+            assert scaler.clip_grad_norm_(optimizer, 100.0).item() == 2.0
         scaler.step(optimizer)
         scaler.update()
     assert optimizer.param_groups[0]["params"][0].item() == -1.0

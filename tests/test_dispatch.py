@@ -178,3 +178,4 @@ def test_natively_triton_refuses_cpu_tensors() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
     )
     assert "backend='triton' does not work for float32 on cpu" in run.stdout, run.stderr
+    assert "without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got cpu" in run.stdout

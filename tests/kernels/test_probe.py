@@ -65,6 +65,20 @@ def test_a_check_that_writes_is_found_out():
         probe(DEVICE, torch.float32)
 
 
+@pytest.mark.parametrize("seen", [0, 1], ids=["nothing", "NaN"])
+def test_a_pass_that_tells_other_kinds_is_found_out(seen):
+    def mistaken(table, *args, inverse):
+        start(table, *args, inverse=inverse)
+        table.bits.fill_(seen)
+
+    start = probe_module.launch_unscale
+    with (
+        mock.patch.object(probe_module, "launch_unscale", mistaken),
+        pytest.raises(RuntimeError, match="the Triton kernel for bits of"),
+    ):
+        probe(DEVICE, torch.float32)
+
+
 def test_what_triton_raises_comes_through():
     error = OSError("Failed to find C compiler")
     with (

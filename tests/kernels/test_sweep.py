@@ -98,6 +98,8 @@ def test_what_is_timed_can_be_repeated_and_stores_everything():
         for start, numel in zip(tried._starts, tried.numels, strict=True):
             assert torch.equal(tried.buffer[start : start + numel], sign * tried.original[start : start + numel])
     assert tried.found_inf.item() == 0
+    tried.copy()
+    assert scratch_module._same_bits(tried.spare, tried.buffer)
 
 
 def spoiled(name, spoil):
