@@ -283,4 +283,18 @@ MUTANTS = [
     # the CPU's path
     Mutant(_S + "reference.py", "tensor.nbytes < _LARGE_BYTES", "True", REFERENCE),
     Mutant(_S + "neighbours.py", "0 if found else _PAUSE", "_PAUSE * 10**6 * (not found)", REFERENCE),
+    # what random mutants of all modules showed that no test saw
+    Mutant(_S + "batch.py", "return coalesce_fp16(gradient) if", "return gradient.coalesce() if", CLIP),
+    Mutant(_S + "clipping/disabled.py", " if chosen is None or id(p) in chosen", "", CLIP),
+    Mutant(
+        _S + "clipping/clip.py",
+        "self._skip(part.state, part.plan)\n        self._tell_of_no_norm",
+        "pass\n        self._tell_of_no_norm",
+        CLIPPED,
+    ),
+    Mutant(_S + "unstepped.py", "self.owner() is optimizer and ", "", UNSTEPPED),
+    Mutant(_S + "mirror.py", "except RuntimeError:", "except KeyError:", UNSTEPPED),
+    Mutant(_S + "reference.py", "elif after < before:", "elif after <= before:", "tests/test_stats.py"),
+    Mutant(_S + "auditing/checkpoints.py", "if missing else []", "if True else []", AUDIT),
+    Mutant("kernels/probe.py", '_expect(f"bits of', 'print(f"bits of', "tests/kernels/test_probe.py"),
 ]
