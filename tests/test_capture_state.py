@@ -83,6 +83,17 @@ def test_unscaling_and_checking_it_sends_addresses_once() -> None:
     assert flags(scaler, optimizer) == [0.0]
 
 
+def test_the_numbers_stay_where_a_graph_reads_them() -> None:
+    scaler, optimizer = new()
+    step(scaler, optimizer)
+    (held,) = scaler._device_policies.values()
+    where = held.numbers.data_ptr()
+    scaler.set_growth_interval(7)
+    step(scaler, optimizer)
+    (held,) = scaler._device_policies.values()
+    assert (held.numbers.data_ptr(), held.numbers[2].item()) == (where, 7)
+
+
 def test_the_numbers_are_not_made_while_a_graph_is_captured() -> None:
     scaler, optimizer = new()
     scaler._device_policies.clear()

@@ -200,6 +200,15 @@ def test_a_wrapper_and_the_optimizer_inside_share_one_state(fused: bool) -> None
     assert parameter.item() == -2.0
 
 
+def test_a_wrapper_around_nothing_but_itself_is_an_optimizer() -> None:
+    optimizer: Any = sgd([torch.tensor([8.0])])
+    optimizer.optimizer = optimizer
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.param_groups[0]["params"][0].item() == -1.0
+
+
 def test_a_fused_optimizer_in_a_wrapper_gets_scale_and_flag() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([8.0])

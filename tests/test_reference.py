@@ -254,3 +254,10 @@ def test_the_tracker_saturates() -> None:
     tracker = torch.tensor(2**31 - 1, dtype=torch.int32)
     reference.update_scale_(torch.tensor(2.0), tracker, flag(), 2.0, 0.5, 2**62)
     assert tracker.item() == 2**31 - 1
+
+
+def test_a_tensor_with_gaps_among_neighbours_is_left_as_it_is() -> None:
+    buffer, gaps = torch.full((8,), 4.0), torch.full((6,), 4.0)
+    reference.unscale_([buffer[:3], buffer[3:], gaps[::2]], torch.tensor(0.5), torch.zeros(()))
+    assert buffer.tolist() == [2.0] * 8
+    assert gaps.tolist() == [2.0, 4.0] * 3

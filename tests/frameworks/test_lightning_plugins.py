@@ -42,7 +42,9 @@ def test_a_subclass_will_do(name: str) -> None:
     assert isinstance(made, cases.namespace(name).fabric_plugins.MixedPrecision)
 
 
-@pytest.mark.parametrize("what", [torch.nn.Module, "Trainer", None])
+@pytest.mark.parametrize(
+    "what", [torch.nn.Module, type("Model", (), {"__module__": "lightning.pytorch.core"}), "Trainer", None]
+)
 def test_other_classes_are_refused(what: Any) -> None:
     with pytest.raises(TypeError, match="framework must be Lightning's class Trainer or Fabric"):
         lightning.mixed_precision(what, cases.ours(), device="cpu")
