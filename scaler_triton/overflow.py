@@ -67,7 +67,7 @@ class OverflowMixin(FlagsMixin):
             for index, bits in sorted(_seen_in(plan, epoch).items()):
                 parameter = plan.parameters[index]
                 name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
-                yield BadGradient(name, kinds_of(bits), local_tensor(parameter.detach()).numel(), rank)
+                yield BadGradient(name, kinds_of(bits), local_tensor(parameter).numel(), rank)
 
     def _mark_on_host(self, plan: GradPlan, batch: Batch) -> None:
         """Mark what is not finite in a batch on the CPU, where torch's op told that something is."""
