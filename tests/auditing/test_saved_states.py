@@ -85,6 +85,12 @@ def test_optimizers_that_stepped_apart(tmp_path: Path, command: Command, name: s
     assert text.count("tracker") == 1
 
 
+def test_steps_that_a_group_counts_are_found(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, {f"rank{rank}.pt": {"state": {}, "param_groups": [{"step": 2 + rank}]} for rank in range(2)})
+    status, text = command()
+    assert (status, "\n  steps: 2 on rank 0; 3 on rank 1" in text) == (1, True)
+
+
 def test_two_scalers_are_told_apart(tmp_path: Path, command: Command) -> None:
     save(tmp_path, {f"rank{r}.pt": {"g": scaler_state(), "d": scaler_state(2.0**r)} for r in range(2)})
     status, text = command()
