@@ -64,10 +64,15 @@ class OverflowMixin(FlagsMixin):
     def _marked(self, epoch: int, names: dict[int, str]) -> Iterator[BadGradient]:
         rank = dist.get_rank() if collectives.default_group() is not None else 0
         for number, plan in enumerate(self._plans.plans()):
-            for index, bits in sorted(_seen_in(plan, epoch).items()):
+            for index, bits in sorted(_seen_in(plan, _epoch_of(plan, epoch)).items()):
                 parameter = plan.parameters[index]
                 name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
                 yield BadGradient(name, kinds_of(bits), local_tensor(parameter).numel(), rank)
+
+    def _epoch(self) -> int | Tensor:
+        """Return the number of skips so far, a copy where they are counted; no host wait."""
+        counters = self._counters.where_they_are()
+        return counters[SKIPPED] if isinstance(counters, list) else counters[SKIPPED].clone()
 
     def _mark_on_host(self, plan: GradPlan, batch: Batch) -> None:
         """Mark what is not finite in a batch on the CPU, where torch's op told that something is."""
@@ -84,6 +89,13 @@ class OverflowMixin(FlagsMixin):
         if plan.epoch is None or plan.epoch[0] is not counters:
             low_words = counters.view(torch.int32)[::2]
             plan.set_epoch(counters, low_words[SKIPPED : SKIPPED + 1])
+
+
+def _epoch_of(plan: GradPlan, epoch: int) -> int:
+    """Return in which epoch a plan's gradients were looked at, if a step in this one was judged by what was seen."""
+    if plan.again is None or int(plan.again[1]) != epoch:
+        return epoch
+    return int(plan.again[0])
 
 
 def _seen_in(plan: GradPlan, epoch: int) -> dict[int, int]:

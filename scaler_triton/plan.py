@@ -57,6 +57,8 @@ class GradPlan:
         self.verdict: Any = None  # whoever judges these gradients keeps the flag here
         self.marks: tuple[int, dict[int, int]] = (-1, {})  # on the host: an epoch, and what was seen in whose gradient
         self.epoch: tuple[Tensor, Tensor] | None = None  # on the device: its counters, and the number of the epoch
+        self.left: Any = None  # the epoch in which an update left its gradients unscaled but not stepped
+        self.again: Any = None  # that one, and the one in which a step was judged by the same gradients once more
         self.unseen: set[torch.device] = set()  # where kernels see gradients without marking which
         self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: int32, one a parameter
         self.copies: Any = None  # whoever counts them keeps how many ranks hold each parameter here
@@ -100,13 +102,14 @@ class GradPlan:
         epoch, marks = other.marks
         moved = {places.get(id(other.parameters[slot]), -1): kinds for slot, kinds in marks.items()}
         self.marks = (epoch, {slot: kinds for slot, kinds in moved.items() if slot >= 0})
+        self.left, self.again = other.left, other.again
         self.unseen |= other.unseen
         for slots, bits in other.marked():
             self._keep([places.get(id(other.parameters[slot]), -1) for slot in slots], bits)
 
     def forget_marks(self) -> None:
         """Forget what was seen in gradients."""
-        self.marks = (-1, {})
+        self.marks, self.left, self.again = (-1, {}), None, None
         for _, bits in self.marked():
             bits.zero_()
 

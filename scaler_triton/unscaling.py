@@ -150,6 +150,8 @@ class UnscalingMixin(AgreeingMixin, OverflowMixin):
         unscaled = state.get("unscaled_flag")  # by a step before this one: its flag is all there is to say
         state.pop("written", None)
         state["plan"] = plan
+        if unscaled is not None:
+            plan.again = (plan.left, self._epoch())
         try:
             flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
         except BaseException as error:

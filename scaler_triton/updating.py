@@ -122,8 +122,10 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         """
         if state["stage"] is not OptState.UNSCALED:
             return None
-        if "first" in state and not has_first(state["owner"](), state["first"]):
+        owner = state["owner"]()
+        if owner is None or ("first" in state and not has_first(owner, state["first"])):
             return None
+        self._plans.get(owner).left = self._epoch()
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("void") else flag
 

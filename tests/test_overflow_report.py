@@ -25,12 +25,16 @@ def setup(place: Place, fused: bool) -> tuple[Any, nn.Module, torch.optim.Optimi
     return started(GradScaler, place.device, init_scale=8.0, backend=place.backend), model, optimizer
 
 
-def step(scaler: Any, model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool, **bad: list[float]) -> None:
-    optimizer.zero_grad()
+def give_gradients(model: nn.Module, **bad: list[float]) -> None:
     for name, parameter in model.named_parameters():
         parameter.grad = torch.ones_like(parameter)
         for index, value in enumerate(bad.get("_" + name.replace(".", "_"), [])):
             parameter.grad.view(-1)[index] = value
+
+
+def step(scaler: Any, model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool, **bad: list[float]) -> None:
+    optimizer.zero_grad()
+    give_gradients(model, **bad)
     if clip:
         scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
@@ -72,6 +76,45 @@ def test_before_the_update_the_current_step_is_told(place: Place) -> None:
     scaler.unscale_(optimizer)
     assert told(scaler, model) == [("1.bias", "NaN", 3)]
     assert scaler.overflow_report(model).update is None
+
+
+@PLACES
+@FUSED
+def test_a_step_that_comes_after_an_update_is_told_of_too(place: Place, fused: bool) -> None:
+    """As where a framework updates after each of several optimizers that were unscaled together."""
+    scaler, model, optimizer = setup(place, fused)
+    step(scaler, model, optimizer, False, _0_weight=[math.nan])
+    parameter = nn.Parameter(torch.ones(2, device=place.device))
+    parameter.grad = torch.ones_like(parameter)
+    other = torch.optim.SGD([parameter], lr=0.1)
+    give_gradients(model, _0_bias=[math.inf])
+    for each in (optimizer, other):
+        scaler.unscale_(each)
+    for each in (other, optimizer):
+        scaler.step(each)
+        scaler.update()
+    assert scaler.stats().skipped == 3
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
+    step(scaler, model, optimizer, False)
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
+    step(scaler, model, optimizer, False, _1_bias=[math.nan])
+    assert told(scaler, model) == [("1.bias", "NaN", 3)]
+
+
+@PLACES
+def test_such_a_step_tells_nothing_of_skips_before(place: Place) -> None:
+    """Its flag may be another rank's."""
+    scaler, model, optimizer = setup(place, fused=False)
+    step(scaler, model, optimizer, False, _0_weight=[math.nan])
+    give_gradients(model)
+    scaler.unscale_(optimizer)
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.fill_(1.0)
+    scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.stats().skipped == 3
+    assert told(scaler, model) == []
 
 
 def test_as_a_person_reads_it() -> None:
