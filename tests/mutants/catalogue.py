@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(_S + "verdict.py", "agreement.maximum_(self._signals)", "pass", RANKS),
     Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(id, flags)", CONTRACT),
     Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(_version_of, flags)", CONTRACT),
-    Mutant(_S + "verdict.py", "_FAILED] = 1.0, 0.0", "_FAILED] = 0.0, 0.0", FAILURE),
+    Mutant(_S + "verdict.py", "self._signals[_FLAG].fill_(1.0)", "self._signals[_FLAG].fill_(0.0)", FAILURE),
     Mutant(_S + "verdict.py", "if values[_FAILED]:", "if False:", RANKS),
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if captured:", CONTRACT),
     Mutant(
