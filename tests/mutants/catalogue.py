@@ -110,7 +110,8 @@ MUTANTS = [
     Mutant(_S + "unstepped.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
     Mutant(_S + "unstepped.py", "if any(marks):", "if True:", "tests/distributed/test_unstepped_ranks.py"),
     Mutant(_S + "updating.py", 'if state.get("void") else flag', "if False else flag", UNSTEPPED),
-    Mutant(_S + "updating.py", 'if "first" in state and', "if False and", UNSTEPPED),
+    Mutant(_S + "updating.py", 'or ("first" in state and', "or (False and", UNSTEPPED),
+    Mutant(_S + "updating.py", "self._plans.get(owner).left = self._epoch()", "", "tests/test_overflow_report.py"),
     Mutant(
         _S + "unstepped.py", "first is not None and now is not None and first() is now()", "now is not None", UNSTEPPED
     ),
