@@ -113,7 +113,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if not left and not self._unstepped:
             return []
         self._refuse_to_lose_clipping(left)
-        return [(state["owner"], self._unstepped_flag(state)) for state in states if "owner" in state]
+        begun = [state for state in states if "owner" in state and state["stage"] is not OptState.READY]
+        return [(state["owner"], self._unstepped_flag(state)) for state in begun]
 
     def _unstepped_flag(self, state: StepState) -> Tensor | None:
         """Return a copy of the flag, which the update may clear, of an optimizer that was unscaled but not stepped.

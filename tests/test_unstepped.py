@@ -46,6 +46,18 @@ def test_18_a_postponed_step_divides_once(kind: str, place: Place) -> None:
     scaler.update()
 
 
+def test_18_a_call_that_was_refused_does_not_end_the_wait() -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    scaler.step(early)
+    with pytest.raises(RuntimeError, match=r"after step\(\)"):
+        scaler.clip_grad_norm_([early, late], 1.0)
+    scaler.update()
+    scaler.step(late)
+    assert only(late).tolist() == [-0.5 * 8.0 / SCALE] * 3
+
+
 def test_18_gradients_without_a_count_of_writes_are_known_by_themselves() -> None:
     """As inference tensors are."""
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")

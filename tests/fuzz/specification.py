@@ -145,6 +145,8 @@ class Specification(torch.amp.GradScaler):
     def _now_unstepped(self) -> dict[int, Any]:
         kept = {}  # made before the update, which adds up the flags in one of them
         for key, state in self._per_optimizer_states.items():
+            if state["stage"] is OptState.READY:  # asked about, or refused: its gradients are as they were
+                continue
             kept[key] = None
             if state["stage"] is not OptState.UNSCALED:
                 continue
