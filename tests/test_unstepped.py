@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import Place, places, sgd, started
+from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler
 
@@ -56,6 +57,19 @@ def test_18_a_call_that_was_refused_does_not_end_the_wait() -> None:
     scaler.update()
     scaler.step(late)
     assert only(late).tolist() == [-0.5 * 8.0 / SCALE] * 3
+
+
+def test_18_that_there_are_no_gradients_is_no_sign_of_the_same_ones() -> None:
+    """An optimizer that somebody else unscaled had none, and has none again."""
+    late = optimizer_of("plain", "cpu")
+    only(late).grad = None
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    scaler._check_inf_per_device(late)
+    flags = {torch.device("cpu"): torch.ones(())}
+    scaler._per_optimizer_states[id(late)].update(stage=OptState.UNSCALED, found_inf_per_device=flags)
+    scaler.update()
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(late)
 
 
 def test_18_gradients_without_a_count_of_writes_are_known_by_themselves() -> None:

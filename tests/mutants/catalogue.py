@@ -89,7 +89,12 @@ MUTANTS = [
     Mutant(_S + "clipping/rank_norms.py", " if placed else count", " if False else count", CLIPPED),
     Mutant(_S + "plan.py", "if pieces != (", "if before is None and pieces != (", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "collectives.has_fsdp1(parameters)", "False", CLIPPED),
-    Mutant(_S + "clipping/reference_norm.py", "_quick_sum(tensors)", "_quick_sum(sorted(tensors, key=id))", CLIP),
+    Mutant(
+        _S + "clipping/reference_norm.py",
+        "_quick_sum(tensors)",
+        "_quick_sum(sorted(tensors, key=Tensor.data_ptr))",
+        CLIP,
+    ),
     Mutant(
         _S + "verdict.py", "if self._compare is not None:\n            self._check(", "if False:\n            (", SPLIT
     ),
@@ -108,7 +113,7 @@ MUTANTS = [
     # what is left of a step after its update
     Mutant(_S + "unstepped.py", "self.gradient() is gradient and ", "", UNSTEPPED),
     Mutant(_S + "unstepped.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
-    Mutant(_S + "unstepped.py", "if any(marks):", "if True:", "tests/distributed/test_unstepped_ranks.py"),
+    Mutant(_S + "unstepped.py", "if any(marks):", "if True:", UNSTEPPED),
     Mutant(_S + "updating.py", 'if state.get("void") else flag', "if False else flag", UNSTEPPED),
     Mutant(_S + "updating.py", 'or ("first" in state and', "or (False and", UNSTEPPED),
     Mutant(_S + "updating.py", "self._plans.get(owner).left = self._epoch()", "", "tests/test_overflow_report.py"),
