@@ -51,7 +51,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiled_kernels_pass_the_kernel_tests(runs, target):
     process, log = runs[target]
-    status = process.wait(timeout=400)
+    status = process.wait(timeout=200 * len(runs))  # they may share one core
     said = log.read_text()
     assert status == 0, said[-5000:]
     assert int(re.search(r"(\d+) passed", said)[1]) >= LEAST
