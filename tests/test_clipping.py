@@ -417,6 +417,19 @@ def test_a_disabled_scaler_clips_only_what_was_chosen() -> None:
     assert [each[0].item() for each in grads(optimizer)] == pytest.approx([2.0, 0.5], rel=1e-5)
 
 
+def test_flags_that_were_written_stay_each_optimizers_own() -> None:
+    optimizers = [sgd([torch.ones(3)]), sgd([torch.ones(5)])]
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+        scaler._found_inf_per_device(optimizer)[torch.device("cpu")].fill_(1.0)
+    scaler.clip_grad_norm_(optimizers, 1.0, parameters=[])
+    scaler._found_inf_per_device(optimizers[0])[torch.device("cpu")].fill_(0.0)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [False, True]
+
+
 def test_after_a_second_pass_that_failed_the_step_is_skipped() -> None:
     optimizers = [sgd([torch.ones(3)]), sgd([torch.ones(5)])]
     scaler = started(GradScaler, "cpu", init_scale=SCALE)

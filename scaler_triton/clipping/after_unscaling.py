@@ -70,7 +70,7 @@ class AfterUnscalingMixin(PartsMixin):
             return
         verdict = self._verdict(state)
         if verdict is None:  # somebody has put other flags there
-            state["found_inf_per_device"] = {each: flag.to(each) for each in devices}
+            state["found_inf_per_device"] = {each: flag.to(each, copy=True) for each in devices}
             return
         verdict.join(flag)
         self._leave_flag(part, verdict, devices)
