@@ -42,4 +42,5 @@ for _ in range(3):
 if not resumes:
     dcp.save({"training": Training()}, checkpoint_id=folder)
 sys.stdout.write(f"{scaler.stats().updates} updates, scale {scaler.get_scale()}\n")  # one write: lines stay whole
+dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
 dist.destroy_process_group()

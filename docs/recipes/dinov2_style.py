@@ -40,4 +40,5 @@ for step in range(40):
     scaler.update()
     if dist.get_rank() == 0 and step % 10 == 9:
         print(f"step {step}: " + ", ".join(f"{name} {norm:.4f}" for name, norm in norms.items()))
+dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
 dist.destroy_process_group()

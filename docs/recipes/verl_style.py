@@ -43,4 +43,5 @@ for step in range(20):
         norm = learner.update(batch)
         if not norm.isfinite():  # on every rank alike
             print(f"rank {dist.get_rank()}, step {step}: {name} skipped, scale now {learner.scaler.get_scale():g}")
+dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
 dist.destroy_process_group()
