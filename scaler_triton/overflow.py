@@ -1,30 +1,27 @@
-"""Why was a step skipped? Kernels and the CPU's path leave marks on overflow; here they are read."""
+"""Why was a step skipped?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaler_triton import collectives
-from scaler_triton.batch import Batch, local_tensor
+from scaler_triton.batch import local_tensor
 from scaler_triton.flags import FlagsMixin
 from scaler_triton.naming import named_parameters
-from scaler_triton.overflow_report import INF, NAN, BadGradient, OverflowReport, from_bytes, kinds_of, to_bytes
-from scaler_triton.plan import GradPlan
+from scaler_triton.overflow_report import BadGradient, OverflowReport, from_bytes, to_bytes, words_of
 from scaler_triton.stats import LAST_SKIP, SKIPPED
 
 # What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-_KIND_BITS, _KINDS = 2, NAN | INF
 _NO_NAMES = "model must be a module or what its named_parameters() gives"
 
 
 class OverflowMixin(FlagsMixin):
-    """Marks which gradients overflowed, each with the number of skips before, and tells of the last ones."""
+    """Tells which gradients overflowed last."""
 
     def overflow_report(
         self, model: nn.Module | Iterable[tuple[str, Tensor]] | None = None, *, gather: bool = False
@@ -49,7 +46,7 @@ class OverflowMixin(FlagsMixin):
         pending = any(self._flag(state).item() for state in checked)
         epoch = counters[SKIPPED] if pending else counters[SKIPPED] - 1
         bad = list(self._marked(epoch, dict(_names(model))))
-        untold = sorted({text for plan in self._plans.plans() for text in _untold(plan)})
+        untold = sorted({text for plan in self._plans.plans() for text in plan.sightings.untold()})
         if group is not None:
             told = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(bad, untold), group)]
             bad, untold = [each for found, _ in told for each in found], sorted({text for _, ts in told for text in ts})
@@ -64,60 +61,10 @@ class OverflowMixin(FlagsMixin):
     def _marked(self, epoch: int, names: dict[int, str]) -> Iterator[BadGradient]:
         rank = dist.get_rank() if collectives.default_group() is not None else 0
         for number, plan in enumerate(self._plans.plans()):
-            for index, bits in sorted(_seen_in(plan, _epoch_of(plan, epoch)).items()):
+            for index, kinds in sorted(plan.sightings.of(epoch).items()):
                 parameter = plan.parameters[index]
                 name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
-                yield BadGradient(name, kinds_of(bits), local_tensor(parameter).numel(), rank)
-
-    def _epoch(self) -> int | Tensor:
-        """Return the number of skips so far, a copy where they are counted; no host wait."""
-        counters = self._counters.where_they_are()
-        return counters[SKIPPED] if isinstance(counters, list) else counters[SKIPPED].clone()
-
-    def _mark_on_host(self, plan: GradPlan, batch: Batch) -> None:
-        """Mark what is not finite in a batch on the CPU, where torch's op told that something is."""
-        epoch = self._counters.read()[SKIPPED]
-        if plan.marks[0] != epoch:
-            plan.marks = (epoch, {})
-        for slot, tensor in zip(batch.layout.slots, batch.tensors, strict=True):
-            if tensor is not None and (bits := NAN * bool(tensor.isnan().any()) | INF * bool(tensor.isinf().any())):
-                plan.marks[1][slot] = plan.marks[1].get(slot, 0) | bits
-
-    def _count_epochs_on(self, plan: GradPlan, device: torch.device) -> None:
-        """Have kernels mark gradients with the number of skips before, which is counted on `device`."""
-        counters = self._counters.on(device)
-        if plan.epoch is None or plan.epoch[0] is not counters:
-            low_words = counters.view(torch.int32)[::2]
-            plan.set_epoch(counters, low_words[SKIPPED : SKIPPED + 1])
-
-
-def _epoch_of(plan: GradPlan, epoch: int) -> int:
-    """Return in which epoch a plan's gradients were looked at, if a step in this one was judged by what was seen."""
-    if plan.again is None or int(plan.again[1]) != epoch:
-        return epoch
-    return int(plan.again[0])
-
-
-def _seen_in(plan: GradPlan, epoch: int) -> dict[int, int]:
-    """Return what was seen in an epoch, by the parameter's position, waiting for the device."""
-    marks = dict(plan.marks[1]) if plan.marks[0] == epoch else {}
-    for slots, seen in plan.marked():
-        for slot, bits in zip(slots, seen.tolist(), strict=True):
-            if bits & _KINDS and bits >> _KIND_BITS == epoch:
-                marks[slot] = marks.get(slot, 0) | bits & _KINDS
-    return marks
-
-
-def _untold(plan: GradPlan) -> Iterator[str]:
-    for layout in plan.layouts:
-        key = layout.key
-        if "torch" in layout.backends.values() and (key.device.type != "cpu" or not key.plain):
-            yield f"gradients on {key.device} that torch's own op serves"
-    for device in plan.unseen:
-        if plan.epoch is not None and plan.epoch[1].device == device:
-            yield f"sparse and Partial gradients on {device}"
-        else:
-            yield f"gradients on {device}, where the scale is not"
+                yield BadGradient(name, words_of(kinds), local_tensor(parameter).numel(), rank)
 
 
 def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[tuple[int, str]]:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-NAN, INF = 1, 2
+from scaler_triton.sightings import INF, NAN
+
 _WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
 
 
@@ -59,9 +60,9 @@ class OverflowReport:
         return f"{count} on {where}{'' if self.gathered else ', the only one asked'}."
 
 
-def kinds_of(bits: int) -> str:
+def words_of(kinds: int) -> str:
     """Return the words for NAN and INF bits."""
-    return _WORDS[bits]
+    return _WORDS[kinds]
 
 
 def to_bytes(bad: Sequence[BadGradient], untold: Sequence[str]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from scaler_triton import batch as batching
 from scaler_triton.batch import Batch, Layout
-from scaler_triton.capturing import refuse_capture
 from scaler_triton.forms import KnownForms
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
+from scaler_triton.sightings import Sightings
 
 _spec_of, _shard_of = attrgetter(batching.SPEC), attrgetter(batching.SHARD)
 _look = attrgetter("__class__", "layout", "dtype", "device", "shape")
@@ -55,12 +55,7 @@ class GradPlan:
         self.rebuilds = 0
         self.agreement: Any = None  # whoever works out which ranks must agree keeps the answer here
         self.verdict: Any = None  # whoever judges these gradients keeps the flag here
-        self.marks: tuple[int, dict[int, int]] = (-1, {})  # on the host: an epoch, and what was seen in whose gradient
-        self.epoch: tuple[Tensor, Tensor] | None = None  # on the device: its counters, and the number of the epoch
-        self.left: Any = None  # the epoch in which an update left its gradients unscaled but not stepped
-        self.again: Any = None  # that one, and the one in which a step was judged by the same gradients once more
-        self.unseen: set[torch.device] = set()  # where kernels see gradients without marking which
-        self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: int32, one a parameter
+        self.sightings = Sightings(len(self.parameters))
         self.copies: Any = None  # whoever counts them keeps how many ranks hold each parameter here
         self.recounted: Any = None  # and here how many hold each gradient
         self.joint: Any = None  # and who must agree on several plans at once
@@ -76,53 +71,11 @@ class GradPlan:
         """What the gradients' batches have in common from step to step."""
         return self._layouts
 
-    def set_epoch(self, counters: Tensor, epoch: Tensor) -> None:
-        """Have tables on its device mark what they see with `epoch` (int32, one element), a view of `counters`."""
-        self.epoch = (counters, epoch)
-        for layout in self._layouts:
-            layout.epoch = self._epoch_on(layout.key.device)
-            for table in layout.tables.values() if layout.epoch is not None else ():
-                table.epoch = epoch
-
-    def _epoch_on(self, device: torch.device) -> Tensor | None:
-        """Return the number of the epoch where it can be read: no kernel reads another GPU's memory."""
-        return self.epoch[1] if self.epoch and self.epoch[1].device == device else None
-
-    def marked(self) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """Yield what kernels saw in whose gradient: parameters' positions, and the bits of each as tables have them."""
-        for layout in self._layouts:
-            for table in {id(table): table for table in layout.tables.values()}.values():
-                yield layout.slots, table.bits
-        for kept in self._kept.values():
-            yield range(len(self.parameters)), kept
-
-    def take_marks(self, other: GradPlan) -> None:
+    def take_sightings(self, other: GradPlan) -> None:
         """Keep what another plan knows of parameters that are in this one, too."""
-        places = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        epoch, marks = other.marks
-        moved = {places.get(id(other.parameters[slot]), -1): kinds for slot, kinds in marks.items()}
-        self.marks = (epoch, {slot: kinds for slot, kinds in moved.items() if slot >= 0})
-        self.left, self.again = other.left, other.again
-        self.unseen |= other.unseen
-        for slots, bits in other.marked():
-            self._keep([places.get(id(other.parameters[slot]), -1) for slot in slots], bits)
-
-    def forget_marks(self) -> None:
-        """Forget what was seen in gradients."""
-        self.marks, self.left, self.again = (-1, {}), None, None
-        for _, bits in self.marked():
-            bits.zero_()
-
-    @torch.inference_mode(False)
-    def _keep(self, slots: Sequence[int], bits: Tensor) -> None:
-        """Keep marks beyond their table; slots below 0 are nobody's."""
-        refuse_capture(bits.device, "a step with gradients of a new form")
-        if bits.device not in self._kept:
-            self._kept[bits.device] = torch.zeros(len(self.parameters), dtype=torch.int32, device=bits.device)
-        kept, ours = self._kept[bits.device], [place for place, slot in enumerate(slots) if slot >= 0]
-        target = torch.tensor([slots[place] for place in ours], device=bits.device, dtype=torch.int64)
-        source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]
-        kept[target] = torch.maximum(kept[target], source)  # a later epoch is a larger number
+        here = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+        places = {there: here[id(p)] for there, p in enumerate(other.parameters) if id(p) in here}
+        self.sightings.take(other.sightings, places)
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether `parameters` are the ones this plan was made for, the first of them where it was."""
@@ -261,12 +214,10 @@ class GradPlan:
         members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in layouts]
         for layout, indices in zip(layouts, members, strict=True):
             layout.slots = indices
-            layout.epoch = self._epoch_on(layout.key.device)
             layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]
-        for slots, bits in [*self.marked()] if self._layouts else ():
-            self._keep(slots, bits)
+        self.sightings.follow(layouts)
         self._known.forget()  # what passed for the layouts before need not fit these
         self._first = next(iter(every), None)
         self.devices, self._forms, self._layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
@@ -321,7 +272,7 @@ class PlanCache:
         if plan is None or not plan.matches(parameters):  # a plan is made of parameters: whose id it is does not matter
             before, plan = plan, GradPlan(checked_parameters(parameters))
             if before is not None:
-                plan.take_marks(before)
+                plan.take_sightings(before)
             reference = weak(inner, self._forgetter(id(inner)))
             if isinstance(reference, weakref.ref):  # else nothing would ever tell that the optimizer is gone
                 self._plans[id(inner)] = (reference, plan)

@@ -137,5 +137,5 @@ class SettingsMixin(Held):
         self._counters.set(extras.counters)
         self._lagging = Lagging()
         for plan in self._plans.plans():
-            plan.forget_marks()  # they are of a count that goes on elsewhere
+            plan.sightings.forget()  # they are of a count that goes on elsewhere
         self._numbers_changed()

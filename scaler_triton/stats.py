@@ -75,6 +75,11 @@ class Counters:
         """Return what `on_host` or `on` returned last."""
         return self._values
 
+    def skips(self) -> int | Tensor:
+        """Return how many updates skipped, a copy where they are counted; no host wait."""
+        skipped = self._values[SKIPPED]
+        return skipped.clone() if isinstance(skipped, Tensor) else skipped
+
     def set(self, values: Sequence[int]) -> None:
         """Write other values, on the device into the same tensor: a graph counts there."""
         self._known = list(values)

@@ -14,8 +14,8 @@ from scaler_triton import dispatch, ops, optimizers, reference
 from scaler_triton.agreeing import AgreeingMixin
 from scaler_triton.board import Board
 from scaler_triton.capturing import is_captured, refuse_capture
-from scaler_triton.overflow import OverflowMixin
 from scaler_triton.plan import GradPlan
+from scaler_triton.stats import SKIPPED
 from scaler_triton.step_state import StepState
 from scaler_triton.unstepped import first_gradient
 from scaler_triton.verdict import Verdict, flag_on, fp32_on, tell_failure
@@ -28,7 +28,7 @@ Flags = dict[torch.device, Tensor]
 Op = Callable[["Batch", Tensor, dispatch.Backend], None]
 
 
-class UnscalingMixin(AgreeingMixin, OverflowMixin):
+class UnscalingMixin(AgreeingMixin):
     """`unscale_` and the check for optimizers that unscale themselves; what goes wrong here splits no ranks."""
 
     def unscale_(self, optimizer: Any) -> None:
@@ -125,13 +125,11 @@ class UnscalingMixin(AgreeingMixin, OverflowMixin):
     def _run(self, plan: GradPlan, run: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
         """Run an op on a batch, and have it marked whose gradients overflow."""
         if backend == "triton":
-            if self._scale is not None and flag.device == self._scale.device:
-                self._count_epochs_on(plan, flag.device)
-            if batch.layout.epoch is None:
-                plan.unseen.add(flag.device)
+            counted = self._scale is not None and flag.device == self._scale.device
+            plan.sightings.expect(batch.layout, self._counters.on(flag.device) if counted else None)
         run(batch, flag, backend)
         if backend == "torch" and flag.is_cpu and batch.layout.key.plain and flag.item():  # others know few ops
-            self._mark_on_host(plan, batch)
+            plan.sightings.look(batch, self._counters.read()[SKIPPED])
 
     def _unscale_is_overridden(self) -> bool:
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_
@@ -151,7 +149,7 @@ class UnscalingMixin(AgreeingMixin, OverflowMixin):
         state.pop("written", None)
         state["plan"] = plan
         if unscaled is not None:
-            plan.again = (plan.left, self._epoch())
+            plan.sightings.count_again(self._counters.skips())
         try:
             flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
         except BaseException as error:

@@ -179,7 +179,7 @@ def test_good_steps_mark_nothing(place: Place) -> None:
     for _ in range(3):
         step(scaler, model, optimizer, False)
     (plan,) = scaler._plans.plans()
-    assert plan.marks == (-1, {})
+    assert plan.sightings.of(0) == {}
     assert all(not table.bits.any() for layout in plan.layouts for table in layout.tables.values())
 
 
@@ -228,6 +228,18 @@ def test_a_loaded_checkpoint_begins_without_marks(place: Place) -> None:
     assert told(scaler, model) == []
     step(scaler, model, optimizer, False, _1_bias=[math.nan])
     assert told(scaler, model) == [("1.bias", "NaN", 3)]
+
+
+@PLACES
+def test_a_step_that_comes_after_a_loaded_checkpoint_tells_nothing_of_marks_before(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    give_gradients(model, _0_bias=[math.inf])
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.step(optimizer)
+    assert scaler.was_skipped(optimizer)
+    assert told(scaler, model) == []
 
 
 @PLACES

@@ -13,6 +13,7 @@ from helpers import parameters, sgd, started
 
 from scaler_triton import GradScaler
 from scaler_triton.plan import GradPlan, PlanCache, _Form
+from scaler_triton.stats import NAMES, SKIPPED
 
 
 def collected(plan: GradPlan) -> list[int]:
@@ -161,11 +162,11 @@ def test_an_epoch_is_read_on_its_own_device_only() -> None:
     away = _Form((*form.look[:3], torch.device("cuda", 1), form.look[-1]), form.stride)
     plan._place([form, away])
     here, there = plan.layouts
-    counters = torch.zeros(7, dtype=torch.int64)
-    for number in range(2):
-        epoch = counters.view(torch.int32)[number : number + 1]
-        plan.set_epoch(counters, epoch)
-        assert here.epoch is epoch
+    for _ in range(2):
+        counters = torch.zeros(len(NAMES), dtype=torch.int64)
+        plan.sightings.expect(here, counters)
+        epoch = here.epoch
+        assert epoch.data_ptr() == counters[SKIPPED].data_ptr()
         assert there.epoch is None
     plan._place([away, form])
     assert [layout.epoch for layout in plan.layouts] == [None, epoch]

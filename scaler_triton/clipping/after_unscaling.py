@@ -14,13 +14,14 @@ from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters, plan_copies, sum_partial
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
+from scaler_triton.flags import FlagsMixin
 from scaler_triton.verdict import any_flag
 
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
 
 
-class AfterUnscalingMixin(PartsMixin):
+class AfterUnscalingMixin(PartsMixin, FlagsMixin):
     """Unscales and checks optimizers one by one, then clips what was chosen of them under one norm."""
 
     def _clip_after_unscaling(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> Tensor:

@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", "plan.verdict = None  # what", "pass  # what", STEPS),
     Mutant(_S + "agreeing.py", "if stand_in.strict:", "if False:", PATCHED),
     Mutant(_S + "agreeing.py", "stacklevel=callers.stacklevel()", "stacklevel=2", PATCHED),
-    Mutant(_S + "unscaling.py", "self._mark_on_host(plan, batch)", "pass", REPORT),
+    Mutant(_S + "unscaling.py", "plan.sightings.look(batch, self._counters.read()[SKIPPED])", "pass", REPORT),
     Mutant(_S + "verdict.py", "if apart:", "if False:", SPLIT),
     Mutant(_S + "verdict.py", "= False\n        self._compare = None\n", "= False\n", AGREED),
     Mutant(_S + "verdict.py", "ranks * ranks * (1 + _ROUNDING)", "ranks * ranks", AGREED),
@@ -99,11 +99,11 @@ MUTANTS = [
         _S + "verdict.py", "if self._compare is not None:\n            self._check(", "if False:\n            (", SPLIT
     ),
     # what a report tells
-    Mutant(_S + "plan.py", "plan.take_marks(before)", "pass", REPORT),
-    Mutant(_S + "plan.py", "[*self.marked()] if self._layouts else ()", "()", REPORT),
+    Mutant(_S + "plan.py", "plan.take_sightings(before)", "pass", REPORT),
+    Mutant(_S + "sightings.py", "[*self._marked()] if self._layouts else ()", "()", REPORT),
     Mutant(_S + "plan.py", "group(bounds.values(), bounds)", "group(bounds.values())", REPORTED),
-    Mutant(_S + "settings.py", "plan.forget_marks()", "pass", REPORT),
-    Mutant(_S + "unscaling.py", "plan.unseen.add(flag.device)", "pass", REPORT),
+    Mutant(_S + "settings.py", "plan.sightings.forget()", "pass", REPORT),
+    Mutant(_S + "sightings.py", "self._unmarked.add(layout.key.device)", "pass", REPORT),
     # what a capture must not take for done
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if not self.cleared:", CAPTURED),
     Mutant(_S + "updating.py", "verdict.cleared = True, not captured", "verdict.cleared = True, True", CAPTURED),
@@ -116,7 +116,12 @@ MUTANTS = [
     Mutant(_S + "unstepped.py", "if any(marks):", "if True:", UNSTEPPED),
     Mutant(_S + "updating.py", 'if state.get("void") else flag', "if False else flag", UNSTEPPED),
     Mutant(_S + "updating.py", 'or ("first" in state and', "or (False and", UNSTEPPED),
-    Mutant(_S + "updating.py", "self._plans.get(owner).left = self._epoch()", "", "tests/test_overflow_report.py"),
+    Mutant(
+        _S + "updating.py",
+        "self._plans.get(owner).sightings.leave(self._counters.skips())",
+        "pass",
+        "tests/test_overflow_report.py",
+    ),
     Mutant(
         _S + "unstepped.py", "first is not None and now is not None and first() is now()", "now is not None", UNSTEPPED
     ),

@@ -1,0 +1,144 @@
+"""What was seen in whose gradient: the marks that kernels and the CPU's path leave on overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton.batch import Batch, Layout
+from scaler_triton.capturing import refuse_capture
+from scaler_triton.stats import SKIPPED
+
+NAN, INF = 1, 2
+# Kernels put the epoch above these bits.
+_KIND_BITS, _KINDS = 2, NAN | INF
+
+
+class Sightings:
+    """NaN and Inf in one optimizer's gradients, each with its epoch: the number of skips before.
+
+    Kernels mark on the device, where they find the epoch in the counters; good steps write nothing. A parameter is
+    named by its position.
+
+    Args:
+        size: how many parameters there are.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._on_host: tuple[int, dict[int, int]] = (-1, {})  # an epoch, and the kinds seen in it by position
+        self._counters: Tensor | None = None  # on the device: what kernels count epochs by
+        self._epoch: Tensor | None = None  # a view of them: its number, int32, one element
+        self._layouts: Sequence[Layout] = ()
+        self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: int32, one a parameter
+        self._unmarked: set[torch.device] = set()  # where kernels see gradients without marking which
+        self._left: int | Tensor | None = None  # the epoch of gradients that an update left unscaled but not stepped
+        self._again: Any = None  # that one, and the one in which a step was judged by them once more
+
+    def follow(self, layouts: Sequence[Layout]) -> None:
+        """Have kernels mark in the tables of these layouts from now on; what they saw in others before is kept."""
+        for slots, bits in [*self._marked()] if self._layouts else ():
+            self._keep(slots, bits)
+        self._layouts = layouts
+        self._show_epoch()
+
+    def expect(self, layout: Layout, counters: Tensor | None) -> None:
+        """Prepare for a kernel that looks at a batch.
+
+        Args:
+            layout: the batch's; of a batch made for one step it may be none of those that are followed.
+            counters: the scaler's, on the batch's device; None if they are on another.
+        """
+        if counters is not None and self._counters is not counters:
+            self._counters, self._epoch = counters, counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # low words
+            self._show_epoch()
+        if layout.epoch is None:
+            self._unmarked.add(layout.key.device)
+
+    def _show_epoch(self) -> None:
+        for layout in self._layouts:
+            here = self._epoch is not None and self._epoch.device == layout.key.device
+            layout.epoch = self._epoch if here else None  # no kernel reads another GPU's memory
+            for table in layout.tables.values() if here else ():
+                table.epoch = self._epoch
+
+    def look(self, batch: Batch, epoch: int) -> None:
+        """Mark what is not finite in a batch on the CPU."""
+        if self._on_host[0] != epoch:
+            self._on_host = (epoch, {})
+        seen = self._on_host[1]
+        for slot, tensor in zip(batch.layout.slots, batch.tensors, strict=True):
+            if tensor is not None and (kinds := NAN * bool(tensor.isnan().any()) | INF * bool(tensor.isinf().any())):
+                seen[slot] = seen.get(slot, 0) | kinds
+
+    def leave(self, epoch: int | Tensor) -> None:
+        """Note that an update left these gradients unscaled but not stepped."""
+        self._left = epoch
+
+    def count_again(self, epoch: int | Tensor) -> None:
+        """Note that a step in this epoch goes by what was seen before the gradients were left."""
+        self._again = None if self._left is None else (self._left, epoch)
+
+    def of(self, epoch: int) -> dict[int, int]:
+        """Return the kinds that a step of this epoch was judged by, by position, waiting for the device."""
+        if self._again is not None and int(self._again[1]) == epoch:
+            epoch = int(self._again[0])
+        kinds = dict(self._on_host[1]) if self._on_host[0] == epoch else {}
+        for slots, bits in self._marked():
+            for slot, each in zip(slots, bits.tolist(), strict=True):
+                if each & _KINDS and each >> _KIND_BITS == epoch:
+                    kinds[slot] = kinds.get(slot, 0) | each & _KINDS
+        return kinds
+
+    def untold(self) -> Iterator[str]:
+        """Yield in words which gradients were looked at without telling which was bad."""
+        for layout in self._layouts:
+            device = layout.key.device
+            if "torch" in layout.backends.values() and (device.type != "cpu" or not layout.key.plain):
+                yield f"gradients on {device} that torch's own op serves"
+        for device in self._unmarked:
+            if self._epoch is not None and self._epoch.device == device:
+                yield f"sparse and Partial gradients on {device}"
+            else:
+                yield f"gradients on {device}, where the scale is not"
+
+    def forget(self) -> None:
+        """Forget what was seen in gradients."""
+        self._on_host, self._left, self._again = (-1, {}), None, None
+        for _, bits in self._marked():
+            bits.zero_()
+
+    def take(self, other: Sightings, places: Mapping[int, int]) -> None:
+        """Take over what others saw.
+
+        Args:
+            places: the position here of a position there; without those that are nowhere here.
+        """
+        epoch, seen = other._on_host
+        self._on_host = (epoch, {places[slot]: kinds for slot, kinds in seen.items() if slot in places})
+        self._left, self._again = other._left, other._again
+        self._unmarked |= other._unmarked
+        for slots, bits in other._marked():
+            self._keep([places.get(slot, -1) for slot in slots], bits)
+
+    def _marked(self) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Yield positions and the bits of each as tables have them."""
+        for layout in self._layouts:
+            for table in {id(table): table for table in layout.tables.values()}.values():
+                yield layout.slots, table.bits
+        for kept in self._kept.values():
+            yield range(self._size), kept
+
+    @torch.inference_mode(False)
+    def _keep(self, slots: Sequence[int], bits: Tensor) -> None:
+        """Keep marks beyond their table; slots below 0 are nobody's."""
+        refuse_capture(bits.device, "a step with gradients of a new form")
+        if bits.device not in self._kept:
+            self._kept[bits.device] = torch.zeros(self._size, dtype=torch.int32, device=bits.device)
+        kept, ours = self._kept[bits.device], [place for place, slot in enumerate(slots) if slot >= 0]
+        target = torch.tensor([slots[place] for place in ours], device=bits.device, dtype=torch.int64)
+        source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]
+        kept[target] = torch.maximum(kept[target], source)  # a later epoch is a larger number
