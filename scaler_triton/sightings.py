@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class Sightings:
         self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: int32, one a parameter
         self._unmarked: set[torch.device] = set()  # where kernels see gradients without marking which
         self._left: int | Tensor | None = None  # the epoch of gradients that an update left unscaled but not stepped
-        self._again: Any = None  # that one, and the one in which a step was judged by them once more
+        self._again: Tensor | None = None  # that one, and the one in which they had a step skipped: int64, [2]
 
     def follow(self, layouts: Sequence[Layout]) -> None:
         """Have kernels mark in the tables of these layouts from now on; what they saw in others before is kept."""
@@ -78,18 +77,20 @@ class Sightings:
         """Note that an update left these gradients unscaled but not stepped."""
         self._left = epoch
 
-    def count_again(self, epoch: int | Tensor) -> None:
-        """Note that a step in this epoch goes by what was seen before the gradients were left."""
-        self._again = None if self._left is None else (self._left, epoch)
+    def count_again(self, epoch: int | Tensor, flag: Tensor) -> None:
+        """Note that a step in this epoch, if its flag is set, is skipped for what was seen when gradients were left."""
+        if self._left is not None:
+            both = torch.stack([_number_on(flag.device, number) for number in (self._left, epoch)])
+            self._again = torch.where(flag != 0, both, -1 if self._again is None else self._again)
 
     def of(self, epoch: int) -> dict[int, int]:
-        """Return the kinds that a step of this epoch was judged by, by position, waiting for the device."""
-        if self._again is not None and int(self._again[1]) == epoch:
-            epoch = int(self._again[0])
-        kinds = dict(self._on_host[1]) if self._on_host[0] == epoch else {}
+        """Return the kinds that the steps of this epoch were judged by, by position, waiting for the device."""
+        left, again = (-1, -1) if self._again is None else self._again.tolist()
+        epochs = (epoch, left) if again == epoch else (epoch,)
+        kinds = dict(self._on_host[1]) if self._on_host[0] in epochs else {}
         for slots, bits in self._marked():
             for slot, each in zip(slots, bits.tolist(), strict=True):
-                if each & _KINDS and each >> _KIND_BITS == epoch:
+                if each & _KINDS and each >> _KIND_BITS in epochs:
                     kinds[slot] = kinds.get(slot, 0) | each & _KINDS
         return kinds
 
@@ -142,3 +143,8 @@ class Sightings:
         target = torch.tensor([slots[place] for place in ours], device=bits.device, dtype=torch.int64)
         source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]
         kept[target] = torch.maximum(kept[target], source)  # a later epoch is a larger number
+
+
+def _number_on(device: torch.device, number: int | Tensor) -> Tensor:
+    """Return a number, which is on the device or on the host, on the device without a wait."""
+    return number if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)

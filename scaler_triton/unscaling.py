@@ -149,7 +149,7 @@ class UnscalingMixin(AgreeingMixin):
         state.pop("written", None)
         state["plan"] = plan
         if unscaled is not None:
-            plan.sightings.count_again(self._counters.skips())
+            plan.sightings.count_again(self._counters.skips(), unscaled)
         try:
             flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
         except BaseException as error:

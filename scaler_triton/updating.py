@@ -126,7 +126,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         owner = state["owner"]()
         if owner is None or ("first" in state and not has_first(owner, state["first"])):
             return None
-        self._plans.get(owner).sightings.leave(self._counters.skips())
+        if state.get("unscaled_flag") is None:  # else it was left before, and is told of by that
+            self._plans.get(owner).sightings.leave(self._counters.skips())
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("void") else flag
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -115,6 +116,47 @@ def test_such_a_step_tells_nothing_of_skips_before(place: Place) -> None:
     scaler.update()
     assert scaler.stats().skipped == 3
     assert told(scaler, model) == []
+
+
+@PLACES
+def test_a_good_step_after_an_update_leaves_what_was_told(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    for bad in ({"_0_bias": [math.inf]}, {}):
+        give_gradients(model, **bad)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
+
+
+@PLACES
+def test_an_overflow_behind_a_good_step_after_an_update_is_told(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    _, other_model, other = setup(place, fused=False)
+    give_gradients(model)
+    give_gradients(other_model, _0_bias=[math.inf])
+    for each in (optimizer, other):
+        scaler.unscale_(each)
+    scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
+    step(scaler, model, optimizer, False, _1_bias=[math.nan])
+    assert told(scaler, model) == [("1.bias", "NaN", 3)]
+
+
+@PLACES
+def test_a_step_that_failed_after_one_update_is_told_of_after_the_next(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=True)
+    give_gradients(model, _0_bias=[math.inf])
+    scaler.unscale_(optimizer)
+    scaler.update()
+    with mock.patch.object(optimizer, "step", side_effect=RuntimeError("no")), pytest.raises(RuntimeError):
+        scaler.step(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
 
 
 def test_as_a_person_reads_it() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from report_rules import ReportRules
 from specification import (
     FP32_MAX,
     OVERLAP,
@@ -275,11 +276,11 @@ class ClippingRules:
         return alive and "deferred" in state and state["stage"] is OptState.UNSCALED and not state.get("void")
 
 
-class FullSpecification(ClippingRules, ExtrasRules, Specification):
+class FullSpecification(ReportRules, ClippingRules, ExtrasRules, Specification):
     """Our GradScaler as it should be."""
 
 
-class FullShardedSpecification(ClippingRules, ExtrasRules, ShardedSpecification):
+class FullShardedSpecification(ReportRules, ClippingRules, ExtrasRules, ShardedSpecification):
     """Our ShardedGradScaler as it should be."""
 
     allows_fp16 = True

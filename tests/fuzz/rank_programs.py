@@ -270,6 +270,15 @@ class Program:
             and self.parameter_of(spot).held(step)[spot.rank].numel() > 0
         ]
 
+    def expected_report(self, step: int) -> set[tuple[Spot, str]]:
+        """Return what held NaN or Inf, where what a rank held is no term of a sum."""
+        values, shown = dict(self.planted), {True: "NaN", False: "Inf"}
+        return {(spot, shown[math.isnan(values[spot])]) for spot in self.bad(step) if self.is_told_exactly(spot)}
+
+    def is_told_exactly(self, spot: Spot) -> bool:
+        """Whether a gradient is a rank's own when it is checked; a sum that is made for a norm is bad on all ranks."""
+        return "P" not in self.parameter_of(spot).way(spot.step)
+
     def clip_is_clean(self, step: int, clip: Clip) -> bool:
         """Whether nothing that the clip measures is planted."""
         members = clip.members(self)
@@ -309,6 +318,7 @@ class Trace:
     skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
     norms: list[float | None] = field(default_factory=list)  # None: nothing was clipped
     clip_collectives: list[int | None] = field(default_factory=list)
+    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what ranks tell each other of the last skip
 
 
 def execute(rank: int, program: Program) -> Trace:
@@ -327,6 +337,7 @@ def execute(rank: int, program: Program) -> Trace:
             _clip(program, clip, Spot(step, rank, 0, 0), scaler, optimizers, trace)
         _step(program, rank, scaler, optimizers, trace)
         trace.scales.append((float(scaler.get_scale()).hex(), int(scaler._growth_tracker)))
+        trace.reports.append(_reported(program, step, scaler, optimizers))
         trace.digests.append([[cases.digest(p) for p in cases.params_of(optimizer)] for optimizer in optimizers])
     return trace
 
@@ -372,6 +383,19 @@ def _step(program: Program, rank: int, scaler: Any, optimizers: Sequence[Any], t
     counts.append(cases.collectives_of(scaler.update))
     trace.collectives.append(counts)
     trace.stepped.append(stepped)
+
+
+def _reported(program: Program, step: int, scaler: Any, optimizers: Sequence[Any]) -> set[tuple[Spot, str]]:
+    if not program.bad(step):
+        return set()
+    named = [
+        (f"{o} {p}", each)
+        for o, optimizer in enumerate(optimizers)
+        for p, each in enumerate(cases.params_of(optimizer))
+    ]
+    report = scaler.overflow_report(named, gather=True)
+    assert report.update == step + 1
+    return {(Spot(step, each.rank, *map(int, each.name.split())), each.kinds) for each in report.bad}
 
 
 class Local(torch.optim.Optimizer):

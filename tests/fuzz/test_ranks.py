@@ -133,6 +133,10 @@ def check(program: Program, traces: list[Trace]) -> None:
         for step in range(program.steps):
             check_step(program, rank, step, trace)
     for step in range(program.steps):
+        reports = [trace.reports[step] for trace in traces]
+        assert all(report == reports[0] for report in reports), f"reports of step {step} differ"
+        told = {(spot, kinds) for spot, kinds in reports[0] if program.is_told_exactly(spot)}
+        assert told == program.expected_report(step), f"report of step {step}"
         assert len({repr(trace.norms[step]) for trace in traces}) == 1, f"norms of step {step} differ"
         for index, optimizer in enumerate(program.optimizers):
             check_copies(optimizer, [trace.digests[step][index] for trace in traces], f"step {step}, optimizer {index}")

@@ -20,7 +20,14 @@ from beyond_torch import FullShardedSpecification, FullSpecification
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import note, seed
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from specification import FP32_MAX, SMALLEST, Refused, departures
 from worlds import (
     DTYPES,
@@ -176,6 +183,7 @@ class Programs(RuleBasedStateMachine):
         theirs = self.theirs_class(**options, limits=limits)
         self.ours = World(ours, [spec.build(self.half) for spec in specs])
         self.theirs = World(theirs, [spec.build(self.half) for spec in specs], buried=[])
+        theirs.tells_sparse = self.backend == "torch"
         if started:
             self.both(lambda world: world.scaler.scale(torch.ones(())))
 
@@ -385,6 +393,11 @@ class Programs(RuleBasedStateMachine):
     def ask_stats(self) -> None:
         self.both(lambda world: vars(world.scaler.stats()))
 
+    @invariant()
+    def a_report_says_what_was_seen(self) -> None:
+        report = self.ours.scaler.overflow_report(named_parameters(self.ours))
+        self.theirs.scaler.check_report(report, named_parameters(self.theirs))
+
     # Checkpoints and copies.
 
     @rule(state=state_dicts)
@@ -430,6 +443,12 @@ class Programs(RuleBasedStateMachine):
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def named_parameters(world: World) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (f"{i}.{j}", p) for i, optimizer in enumerate(world.optimizers) for j, p in enumerate(parameters_of(optimizer))
+    ]
 
 
 def give(optimizer: torch.optim.Optimizer, gradients: list[GradientSpec]) -> None:
