@@ -226,22 +226,27 @@ def test_kernels_import_nothing_above_themselves() -> None:
 
 
 MEASURE = """
-import json, sys, time, torch
-begin = time.process_time()  # others may use the machine, too
+import json, sys, time
+start = time.process_time()  # others may use the machine, too
+import torch
+begin = time.process_time()
 import scaler_triton
 scaler_triton.GradScaler
 seconds = time.process_time() - begin
 heavy = [n for n in ("triton", "torch.distributed.fsdp", "scaler_triton.sharded", "numpy.testing") if n in sys.modules]
-print(json.dumps([seconds, heavy, torch.cuda.is_initialized()]))
+print(json.dumps([seconds, begin - start, heavy, torch.cuda.is_initialized()]))
 """
 
 
-def test_import_is_light() -> None:
+def test_import_is_light(tmp_path: Path) -> None:
     run = [sys.executable, "-c", MEASURE]
-    traced_no_more = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-    results = [json.loads(subprocess.check_output(run, cwd=ROOT, env=traced_no_more, timeout=120)) for _ in range(3)]
-    assert min(seconds for seconds, *_ in results) < 0.05
-    assert results[0][1:] == [[], False]
+    unwanted = ("COVERAGE", "PYTHONDONTWRITEBYTECODE")  # it is not tracing or compiling that is measured
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    env["PYTHONPYCACHEPREFIX"] = str(tmp_path)  # the first run compiles
+    results = [json.loads(subprocess.check_output(run, cwd=ROOT, env=env, timeout=120)) for _ in range(3)]
+    # Seconds; where that takes torch more than two of them, the machine is slow or has much else to do.
+    assert min(ours / max(1.0, torchs / 2) for ours, torchs, *_ in results) < 0.05
+    assert results[0][2:] == [[], False]
 
 
 def public_functions() -> list[object]:
