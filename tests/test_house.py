@@ -133,6 +133,7 @@ ALLOWED = {
         "clipping/reference_norm",
         "collectives",
         "flags",
+        "unstepped",
         "verdict",
     },
     "clipping/clip": {

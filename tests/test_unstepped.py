@@ -180,6 +180,30 @@ def test_18_gradients_that_came_between_unscaling_and_update_are_scaled(kind: st
     assert only(optimizer).tolist() == [0.0 if math.isnan(value) else -0.5 * value / SCALE] * 3
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("chosen", [False, True], ids=["all", "some parameters"])
+def test_18_gradients_that_clipping_summed_are_the_same_ones(norm_type: float, chosen: bool) -> None:
+    gradient = torch.sparse_coo_tensor([[0, 0, 1, 2]], [4.0, 4.0, 8.0, 8.0], check_invariants=True)
+    optimizer = sgd([gradient])
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    parameters = [only(optimizer)] if chosen else None
+    scaler.clip_grad_norm_(optimizer, 1e6, norm_type, parameters=parameters)
+    scaler.update()
+    scaler.step(optimizer)
+    assert only(optimizer).tolist() == [-0.5 * 8.0 / SCALE] * 3
+
+
+def test_18_gradients_that_came_before_some_were_clipped_are_scaled() -> None:
+    optimizer = optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    scaler.unscale_(optimizer)
+    only(optimizer).grad = torch.full((3,), 24.0)
+    scaler.clip_grad_norm_(optimizer, 1e6, parameters=[only(optimizer)])
+    scaler.update()
+    scaler.step(optimizer)
+    assert only(optimizer).tolist() == [-0.5 * 24.0 / SCALE] * 3
+
+
 def test_18_gradients_that_came_after_there_was_none_are_scaled() -> None:
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
     late.zero_grad()

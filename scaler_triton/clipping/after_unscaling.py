@@ -15,6 +15,7 @@ from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters, plan_copies, sum_partial
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
 from scaler_triton.flags import FlagsMixin
+from scaler_triton.unstepped import has_first
 from scaler_triton.verdict import any_flag
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ class AfterUnscalingMixin(PartsMixin, FlagsMixin):
             self._tell_of_no_norm(parts, agreement, request)
             raise failure
         flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
+        unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first"))]
         gradients, counts = held_gradients(all_parameters(parts), copies, request.chosen)
+        for part in unscaled:
+            self._enter_unscaled(part.state)  # a sum may stand in its first gradient's place
         norm, flag = norm_over_ranks(gradients, counts, request.norm_type, agreement, flag)
         if len(parts) > 1:
             for part in parts:
