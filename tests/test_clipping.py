@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 from unittest import mock
 
@@ -308,11 +309,22 @@ def test_a_step_that_asks_the_scaler_cannot_be_left_the_clipping() -> None:
     assert parameter.tolist() == [-1.5] * 3
 
 
+class AnyNumber:
+    """Compares as a number and is none, as an array of one does with newer NumPy."""
+
+    def __ge__(self, other: object) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "<any number>"
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"max_norm": "1"}, "^max_norm must be a number, got '1'$"),
         ({"max_norm": None}, "^max_norm must be a number, got None$"),
+        ({"max_norm": AnyNumber()}, "^max_norm must be a number, got <any number>$"),
         ({"max_norm": torch.ones(2)}, r"^max_norm must be a number, got tensor\(\[1., 1.\]\)$"),
         ({"norm_type": None}, "^norm_type must be a number, got None$"),
         ({"model": "net"}, "^model must be a module, got str$"),
@@ -327,6 +339,24 @@ def test_what_is_of_no_use_is_refused_before_anything_changes(options: dict[str,
         scaler.clip_grad_norm_(**{"optimizers": optimizer, "max_norm": 1.0, **options})
     assert grads(optimizer)[0].tolist() == [24.0] * 3
     assert not scaler._per_optimizer_states
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_type": 1.0}], ids=["at once", "after unscaling"])
+def test_a_bound_that_no_float_holds_is_refused_before_anything_changes(options: dict[str, float]) -> None:
+    optimizer = sgd([torch.full((3,), 24.0)])
+    scaler = scaler_on(Place("cpu", "torch"))
+    with pytest.raises(OverflowError, match="int too large to convert to float"):
+        scaler.clip_grad_norm_(optimizer, 10**400, **options)
+    assert grads(optimizer)[0].tolist() == [24.0] * 3
+    assert not scaler._per_optimizer_states
+
+
+@PLACES
+@pytest.mark.parametrize("number", [torch.tensor(1.0), torch.ones(1, requires_grad=True), Fraction(1), 1, True])
+def test_a_bound_may_be_any_number(place: Place, number: Any) -> None:
+    optimizer = sgd([torch.full((4,), 16.0)], place.device)
+    assert scaler_on(place).clip_grad_norm_(optimizer, number).item() == 4.0
+    assert grads(optimizer)[0].tolist() == pytest.approx([0.5] * 4, rel=1e-5)
 
 
 @PLACES

@@ -57,10 +57,10 @@ def checked_request(
     Raises: ValueError or TypeError naming what cannot be.
     """
     chosen = _chosen_ids(parameters)
-    order = _checked_order(max_norm, norm_type)
+    bound, order = _checked_bound(max_norm), _checked_order(norm_type)
     if not isinstance(model, nn.Module | None):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
-    return Request(max_norm, order, error_if_nonfinite, model, chosen)
+    return Request(bound, order, error_if_nonfinite, model, chosen)
 
 
 def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
@@ -75,13 +75,18 @@ def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None
     return {id(each) for each in chosen}
 
 
-def _checked_order(max_norm: float, norm_type: float) -> float:
+def _checked_bound(max_norm: float) -> float:
     try:
         is_bound = bool(max_norm >= 0)  # False for NaN
+        bound = float(max_norm)  # now: an array or a huge int shows only here that it cannot be used
     except (TypeError, ValueError, RuntimeError):  # the last two: of several numbers
         raise TypeError(f"max_norm must be a number, got {max_norm!r}") from None
     if not is_bound:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
+    return bound
+
+
+def _checked_order(norm_type: float) -> float:
     order = norms.order_of(norm_type)
     if math.isnan(order) or order <= 0:
         raise ValueError(f"norm_type must be > 0, got {norm_type!r}")

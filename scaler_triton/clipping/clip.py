@@ -63,12 +63,12 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             `parameters`; TypeError naming one of them, but `defer`, for what is none.
         """
         together = checked_optimizers(optimizers)
-        request = checked_request(max_norm, norm_type, error_if_nonfinite, model, parameters)
-        if not self._enabled:
-            held = [parameter for optimizer in together for parameter in parameters_of(optimizer)]
-            return clip_unscaled(held, request, self.process_group)
-        at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
         with torch.no_grad():
+            request = checked_request(max_norm, norm_type, error_if_nonfinite, model, parameters)
+            if not self._enabled:
+                held = [parameter for optimizer in together for parameter in parameters_of(optimizer)]
+                return clip_unscaled(held, request, self.process_group)
+            at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
             self._require_scale(together, request, at_once)
             parts = self._parts(together, again=request.chosen is not None)
             if defer:
