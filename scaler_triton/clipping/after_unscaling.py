@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.arguments import Request
-from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters, plan_copies, sum_partial
+from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters, plan_copies
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
 from scaler_triton.flags import FlagsMixin
 from scaler_triton.unstepped import has_first
@@ -30,8 +30,7 @@ class AfterUnscalingMixin(PartsMixin, FlagsMixin):
         copies = [count for part in parts for count in plan_copies(part.plan, agreement, request.model)]
         failure = self._unscale_each(parts, agreement)
         if failure is not None:
-            for part in parts:
-                self._skip(part.state, part.plan)
+            self._skip_together(parts, request.chosen)
             self._tell_of_no_norm(parts, agreement, request)
             raise failure
         flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
@@ -49,8 +48,7 @@ class AfterUnscalingMixin(PartsMixin, FlagsMixin):
         return norm
 
     def _tell_of_no_norm(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> None:
-        """Take part in the sums and the reduction that are still to come; the norm is NaN then on all ranks."""
-        sum_partial(parts, request.chosen)
+        """Take part in the reduction that is still to come; the norm is NaN then on all ranks."""
         flag = torch.ones((), dtype=torch.float32, device=self._home(parts[0].plan))
         norm_over_ranks([torch.full_like(flag, math.nan)], [1], request.norm_type, agreement, flag)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from scaler_triton import dispatch
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.clipping.arguments import Request
-from scaler_triton.clipping.parts import Part, PartsMixin, as_cut, plan_copies, sum_partial
+from scaler_triton.clipping.parts import Part, PartsMixin, as_cut, plan_copies
 from scaler_triton.verdict import Verdict, flag_on, fp32_on, write_scales
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ class AtOnceMixin(PartsMixin):
         """Tell the other ranks, in the reduction that they wait in, that this one could not check its gradients."""
         if agreement is None:
             return
-        for part in parts:
-            self._skip(part.state, part.plan)
-        sum_partial(parts, None)
+        self._skip_together(parts, None)
         told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._home(parts[0].plan))
         told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
         agreement.sum_(told)

@@ -121,7 +121,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         for part in parts:
             if part.state["stage"] is OptState.READY:
                 self._fail(part.state, part.plan, self._agreement(part.plan))
-            self._skip(part.state, part.plan)
+        self._skip_together(parts, request.chosen)
         self._tell_of_no_norm(parts, agreement, request)
 
     def _check_deferable(self, parts: Sequence[Part], request: Request) -> None:

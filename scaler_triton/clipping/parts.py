@@ -30,13 +30,19 @@ class Part(NamedTuple):
 
 
 class PartsMixin(UnscalingMixin):
-    """How the flag of one of them is left to its step."""
+    """How the flag of one of them is left to its step, and how all of them are made to skip."""
 
     def _leave_flag(self, part: Part, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         """Keep the flag for the step, and start its copy if the step will ask for it on the host."""
         self._keep(part.state, verdict, devices)
         if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
             verdict.start_mirror()
+
+    def _skip_together(self, parts: Sequence[Part], chosen: set[int] | None) -> None:
+        """Have all of them skip, on a rank that cannot use their gradients but owes the others the sums of some."""
+        sum_partial(parts, chosen)  # first: what is told of a step holds for the gradients that are there then
+        for part in parts:
+            self._skip(part.state, part.plan)
 
 
 def sum_partial(parts: Sequence[Part], chosen: set[int] | None) -> None:

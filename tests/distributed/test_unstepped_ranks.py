@@ -49,3 +49,10 @@ def test_a_rank_that_never_has_gradients_does_not_repeat_an_old_overflow(two, ki
     assert first.values == stepped(INIT_SCALE / 2)
     assert second.values == [1.0] * 6
     assert first.collectives == second.collectives == 1
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("sparse_first", [False, True])
+def test_after_a_clip_that_failed_on_one_rank_the_late_step_is_skipped_everywhere(two, sparse_first, norm_type):
+    for outcome in two.run(unstepped_cases.failed_clip, sparse_first, norm_type):
+        assert outcome == ([1.0] * 3, 0, INIT_SCALE / 4)  # two updates

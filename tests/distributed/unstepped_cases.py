@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,21 @@ def skipped_step(rank: int, kind: str, layout: str, name: str, gradless: int) ->
     scaler.update()
     param.grad = None if rank == gradless else _gradient(param)
     return _outcome(scaler, param, collectives_of(scaler.step, optimizer))
+
+
+def failed_clip(rank: int, sparse_first: bool, norm_type: float) -> Outcome:
+    """Rank 1 cannot clip one of two optimizers; the step of the other, with a sparse gradient, comes after `update`."""
+    scaler, sparse, cut = new_scaler("grad"), plain_param(3), _param("dtensor")
+    optimizers = [new_optimizer("sgd", [sparse]), new_optimizer("sgd", [cut])]
+    scaler.scale(torch.ones(()))
+    sparse.grad = torch.sparse_coo_tensor([[0, 0, 1]], [GRADIENT] * 3, (3,), check_invariants=True)
+    cut.grad = _gradient(cut)
+    if rank == 1:
+        cut.grad = DTensor.from_local(torch.ones(1).expand(2, 3), line(), [Shard(0)], run_check=False)
+    with suppress(RuntimeError) if rank == 1 else nullcontext():  # its gradient is one element, expanded
+        scaler.clip_grad_norm_(optimizers if sparse_first else optimizers[::-1], 1.0, norm_type)
+    scaler.update()
+    return _outcome(scaler, sparse, collectives_of(scaler.step, optimizers[0]))
 
 
 def _outcome(scaler: Any, param: Tensor, collectives: int) -> Outcome:

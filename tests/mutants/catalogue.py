@@ -298,9 +298,9 @@ MUTANTS = [
     Mutant(_S + "batch.py", "return coalesce_fp16(gradient) if", "return gradient.coalesce() if", CLIP),
     Mutant(_S + "clipping/disabled.py", " if chosen is None or id(p) in chosen", "", CLIP),
     Mutant(
-        _S + "clipping/clip.py",
-        "self._skip(part.state, part.plan)\n        self._tell_of_no_norm",
-        "pass\n        self._tell_of_no_norm",
+        _S + "clipping/parts.py",
+        "for part in parts:\n            self._skip(part.state, part.plan)",
+        "pass",
         CLIPPED,
     ),
     Mutant(_S + "unstepped.py", "self.owner() is optimizer and ", "", UNSTEPPED),
