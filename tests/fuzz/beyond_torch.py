@@ -194,7 +194,13 @@ class ClippingRules:
             self._unscale_all(optimizers, leave=defer)
         else:
             self._unscale_all(optimizers)
+            states = [(self._per_optimizer_states[id(optimizer)], optimizer) for optimizer in optimizers]
+            unscaled = [
+                (state, optimizer) for state, optimizer in states if first_gradient(optimizer) is state["first"]
+            ]
             sum_up(chosen)
+            for state, optimizer in unscaled:  # a sum of unscaled terms is unscaled
+                state["first"] = first_gradient(optimizer)
             exact, promised = torch.linalg.vector_norm(together(chosen), order), True
         norm = agreed(exact, measured, promised)
         refused = error_if_nonfinite and not norm.isfinite()
