@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU where there is none; where there is one begin with it, as time may run out."""
     if torch.cuda.is_available():
-        items.sort(key=_turn)
+        items.sort(key=turn)
         return
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -51,14 +51,20 @@ def _interrupt(*args: object) -> None:
     raise KeyboardInterrupt
 
 
-def _turn(item: pytest.Item) -> int:
-    """Return when a test's turn comes on a GPU machine: its own first, those last that may hang or need packages."""
+def turn(item: pytest.Item) -> int:
+    """Return when a test's turn comes on a GPU machine: what runs there alone first, and of that late what may hang."""
     folders = item.path.parts
     if item.get_closest_marker("gpu"):
         if item.get_closest_marker("distributed"):
             return 3
         return 2 if "frameworks" in folders else 0
-    return 1 if "kernels" in folders else 4
+    return 1 if "kernels" in folders or _is_placed_on_gpu(item) else 4
+
+
+def _is_placed_on_gpu(item: pytest.Item) -> bool:
+    """Tell whether a test that runs on every device of a machine is about to run on its GPU."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return getattr(params.get("place"), "device", "") == "cuda"
 
 
 @pytest.fixture(scope="session")

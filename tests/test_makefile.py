@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from helpers import Place
 
 ROOT = Path(__file__).parents[1]
 PARTS = ["gpu-tests", "gpu-sanitize", "gpu-perf", "gpu-tune"]
@@ -114,6 +116,26 @@ def test_tests_under_a_tool_end_before_the_tool_is_ended() -> None:
     assert run.returncode == 2
     assert "out of time" in run.stdout
     assert "1 passed" in run.stdout
+
+
+def test_what_needs_no_gpu_comes_last_on_a_gpu_machine(request: pytest.FixtureRequest) -> None:
+    """Time may run out before it. A test that runs everywhere runs on the GPU, too, and is not marked."""
+    turn = request.config.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py")).turn
+
+    def item(path: str, *marks: str, **params: object) -> SimpleNamespace:
+        callspec = {"callspec": SimpleNamespace(params=params)} if params else {}
+        return SimpleNamespace(path=Path(path), get_closest_marker=lambda name: name in marks, **callspec)
+
+    items = [
+        item("tests/test_gpu.py", "gpu"),
+        item("tests/kernels/test_probe.py"),
+        item("tests/test_norms.py", place=Place("cuda", "triton"), dtype="float32"),
+        item("tests/frameworks/test_accelerate.py", "gpu"),
+        item("tests/distributed/test_offload.py", "gpu", "distributed"),
+        item("tests/test_norms.py", place=Place("cpu", "torch")),
+        item("tests/test_policy.py"),
+    ]
+    assert [turn(each) for each in items] == [0, 1, 1, 2, 3, 4, 4]
 
 
 def test_a_test_that_takes_too_long_is_interrupted_and_the_report_written(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from scaler_triton.demo.ranks import RankPool, RankTimeout
 
 RANKS = 2
-TRIAL_LIMIT = 90.0  # seconds
+TRIAL_LIMIT = 30.0  # seconds; three trials that hang must fit into what `make gpu-tests` gives them
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,11 @@ def test_the_record_is_a_program() -> None:
     command = [sys.executable, "-m", "scaler_triton.demo.device"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == "no GPU\n"
+
+
+def test_trials_that_all_hang_are_all_recorded() -> None:
+    (limit,) = re.findall(r"timeout (\d+) python3 -m scaler_triton.demo.device", (ROOT / "Makefile").read_text())
+    assert int(limit) > 3 * device.TRIAL_LIMIT
 
 
 def test_ranks_that_do_not_start_are_no_ranks_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
