@@ -46,6 +46,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         item.session.shouldstop = "out of time, TEST_SECONDS are over"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """Let the report be written, and the process end, however long that takes."""
+    if not math.isinf(SECONDS):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def _interrupt(*args: object) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one, from around the process, would hit the report
     raise KeyboardInterrupt

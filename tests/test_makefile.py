@@ -150,6 +150,18 @@ def test_a_test_that_takes_too_long_is_interrupted_and_the_report_written(tmp_pa
     assert report.exists()
 
 
+def test_nothing_interrupts_the_report_or_the_end_of_the_process(tmp_path: Path) -> None:
+    tell = "    print('interrupted in', signal.getitimer(signal.ITIMER_REAL)[0])\n"
+    (tmp_path / "conftest.py").write_text(f"import signal\n\ndef pytest_terminal_summary():\n{tell}")
+    (tmp_path / "test_quick.py").write_text("def test_it():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    command += [f"--rootdir={tmp_path}", str(tmp_path)]
+    environment = {**os.environ, "TEST_SECONDS": "1000"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "interrupted in 0.0\n" in run.stdout
+
+
 def test_every_target_is_listed() -> None:
     """At the top of the file, where people look, and as no file."""
     text = (ROOT / "Makefile").read_text()
