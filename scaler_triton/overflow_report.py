@@ -79,7 +79,7 @@ def from_bytes(data: bytes) -> tuple[list[BadGradient], list[str]]:
 def _table(bad: Sequence[BadGradient]) -> list[str]:
     if not bad:
         return []
-    rows = [("rank", "parameter", "holds", "elements")]
+    rows = [("rank", "parameter", "holds", "numel")]
     rows += [(str(each.rank), each.name, each.kinds, str(each.numel)) for each in bad]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]

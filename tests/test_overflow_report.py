@@ -165,10 +165,10 @@ def test_as_a_person_reads_it() -> None:
     step(scaler, model, optimizer, False, _0_weight=[math.nan], _1_bias=[math.inf])
     assert str(scaler.overflow_report(model.named_parameters())) == (
         "The last skip, at update 2: 2 bad gradients on rank 0, the only one asked.\n"
-        "rank  parameter  holds  elements\n"
-        "----  ---------  -----  --------\n"
-        "   0  0.weight   NaN          35\n"
-        "   0  1.bias     Inf           3"
+        "rank  parameter  holds  numel\n"
+        "----  ---------  -----  -----\n"
+        "   0  0.weight   NaN       35\n"
+        "   0  1.bias     Inf        3"
     )
     assert [each.name for each in scaler.overflow_report().bad] == [
         "optimizer 0, parameter 0",

@@ -13,10 +13,10 @@ def test_every_rank_is_told_which_parameter_on_which_rank(two, kind):
     outcomes = two.run(overflow_cases.reported, kind, "line-shards", faults)
     whole = (
         "The last skip, at update 1: 2 bad gradients on ranks 0, 1.\n"
-        "rank  parameter  holds  elements\n"
-        "----  ---------  -----  --------\n"
-        "   0  first      NaN           6\n"
-        "   1  second     Inf           6"
+        "rank  parameter  holds  numel\n"
+        "----  ---------  -----  -----\n"
+        "   0  first      NaN        6\n"
+        "   1  second     Inf        6"
     )
     for local, gathered, collectives in outcomes:
         assert gathered == whole
