@@ -93,7 +93,8 @@ def _all_gather(data: bytes, size: int, group: Any) -> list[bytes]:
 def checked_group(process_group: Any) -> Any:
     """Return a scaler's process group, the default one where it is None.
 
-    Raises: torch's ValueError without a default group; ValueError if it was lost by pickling, or is without this rank.
+    Raises: torch's ValueError without a default group; ValueError if it was lost by pickling, or is without this rank;
+        TypeError if it is no group.
     """
     if isinstance(process_group, GroupRanks):
         raise ValueError(
@@ -102,7 +103,10 @@ def checked_group(process_group: Any) -> Any:
         )
     rank = dist.get_rank()  # raises torch's error without a default group
     group: Any = default_group() if process_group is None else process_group
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+    absent = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not absent and not isinstance(group, dist.ProcessGroup):  # such as a DeviceMesh, or a list of ranks
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+    if absent or dist.get_rank(group) < 0:
         raise ValueError(f"process_group must contain this rank, {rank}, got a group made for other ranks")
     return group
 

@@ -509,6 +509,14 @@ def test_a_module_is_no_parameters() -> None:
         started(GradScaler, "cpu").clip_grad_norm_(sgd([torch.ones(1)]), 1.0, parameters=torch.nn.Linear(1, 1))
 
 
+def test_a_generator_that_was_used_up_is_told_of_as_by_torch() -> None:
+    optimizer = sgd([torch.ones(1)])
+    used_up = (parameter for parameter in ())
+    with pytest.warns(UserWarning, match="is an empty generator, no gradient clipping will occur") as warned:
+        norm = started(GradScaler, "cpu").clip_grad_norm_(optimizer, 1.0, parameters=used_up)
+    assert (norm.item(), warned[0].filename) == (0.0, __file__)
+
+
 def test_after_a_failure_none_of_several_remembers_its_last_step() -> None:
     optimizers = [sgd([torch.ones(3)]), sgd([torch.ones(5)])]
     scaler = started(GradScaler, "cpu", init_scale=SCALE)

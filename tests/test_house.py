@@ -79,6 +79,7 @@ ALLOWED = {
         "verdict",
     },
     "grad_scaler": {
+        "callers",
         "clipping/clip",
         "collectives",
         "dispatch",
@@ -105,7 +106,7 @@ ALLOWED = {
         "clipping/reference_norm",
         "collectives",
     },
-    "clipping/arguments": {"clipping/norms"},
+    "clipping/arguments": {"callers", "clipping/norms"},
     "clipping/copies": {"batch", "collectives"},
     "clipping/parts": {
         "clipping/copies",

@@ -26,6 +26,11 @@ ONE_FOR_ALL = (
     "call scaler_triton.audit(optimizer, scaler, model) in the running job, on every rank."
 )
 
+NO_NUMBERS = (
+    "Ranks are told by the word rank in the files' names; where else their numbers stand, say with {rank}, "
+    "as in --pattern 'model-{rank}-of-4.pt'."
+)
+
 Files = dict[str, dict[int, Path]]  # by name with * for the rank, then by rank
 
 
@@ -92,7 +97,8 @@ def audit_files(folder: Path, files: Files) -> AuditReport:
             speaking.append(name)
             states.update({rank: _joined(states.get(rank), state) for rank, state in found.items()})
     subject = f"{one_line(', '.join(speaking) or 'no states of ranks')} in {one_line(folder)}"
-    return judge(_simply_named([states[rank] for rank in sorted(states)]), _notes(states), subject)
+    notes = _notes(states) if files else [NO_NUMBERS, ONE_FOR_ALL]
+    return judge(_simply_named([states[rank] for rank in sorted(states)]), notes, subject)
 
 
 def _glob(pattern: str) -> str:

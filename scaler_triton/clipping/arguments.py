@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from scaler_triton import callers
 from scaler_triton.clipping import norms
 
 
@@ -72,6 +75,10 @@ def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None
     for each in chosen:
         if not isinstance(each, Tensor):  # such as the pairs of named_parameters()
             raise TypeError(f"parameters must be tensors, got {type(each).__name__}")
+    if not chosen and isinstance(parameters, GeneratorType):  # that something else has used up
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=callers.stacklevel()
+        )
     return {id(each) for each in chosen}
 
 

@@ -148,6 +148,7 @@ def test_numbers_that_are_no_ranks_raise_no_alarm(tmp_path: Path, command: Comma
     assert "NOTHING TO COMPARE" in text
     assert text.startswith("rank*.pt in " if "rank0.pt" in names else "no states of ranks in ")
     assert "call scaler_triton.audit(optimizer, scaler, model) in the running job" in text
+    assert ("--pattern 'model-{rank}-of-4.pt'" in text) != ("rank0.pt" in names)
 
 
 def test_states_without_scaler_and_optimizer_say_nothing(tmp_path: Path, command: Command) -> None:

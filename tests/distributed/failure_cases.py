@@ -236,6 +236,29 @@ def group_without_me(rank: int, kind: str, name: str, method: str) -> Attempt:
     return attempt(scaler, method, optimizer)
 
 
+def no_group(rank: int, kind: str, name: str, method: str, mesh: bool) -> Attempt:
+    """What is easily taken for a process group: a mesh, or a list of ranks."""
+    scaler = cases.new_scaler(kind, process_group=cases.line() if mesh else [0, 1])
+    params = [cases.plain_param(3)]
+    optimizer = cases.new_optimizer(name, params)
+    cases.give_grads(scaler, params, 0)
+    return attempt(scaler, method, optimizer)
+
+
+def another_order(rank: int, kind: str, name: str) -> tuple[list[bool], float]:
+    """Rank 1 steps two optimizers the other way round, the first overflows on rank 0: which skipped, and the scale."""
+    scaler = cases.new_scaler(kind)
+    params = [cases.plain_param(3), cases.plain_param(3)]
+    optimizers = [cases.new_optimizer(name, [param]) for param in params]
+    cases.give_grads(scaler, params, 0)
+    if rank == 0:
+        params[0].grad.fill_(torch.inf)
+    for optimizer in optimizers if rank == 0 else reversed(optimizers):
+        scaler.step(optimizer)
+    scaler.update()
+    return [scaler.was_skipped(optimizer) for optimizer in optimizers], scaler.get_scale()
+
+
 def group_too_small(rank: int, kind: str, name: str, layout: str, method: str) -> Attempt:
     """A process group of two ranks for DTensors that live on four."""
     scaler = cases.new_scaler(kind, process_group=_pair(rank))

@@ -146,3 +146,8 @@ def test_old_style_optimizers_ask_often_and_cost_one_collective(two, kind, unsca
         assert asked == [{"cpu": float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
         if rank not in gradless:
             assert report.stepped == [(step != BAD_STEP,) for step in range(STEPS)]
+
+
+@NAMES
+def test_another_order_takes_one_flag_for_another_as_with_torch(two, name):
+    assert two.run(failure_cases.another_order, "sharded", name) == [([True, False], 4.0), ([False, True], 4.0)]

@@ -55,6 +55,17 @@ def test_a_group_that_this_rank_is_not_in(two, kind, method, name):
 @KINDS
 @METHODS
 @NAMES
+@pytest.mark.parametrize(("mesh", "word"), [(True, "DeviceMesh"), (False, "list")])
+def test_what_is_no_group(two, kind, method, name, mesh, word):
+    for attempt in two.run(failure_cases.no_group, kind, name, method, mesh):
+        assert attempt.error == f"TypeError: process_group must be a torch.distributed.ProcessGroup, got {word}"
+        assert (attempt.collectives, attempt.grads_changed, attempt.params_changed) == (0, False, False)
+        assert attempt.stage == "READY"
+
+
+@KINDS
+@METHODS
+@NAMES
 @pytest.mark.parametrize("layout", ["hsdp", "line-shards", "fsdp-then-tp", "line-beside-plain"])
 def test_a_group_that_misses_ranks_of_a_mesh(four, kind, method, name, layout):
     attempts = four.run(failure_cases.group_too_small, kind, name, layout, method)
