@@ -92,7 +92,10 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is KeyboardInterrupt:
+            for rank in self._ranks:
+                rank.process.kill()  # one that is still importing would not notice the end for seconds
         self.close()
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[RankResult]:
@@ -132,7 +135,7 @@ class RankPool:
         """Spawn the ranks and wait until all of them are in the group."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
-        with _environment(_rank_environment()), _without_main():
+        with _environment(_rank_environment()), _without_main(), _interrupts_ignored():
             self._ranks = [self._spawn(index, folder) for index in range(self.world_size)]
         failed = [result for result in self._collect(START_TIMEOUT) if not result.ok]
         if failed:
@@ -235,6 +238,7 @@ def _serve(group: _Group, log: str, connection: Connection) -> None:
     """The main function of a rank: join the group, then answer calls until the parent is gone."""
     _end_with_parent()
     _redirect_output(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     connection.send_bytes(_answer(group.rank, lambda _: group.join(), ()))
     with contextlib.suppress(EOFError, OSError):
@@ -344,6 +348,19 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Let processes that are started inside ignore Ctrl-C: each would print where in its imports it was."""
+    if threading.current_thread() is not threading.main_thread():  # the only one that may say so
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

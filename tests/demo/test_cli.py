@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,20 @@ def test_prove_runs_what_was_named(word: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(prove, "prove", lambda cases: asked.extend(case.name for case in cases) or 1)
     assert cli.main(["demo", "--prove", word]) == 1
     assert asked == (list(cases.CASES) if word == "all" else [word])
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal to a group of processes")
+@pytest.mark.parametrize("seconds", [0.2, 1.0])
+def test_an_interrupt_while_ranks_start_ends_them_without_a_word(seconds: float) -> None:
+    words = [sys.executable, "-m", "scaler_triton", "demo", "--prove", "fsdp1-fused"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, **pipes, text=True, start_new_session=True) as demo:
+        demo.stdout.readline()  # the ranks are started right after it
+        time.sleep(seconds)
+        os.killpg(demo.pid, signal.SIGINT)
+        _, errors = demo.communicate(timeout=30)
+    assert (demo.returncode, errors) == (130, "")
 
 
 def test_no_command_imports_torch_before_it_runs() -> None:
