@@ -84,7 +84,7 @@ class Sightings:
             self._again = torch.where(flag != 0, both, -1 if self._again is None else self._again)
 
     def of(self, epoch: int) -> dict[int, int]:
-        """Return the kinds that the steps of this epoch were judged by, by position, waiting for the device."""
+        """Return the kinds that steps of this epoch were judged by, by position, waiting for the device."""
         left, again = (-1, -1) if self._again is None else self._again.tolist()
         epochs = (epoch, left) if again == epoch else (epoch,)
         kinds = dict(self._on_host[1]) if self._on_host[0] in epochs else {}

@@ -146,6 +146,20 @@ def test_an_overflow_behind_a_good_step_after_an_update_is_told(place: Place) ->
 
 
 @PLACES
+def test_an_overflow_behind_a_step_that_somebody_let_pass_is_told(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    give_gradients(model, _0_bias=[math.inf])
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.fill_(0.0)
+    scaler.update()
+    step(scaler, model, optimizer, False, _1_bias=[math.nan])
+    assert ("1.bias", "NaN", 3) in told(scaler, model)
+
+
+@PLACES
 def test_a_step_that_failed_after_one_update_is_told_of_after_the_next(place: Place) -> None:
     scaler, model, optimizer = setup(place, fused=True)
     give_gradients(model, _0_bias=[math.inf])

@@ -33,6 +33,10 @@ class Seen:
             self.told[key] = self.told.get(key, 0) | kinds
         self.doubtful |= other.doubtful
 
+    def holds_any(self) -> bool:
+        """Tell whether anything was seen."""
+        return bool(self.told or self.doubtful)
+
     def of(self, keys: set[int]) -> Seen:
         """Return what was seen in some parameters."""
         return Seen({key: kinds for key, kinds in self.told.items() if key in keys}, self.doubtful & keys)
@@ -108,7 +112,7 @@ class ReportRules:
         skipped, last = self._counters["skipped"], self._counters["last_skip"]
         assert report.update == (None if pending else last or None)
         seen = self._seen.get(skipped if pending else skipped - 1, Seen())
-        if not pending and self._now().told:  # of a step that was never taken: it may stand where the skip's was
+        if not pending and self._now().holds_any():  # of a step that nobody took: it may stand where the skip's was
             seen = Seen(None, {*seen.told} | seen.doubtful)
         named = dict(named)
         bad = {each.name: each for each in report.bad if each.name in named}

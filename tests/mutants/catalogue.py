@@ -104,6 +104,9 @@ MUTANTS = [
     Mutant(_S + "plan.py", "group(bounds.values(), bounds)", "group(bounds.values())", REPORTED),
     Mutant(_S + "settings.py", "plan.sightings.forget()", "pass", REPORT),
     Mutant(_S + "sightings.py", "self._unmarked.add(layout.key.device)", "pass", REPORT),
+    Mutant(_S + "sightings.py", "torch.where(flag != 0, both,", "torch.where(flag == flag, both,", REPORT),
+    Mutant(_S + "sightings.py", "(epoch, left) if again == epoch", "(left,) if again == epoch", REPORT),
+    Mutant(_S + "updating.py", 'if state.get("unscaled_flag") is None:', "if True:", REPORT),
     # what a capture must not take for done
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if not self.cleared:", CAPTURED),
     Mutant(_S + "updating.py", "verdict.cleared = True, not captured", "verdict.cleared = True, True", CAPTURED),
@@ -125,6 +128,7 @@ MUTANTS = [
     Mutant(
         _S + "unstepped.py", "first is not None and now is not None and first() is now()", "now is not None", UNSTEPPED
     ),
+    Mutant(_S + "clipping/after_unscaling.py", "self._enter_unscaled(part.state)", "pass", UNSTEPPED),
     # the flag and who agrees on it
     Mutant(_S + "verdict.py", "agreement.maximum_(self._signals)", "pass", RANKS),
     Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(id, flags)", CONTRACT),
