@@ -90,8 +90,20 @@ def _all_gather(data: bytes, size: int, group: Any) -> list[bytes]:
     return [part.cpu().numpy().tobytes() for part in parts]
 
 
+def is_bare(group: Any) -> bool:
+    """Tell whether a group reduces without torch knowing its ranks: a backend by itself, or a test's stand-in."""
+    return hasattr(group, "allreduce") and not isinstance(group, dist.ProcessGroup)
+
+
+def own_rank(process_group: Any) -> int:
+    """Return this process's rank: the global one, without a default group that in a bare group, 0 without either."""
+    if default_group() is not None:
+        return dist.get_rank()
+    return int(process_group.rank()) if is_bare(process_group) else 0
+
+
 def checked_group(process_group: Any) -> Any:
-    """Return a scaler's process group, the default one where it is None.
+    """Return a scaler's process group, the default one where it is None; a bare one is believed, as by torch.
 
     Raises: torch's ValueError without a default group; ValueError if it was lost by pickling, or is without this rank;
         TypeError if it is no group.
@@ -101,6 +113,8 @@ def checked_group(process_group: Any) -> Any:
             f"process_group is unset: this scaler was unpickled, and its group of ranks {list(process_group.ranks)} "
             "did not come along; set scaler.process_group"
         )
+    if is_bare(process_group):
+        return process_group
     rank = dist.get_rank()  # raises torch's error without a default group
     group: Any = default_group() if process_group is None else process_group
     absent = group is dist.GroupMember.NON_GROUP_MEMBER
@@ -117,9 +131,11 @@ def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agree
     Returns: None for a group of one rank.
 
     Raises: torch's ValueError without a default group; ValueError if this rank is not in the group or a
-        parameter's mesh reaches beyond it.
+        parameter's mesh reaches beyond it. Neither for a bare group.
     """
     group = checked_group(process_group)
+    if is_bare(group):
+        return Agreement((group,), group.size()) if group.size() > 1 else None
     return _covering((group,), dist.get_process_group_ranks(group), _meshes(parameters))
 
 
@@ -211,6 +227,8 @@ def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[
 
 def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """Return `device` if the group's backend reduces there, else one where it does."""
+    if is_bare(group):
+        return device
     config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     served = [entry.split(":")[0] for entry in config.split(",")]
     if device.type in served:

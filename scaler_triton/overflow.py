@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaler_triton import collectives
@@ -59,7 +58,7 @@ class OverflowMixin(FlagsMixin):
         return None if alone else collectives.checked_group(self.process_group)
 
     def _marked(self, epoch: int, names: dict[int, str]) -> Iterator[BadGradient]:
-        rank = dist.get_rank() if collectives.default_group() is not None else 0
+        rank = collectives.own_rank(self.process_group)
         for number, plan in enumerate(self._plans.plans()):
             for index, kinds in sorted(plan.sightings.of(epoch).items()):
                 parameter = plan.parameters[index]

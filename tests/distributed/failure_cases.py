@@ -292,6 +292,14 @@ def agree_in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], cop
     return cases.train(rank, scaler, [optimizer], backward, faults), scaler.process_group is _pair(rank)
 
 
+def bare_backend(rank: int, store: str, kind: str, name: str, faults: Sequence[Fault]) -> Report:
+    """Ranks agree over a backend that was made without `init_process_group` or `new_group`."""
+    group = dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2)
+    scaler, params = cases.new_scaler(kind, process_group=group), [cases.plain_param(3)]
+    optimizer = cases.new_optimizer(name, params)
+    return cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+
+
 def deepcopied_in_mid_run(rank: int, kind: str) -> tuple[bool, list[float]]:
     """Copy a scaler that has run; whether the group is shared, and both scales after only the copy backs off."""
     scaler = cases.new_scaler(kind, process_group=_pair(rank))

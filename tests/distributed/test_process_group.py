@@ -94,6 +94,13 @@ def test_a_group_binds_its_own_ranks_only(four, kind, name, copied):
 
 
 @KINDS
+@NAMES
+def test_a_backend_that_torch_keeps_no_list_of_is_a_group(two, tmp_path, kind, name):
+    reports = two.run(failure_cases.bare_backend, str(tmp_path / "store"), kind, name, [Fault(1, 1)])
+    assert_agreed(reports, [1], collectives=0)  # one, which does not pass through torch's dispatcher
+
+
+@KINDS
 def test_a_deepcopy_shares_the_group_and_nothing_else(four, kind):
     """Difference 7 from torch."""
     for shared, scales in four.run(failure_cases.deepcopied_in_mid_run, kind):
@@ -145,3 +152,27 @@ def test_without_a_default_group_torchs_error_and_untouched_gradients(method):
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         getattr(scaler, method)(optimizer)
     assert param.grad.tolist() == [8.0] * 3
+
+
+class StandIn:
+    """A group as tests make them up: one rank, numbered 3."""
+
+    def rank(self):
+        return 3
+
+    def size(self):
+        return 1
+
+    def allreduce(self, *args):
+        raise AssertionError("one rank has nobody to ask")
+
+
+@KINDS
+@METHODS
+def test_a_stand_in_needs_no_default_group(kind, method):
+    assert not torch.distributed.is_initialized()
+    scaler, param = new_scaler(kind, process_group=StandIn()), plain_param(3)
+    optimizer = new_optimizer("sgd", [param])
+    param.grad = scaler.scale(torch.tensor([1.0, torch.inf, 1.0]))
+    getattr(scaler, method)(optimizer)
+    assert [bad.rank for bad in scaler.overflow_report().bad] == [3]
