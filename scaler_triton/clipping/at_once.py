@@ -145,6 +145,7 @@ class AtOnceMixin(PartsMixin):
         self._skip_together(parts, None)
         told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._home(parts[0].plan))
         told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
+        told[reference_norm.SCALES :] = 0.0  # none: an update clears the failure, and what is left is compared
         agreement.sum_(told)
 
 

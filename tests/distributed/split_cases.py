@@ -66,6 +66,20 @@ def asked_with_different_scales(rank: int, how: str) -> list[str]:
     return [*said, _said(scaler.was_skipped, optimizer)]
 
 
+def asked_after_another_rank_failed(rank: int) -> list[str]:
+    """Rank 1 cannot clip; what was_skipped says of a fused step, before and after an update that clears the flags."""
+    scaler, params = cases.new_scaler("sharded", backend="triton"), [cases.plain_param(3)]
+    optimizer = cases.new_optimizer("adamw-fused", params)
+    cases.give_grads(scaler, params, 0)
+    if rank == 1:
+        params[0].grad = torch.ones(1).expand(3)
+    _said(scaler.clip_grad_norm_, optimizer, 1.0)
+    scaler.step(optimizer)
+    said = [_said(scaler.was_skipped, optimizer)]
+    scaler.update()
+    return [*said, _said(scaler.was_skipped, optimizer)]
+
+
 def _said(call: Callable[..., Any], *args: Any) -> str:
     try:
         return str(call(*args))

@@ -1,7 +1,10 @@
 """Ranks whose scales have come apart are told, all of them, at the next step: the flag's reduction carries scales."""
 
+from importlib.util import find_spec
+
 import pytest
 import split_cases
+import torch
 from cases import INIT_SCALE
 
 pytestmark = pytest.mark.distributed
@@ -40,3 +43,13 @@ def test_who_asks_about_a_fused_step_is_told(two, how):
         assert before.startswith(means(2) if how == "clip" else FARTHEST)
         assert after == before
         assert good == "False"
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("triton") is None, reason="the CPU has Triton's interpreter without a GPU"
+)
+def test_a_rank_that_failed_to_clip_is_not_taken_for_one_with_another_scale(two):
+    first, second = two.run(split_cases.asked_after_another_rank_failed)
+    assert first[0].startswith("Another rank failed to check its gradients")
+    assert first[1] == "True"
+    assert second == ["True", "True"]
