@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -179,14 +178,14 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         return {**super().__getstate__(), **held.fresh(self._counters.read()), "process_group": None}
 
     def __copy__(self) -> ScalerMixin:
-        return self._clone(lambda state: state)
+        return self._fill(type(self).__new__(type(self)), self._own_state())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalerMixin:
-        return self._clone(lambda state: copy.deepcopy(state, memo))
+        clone = memo[id(self)] = type(self).__new__(type(self))  # first: what a scaler holds may hold the scaler
+        return self._fill(clone, copy.deepcopy(self._own_state(), memo))
 
-    def _clone(self, copied: Callable[[dict[str, Any]], dict[str, Any]]) -> ScalerMixin:
-        clone = type(self).__new__(type(self))
-        clone.__setstate__(copied(self._own_state()))
+    def _fill(self, clone: ScalerMixin, state: dict[str, Any]) -> ScalerMixin:
+        clone.__setstate__(state)
         clone.process_group = self.process_group  # a group is shared, it cannot be copied
         return clone
 

@@ -7,6 +7,7 @@ import gc
 import inspect
 import math
 import pickle
+import types
 from collections import defaultdict
 from typing import Any
 
@@ -371,6 +372,14 @@ def test_copies_continue_where_the_original_stood(ours: type, theirs: type, clon
     copied._lazy_init_scale_growth_tracker("cpu")
     copied._scale.fill_(1.0)
     assert scaler.get_scale() == 64.0
+
+
+def test_a_scaler_that_holds_itself_is_copied_with_what_it_holds() -> None:
+    """As where one of its methods was wrapped by hand."""
+    scaler = GradScaler("cpu")
+    scaler.update = types.MethodType(GradScaler.update, scaler)  # type: ignore[method-assign]
+    copied: Any = copy.deepcopy(scaler)
+    assert copied.update.__self__ is copied is not scaler
 
 
 def test_a_disabled_scaler_can_be_copied_whatever_it_was_asked() -> None:
