@@ -141,7 +141,7 @@ def check_gradient(gradient: Tensor, name: str) -> None:
         raise ValueError(f"{name} is on device {gradient.device}, where there is nothing to unscale")
     if gradient.layout is torch.strided:
         check_overlap(gradient)
-    elif gradient.dtype is not torch.float16:  # those are replaced by coalesced ones
+    elif gradient.dtype is not torch.float16 or gradient.is_coalesced():  # else a coalesced one takes its place
         check_overlap(sparse_values(gradient))
 
 
@@ -163,8 +163,8 @@ def sparse_values(gradient: Tensor) -> Tensor:
 
 
 def coalesce_fp16(gradient: Tensor) -> Tensor:
-    """Return a sparse fp16 gradient with its duplicates summed in fp32: the sums may overflow fp16."""
-    return gradient.float().coalesce().half()
+    """Return a sparse fp16 gradient with its duplicates summed in fp32, itself if it has none; sums may overflow."""
+    return gradient if gradient.is_coalesced() else gradient.float().coalesce().half()
 
 
 def is_yet_a_sum(gradient: Tensor) -> bool:

@@ -122,6 +122,21 @@ def test_sparse_fp16_duplicates_are_summed_in_fp32() -> None:
     assert sums == [torch.tensor(1 + 3 * 2.0**-11).half().item(), 1.0]
 
 
+def test_a_coalesced_fp16_gradient_stays_the_same_object() -> None:
+    """Another one would pass for new, and a postponed step would unscale it again."""
+    early, late = sgd([dense()]), sgd([sparse(torch.float16, coalesced=True)])
+    scaler = started(Lone, "cpu", init_scale=SCALE)
+    (parameter,) = late.param_groups[0]["params"]
+    gradient, expected = parameter.grad, values(parameter.grad) / SCALE
+    scaler.unscale_(late)
+    scaler.step(early)
+    scaler.update()
+    scaler._check_inf_per_device(late)
+    scaler.step(late)
+    assert parameter.grad is gradient
+    assert_same(values(gradient), expected)
+
+
 @pytest.mark.parametrize("place", places(), ids=str)
 def test_sum_of_sparse_fp16_duplicates_that_overflows_is_found(place: Place) -> None:
     with torch.sparse.check_sparse_tensor_invariants(False):
@@ -225,6 +240,16 @@ def test_sparse_gradients_with_expanded_values_are_refused_before_anything_is_wr
         with pytest.raises(RuntimeError, match=EXPANDED):
             ops.unscale_([first.grad, expanded], torch.tensor(0.5), torch.zeros(()))
         assert first.grad.item() == 4.0
+
+
+def test_a_coalesced_fp16_gradient_with_expanded_values_is_refused() -> None:
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        values = torch.ones(1, dtype=torch.float16).expand(2)
+        bad = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values, (5,), is_coalesced=True)
+    parameter = torch.nn.Parameter(torch.zeros(5, dtype=torch.float16))
+    parameter.grad = bad
+    with pytest.raises(RuntimeError, match=EXPANDED):
+        started(Lone, "cpu").unscale_(torch.optim.SGD([parameter], lr=0.5))
 
 
 def test_fp16_parameters_may_become_fp32() -> None:
