@@ -74,6 +74,8 @@ def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[t
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
             raise TypeError(f"{_NO_NAMES}, got {type(pair).__name__} for a name and a tensor")
         name, parameter = pair
+        if not isinstance(name, str):  # such as a number, of `enumerate`
+            raise TypeError(f"{_NO_NAMES}, got {type(name).__name__} for a name")
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         yield id(parameter), name

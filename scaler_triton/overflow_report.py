@@ -54,7 +54,7 @@ class OverflowReport:
     def _summary(self) -> str:
         ranks = sorted({each.rank for each in self.bad})
         if not self.bad:
-            return "nothing on any rank." if self.gathered else "nothing on this rank; ask with gather=True."
+            return f"nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         count = f"{len(self.bad)} bad gradient{'s' * (len(self.bad) > 1)}"
         return f"{count} on {where}{'' if self.gathered else ', the only one asked'}."

@@ -14,6 +14,8 @@ from scaler_triton.stats import SKIPPED
 NAN, INF = 1, 2
 # Kernels put the epoch above these bits.
 _KIND_BITS, _KINDS = 2, NAN | INF
+# How many epochs the host keeps: the last skip's, that of gradients left before it, and the one there is now.
+_EPOCHS = 3
 
 
 class Sightings:
@@ -28,7 +30,7 @@ class Sightings:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._on_host: tuple[int, dict[int, int]] = (-1, {})  # an epoch, and the kinds seen in it by position
+        self._on_host: dict[int, dict[int, int]] = {}  # the kinds seen on the CPU: by epoch, by position
         self._counters: Tensor | None = None  # on the device: what kernels count epochs by
         self._epoch: Tensor | None = None  # a view of them: its number, int32, one element
         self._layouts: Sequence[Layout] = ()
@@ -66,9 +68,9 @@ class Sightings:
 
     def look(self, batch: Batch, epoch: int) -> None:
         """Mark what is not finite in a batch on the CPU."""
-        if self._on_host[0] != epoch:
-            self._on_host = (epoch, {})
-        seen = self._on_host[1]
+        seen = self._on_host.setdefault(epoch, {})
+        if len(self._on_host) > _EPOCHS:
+            del self._on_host[min(self._on_host)]
         for slot, tensor in zip(batch.layout.slots, batch.tensors, strict=True):
             if tensor is not None and (kinds := NAN * bool(tensor.isnan().any()) | INF * bool(tensor.isinf().any())):
                 seen[slot] = seen.get(slot, 0) | kinds
@@ -87,12 +89,19 @@ class Sightings:
         """Return the kinds that steps of this epoch were judged by, by position, waiting for the device."""
         left, again = (-1, -1) if self._again is None else self._again.tolist()
         epochs = (epoch, left) if again == epoch else (epoch,)
-        kinds = dict(self._on_host[1]) if self._on_host[0] in epochs else {}
+        kinds: dict[int, int] = {}
+        for slot, seen in self._seen_in(epochs):
+            kinds[slot] = kinds.get(slot, 0) | seen
+        return kinds
+
+    def _seen_in(self, epochs: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield positions and kinds; a position may come several times."""
+        for epoch in epochs:
+            yield from self._on_host.get(epoch, {}).items()
         for slots, bits in self._marked():
             for slot, each in zip(slots, bits.tolist(), strict=True):
                 if each & _KINDS and each >> _KIND_BITS in epochs:
-                    kinds[slot] = kinds.get(slot, 0) | each & _KINDS
-        return kinds
+                    yield slot, each & _KINDS
 
     def untold(self) -> Iterator[str]:
         """Yield in words which gradients were looked at without telling which was bad."""
@@ -108,7 +117,7 @@ class Sightings:
 
     def forget(self) -> None:
         """Forget what was seen in gradients."""
-        self._on_host, self._left, self._again = (-1, {}), None, None
+        self._on_host, self._left, self._again = {}, None, None
         for _, bits in self._marked():
             bits.zero_()
 
@@ -118,8 +127,10 @@ class Sightings:
         Args:
             places: the position here of a position there; without those that are nowhere here.
         """
-        epoch, seen = other._on_host
-        self._on_host = (epoch, {places[slot]: kinds for slot, kinds in seen.items() if slot in places})
+        self._on_host = {
+            epoch: {places[slot]: kinds for slot, kinds in seen.items() if slot in places}
+            for epoch, seen in other._on_host.items()
+        }
         self._left, self._again = other._left, other._again
         self._unmarked |= other._unmarked
         for slots, bits in other._marked():
@@ -142,7 +153,9 @@ class Sightings:
         kept, ours = self._kept[bits.device], [place for place, slot in enumerate(slots) if slot >= 0]
         target = torch.tensor([slots[place] for place in ours], device=bits.device, dtype=torch.int64)
         source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]
-        kept[target] = torch.maximum(kept[target], source)  # a later epoch is a larger number
+        held = kept[target]
+        same_epoch = (held ^ source) <= _KINDS
+        kept[target] = torch.where(same_epoch, held | source, torch.maximum(held, source))  # a later one is larger
 
 
 def _number_on(device: torch.device, number: int | Tensor) -> Tensor:

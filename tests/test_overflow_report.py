@@ -197,6 +197,7 @@ def test_as_a_person_reads_it() -> None:
         ("net", "got str for a name and a tensor"),
         ([torch.ones(2)], "got Tensor for a name and a tensor"),
         ({"weight": torch.ones(2)}, "got str for a name and a tensor"),
+        (enumerate([torch.ones(2)]), "got int for a name"),
     ],
 )
 def test_parameters_have_names(model: Any, text: str) -> None:
@@ -226,7 +227,7 @@ def test_a_skip_by_somebody_elses_flag_is_nothing_here(place: Place) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.overflow_report(model).bad == ()
-    assert "nothing on this rank; ask with gather=True" in str(scaler.overflow_report(model))
+    assert "nothing known on this rank; ask with gather=True" in str(scaler.overflow_report(model))
 
 
 @PLACES
@@ -255,6 +256,43 @@ def test_gradients_of_a_new_form_leave_the_last_skip(place: Place, clip: bool) -
         assert told(scaler, model) == want
     step(scaler, model, optimizer, clip, _1_bias=[math.nan])
     assert told(scaler, model) == [("1.bias", "NaN", 3)]
+
+
+@PLACES
+def test_kinds_of_one_parameter_add_up_over_forms(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    weight = model[0].weight
+    forms = [torch.ones(7, 5), torch.ones(5, 7).t(), torch.ones(7, 10)[:, ::2]]
+    for form, value in zip(forms, (math.nan, math.inf, 1.0), strict=True):
+        weight.grad = form.to(place.device)
+        weight.grad[0, 0] = value
+        scaler.step(optimizer)
+        scaler.update(8.0 if value != value else None)  # a number counts no skip: what it was for stays to be told
+    assert told(scaler, model) == [("0.weight", "NaN and Inf", 35)]
+
+
+@PLACES
+def test_a_step_that_counts_as_no_skip_leaves_the_last_skip(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    step(scaler, model, optimizer, False, _0_bias=[math.inf])
+    give_gradients(model, _1_bias=[math.nan])
+    scaler.step(optimizer)
+    scaler.update(8.0)
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
+    step(scaler, model, optimizer, False, _1_weight=[math.nan])
+    assert told(scaler, model) == [("1.weight", "NaN", 21), ("1.bias", "NaN", 3)]
+
+
+@PLACES
+def test_a_step_after_an_update_is_told_of_with_the_next_skip_if_it_counts_as_none(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    give_gradients(model, _0_bias=[math.inf])
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    scaler.update(8.0)
+    step(scaler, model, optimizer, False, _1_bias=[math.nan])
+    assert told(scaler, model) == [("0.bias", "Inf", 7), ("1.bias", "NaN", 3)]
 
 
 @PLACES

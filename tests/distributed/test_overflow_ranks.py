@@ -26,7 +26,7 @@ def test_every_rank_is_told_which_parameter_on_which_rank(two, kind):
 
 def test_a_rank_with_good_gradients_says_so(two):
     first, second = two.run(overflow_cases.reported, "sharded", "line-shards", [Fault(0, 1)])
-    assert first[0] == "The last skip, at update 1: nothing on this rank; ask with gather=True."
+    assert first[0] == "The last skip, at update 1: nothing known on this rank; ask with gather=True."
     assert first[1] == second[1]
 
 

@@ -24,7 +24,7 @@ def test_one_ranks_overflows_raise_everywhere_at_once(two, kind, layout, name):
     for lines in texts[0].values():  # the last skip was rank 0's, and each rank tells what it held
         assert lines[1] == "The last skip, at update 7: 1 bad gradient on rank 0, the only one asked."
     for lines in texts[1].values():
-        assert lines[1:] == ["The last skip, at update 7: nothing on this rank; ask with gather=True."]
+        assert lines[1:] == ["The last skip, at update 7: nothing known on this rank; ask with gather=True."]
     assert first.skipped == [step in BAD_STEPS for step in range(STEPS)]
     assert list(first.raised) == [step + Lagging.LAG for step in (5, 6)]
     assert (first.stats.updates, first.stats.skipped, first.stats.last_skip) == (STEPS, len(BAD_STEPS), 7)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from specification import gradients_of, is_fp16
+from specification import gradients_of, is_fp16, parameters_of
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
@@ -33,13 +33,14 @@ class Seen:
             self.told[key] = self.told.get(key, 0) | kinds
         self.doubtful |= other.doubtful
 
-    def holds_any(self) -> bool:
-        """Tell whether anything was seen."""
-        return bool(self.told or self.doubtful)
-
     def of(self, keys: set[int]) -> Seen:
         """Return what was seen in some parameters."""
         return Seen({key: kinds for key, kinds in self.told.items() if key in keys}, self.doubtful & keys)
+
+    def without(self, keys: set[int]) -> Seen:
+        """Return what was seen if some parameters need not be told."""
+        told = {key: kinds for key, kinds in self.told.items() if key not in keys}
+        return Seen(told, self.doubtful | (keys & {*self.told}))
 
 
 class ReportRules:
@@ -51,13 +52,14 @@ class ReportRules:
         super().__init__(**options)
         self._seen: dict[int, Seen] = {}
         self._left: dict[int, Seen] = {}
+        self._recalled: set[tuple[int, int]] = set()  # how many steps had been skipped, and a parameter left before
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_seen": {}, "_left": {}}
+        return {**super().__getstate__(), "_seen": {}, "_left": {}, "_recalled": set()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._seen, self._left = {}, {}
+        self._seen, self._left, self._recalled = {}, {}, set()
 
     def _now(self) -> Seen:
         return self._seen.setdefault(self._counters["skipped"], Seen())
@@ -94,14 +96,18 @@ class ReportRules:
         unstepped = super()._now_unstepped()
         for key, kept in unstepped.items():
             if kept is not None:
-                self._left[key] = self._now().of({id(p) for p in parameters_of(self._optimizers[key])})
+                keys, now = {id(p) for p in parameters_of(self._optimizers[key])}, self._counters["skipped"]
+                twice = {each for each in keys if (now, each) in self._recalled}  # `update(new_scale)` was between
+                self._left[key] = self._now().of(keys).without(twice)
         return unstepped
 
     def _recall(self, optimizer: Any) -> None:
         before = self._per_optimizer_states[id(optimizer)]["stage"]
         super()._recall(optimizer)
         if before is OptState.READY and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
-            self._now().add(self._left.pop(id(optimizer), Seen()))
+            left = self._left.pop(id(optimizer), Seen())
+            self._now().add(left)
+            self._recalled |= {(self._counters["skipped"], key) for key in (*left.told, *left.doubtful)}
 
     def check_report(self, report: Any, named: Iterable[tuple[str, Tensor]]) -> None:
         """Assert that a report says what it must, and nothing else of these parameters."""
@@ -112,8 +118,8 @@ class ReportRules:
         skipped, last = self._counters["skipped"], self._counters["last_skip"]
         assert report.update == (None if pending else last or None)
         seen = self._seen.get(skipped if pending else skipped - 1, Seen())
-        if not pending and self._now().holds_any():  # of a step that nobody took: it may stand where the skip's was
-            seen = Seen(None, {*seen.told} | seen.doubtful)
+        if not pending and not self.tells_sparse:  # kernels mark a step that counts as no skip where the skip's was
+            seen = seen.without({*self._now().told} | self._now().doubtful)
         named = dict(named)
         bad = {each.name: each for each in report.bad if each.name in named}
         must = {name for name, parameter in named.items() if id(parameter) in seen.told}
@@ -121,11 +127,6 @@ class ReportRules:
         assert must <= set(bad) <= must | may, (report, must, may)
         for name in must - may:
             assert (bad[name].kinds, bad[name].numel) == (WORDS[seen.told[id(named[name])]], named[name].numel()), name
-
-
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return an optimizer's parameters."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def kinds_in(gradient: Tensor) -> int:

@@ -286,7 +286,16 @@ class ShardedSpecification(Specification, TorchShardedGradScaler):
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
         if found_inf.dim():
             departs(1)  # fused Adam takes a flag of shape () only
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(()), allow_fp16)
+        if allow_fp16:
+            _sum_in_fp32(optimizer)
+        coalesced = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None and is_coalesced_fp16(p.grad)]
+        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(()), allow_fp16)
+        for parameter, gradient in coalesced:
+            if parameter.grad is not gradient:
+                departs(18)  # torch's ShardedGradScaler puts another object there, as if it were new
+                gradient._values().data.copy_(parameter.grad._values())  # torch's op counts as no write
+                parameter.grad = gradient
+        return flags
 
     def _update_as_torch(self) -> None:
         departs(4)  # on the CPU torch's class rounds the factor, too, and grows to infinity
@@ -301,10 +310,19 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer
 
 
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return an optimizer's parameters."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def is_coalesced_fp16(gradient: Tensor) -> bool:
+    """Tell whether it is sparse and in fp16, without duplicates."""
+    return is_fp16(gradient) and gradient.is_sparse and gradient.is_coalesced()
+
+
 def gradients_of(optimizer: Any) -> Iterator[Tensor]:
     """Yield the gradients that there are."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return (parameter.grad for parameter in parameters if parameter.grad is not None)
+    return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
 
 
 def first_gradient(optimizer: Any) -> Tensor | None:

@@ -436,6 +436,10 @@ class Programs(RuleBasedStateMachine):
         if any("deferred" in state for state in self.ours.scaler._per_optimizer_states.values()):
             gc.collect()  # an error that was raised may hold the old one
 
+    @rule(index=indices, whole=st.booleans())
+    def rearrange_parameters(self, index: int, whole: bool) -> None:
+        self.at(index, lambda _, optimizer: rearrange(optimizer, whole))
+
     @rule(index=indices, freeze=st.booleans())
     def freeze(self, index: int, freeze: bool) -> None:
         self.at(index, lambda _, optimizer: parameters_of(optimizer)[0].requires_grad_(not freeze))
@@ -460,6 +464,15 @@ def extend(optimizer: torch.optim.Optimizer, spec: ParameterSpec, half: torch.dt
     group = optimizer.param_groups[0]
     fused_momentum = bool(group["fused"] and group.get("momentum"))
     optimizer.add_param_group({"params": [spec.build(half_of(fused_momentum, half))]})
+
+
+def rearrange(optimizer: torch.optim.Optimizer, whole: bool) -> None:
+    """Reverse the order of an optimizer's parameters; where they are not to stay whole the first one leaves."""
+    first = optimizer.param_groups[0]["params"]
+    if not whole and len(first) > 1:
+        del first[0]
+    first.reverse()
+    optimizer.param_groups.reverse()
 
 
 def scaled(scaler: Any, loss: torch.Tensor, form: str) -> Any:
