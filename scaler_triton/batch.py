@@ -141,15 +141,19 @@ def check_gradient(gradient: Tensor, name: str) -> None:
         raise ValueError(f"{name} is on device {gradient.device}, where there is nothing to unscale")
     if gradient.layout is torch.strided:
         check_overlap(gradient)
-    elif gradient.dtype is not torch.float16 or gradient.is_coalesced():  # else a coalesced one takes its place
+    elif gradient.dtype is not torch.float16:  # those are replaced by ones that can be written
         check_overlap(sparse_values(gradient))
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Tell whether elements of `tensor` share memory by an expanded dimension."""
+    expanded = (stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.numel() > 0 and any(expanded)
 
 
 def check_overlap(tensor: Tensor) -> None:
     """Raise torch's RuntimeError if elements of `tensor` share memory by an expanded dimension."""
-    if tensor.numel() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    if overlaps(tensor):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory "
             "location. Please clone() the tensor before performing the operation."
@@ -164,7 +168,8 @@ def sparse_values(gradient: Tensor) -> Tensor:
 
 def coalesce_fp16(gradient: Tensor) -> Tensor:
     """Return a sparse fp16 gradient with its duplicates summed in fp32, itself if it has none; sums may overflow."""
-    return gradient if gradient.is_coalesced() else gradient.float().coalesce().half()
+    is_ready = gradient.is_coalesced() and not overlaps(sparse_values(gradient))
+    return gradient if is_ready else gradient.float().coalesce().half()
 
 
 def is_yet_a_sum(gradient: Tensor) -> bool:

@@ -242,14 +242,14 @@ def test_sparse_gradients_with_expanded_values_are_refused_before_anything_is_wr
         assert first.grad.item() == 4.0
 
 
-def test_a_coalesced_fp16_gradient_with_expanded_values_is_refused() -> None:
+def test_a_coalesced_fp16_gradient_with_expanded_values_is_copied_as_by_torch() -> None:
     with torch.sparse.check_sparse_tensor_invariants(False):
         values = torch.ones(1, dtype=torch.float16).expand(2)
-        bad = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values, (5,), is_coalesced=True)
+        expanded = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values, (5,), is_coalesced=True)
     parameter = torch.nn.Parameter(torch.zeros(5, dtype=torch.float16))
-    parameter.grad = bad
-    with pytest.raises(RuntimeError, match=EXPANDED):
-        started(Lone, "cpu").unscale_(torch.optim.SGD([parameter], lr=0.5))
+    parameter.grad = expanded
+    started(Lone, "cpu", init_scale=4.0).unscale_(torch.optim.SGD([parameter], lr=0.5))
+    assert parameter.grad.to_dense().tolist() == [0.25, 0.25, 0.0, 0.0, 0.0]
 
 
 def test_fp16_parameters_may_become_fp32() -> None:
