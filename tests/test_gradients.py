@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +222,16 @@ def test_an_int_gradient_is_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
     parameter.grad = torch.ones(3, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match="parameter 0 has dtype torch.int64; only float16, bfloat16, float32"):
+        started(GradScaler, "cpu").unscale_(torch.optim.SGD([parameter], lr=1.0))
+
+
+def test_a_nested_gradient_is_refused() -> None:
+    """One of the strided layout has no strides."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
+        parameter = torch.nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    (2 * parameter).to_padded_tensor(0.0).sum().backward()
+    with pytest.raises(NotImplementedError, match="parameter 0 is a nested tensor; only strided and sparse COO"):
         started(GradScaler, "cpu").unscale_(torch.optim.SGD([parameter], lr=1.0))
 
 
