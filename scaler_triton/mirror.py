@@ -29,10 +29,11 @@ class HostMirror:
     def __init__(self, source: Tensor, frozen: bool = False) -> None:
         self.source = source
         self._copy = source
-        self._view = source.numpy() if source.is_cpu else None  # quicker to read, several times
+        real = type(source) is Tensor  # torch's fake ones have no memory
+        self._view = source.numpy() if source.is_cpu and real else None  # quicker to read, several times
         self._frozen = frozen
         self._event: torch.cuda.Event | None = None
-        if source.is_cuda:
+        if source.is_cuda and real:
             self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
             self._view = self._copy.numpy()
             with torch.cuda.device(source.device):

@@ -99,7 +99,7 @@ def update_scale_(
     """
     counters = Counters() if counters is None else counters
     numbers = growth_factor, backoff_factor, growth_interval
-    if scale.is_cpu:
+    if scale.is_cpu and type(scale) is Tensor:  # nobody can read torch's fake ones
         _update_on_host_(scale, growth_tracker, found_inf.item(), numbers, limits, counters.on_host())
     else:
         update_on_device_(scale, growth_tracker, found_inf, numbers, limits, counters.on(scale.device))

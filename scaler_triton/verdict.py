@@ -131,7 +131,7 @@ class Verdict:
             scale: fp32, one element, on this device; the ranks compare theirs.
         """
         if agreement is not None:
-            torch.mul(scale, _constants(self.device, torch.float32, 1.0, -1.0), out=self._scales)
+            torch.mul(scale, _constants(scale, torch.float32, 1.0, -1.0), out=self._scales)
             agreement.maximum_(self._signals)
             self._compare = _compare_maxima
 
@@ -143,7 +143,7 @@ class Verdict:
                 `write_scales` wrote.
             ranks: how many were added up.
         """
-        torch.clamp(sums, max=_constants(self.device, torch.float64, 1.0, 1.0, _MAX, _MAX), out=self._signals)
+        torch.clamp(sums, max=_constants(sums, torch.float64, 1.0, 1.0, _MAX, _MAX), out=self._signals)
         self._compare = functools.partial(_compare_sums, ranks)
 
     def skip(self) -> None:
@@ -223,7 +223,7 @@ def _marks(flags: Collection[Tensor]) -> list[int | None]:
 
 def write_scales(rows: Tensor, scale: Tensor) -> None:
     """Write into each row (fp64, [2] or [n, 2]) what ranks that take sums add up to compare their scales."""
-    torch.pow(scale, _constants(scale.device, torch.float64, 1.0, -1.0).expand_as(rows), out=rows)
+    torch.pow(scale, _constants(scale, torch.float64, 1.0, -1.0).expand_as(rows), out=rows)
 
 
 def _compare_maxima(scale: float, negative: float) -> str:
@@ -237,8 +237,14 @@ def _compare_sums(ranks: int, scales: float, inverses: float) -> str:
     return f"some below {ranks / inverses:g}, some above {scales / ranks:g}"
 
 
+def _constants(beside: Tensor, dtype: torch.dtype, *numbers: float) -> Tensor:
+    # Fake ones are good only in the mode that made them.
+    make = _kept_constants if type(beside) is Tensor else _kept_constants.__wrapped__
+    return make(beside.device, dtype, *numbers)
+
+
 @functools.cache
-def _constants(device: torch.device, dtype: torch.dtype, *numbers: float) -> Tensor:
+def _kept_constants(device: torch.device, dtype: torch.dtype, *numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton.board import Board
@@ -171,6 +172,13 @@ def test_equal_scales_are_equal_by_their_sums(scale: float, ranks: int) -> None:
 def test_one_scale_apart_is_found_by_the_sums(factor: float, ranks: int) -> None:
     with pytest.raises(RuntimeError, match="The ranks hold different scales, some below .*, some above "):
         settled([3.0 * factor] + [3.0] * (ranks - 1)).on_host()
+
+
+def test_what_is_kept_for_real_tensors_is_not_made_of_fake_ones() -> None:
+    for _ in range(2):
+        with FakeTensorMode():
+            settled([3.0, 3.0])
+        assert settled([3.0, 3.0]).on_host() is False
 
 
 def test_one_among_very_many_is_found_if_it_was_halved() -> None:

@@ -309,6 +309,19 @@ def test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_wait
             assert optimizer.grad_scale is None
 
 
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+def test_a_fused_run_on_fake_tensors_reads_none(cls: type) -> None:
+    """As tools do that measure a run's memory without running it."""
+    with FakeTensorMode():
+        optimizer = sgd([torch.ones(2)], fused=True)
+        scaler = started(cls, "cpu")
+        for unscale in (True, False):
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+
 def test_two_optimizers_skip_each_for_itself_and_back_off_together() -> None:
     good, bad = sgd([torch.tensor([4.0])]), sgd([torch.tensor([math.nan])])
     scaler = started(GradScaler, "cpu", init_scale=4.0)
