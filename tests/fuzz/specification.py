@@ -208,7 +208,10 @@ class Specification(torch.amp.GradScaler):
             raise RuntimeError(OVERLAP)
         if allow_fp16:
             _sum_in_fp32(optimizer)
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return self._unscale_as_torch(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _unscale_as_torch(self, *args: Any) -> Any:
+        return super()._unscale_grads_(*args)
 
     def unscale_(self, optimizer: Any) -> None:
         optimizer = self._unwrapped(optimizer)
@@ -286,10 +289,11 @@ class ShardedSpecification(Specification, TorchShardedGradScaler):
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
         if found_inf.dim():
             departs(1)  # fused Adam takes a flag of shape () only
-        if allow_fp16:
-            _sum_in_fp32(optimizer)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(()), allow_fp16)
+
+    def _unscale_as_torch(self, optimizer: Any, *args: Any) -> Any:
         coalesced = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None and is_coalesced_fp16(p.grad)]
-        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(()), allow_fp16)
+        flags = super()._unscale_as_torch(optimizer, *args)
         for parameter, gradient in coalesced:
             if parameter.grad is not gradient:
                 departs(18)  # torch's ShardedGradScaler puts another object there, as if it were new
