@@ -159,5 +159,5 @@ class Sightings:
 
 
 def _number_on(device: torch.device, number: int | Tensor) -> Tensor:
-    """Return a number, which is on the device or on the host, on the device without a wait."""
-    return number if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)
+    """Return a number on a device, without a wait if it is there or on the host."""
+    return number.to(device) if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)
