@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         """Step an optimizer that takes scale and flag on the device, by attributes or by the older argument."""
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = {}  # checked afresh, however often it was asked before
-        if optimizers.takes_scaler(optimizer):
+        takes_scaler = optimizers.takes_scaler(optimizer)
+        if takes_scaler:
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument to the passed "
                 "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -131,11 +133,27 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
                 FutureWarning,
                 stacklevel=3,
             )
-            result: float | None = optimizer.step(*args, **kwargs, grad_scaler=self)
-        else:
-            result = self._step_fused(optimizer, state, args, kwargs)
+        try:
+            result: float | None
+            if takes_scaler:
+                result = optimizer.step(*args, **kwargs, grad_scaler=self)
+            else:
+                result = self._step_fused(optimizer, state, args, kwargs)
+        except BaseException as error:
+            if takes_scaler and isinstance(error, Exception):
+                self._tell_unless_checked(optimizer, state)
+            if state["stage"] is OptState.READY and state["found_inf_per_device"]:
+                self._enter_unscaled(state)  # the other ranks go on: a second check would leave this one waiting
+                state["void"] = True
+            raise
         self._has_stepped(state)
         return result
+
+    def _tell_unless_checked(self, optimizer: Any, state: StepState) -> None:
+        """Tell the other ranks of an optimizer that raised before it asked for the flag: they wait for this one's."""
+        if not state["found_inf_per_device"]:
+            with suppress(Exception):  # the optimizer's error is the one to see
+                self._fail_unscaled(optimizer)
 
     def _step_fused(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
         inner = optimizers.unwrap(optimizer)

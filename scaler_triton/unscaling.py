@@ -91,10 +91,14 @@ class UnscalingMixin(AgreeingMixin):
 
         Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
         """
-        self._initialised_scale("_check_inf_per_device", optimizer)
         state = self._state(optimizer)
-        if not state["found_inf_per_device"]:
-            self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, state, found_inf))
+        stage = state["stage"]
+        try:
+            self._initialised_scale("_check_inf_per_device", optimizer)
+            if not state["found_inf_per_device"]:
+                self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, state, found_inf))
+        finally:
+            state["stage"] = stage  # also after a failure: the step checks afresh, as on the ranks without one
         flags: Flags = state["found_inf_per_device"]
         return flags
 
@@ -152,13 +156,13 @@ class UnscalingMixin(AgreeingMixin):
             plan.sightings.count_again(self._counters.skips(), unscaled)
         try:
             flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
+            verdict.add(flags.values())
         except BaseException as error:
             self._fail(state, plan, agreement if isinstance(error, Exception) else None)
             raise
         finally:
             del state["plan"]
         try:
-            verdict.add(flags.values())
             assert self._scale is not None
             verdict.agree(agreement, self._scale)
             self._keep(state, verdict, self._served_devices(flags, plan, agreement))

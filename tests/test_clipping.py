@@ -460,6 +460,20 @@ def test_flags_that_were_written_stay_each_optimizers_own() -> None:
     assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [False, True]
 
 
+@pytest.mark.parametrize("name", ["norm_of_terms", "multiply_"])
+def test_after_other_norms_failed_the_step_is_skipped(name: str) -> None:
+    optimizer, scaler = sgd(some_gradients()), started(GradScaler, "cpu", init_scale=SCALE)
+    with (
+        mock.patch(f"scaler_triton.clipping.after_unscaling.{name}", side_effect=RuntimeError("no memory")),
+        pytest.raises(RuntimeError, match="no memory"),
+    ):
+        scaler.clip_grad_norm_(optimizer, 1.0, norm_type=1.0)
+    scaler.step(optimizer)
+    assert scaler.was_skipped(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
 def test_after_a_second_pass_that_failed_the_step_is_skipped() -> None:
     optimizers = [sgd([torch.ones(3)]), sgd([torch.ones(5)])]
     scaler = started(GradScaler, "cpu", init_scale=SCALE)

@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters, plan_copies
-from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
+from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
 from scaler_triton.flags import FlagsMixin
 from scaler_triton.unstepped import has_first
 from scaler_triton.verdict import any_flag
@@ -29,28 +28,47 @@ class AfterUnscalingMixin(PartsMixin, FlagsMixin):
         assert self._scale is not None
         copies = [count for part in parts for count in plan_copies(part.plan, agreement, request.model)]
         failure = self._unscale_each(parts, agreement)
-        if failure is not None:
-            self._skip_together(parts, request.chosen)
-            self._tell_of_no_norm(parts, agreement, request)
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+            gradients, terms = self._measure_unscaled(parts, copies, request)
+        except Exception:
+            if agreement is not None:
+                self._skip_together(parts, request.chosen)
+                self._tell_of_no_norm(parts, agreement, request)
+            raise
+        try:
+            norm, flag = norm_of_terms(terms, request.norm_type, agreement)
+            if len(parts) > 1 or agreement is not None:
+                for part in parts:
+                    self._take_flag(part, flag)
+            refused = request.error_if_nonfinite and not math.isfinite(norm.item())
+            if not refused:
+                multiply_(gradients, reference_norm.coefficient(flag, norm, request.max_norm))
+        except BaseException:
+            for part in parts:
+                self._skip(part.state, part.plan)
+            raise
+        if refused:
+            raise RuntimeError(reference_norm.NONFINITE.format(request.norm_type))
+        return norm
+
+    def _measure_unscaled(
+        self, parts: Sequence[Part], copies: Sequence[int], request: Request
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the gradients that were chosen, and this rank's terms of their norm."""
+        assert self._scale is not None
         flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
         unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first"))]
         gradients, counts = held_gradients(all_parameters(parts), copies, request.chosen)
         for part in unscaled:
             self._enter_unscaled(part.state)  # a sum may stand in its first gradient's place
-        norm, flag = norm_over_ranks(gradients, counts, request.norm_type, agreement, flag)
-        if len(parts) > 1:
-            for part in parts:
-                self._take_flag(part, flag)
-        if request.error_if_nonfinite and not math.isfinite(norm.item()):
-            raise RuntimeError(reference_norm.NONFINITE.format(request.norm_type))
-        multiply_(gradients, reference_norm.coefficient(flag, norm, request.max_norm))
-        return norm
+        return gradients, terms_of_norm(gradients, counts, request.norm_type, flag)
 
     def _tell_of_no_norm(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> None:
         """Take part in the reduction that is still to come; the norm is NaN then on all ranks."""
-        flag = torch.ones((), dtype=torch.float32, device=self._home(parts[0].plan))
-        norm_over_ranks([torch.full_like(flag, math.nan)], [1], request.norm_type, agreement, flag)
+        terms = unknown_terms(request.norm_type, self._home(parts[0].plan))
+        norm_of_terms(terms, request.norm_type, agreement)
 
     def _unscale_each(self, parts: Sequence[Part], agreement: Agreement | None) -> Exception | None:
         """Unscale what is not; return the first error: the other ranks wait in reductions that are still to come."""

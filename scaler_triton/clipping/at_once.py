@@ -47,11 +47,12 @@ class AtOnceMixin(PartsMixin):
         try:
             backend = norms.choose_for_scale(self._scale, self._backend) if defer else None
             measured = [self._measure(part, counts) for part, counts in zip(parts, copies, strict=True)]
+            totals = self._totals(measured, agreement)
         except Exception:
             self._fail_together(parts, agreement)
             raise
         try:
-            totals = self._agree_on_totals(measured, agreement)
+            self._agree_on_totals(measured, totals, agreement)
             refused = request.error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
             if refused:
                 totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
@@ -99,19 +100,23 @@ class AtOnceMixin(PartsMixin):
         assert self._scale is not None
         return fp32_on(device, self._scale)
 
-    def _agree_on_totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
-        """Return the optimizers' totals, summed up over them and over the ranks; their flags become one."""
+    def _totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
+        """Return the optimizers' totals, summed up over them, with the scale that the ranks compare."""
         totals = _sum_of([each.totals for each in measured], measured[0].verdict.device)
         if agreement is not None:
             assert self._scale is not None
             write_scales(totals[reference_norm.SCALES :], self._scale)
+        return totals
+
+    def _agree_on_totals(self, measured: Sequence[_Measured], totals: Tensor, agreement: Agreement | None) -> None:
+        """Sum up `totals` (written) over the ranks; the optimizers' flags become one."""
+        if agreement is not None:
             agreement.sum_(totals)
         for each in measured:
             if agreement is not None:
                 each.verdict.settle(totals[reference_norm.FLAG :], agreement.size)
             elif len(measured) > 1 and self._served_devices(each.flags, each.part.plan, agreement):
                 each.verdict.join(totals[reference_norm.FLAG])
-        return totals
 
     def _leave_to_step(
         self, parts: Sequence[Part], totals: Tensor, max_norm: float, backend: dispatch.Backend

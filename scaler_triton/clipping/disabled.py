@@ -13,7 +13,7 @@ from scaler_triton import collectives
 from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import copies_of
-from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_over_ranks
+from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm
 
 
 def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) -> Tensor:
@@ -36,7 +36,7 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) ->
         copies = copies_of(parameters, agreement, model)
         gradients, counts = held_gradients(parameters, copies, chosen)
         nobody = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
-        norm, _ = norm_over_ranks(gradients, counts, norm_type, agreement, nobody)
+        norm, _ = norm_of_terms(terms_of_norm(gradients, counts, norm_type, nobody), norm_type, agreement)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise RuntimeError(reference_norm.NONFINITE.format(norm_type))
         multiply_(gradients, reference_norm.coefficient(nobody, norm, max_norm))

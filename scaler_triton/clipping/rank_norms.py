@@ -40,47 +40,53 @@ def held_gradients(
     return gradients, counts
 
 
-def norm_over_ranks(
-    gradients: Sequence[Tensor], copies: Sequence[int], order: float, agreement: Agreement | None, flag: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the norm of all ranks' gradients together, each piece counted once: one reduction, no host wait.
-
-        (sum over ranks and pieces of abs(g) ** order / copies) ** (1 / order), for inf the largest abs(g)
+def terms_of_norm(gradients: Sequence[Tensor], copies: Sequence[int], order: float, flag: Tensor) -> Tensor:
+    """Return what this rank brings to `norm_of_terms`, fp64, [2] or [3], on the flag's device.
 
     Args:
         gradients: floating point, of any devices; read.
         copies: for each, how many of the ranks hold it.
         order: > 0.
-        agreement: the ranks; None: this one alone.
-        flag: fp32, `()`, on the device where the answer is wanted; goes along.
-
-    Returns: the norm, and whether a rank's flag is not 0 (then 1.0), both fp32, `()`.
+        flag: fp32, `()`, on the device where the norm is wanted; goes along.
     """
     norms: dict[int, list[Tensor]] = defaultdict(list)
     for gradient, count in zip(gradients, copies, strict=True):
         if gradient.numel():
             norms[count].append(torch.linalg.vector_norm(gradient, order, dtype=torch.float64).to(flag.device))
     if order == math.inf:
-        every = [norm for of_a_count in norms.values() for norm in of_a_count]
-        return _largest(_stacked(every, flag).amax(), agreement, flag)
+        largest = _stacked([norm for of_a_count in norms.values() for norm in of_a_count], flag).amax()
+        is_nan = largest.isnan()  # told beside it: a maximum over ranks may pass over it
+        return torch.stack([torch.where(is_nan, 0.0, largest), is_nan.double(), flag.double()])
     shares = [(torch.stack(of_a_count) ** order).sum() / count for count, of_a_count in norms.items()]
-    both = torch.stack([_stacked(shares, flag).sum(), flag.double()])
+    return torch.stack([_stacked(shares, flag).sum(), flag.double()])
+
+
+def unknown_terms(order: float, device: torch.device) -> Tensor:
+    """Return what a rank that cannot measure brings to `norm_of_terms`: the norm is NaN then, and the flag set."""
+    return torch.tensor([0.0, 1.0, 1.0] if order == math.inf else [math.nan, 1.0], dtype=torch.float64, device=device)
+
+
+def norm_of_terms(terms: Tensor, order: float, agreement: Agreement | None) -> tuple[Tensor, Tensor]:
+    """Return the norm of all ranks' gradients together, each piece counted once: one reduction, no host wait.
+
+        (sum over ranks and pieces of abs(g) ** order / copies) ** (1 / order), for inf the largest abs(g)
+
+    Args:
+        terms: this rank's, of `terms_of_norm`; written.
+        order: the same.
+        agreement: the ranks; None: this one alone.
+
+    Returns: the norm, and whether a rank's flag is not 0 (then 1.0), both fp32, `()`.
+    """
     if agreement is not None:
-        agreement.sum_(both)
-    return (both[0] ** (1.0 / order)).float(), (both[1] != 0).float()
+        (agreement.maximum_ if order == math.inf else agreement.sum_)(terms)
+    if order == math.inf:
+        return torch.where(terms[1] != 0, math.nan, terms[0]).float(), (terms[2] != 0).float()
+    return (terms[0] ** (1.0 / order)).float(), (terms[1] != 0).float()
 
 
 def _stacked(numbers: Sequence[Tensor], flag: Tensor) -> Tensor:
     return torch.stack([*numbers]) if numbers else torch.zeros(1, dtype=torch.float64, device=flag.device)
-
-
-def _largest(mine: Tensor, agreement: Agreement | None, flag: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest of the ranks' numbers, NaN if one of them is: a maximum over ranks may pass over it."""
-    is_nan = mine.isnan()
-    three = torch.stack([torch.where(is_nan, 0.0, mine), is_nan.double(), flag.double()])
-    if agreement is not None:
-        agreement.maximum_(three)
-    return torch.where(three[1] != 0, math.nan, three[0]).float(), (three[2] != 0).float()
 
 
 def multiply_(gradients: Sequence[Tensor], coefficient: Tensor) -> None:

@@ -9,7 +9,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.weak import TensorWeakRef
 
-from scaler_triton.clipping import norms
+from scaler_triton.clipping import at_once, norms
 
 MAX_NORM = 0.05
 
@@ -207,6 +207,18 @@ def _told(scaler: Any, params: Sequence[Tensor], how: str, mended: Callable[[], 
     scaler.update()
     stayed = all(torch.equal(local_of(p.detach()), old) for p, old in zip(params, before, strict=True))
     return [*said, "stayed" if stayed else "stepped", str(scaler.get_scale())]
+
+
+def one_rank_has_no_memory(rank: int, kind: str, how: str, optimizers: int) -> list[str]:
+    """Rank 1 has no memory for its part of the norm; what is said to each rank."""
+    scaler = cases.new_scaler(kind)
+    params = [cases.plain_param(3), cases.plain_param(2)][:optimizers]
+    cases.give_grads(scaler, params, 0)
+    with ExitStack() as missing:
+        if rank == 1:
+            for module, name in ((at_once, "write_scales"), (torch.linalg, "vector_norm")):
+                missing.enter_context(mock.patch.object(module, name, side_effect=MemoryError("no room")))
+        return _told(scaler, params, how)
 
 
 def one_rank_has_no_kernel(rank: int, kind: str) -> list[str]:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import cases
 import dtensor_cases
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from cases import Fault, Habits, Report
 from torch import Tensor
 from torch.distributed.tensor import Shard
+
+from scaler_triton.verdict import Verdict
 
 BAD_STEP = 1
 
@@ -76,12 +79,12 @@ class Attempt:
 def attempt(scaler: Any, method: str, optimizer: torch.optim.Optimizer) -> Attempt:
     """Call a method of the scaler and look at everything it must leave alone when it raises."""
     params = cases.params_of(optimizer)
-    before = _digests(params), _digests([p.grad for p in params])
+    before = _digests(params), _gradients(params)
     count, error = cases._counted(getattr(scaler, method), optimizer)
     return Attempt(
         error=None if error is None else cases.described(error),
         collectives=count,
-        grads_changed=_digests([p.grad for p in params]) != before[1],
+        grads_changed=_gradients(params) != before[1],
         params_changed=_digests(params) != before[0],
         stage=scaler._per_optimizer_states[id(optimizer)]["stage"].name,
     )
@@ -89,6 +92,10 @@ def attempt(scaler: Any, method: str, optimizer: torch.optim.Optimizer) -> Attem
 
 def _digests(tensors: Sequence[Tensor]) -> list[str]:
     return [cases.digest(tensor) for tensor in tensors]
+
+
+def _gradients(params: Sequence[Tensor]) -> list[str]:
+    return _digests([p.grad for p in params if p.grad is not None])
 
 
 def never_scaled(rank: int, kind: str, name: str, method: str) -> Attempt:
@@ -209,6 +216,64 @@ def old_style(
     backward = cases.giving(scaler, params, without)
     report = cases.train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
     return report, optimizer.asked
+
+
+def raising_old_style(rank: int, kind: str, when: str) -> Report:
+    """An old-style optimizer of the last rank raises once, "before" or "after" it asked; the loop tries again."""
+    scaler, params, calls = cases.new_scaler(kind), _params_for(kind), []
+    optimizer = OldStyle(params)
+    step = optimizer.step
+
+    def failing(*, grad_scaler: Any) -> None:
+        calls.append(when)
+        fails = len(calls) == BAD_STEP + 1 and rank == dist.get_world_size() - 1
+        if fails and when == "before":
+            raise MemoryError("no room")
+        step(grad_scaler=grad_scaler)
+        if fails:
+            raise MemoryError("no room")
+
+    optimizer.step = failing
+    return cases.train(
+        rank, scaler, [optimizer], cases.giving(scaler, params), habits=Habits(tolerant=True, retry=True)
+    )
+
+
+def failed_check(rank: int, kind: str, name: str, how: str) -> list[Attempt]:
+    """The last rank alone fails when all ask for the flag themselves, once; then all step, mended or not, and go on."""
+    scaler, params = cases.new_scaler(kind), _params_for(kind)
+    hit = rank == dist.get_world_size() - 1
+    odd_data, odd_grad = FLAWS["complex"]()
+    odd_one = torch.nn.Parameter(odd_data)
+    optimizer = cases.new_optimizer(name, [*params, odd_one])
+    cases.give_grads(cases.new_scaler(kind) if hit and how == "never scaled" else scaler, params, 0)
+    if hit and how != "never scaled":
+        odd_one.grad = odd_grad
+    attempts = [attempt(scaler, "_check_inf_per_device", optimizer)]
+    if how == "mended":
+        odd_one.grad = None
+    attempts.append(attempt(scaler, "step", optimizer))
+    scaler.update()
+    odd_one.grad = None
+    cases.give_grads(scaler, params, 1)
+    return [*attempts, attempt(scaler, "step", optimizer)]
+
+
+def lost_flag(rank: int, kind: str, name: str, unscale: bool) -> Report:
+    """At one step the last rank has no memory to bring the flags of its devices together."""
+    scaler, params = cases.new_scaler(kind), _params_for(kind)
+    optimizer = cases.new_optimizer(name, params)
+    add, calls = Verdict.add, []
+
+    def failing(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == BAD_STEP + 1 and rank == dist.get_world_size() - 1:
+            raise MemoryError("no room")
+        add(*args)
+
+    with mock.patch.object(Verdict, "add", failing):
+        backward = cases.giving(scaler, params)
+        return cases.train(rank, scaler, [optimizer], backward, habits=Habits(unscale=unscale, tolerant=True))
 
 
 # Process groups.

@@ -195,6 +195,15 @@ def test_a_rank_that_never_scaled_tells_the_others(two, kind, how, optimizers):
     assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
 
 
+@pytest.mark.parametrize("kind", ["sharded", "world"])
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("how", ["at once", "after unscaling", "largest", "some parameters"])
+def test_a_rank_without_memory_for_the_norm_tells_the_others(two, kind, how, optimizers):
+    first, second = two.run(clipping_cases.one_rank_has_no_memory, kind, how, optimizers)
+    assert [first[0], second[0]] == ["", "MemoryError: no room"]
+    assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
+
+
 def test_a_rank_that_cannot_defer_tells_the_others(two):
     first, second = two.run(clipping_cases.one_rank_has_no_kernel, "sharded")
     assert [first[0], second[0]] == ["", "no kernel"]

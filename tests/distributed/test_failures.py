@@ -148,6 +148,41 @@ def test_old_style_optimizers_ask_often_and_cost_one_collective(two, kind, unsca
             assert report.stepped == [(step != BAD_STEP,) for step in range(STEPS)]
 
 
+@KINDS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_old_style_optimizer_that_raises_on_one_rank_leaves_nobody_waiting(two, kind, when):
+    """Asked or not, it takes part in one reduction; the same step again is skipped and makes none."""
+    reports = two.run(failure_cases.raising_old_style, kind, when)
+    assert [errors_of(report) for report in reports] == [None, "MemoryError: no room"]
+    for report in reports:
+        skipped = [BAD_STEP] if when == "before" else []
+        assert report.scales == scale_model(skipped)[0]
+        assert report.trackers == scale_model(skipped)[1]
+        assert report.stepped == [(step not in skipped,) for step in range(STEPS)]
+        assert report.collectives == [(1,)] * STEPS
+
+
+@KINDS
+@NAMES
+@pytest.mark.parametrize("how", ["bad", "mended", "never scaled"])
+def test_a_check_that_fails_on_one_rank_leaves_the_step_to_check_afresh(two, kind, name, how):
+    for rank, (check, step, good) in enumerate(two.run(failure_cases.failed_check, kind, name, how)):
+        assert (check.error is not None) == (rank == 1)
+        assert (check.stage, check.grads_changed) == ("READY", False)
+        assert step.params_changed == (how != "bad")
+        assert (good.error, good.params_changed) == (None, True)
+        assert [each.collectives for each in (check, step, good)] == [1, 1, 1]
+
+
+@KINDS
+@UNSCALE
+@NAMES
+def test_a_rank_that_cannot_bring_its_flags_together_tells_the_others(two, kind, name, unscale):
+    reports = two.run(failure_cases.lost_flag, kind, name, unscale)
+    assert_skipped_once(reports)
+    assert errors_of(reports[1]) == "MemoryError: no room"
+
+
 @NAMES
 def test_another_order_takes_one_flag_for_another_as_with_torch(two, name):
     assert two.run(failure_cases.another_order, "sharded", name) == [([True, False], 4.0), ([False, True], 4.0)]

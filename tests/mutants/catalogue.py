@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(_S + "clipping/clip.py", 'or "deferred" in state', "", CLIP),
     Mutant(_S + "clipping/clip.py", "self._fail_together(parts, agreement)", "pass", CLIPPED),
     Mutant(_S + "updating.py", "self._refuse_to_lose_clipping(left)\n", "pass\n", CLIP),
-    Mutant(_S + "clipping/rank_norms.py", "torch.where(three[1] != 0, math.nan, three[0])", "three[0]", CLIPPED),
+    Mutant(_S + "clipping/rank_norms.py", "torch.where(terms[1] != 0, math.nan, terms[0])", "terms[0]", CLIPPED),
     Mutant(_S + "clipping/rank_norms.py", ".sum() / count", ".sum()", CLIPPED),
     Mutant(
         "kernels/norm.py", "total *= tl.load(weight_ptr + tensor)", "total *= 1.0", "tests/kernels/test_norm_kernel.py"
