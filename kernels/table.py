@@ -76,10 +76,14 @@ class GradTable:
                 _captured.append(self)
         self._last = list(addresses)
 
+    @property
+    def is_in_a_graph(self) -> bool:
+        """Whether replays write this table."""
+        return self._staging is not None and bool(self._staging.captured)
+
     def _is_replayed(self) -> bool:
         """Tell whether replays write this table, now or later: then nobody knows what it holds."""
-        staging = self._staging
-        return staging is not None and (bool(staging.captured) or staging.is_capturing())
+        return self.is_in_a_graph or (self._staging is not None and self._staging.is_capturing())
 
     def launch(self, kernel: Any, *args: Tensor | int, **constants: Any) -> None:
         """Run `kernel` with one program a chunk, on the table and then on `args`; no chunk, no launch."""

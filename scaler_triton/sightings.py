@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,14 +36,16 @@ class Sightings:
         self._epoch: Tensor | None = None  # a view of them: its number, int32, one element
         self._layouts: Sequence[Layout] = ()
         self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: int32, one a parameter
+        self._replayed: list[tuple[Sequence[int], Tensor]] = []  # as of tables, of such layouts: graphs mark on there
         self._unmarked: set[torch.device] = set()  # where kernels see gradients without marking which
         self._left: int | Tensor | None = None  # the epoch of gradients that an update left unscaled but not stepped
-        self._again: Tensor | None = None  # that one, and the one in which they had a step skipped: int64, [2]
+        self._again: Tensor | None = None  # that one, and the one in which they had a step skipped, or -1: int64, [2]
 
     def follow(self, layouts: Sequence[Layout]) -> None:
         """Have kernels mark in the tables of these layouts from now on; what they saw in others before is kept."""
         for slots, bits in [*self._marked()] if self._layouts else ():
             self._keep(slots, bits)
+        self._replayed = [*self._in_graphs()]
         self._layouts = layouts
         self._show_epoch()
 
@@ -82,8 +85,17 @@ class Sightings:
     def count_again(self, epoch: int | Tensor, flag: Tensor) -> None:
         """Note that a step in this epoch, if its flag is set, is skipped for what was seen when gradients were left."""
         if self._left is not None:
+            again = self._again_on(flag.device)
             both = torch.stack([_number_on(flag.device, number) for number in (self._left, epoch)])
-            self._again = torch.where(flag != 0, both, -1 if self._again is None else self._again)
+            torch.where(flag != 0, both, again, out=again)  # in place: replays go on from what those before them left
+
+    @torch.inference_mode(False)
+    def _again_on(self, device: torch.device) -> Tensor:
+        if self._again is None or self._again.device != device:
+            refuse_capture(device, "a step of gradients unscaled before an update")
+            never = torch.full((2,), -1, dtype=torch.int64, device=device)
+            self._again = never if self._again is None else self._again.to(device)
+        return self._again
 
     def of(self, epoch: int) -> dict[int, int]:
         """Return the kinds that steps of this epoch were judged by, by position, waiting for the device."""
@@ -100,7 +112,7 @@ class Sightings:
             yield from self._on_host.get(epoch, {}).items()
         for slots, bits in self._marked():
             for slot, each in zip(slots, bits.tolist(), strict=True):
-                if each & _KINDS and each >> _KIND_BITS in epochs:
+                if slot >= 0 and each & _KINDS and each >> _KIND_BITS in epochs:
                     yield slot, each & _KINDS
 
     def untold(self) -> Iterator[str]:
@@ -117,7 +129,9 @@ class Sightings:
 
     def forget(self) -> None:
         """Forget what was seen in gradients."""
-        self._on_host, self._left, self._again = {}, None, None
+        self._on_host, self._left = {}, None
+        if self._again is not None:
+            self._again.fill_(-1)
         for _, bits in self._marked():
             bits.zero_()
 
@@ -135,14 +149,25 @@ class Sightings:
         self._unmarked |= other._unmarked
         for slots, bits in other._marked():
             self._keep([places.get(slot, -1) for slot in slots], bits)
+        self._replayed += [([places.get(slot, -1) for slot in slots], bits) for slots, bits in other._in_graphs()]
 
     def _marked(self) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """Yield positions and the bits of each as tables have them."""
-        for layout in self._layouts:
-            for table in {id(table): table for table in layout.tables.values()}.values():
-                yield layout.slots, table.bits
+        """Yield positions, below 0 nobody's, and the bits of each as tables have them."""
+        for slots, table in self._tables():
+            yield slots, table.bits
         for kept in self._kept.values():
             yield range(self._size), kept
+        yield from self._replayed
+
+    def _in_graphs(self) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Yield those of `_marked` that graphs mark at every replay, whatever is followed by then."""
+        yield from self._replayed
+        yield from ((slots, table.bits) for slots, table in self._tables() if table.is_in_a_graph)
+
+    def _tables(self) -> Iterator[tuple[Sequence[int], Any]]:
+        for layout in self._layouts:
+            for table in {id(table): table for table in layout.tables.values()}.values():
+                yield layout.slots, table
 
     @torch.inference_mode(False)
     def _keep(self, slots: Sequence[int], bits: Tensor) -> None:

@@ -150,10 +150,10 @@ class UnscalingMixin(AgreeingMixin):
             plan.verdict = None  # what an earlier check found must outlive a failure of this one
         verdict = self._new_verdict(plan)
         unscaled = state.get("unscaled_flag")  # by a step before this one: its flag is all there is to say
-        state.pop("written", None)
-        state["plan"] = plan
         if unscaled is not None:
             plan.sightings.count_again(self._counters.skips(), unscaled)
+        state.pop("written", None)
+        state["plan"] = plan
         try:
             flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
             verdict.add(flags.values())

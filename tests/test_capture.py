@@ -10,6 +10,7 @@ import torch
 from helpers import assert_same, sgd, started
 
 from scaler_triton import GradScaler
+from scaler_triton.sightings import Sightings
 from scaler_triton.stats import Counters
 
 # torch's optimizers notice steps beside the captured ones, which is what is compared here.
@@ -110,6 +111,33 @@ def test_eager_steps_between_replays_use_their_own_gradients() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("other_form", [False, True])
+def test_replayed_steps_after_an_update_are_told_of(other_form: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 2, device="cuda"))
+    scaler, optimizer = started(GradScaler, "cuda"), torch.optim.SGD([weight], lr=0.5, fused=True)
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
+
+    weight.grad = static = torch.ones(4, 2, device="cuda")
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    if other_form:
+        weight.grad = torch.ones(2, 4, device="cuda").t()
+        step()
+    for value in (float("nan"), 1.0, 1.0):
+        static.fill_(value)
+        graph.replay()
+        report = scaler.overflow_report([("weight", weight)])
+        assert [(each.name, each.kinds) for each in report.bad] == [("weight", "NaN")]
+
+
+@pytest.mark.gpu
 def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
     """What it would have left on the device was never done: the steps after it begin anew."""
     eager, refused = Run(explicit=True), Run(explicit=True)
@@ -139,7 +167,7 @@ def test_nothing_is_made_on_the_device_while_a_graph_is_captured(monkeypatch: py
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     monkeypatch.setattr(scaler, "_home", lambda plan: gpu)
-    for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu)):
+    for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu), lambda: Sightings(1)._again_on(gpu)):
         with pytest.raises(RuntimeError, match="take one step like it before"):
             first()
     assert scaler._boards == {}

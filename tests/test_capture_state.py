@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scaler_triton import GradScaler, ops, settings
 from scaler_triton.kernels import update_scale
 from scaler_triton.kernels.table import GradTable
+from scaler_triton.sightings import INF, Sightings
 
 PLACE = next(place for place in places() if place.backend == "triton")
 SCALE = 8.0
@@ -72,6 +73,32 @@ def test_a_replays_skip_is_told() -> None:
         assert scaler.was_skipped(optimizer)
         step(scaler, optimizer)
         assert not scaler.was_skipped(optimizer)
+
+
+def test_what_a_step_after_an_update_skipped_for_stays_where_replays_write_it() -> None:
+    sightings, flag = Sightings(1), torch.ones(())
+    sightings.leave(0)
+    sightings.count_again(1, flag)
+    written = sightings._again
+    sightings.count_again(2, flag.zero_())
+    assert sightings._again is written
+    assert written is not None
+    assert written.tolist() == [0, 1]
+    sightings.forget()
+    assert written.tolist() == [-1, -1]
+
+
+def test_what_a_graph_marks_is_told_after_gradients_of_another_form() -> None:
+    scaler, optimizer = new()
+    (layout,) = scaler._plans.plans()[0].layouts
+    with mock.patch.object(GradTable, "is_in_a_graph", True):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(6, device=PLACE.device)[::2]
+        step(scaler, optimizer)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, device=PLACE.device))]})
+        step(scaler, optimizer)
+    for table in layout.tables.values():
+        table.bits.fill_(INF)  # as a replay does
+    assert [plan.sightings.of(0) for plan in scaler._plans.plans()] == [{0: INF}]
 
 
 def test_unscaling_and_checking_it_sends_addresses_once() -> None:

@@ -198,7 +198,7 @@ MUTANTS = [
     ),
     Mutant("kernels/unscale.py", "    if not INVERSE:", "    if INVERSE:", KERNELS),
     Mutant("kernels/table.py", "if addresses == self._last and", "if self._last and", TABLE),
-    Mutant("kernels/table.py", "(bool(staging.captured) or", "(", TABLE),
+    Mutant("kernels/table.py", "self.is_in_a_graph or (", "(", TABLE),
     Mutant("kernels/table.py", "buffer = self._spare.pop()", "buffer = self._spare[0]", TABLE),
     Mutant("kernels/launcher.py", "if not self._compiled or _hooked():", "if not self._compiled:", LAUNCHES),
     Mutant(
