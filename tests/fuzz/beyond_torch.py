@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from report_rules import ReportRules
 from specification import (
+    FAILURE,
     FP32_MAX,
     OVERLAP,
     SMALLEST,
@@ -212,7 +213,15 @@ class ClippingRules:
                     flag.fill_(1.0)
         if refused or overflow:
             coefficient = torch.ones(())
-        self._multiply(optimizers, chosen, coefficient, defer)
+        try:
+            self._multiply(optimizers, chosen, coefficient, defer)
+        except RuntimeError:
+            departs(FAILURE)  # nobody knows what it wrote
+            for optimizer in optimizers:
+                flags = {torch.device("cpu"): torch.ones(())}
+                state = self._per_optimizer_states[id(optimizer)]
+                state.update(found_inf_per_device=flags, first=first_gradient(optimizer))
+            raise
         if refused:
             raise RuntimeError(
                 f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
