@@ -124,24 +124,10 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         """Step an optimizer that takes scale and flag on the device, by attributes or by the older argument."""
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = {}  # checked afresh, however often it was asked before
-        takes_scaler = optimizers.takes_scaler(optimizer)
-        if takes_scaler:
-            warnings.warn(
-                "GradScaler is going to stop passing itself as a keyword argument to the passed "
-                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
-                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
-                FutureWarning,
-                stacklevel=3,
-            )
+        step = self._step_by_argument if optimizers.takes_scaler(optimizer) else self._step_fused
         try:
-            result: float | None
-            if takes_scaler:
-                result = optimizer.step(*args, **kwargs, grad_scaler=self)
-            else:
-                result = self._step_fused(optimizer, state, args, kwargs)
-        except BaseException as error:
-            if takes_scaler and isinstance(error, Exception):
-                self._tell_unless_checked(optimizer, state)
+            result: float | None = step(optimizer, state, args, kwargs)
+        except BaseException:
             if state["stage"] is OptState.READY and state["found_inf_per_device"]:
                 self._enter_unscaled(state)  # the other ranks go on: a second check would leave this one waiting
                 state["void"] = True
@@ -149,11 +135,21 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         self._has_stepped(state)
         return result
 
-    def _tell_unless_checked(self, optimizer: Any, state: StepState) -> None:
-        """Tell the other ranks of an optimizer that raised before it asked for the flag: they wait for this one's."""
-        if not state["found_inf_per_device"]:
-            with suppress(Exception):  # the optimizer's error is the one to see
-                self._fail_unscaled(optimizer)
+    def _step_by_argument(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+            FutureWarning,
+            stacklevel=4,
+        )
+        try:
+            return optimizer.step(*args, **kwargs, grad_scaler=self)
+        except Exception:
+            if not state["found_inf_per_device"]:  # it never asked for the flag that the other ranks wait for
+                with suppress(Exception):  # the optimizer's error is the one to see
+                    self._fail_unscaled(optimizer)
+            raise
 
     def _step_fused(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
         inner = optimizers.unwrap(optimizer)
