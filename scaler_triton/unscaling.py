@@ -91,14 +91,15 @@ class UnscalingMixin(AgreeingMixin):
 
         Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
         """
-        state = self._state(optimizer)
-        stage = state["stage"]
+        stage = self._state(optimizer)["stage"] if self._is_known(optimizer) else OptState.READY
         try:
             self._initialised_scale("_check_inf_per_device", optimizer)
+            state = self._state(optimizer)
             if not state["found_inf_per_device"]:
                 self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, state, found_inf))
         finally:
-            state["stage"] = stage  # also after a failure: the step checks afresh, as on the ranks without one
+            if self._is_known(optimizer):
+                self._state(optimizer)["stage"] = stage  # after a failure, too: the step checks afresh, as other ranks
         flags: Flags = state["found_inf_per_device"]
         return flags
 
@@ -243,6 +244,10 @@ class UnscalingMixin(AgreeingMixin):
         """Return the flags that this step's check of the optimizer left, by device; empty before it."""
         flags: Flags = self._state(optimizer)["found_inf_per_device"]
         return flags
+
+    def _is_known(self, optimizer: Any) -> bool:
+        """Tell whether this step has a state of the optimizer."""
+        return id(optimizers.unwrap(optimizer)) in self._per_optimizer_states
 
     def _state(self, optimizer: Any) -> StepState:
         """Return the optimizer's state of this step; one left by a dead optimizer at the same id is set aside."""

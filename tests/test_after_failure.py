@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from helpers import Place, flags, grads, places, started, values
+from helpers import Place, flags, grads, places, sgd, started, values
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ops
@@ -185,3 +186,11 @@ def test_an_override_that_returns_flags_of_its_own_is_heard() -> None:
     scaler = started(Own, "cpu", init_scale=4.0)
     scaler.unscale_(optimizer)
     assert flags(scaler, optimizer) == [1.0]
+
+
+def test_a_check_without_a_scale_leaves_no_trace() -> None:
+    scaler, optimizer = GradScaler("cpu"), sgd([torch.ones(1)])
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="Attempted _check_inf_per_device but _scale is None"):
+            scaler._check_inf_per_device(optimizer)
+        pickle.dumps(scaler)  # refused in the middle of a step
