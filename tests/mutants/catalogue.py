@@ -57,7 +57,6 @@ MUTANTS = [
     Mutant(_S + "grad_scaler.py", 'state["found_inf_per_device"] = {}  # checked', "pass  # checked", CONTRACT),
     Mutant(_S + "grad_scaler.py", "if optimizers.skip_would_corrupt(inner) and", "if False and", STEPS),
     Mutant(_S + "grad_scaler.py", 'state["void"] = factor is not None', 'state["void"] = False', FAILURE),
-    Mutant(_S + "grad_scaler.py", 'state["void"] = factor is not None', "pass", FAILURE),
     Mutant(_S + "grad_scaler.py", "self._enter_unscaled(state)  # the", "pass  # the", RANKS),
     Mutant(_S + "updating.py", "if self._growth_tracker is None:", "if True:", CONTRACT),
     Mutant(_S + "grad_scaler.py", "if self._host_flag(optimizer_state):", "if False:", STEPS),
