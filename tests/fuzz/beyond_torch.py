@@ -189,19 +189,10 @@ class ClippingRules:
         if defer and (plain or parameters is not None or order != 2.0 or self._check_unscaled):
             raise Undeferable
         if parameters is None and order == 2.0 and not self._check_unscaled:
-            self._check_gradients(optimizers)  # all of them, before the first is written
-            inverse = self._scale.double().reciprocal().float().double().reshape(())
-            exact, promised = torch.linalg.vector_norm(together(chosen)) * inverse, bool(inverse.isfinite())
-            self._unscale_all(optimizers, leave=defer)
+            exact, promised = self._unscale_at_once(optimizers, chosen, defer)
         else:
             self._unscale_all(optimizers)
-            states = [(self._per_optimizer_states[id(optimizer)], optimizer) for optimizer in optimizers]
-            unscaled = [
-                (state, optimizer) for state, optimizer in states if first_gradient(optimizer) is state["first"]
-            ]
-            sum_up(chosen)
-            for state, optimizer in unscaled:  # a sum of unscaled terms is unscaled
-                state["first"] = first_gradient(optimizer)
+            self._sum_up_unscaled(optimizers, chosen)
             exact, promised = torch.linalg.vector_norm(together(chosen), order), True
         norm = agreed(exact, measured, promised)
         refused = error_if_nonfinite and not norm.isfinite()
@@ -216,11 +207,7 @@ class ClippingRules:
         try:
             self._multiply(optimizers, chosen, coefficient, defer)
         except RuntimeError:
-            departs(FAILURE)  # nobody knows what it wrote
-            for optimizer in optimizers:
-                flags = {torch.device("cpu"): torch.ones(())}
-                state = self._per_optimizer_states[id(optimizer)]
-                state.update(found_inf_per_device=flags, first=first_gradient(optimizer))
+            self._skip_all(optimizers)
             raise
         if refused:
             raise RuntimeError(
@@ -229,6 +216,30 @@ class ClippingRules:
                 "`error_if_nonfinite=False`"
             )
         return norm
+
+    def _unscale_at_once(self, optimizers: Sequence[Any], chosen: Sequence[Tensor], defer: bool) -> tuple[Tensor, bool]:
+        """Return the norm, and whether it is promised: not where the inverse scale is infinite."""
+        self._check_gradients(optimizers)  # all of them, before the first is written
+        inverse = self._scale.double().reciprocal().float().double().reshape(())
+        exact = torch.linalg.vector_norm(together(chosen)) * inverse
+        self._unscale_all(optimizers, leave=defer)
+        return exact, bool(inverse.isfinite())
+
+    def _sum_up_unscaled(self, optimizers: Sequence[Any], chosen: Sequence[Tensor]) -> None:
+        """Sum up what is chosen; a sum of unscaled terms is unscaled, also in the first gradient's place."""
+        states = [(self._per_optimizer_states[id(optimizer)], optimizer) for optimizer in optimizers]
+        unscaled = [pair for pair in states if first_gradient(pair[1]) is pair[0]["first"]]
+        sum_up(chosen)
+        for state, optimizer in unscaled:
+            state["first"] = first_gradient(optimizer)
+
+    def _skip_all(self, optimizers: Sequence[Any]) -> None:
+        """Have all of them skip: nobody knows what a clip that failed wrote."""
+        departs(FAILURE)
+        for optimizer in optimizers:
+            flags = {torch.device("cpu"): torch.ones(())}
+            state = self._per_optimizer_states[id(optimizer)]
+            state.update(found_inf_per_device=flags, first=first_gradient(optimizer))
 
     def _check_order(self, optimizers: Sequence[Any], again: bool) -> None:
         for optimizer in optimizers:

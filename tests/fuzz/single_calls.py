@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import torch
+from specification import parameters_of
 from worlds import GradientSpec, ParameterSpec, World, half_of
 
 
@@ -14,10 +15,6 @@ def new_scale_tensor(value: float, size: int, dtype: torch.dtype, requires_grad:
     """Return an argument for `update`, legal or not."""
     shape = () if size == 0 else (size,)
     return torch.full(shape, value, dtype=dtype, requires_grad=requires_grad)
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def named_parameters(world: World) -> list[tuple[str, torch.Tensor]]:

@@ -21,7 +21,6 @@ from single_calls import (
     named_parameters,
     new_scale_tensor,
     numbers,
-    parameters_of,
     rearrange,
     replace_scaler,
     scaled,
@@ -46,7 +45,7 @@ from single_strategies import (
     scales,
     state_dicts,
 )
-from specification import Refused
+from specification import Refused, parameters_of
 from worlds import (
     BucketSpec,
     ClipSpec,
