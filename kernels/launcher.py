@@ -122,8 +122,8 @@ class Launch:
 
 def _hooked() -> bool:
     """Tell whether a profiler wants to see every launch."""
-    hook = triton.knobs.runtime.launch_enter_hook
-    return hook is not None and bool(getattr(hook, "calls", True))
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
 @contextmanager

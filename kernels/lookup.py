@@ -8,6 +8,7 @@ import functools
 import hashlib
 import operator
 import os
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +63,11 @@ def lookup(origin: Origin, mode: str, itemsize: int) -> Found:
     check_pass(mode, itemsize)
     for path, same in ((user_file(origin), operator.eq), (shipped_file(origin), _same_device)):
         tuned = tuned_file.read(path) if path else None
-        if path and tuned and same(tuned.origin, origin) and (mode, itemsize) in tuned.chosen:
+        if not path or not tuned:
+            continue
+        if not same(tuned.origin, origin):
+            _warn_of_foreign(path, tuned.origin)
+        elif (mode, itemsize) in tuned.chosen:
             return Found(tuned.chosen[mode, itemsize], path)
     return Found(DEFAULT, None)
 
@@ -110,8 +115,13 @@ def kernel_hash() -> str:
 
 def forget() -> None:
     """Read the files anew when next asked: one of them was written."""
-    tuned_file.read.cache_clear()
-    config_for.cache_clear()
+    for once in (tuned_file.read, config_for, _warn_of_foreign):
+        once.cache_clear()
+
+
+@functools.cache
+def _warn_of_foreign(path: Path, origin: Origin) -> None:
+    warnings.warn(f"the tuned file {path} is ignored: it was made with another {origin}", RuntimeWarning, stacklevel=2)
 
 
 def _same_device(theirs: Origin, ours: Origin) -> bool:

@@ -66,8 +66,8 @@ class Counters:
         if isinstance(self._values, list) or self._values.device != device:
             refuse_capture(device, "a scaler's first step")
             with torch.inference_mode(False):
-                host = torch.tensor(self.read(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-                self._values = host.to(device, non_blocking=True)
+                # Waited for, once a scaler: kernels on other streams read here, too.
+                self._values = torch.tensor(self.read(), dtype=torch.int64, device="cpu").to(device)
             self._mirror = None
         return self._values
 

@@ -59,14 +59,15 @@ def sum_one_by_one(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequen
     """
     if not tensors:  # which torch's norms refuse
         return torch.zeros((), dtype=torch.float64, device=found_inf.device)
-    squares = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square_()
+    norms = torch._foreach_norm(list(tensors), 2, torch.float64)
+    squares = torch._foreach_mul(norms, norms)
     if tensors[0].dtype is torch.float64:  # whose squares overflow even where all is finite
         reference.check_nonfinite(tensors, found_inf)
     else:
-        found_inf.copy_(torch.maximum(found_inf, (~squares.isfinite().all()).to(found_inf.dtype)))
+        found_inf.copy_(torch.maximum(found_inf, (~torch.stack(squares).isfinite().all()).to(found_inf.dtype)))
     if weights is not None:
-        squares *= torch.tensor(weights, dtype=torch.float64, device="cpu").to(squares.device, non_blocking=True)
-    return squares.sum()
+        torch._foreach_mul_(squares, list(weights))  # as numbers: a copy to the device could not be captured
+    return torch.stack(squares).sum()
 
 
 def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -36,7 +36,7 @@ def refuse(*args):
     raise TypeError("function takes exactly 3 arguments (99 given)")
 
 
-def paths(count, *, other=None, hooks=()):
+def paths(count, *, other=None, hooks=(), when="enter"):
     """Launch `count` times over one table: how many went through dispatch, and what reached the driver."""
     dispatched = []
 
@@ -45,15 +45,16 @@ def paths(count, *, other=None, hooks=()):
         compiled = run(kernel, *args, **kwargs)
         return compiled if other is None else Odd(compiled, **other)
 
+    chain = getattr(triton.knobs.runtime, f"launch_{when}_hook")
     table, run, before = GradTable([3], torch.float32, CPU), JITFunction.run, stub_driver.launches()
     with mock.patch.object(JITFunction, "run", dispatch):
         for number in range(count):
             if number == 2:
                 for hook in hooks:
-                    triton.knobs.runtime.launch_enter_hook.add(hook)
+                    chain.add(hook)
             launch_unscale(table, SCALE, FLAG, inverse=False)
     for hook in hooks:
-        triton.knobs.runtime.launch_enter_hook.remove(hook)
+        chain.remove(hook)
     launches = [stub_driver.launch(number) for number in range(before, stub_driver.launches())]
     return {"dispatched": len(dispatched), "same": len({each[1:] for each in launches}) == 1, "launches": len(launches)}
 
@@ -66,6 +67,7 @@ def main():
         answers = {
             "usual": paths(4),
             "hooked": paths(5, hooks=[lambda metadata: seen.append(metadata.get()["name"])]),
+            "hooked behind": paths(5, hooks=[lambda metadata: seen.append("behind")], when="exit"),
             "without run": paths(4, other={"run": None}),
             "refusing": paths(4, other={"run": refuse}),
         }

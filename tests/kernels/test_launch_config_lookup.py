@@ -1,5 +1,6 @@
 """Which configuration a GPU gets: the user's file only if all agrees, a shipped one by name, else the default."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,15 +55,19 @@ def test_another_pass_gets_the_default(mode, itemsize):
 
 @pytest.mark.parametrize("origin", OTHERS)
 def test_a_users_file_must_agree_in_everything(origin):
-    put(user_file(HERE), origin, USERS)  # even where it lies in the right place
+    path = put(user_file(HERE), origin, USERS)  # even where it lies in the right place
     put(user_file(origin), origin, USERS)
-    assert lookup.lookup(HERE, "check", 2) == (DEFAULT, None)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert [lookup.lookup(HERE, "check", size) for size in (2, 4)] == [(DEFAULT, None)] * 2
+    (warning,) = caught
+    assert f"{path} is ignored: it was made with another {origin}" in str(warning.message)
 
 
 @pytest.mark.parametrize("origin", OTHERS)
 def test_a_shipped_file_must_be_for_the_device(origin):
     put(shipped_file(HERE), origin, SHIPPED)
-    assert lookup.lookup(HERE, "check", 2).config == (DEFAULT if origin.device == "other" else SHIPPED)
+    with pytest.warns(RuntimeWarning, match="another Origin") if origin.device == "other" else nullcontext():
+        assert lookup.lookup(HERE, "check", 2).config == (DEFAULT if origin.device == "other" else SHIPPED)
 
 
 def test_a_bad_users_file_leaves_the_shipped_one():

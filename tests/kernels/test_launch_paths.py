@@ -20,7 +20,7 @@ def paths(run_compiled, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("case", "launches", "dispatched"),
-    [("usual", 4, 1), ("hooked", 5, 4), ("without run", 4, 4), ("refusing", 4, 4)],
+    [("usual", 4, 1), ("hooked", 5, 4), ("hooked behind", 5, 4), ("without run", 4, 4), ("refusing", 4, 4)],
 )
 def test_every_launch_is_the_same_whichever_way_it_takes(paths, case, launches, dispatched):
     assert not paths["interpreted"]
@@ -28,7 +28,7 @@ def test_every_launch_is_the_same_whichever_way_it_takes(paths, case, launches, 
 
 
 def test_a_profilers_hook_sees_every_launch(paths):
-    assert paths["seen"] == ["_unscale_kernel"] * 3
+    assert paths["seen"] == ["_unscale_kernel"] * 3 + ["behind"] * 3
 
 
 def test_a_refusal_is_remembered(paths):
