@@ -145,11 +145,7 @@ class UnscalingMixin(AgreeingMixin):
         Whatever error `examine` raises, the other ranks are told, not left waiting.
         """
         self._stepped.forget(state)
-        plan = self._plans.get(optimizer)
-        agreement = self._agreement(plan)
-        if state["found_inf_per_device"]:
-            plan.verdict = None  # what an earlier check found must outlive a failure of this one
-        verdict = self._new_verdict(plan)
+        plan, agreement, verdict = self._begin(optimizer, state)
         unscaled = state.get("unscaled_flag")  # by a step before this one: its flag is all there is to say
         if unscaled is not None:
             plan.sightings.count_again(self._counters.skips(), unscaled)
@@ -159,7 +155,7 @@ class UnscalingMixin(AgreeingMixin):
             flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
             verdict.add(flags.values())
         except BaseException as error:
-            self._fail(state, plan, agreement if isinstance(error, Exception) else None)
+            self._fail(state, agreement if isinstance(error, Exception) else None)
             raise
         finally:
             del state["plan"]
@@ -168,9 +164,24 @@ class UnscalingMixin(AgreeingMixin):
             verdict.agree(agreement, self._scale)
             self._keep(state, verdict, self._served_devices(flags, plan, agreement))
         except BaseException:
-            self._skip(state, plan)
+            self._skip(state)
             raise
         return verdict
+
+    def _begin(self, optimizer: Any, state: StepState) -> tuple[GradPlan, Agreement | None, Verdict]:
+        """Return what an examination takes; if it cannot be had, the ranks that wait for this one are told."""
+        try:
+            plan = self._plans.get(optimizer)
+            agreement = self._agreement(plan)
+            if state["found_inf_per_device"]:
+                plan.verdict = None  # what an earlier check found must outlive a failure of this one
+            return plan, agreement, self._new_verdict(plan)
+        except Exception:
+            with suppress(Exception):  # such as that all ranks meet when they look who must agree
+                agreement = self._new_agreement(optimizers.parameters_of(optimizers.unwrap(optimizer)))
+                if agreement is not None:
+                    self._fail(state, agreement)
+            raise
 
     def _served_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Sequence[torch.device]:
         """Return where the flag is needed; nowhere if nobody checked anything, which step and update refuse then."""
@@ -179,19 +190,21 @@ class UnscalingMixin(AgreeingMixin):
         assert self._scale is not None
         return (*flags, *plan.devices, self._scale.device)
 
-    def _fail(self, state: StepState, plan: GradPlan, agreement: Agreement | None) -> None:
+    def _fail(self, state: StepState, agreement: Agreement | None) -> None:
         """Tell the other ranks that this one failed; have the step skipped if it can no longer be taken back."""
         written = state.pop("written", self._unscale_is_overridden())  # an override may have written anything
         if written or agreement is not None:
-            self._skip(state, plan)
+            self._skip(state)
         if agreement is not None:
-            tell_failure(agreement, self._home(plan))
+            assert self._scale is not None
+            tell_failure(agreement, self._scale.device)
 
-    def _skip(self, state: StepState, plan: GradPlan) -> None:
+    def _skip(self, state: StepState) -> None:
+        """Set the flag, whatever was found or agreed; a verdict or a plan need not exist."""
         self._enter_unscaled(state)  # first: even without a flag it tells that gradients were written
-        verdict = self._new_verdict(plan)
-        verdict.skip()
-        self._keep(state, verdict, plan.devices or (verdict.device,))
+        assert self._scale is not None
+        device = self._scale.device
+        state["found_inf_per_device"] = {device: torch.ones((), dtype=torch.float32, device=device)}
 
     def _enter_unscaled(self, state: StepState) -> None:
         """Tell that the gradients are unscaled, or that some may be."""
@@ -238,7 +251,7 @@ class UnscalingMixin(AgreeingMixin):
         if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
             # The others back off in update(): so must this rank, which therefore needs a scale.
             self._lazy_init_scale_growth_tracker(self._home(plan))
-            self._fail(self._state(optimizer), plan, agreement)
+            self._fail(self._state(optimizer), agreement)
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Return the flags that this step's check of the optimizer left, by device; empty before it."""

@@ -146,11 +146,6 @@ class Verdict:
         torch.clamp(sums, max=_constants(sums, torch.float64, 1.0, 1.0, _MAX, _MAX), out=self._signals)
         self._compare = functools.partial(_compare_sums, ranks)
 
-    def skip(self) -> None:
-        """Have this rank skip, without an error when the flag is read: it has raised one already."""
-        self._signals[_FLAG].fill_(1.0)  # not by assignment, a copy from the host that no capture takes
-        self._signals[_FAILED].zero_()
-
     def serve(self, devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
         """Return the flag on each of `devices`, in the order of their first mention."""
         flag, home = self.found_inf, self.device

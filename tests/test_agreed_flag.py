@@ -84,15 +84,6 @@ def test_a_flag_is_not_copied_into_a_graph_and_can_be_read_after_it(monkeypatch:
     assert verdict.on_host() is True
 
 
-def test_skipping_raises_nothing_and_failing_does() -> None:
-    verdict = fresh()
-    assert verdict.on_host() is False
-    verdict = fresh()
-    verdict.skip()
-    assert verdict.on_host() is True
-    assert verdict.found_inf.item() == 1.0
-
-
 def test_a_write_into_one_row_is_not_taken_for_one_into_another() -> None:
     board = Board(CPU)
     first, second = fresh(board), fresh(board)
@@ -135,7 +126,7 @@ def test_rows_come_back_cleared_and_one_too_many_lies_elsewhere() -> None:
     beyond = fresh(board)
     assert board.rows(verdicts) == 2**Board.ROWS - 1
     assert board.rows([beyond]) is None
-    verdicts[3].skip()
+    verdicts[3].found_inf.fill_(1.0)
     del verdicts[3]
     again = fresh(board)
     assert board.rows([again]) == 1 << 3
@@ -144,7 +135,7 @@ def test_rows_come_back_cleared_and_one_too_many_lies_elsewhere() -> None:
 
 def test_a_new_step_begins_without_the_last_ones_flag() -> None:
     verdict = fresh()
-    verdict.skip()
+    verdict.found_inf.fill_(1.0)
     verdict.start_mirror()
     verdict.begin()
     assert verdict.on_host() is False

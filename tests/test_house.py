@@ -111,6 +111,7 @@ ALLOWED = {
         "clipping/copies",
         "clipping/rank_norms",
         "collectives",
+        "optimizers",
         "plan",
         "step_state",
         "unscaling",

@@ -34,8 +34,8 @@ class AfterUnscalingMixin(PartsMixin, FlagsMixin):
             gradients, terms = self._measure_unscaled(parts, copies, request)
         except Exception:
             if agreement is not None:
-                self._skip_together(parts, request.chosen)
-                self._tell_of_no_norm(parts, agreement, request)
+                self._skip_together([part.optimizer for part in parts], request.chosen)
+                self._tell_of_no_norm(agreement, request)
             raise
         try:
             norm, flag = norm_of_terms(terms, request.norm_type, agreement)
@@ -47,7 +47,7 @@ class AfterUnscalingMixin(PartsMixin, FlagsMixin):
                 multiply_(gradients, reference_norm.coefficient(flag, norm, request.max_norm))
         except BaseException:
             for part in parts:
-                self._skip(part.state, part.plan)
+                self._skip(part.state)
             raise
         if refused:
             raise RuntimeError(reference_norm.NONFINITE.format(request.norm_type))
@@ -60,14 +60,15 @@ class AfterUnscalingMixin(PartsMixin, FlagsMixin):
         assert self._scale is not None
         flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
         unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first"))]
-        gradients, counts = held_gradients(all_parameters(parts), copies, request.chosen)
+        gradients, counts = held_gradients(all_parameters([part.optimizer for part in parts]), copies, request.chosen)
         for part in unscaled:
             self._enter_unscaled(part.state)  # a sum may stand in its first gradient's place
         return gradients, terms_of_norm(gradients, counts, request.norm_type, flag)
 
-    def _tell_of_no_norm(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> None:
+    def _tell_of_no_norm(self, agreement: Agreement, request: Request) -> None:
         """Take part in the reduction that is still to come; the norm is NaN then on all ranks."""
-        terms = unknown_terms(request.norm_type, self._home(parts[0].plan))
+        assert self._scale is not None
+        terms = unknown_terms(request.norm_type, self._scale.device)
         norm_of_terms(terms, request.norm_type, agreement)
 
     def _unscale_each(self, parts: Sequence[Part], agreement: Agreement | None) -> Exception | None:

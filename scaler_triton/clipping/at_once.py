@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,8 @@ class AtOnceMixin(PartsMixin):
             measured = [self._measure(part, counts) for part, counts in zip(parts, copies, strict=True)]
             totals = self._totals(measured, agreement)
         except Exception:
-            self._fail_together(parts, agreement)
+            if agreement is not None:
+                self._fail_together([part.optimizer for part in parts], agreement)
             raise
         try:
             self._agree_on_totals(measured, totals, agreement)
@@ -64,7 +65,7 @@ class AtOnceMixin(PartsMixin):
                 self._finish(each, agreement)
         except BaseException:
             for part in parts:
-                self._skip(part.state, part.plan)
+                self._skip(part.state)
             raise
         if refused:
             raise RuntimeError(reference_norm.NONFINITE.format(2.0))
@@ -143,12 +144,11 @@ class AtOnceMixin(PartsMixin):
         self._leave_flag(part, each.verdict, self._served_devices(each.flags, part.plan, agreement))
         self._enter_unscaled(part.state)
 
-    def _fail_together(self, parts: Sequence[Part], agreement: Agreement | None) -> None:
+    def _fail_together(self, optimizers: Sequence[Any], agreement: Agreement) -> None:
         """Tell the other ranks, in the reduction that they wait in, that this one could not check its gradients."""
-        if agreement is None:
-            return
-        self._skip_together(parts, None)
-        told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._home(parts[0].plan))
+        self._skip_together(optimizers, None)
+        assert self._scale is not None
+        told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._scale.device)
         told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
         told[reference_norm.SCALES :] = 0.0  # none: an update clears the failure, and what is left is compared
         agreement.sum_(told)

@@ -14,7 +14,7 @@ from scaler_triton.clipping.after_unscaling import AfterUnscalingMixin
 from scaler_triton.clipping.arguments import Request, checked_optimizers, checked_request
 from scaler_triton.clipping.at_once import AtOnceMixin
 from scaler_triton.clipping.disabled import clip_unscaled
-from scaler_triton.clipping.parts import Part
+from scaler_triton.clipping.parts import Part, all_parameters
 from scaler_triton.optimizers import parameters_of, takes_factor
 from scaler_triton.step_state import StepState
 
@@ -70,22 +70,27 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 return clip_unscaled(held, request, self.process_group)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
             self._require_scale(together, request, at_once)
-            parts = self._parts(together, again=request.chosen is not None)
+            self._check_order(together, again=request.chosen is not None)
             if defer:
-                self._check_deferable(parts, request)
-            agreement = self._joint_agreement([part.plan for part in parts])
+                self._check_deferable(together, request)
+            try:
+                parts = [Part(each, self._state(each), self._plans.get(each)) for each in together]
+                agreement = self._joint_agreement([part.plan for part in parts])
+            except Exception:
+                with suppress(Exception):  # such as that all ranks meet when they look who must agree
+                    self._tell_of_failure(together, request, at_once)
+                raise
             if at_once:
                 return self._clip_at_once(parts, agreement, request, defer)
             return self._clip_after_unscaling(parts, agreement, request)
 
-    def _parts(self, optimizers: Sequence[Any], *, again: bool) -> list[Part]:
-        """Return the optimizers with their states and plans; errors of order are raised before any reduction."""
+    def _check_order(self, optimizers: Sequence[Any], *, again: bool) -> None:
+        """Raise errors of order, before any reduction."""
         states = [self._state(optimizer) for optimizer in optimizers]
         for state in states:
             self._check_stage(state, again)
         if len({id(state) for state in states}) != len(optimizers) or not states:
             raise ValueError(f"optimizers must be one or more, none of them twice, got {len(states)}")
-        return [Part(o, state, self._plans.get(o)) for o, state in zip(optimizers, states, strict=True)]
 
     def _check_stage(self, state: StepState, again: bool) -> None:
         if state["stage"] is OptState.STEPPED:
@@ -105,31 +110,33 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             self._check_scale_growth_tracker("clip_grad_norm_")
         except AssertionError:
             with suppress(Exception):  # torch's error is the one to see
-                self._tell_of_no_scale(optimizers, request, at_once)
+                self._tell_of_failure(optimizers, request, at_once)
             raise
 
-    def _tell_of_no_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
-        agreement = self._joint_agreement([self._plans.get(optimizer) for optimizer in optimizers])
+    def _tell_of_failure(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
+        """Take part in all reductions that the others wait in, without a plan, which may be what failed."""
+        parameters = all_parameters(optimizers)
+        agreement = self._new_agreement(parameters)
         if agreement is None:
             return
-        parts = self._parts(optimizers, again=True)
         # The others back off in update(): so must this rank, which therefore needs a scale.
-        self._lazy_init_scale_growth_tracker(self._home(parts[0].plan))
+        self._lazy_init_scale_growth_tracker(parameters[0].device if parameters else torch.device(self._device))
         if at_once:
-            self._fail_together(parts, agreement)
+            self._fail_together(optimizers, agreement)
             return
-        for part in parts:
-            if part.state["stage"] is OptState.READY:
-                self._fail(part.state, part.plan, self._agreement(part.plan))
-        self._skip_together(parts, request.chosen)
-        self._tell_of_no_norm(parts, agreement, request)
+        for optimizer in optimizers:
+            state = self._state(optimizer)
+            if state["stage"] is OptState.READY:
+                self._fail(state, self._new_agreement(all_parameters([optimizer])))
+        self._skip_together(optimizers, request.chosen)
+        self._tell_of_no_norm(agreement, request)
 
-    def _check_deferable(self, parts: Sequence[Part], request: Request) -> None:
+    def _check_deferable(self, optimizers: Sequence[Any], request: Request) -> None:
         if not request.is_whole:
             raise ValueError("defer=True clips all gradients by norm_type 2.0, got another norm_type or parameters=")
-        for part in parts:
-            if not takes_factor(part.optimizer):
-                name = type(part.optimizer).__name__
+        for optimizer in optimizers:
+            if not takes_factor(optimizer):
+                name = type(optimizer).__name__
                 raise ValueError(f"defer=True needs optimizers that take grad_scale (fused=True), got {name}")
         if self._check_unscaled:
             raise ValueError("defer=True leaves gradients scaled, so check_unscaled=True cannot be done, got both")

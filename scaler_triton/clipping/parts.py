@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from scaler_triton.clipping.copies import copies_of, copies_of_gradient
 from scaler_triton.clipping.rank_norms import held_gradients
+from scaler_triton.optimizers import parameters_of, unwrap
 from scaler_triton.plan import GradPlan
 from scaler_triton.step_state import StepState
 from scaler_triton.unscaling import UnscalingMixin
@@ -38,22 +39,22 @@ class PartsMixin(UnscalingMixin):
         if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
             verdict.start_mirror()
 
-    def _skip_together(self, parts: Sequence[Part], chosen: set[int] | None) -> None:
+    def _skip_together(self, optimizers: Sequence[Any], chosen: set[int] | None) -> None:
         """Have all of them skip, on a rank that cannot use their gradients but owes the others the sums of some."""
-        sum_partial(parts, chosen)  # first: what is told of a step holds for the gradients that are there then
-        for part in parts:
-            self._skip(part.state, part.plan)
+        sum_partial(optimizers, chosen)  # first: what is told of a step holds for the gradients that are there then
+        for optimizer in optimizers:
+            self._skip(self._state(optimizer))
 
 
-def sum_partial(parts: Sequence[Part], chosen: set[int] | None) -> None:
+def sum_partial(optimizers: Sequence[Any], chosen: set[int] | None) -> None:
     """Take part in the sums of Partial gradients that are still to come, on a rank that cannot use them."""
-    parameters = all_parameters(parts)
+    parameters = all_parameters(optimizers)
     with suppress(Exception):  # a bad gradient, whose error is known
         held_gradients(parameters, [1] * len(parameters), chosen)
 
 
-def all_parameters(parts: Sequence[Part]) -> list[Tensor]:
-    return [parameter for part in parts for parameter in part.plan.parameters]
+def all_parameters(optimizers: Sequence[Any]) -> list[Tensor]:
+    return [parameter for optimizer in optimizers for parameter in parameters_of(unwrap(optimizer))]
 
 
 def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:

@@ -18,6 +18,7 @@ class Mutant(NamedTuple):
 
 
 CONTRACT = "tests/test_contract.py tests/test_agreed_flag.py"
+UNPLANNED = "tests/distributed/test_unplanned.py"
 FAILURE = "tests/test_after_failure.py"
 DIFFERENCES = "tests/test_differences.py"
 GRADIENTS = "tests/test_gradients.py"
@@ -69,7 +70,7 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", 'states[("gone", id(state))] = state', "pass", CONTRACT),
     Mutant(_S + "unscaling.py", "if self._unscale_is_overridden() else None", "if False else None", CONTRACT),
     Mutant(_S + "unscaling.py", "if self._unscale_is_overridden():  # the", "if False:  # the", CONTRACT),
-    Mutant(_S + "unscaling.py", "tell_failure(agreement, self._home(plan))", "pass", RANKS),
+    Mutant(_S + "unscaling.py", "tell_failure(agreement, self._scale.device)", "pass", RANKS),
     Mutant(_S + "unscaling.py", "self._lazy_init_scale_growth_tracker(self._home", "str(self._home", RANKS),
     Mutant(_S + "unscaling.py", "if not flags and agreement is None and not self._is_sharded:", "if not flags:", RANKS),
     Mutant(_S + "unscaling.py", "for batch, backend in bounds:", "for batch, backend in ():", MESHES),
@@ -133,7 +134,13 @@ MUTANTS = [
     Mutant(_S + "verdict.py", "agreement.maximum_(self._signals)", "pass", RANKS),
     Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(id, flags)", CONTRACT),
     Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(_version_of, flags)", CONTRACT),
-    Mutant(_S + "verdict.py", "self._signals[_FLAG].fill_(1.0)", "self._signals[_FLAG].fill_(0.0)", FAILURE),
+    Mutant(_S + "unscaling.py", "{device: torch.ones((), ", "{device: torch.zeros((), ", FAILURE),
+    Mutant(
+        _S + "unscaling.py",
+        "if agreement is not None:\n                    self._fail",
+        "if False:\n                    self._fail",
+        UNPLANNED,
+    ),
     Mutant(_S + "verdict.py", "if values[_FAILED]:", "if False:", RANKS),
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if captured:", CONTRACT),
     Mutant(
@@ -245,7 +252,7 @@ MUTANTS = [
         CLIPS,
     ),
     Mutant(_S + "clipping/clip.py", 'or "deferred" in state', "", CLIP),
-    Mutant(_S + "clipping/clip.py", "self._fail_together(parts, agreement)", "pass", CLIPPED),
+    Mutant(_S + "clipping/clip.py", "self._fail_together(optimizers, agreement)", "pass", CLIPPED),
     Mutant(_S + "updating.py", "self._refuse_to_lose_clipping(left)\n", "pass\n", CLIP),
     Mutant(_S + "clipping/rank_norms.py", "torch.where(terms[1] != 0, math.nan, terms[0])", "terms[0]", CLIPPED),
     Mutant(_S + "clipping/rank_norms.py", ".sum() / count", ".sum()", CLIPPED),
@@ -303,7 +310,7 @@ MUTANTS = [
     Mutant(_S + "clipping/disabled.py", " if chosen is None or id(p) in chosen", "", CLIP),
     Mutant(
         _S + "clipping/parts.py",
-        "for part in parts:\n            self._skip(part.state, part.plan)",
+        "for optimizer in optimizers:\n            self._skip(self._state(optimizer))",
         "pass",
         CLIPPED,
     ),
