@@ -11,16 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WRAPPERS = 32  # around one optimizer; if there seem to be more, they hold each other
+
 _takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def unwrap(optimizer: Any) -> Any:
     """Return the optimizer behind wrappers that keep it as `.optimizer` and share its `param_groups`."""
-    while True:
+    outermost = optimizer
+    for _ in range(_WRAPPERS):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None or inner is optimizer or getattr(inner, "param_groups", None) is not optimizer.param_groups:
             return optimizer
         optimizer = inner
+    return outermost
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

@@ -114,7 +114,7 @@ def device_type(device: str | torch.device) -> str:
 
 
 def _as_float(value: Any, name: str) -> float:
-    if isinstance(value, str):  # float() would read it
+    if isinstance(value, str | bytes | bytearray):  # float() would read it
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)

@@ -38,6 +38,9 @@ def unscale_(
         return
     if tensors[0].dtype is torch.bfloat16 and not tensors[0].is_cpu:
         _unscale_bf16_(tensors, inv_scale, found_inf)
+    elif tensors[0].dtype is torch.float64 and not tensors[0].is_cpu:
+        _check_fp64(tensors, found_inf)
+        torch._foreach_mul_(list(tensors), inv_scale.double().reshape(()))
     else:
         merged = (neighbours or Neighbours()).merged(tensors)
         torch._amp_foreach_non_finite_check_and_unscale_(merged, found_inf, inv_scale)  # type: ignore[arg-type]
@@ -128,6 +131,22 @@ def update_on_device_(
         held.copy_(value)
 
 
+def count_(scale: Tensor, found_inf: Tensor, counters: Counters) -> None:
+    """Count an update that sets the scale to a number; no host wait.
+
+    Args:
+        scale: where the updates are counted; left as it is.
+        found_inf: fp32, one element, same device; anything but 0 is an overflow.
+        counters: written.
+    """
+    if scale.is_cpu and type(scale) is Tensor:
+        _count_flag(counters.on_host(), found_inf.item())
+    else:
+        held, bad = counters.on(scale.device), found_inf.reshape(()) != 0
+        no = torch.zeros_like(bad)
+        held.copy_(_counted(held, bad, no, no, no))
+
+
 def _counted(counters: Tensor, bad: Tensor, refilled: Tensor, larger: Tensor, smaller: Tensor) -> Tensor:
     """Return the counters after one more update; all flags are bool, ()."""
     updates, skipped, streak, growths, backoffs, last_skip, strikes = counters.unbind()
@@ -150,13 +169,11 @@ def _update_on_host_(
     low, high, hysteresis, consecutive = limits
     before, successful = scale.item(), int(growth_tracker.item()) + 1
     value, tracker = before, 0
-    counters[UPDATES] += 1
+    _count_flag(counters, found_inf)
     if found_inf:
-        _count_skip(counters)
         if counters[STRIKES] >= hysteresis:
             value = before * backoff_factor
     else:
-        counters[STREAK] = 0
         if successful < interval:
             tracker = min(successful, MAX_TRACKER)
         elif abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
@@ -170,7 +187,11 @@ def _update_on_host_(
     growth_tracker.fill_(tracker)
 
 
-def _count_skip(counters: list[int]) -> None:
+def _count_flag(counters: list[int], found_inf: float) -> None:
+    counters[UPDATES] += 1
+    if not found_inf:
+        counters[STREAK] = 0
+        return
     counters[SKIPPED] += 1
     counters[STREAK] += 1
     counters[STRIKES] += 1
@@ -193,7 +214,7 @@ def _unscale_bf16_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tens
 
 
 def _check_fp64(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
-    # torch's op on a GPU looks at them as fp32, where large ones are infinite.
+    # torch's own op on a GPU looks at them as fp32, where large ones are infinite.
     finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
     found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf.dtype)))
 

@@ -22,10 +22,10 @@ class SkipStreakError(FloatingPointError):
 
 @dataclass(frozen=True)
 class ScalerStats:
-    """What a scaler's updates did so far; `update(new_scale)` is none, and does not count.
+    """What a scaler's updates did so far.
 
     Args:
-        updates: calls of `update()`.
+        updates: calls of `update`; of `update(new_scale)` those after a check of gradients, which it does not need.
         skipped: those with an overflow, after which a step was skipped.
         consecutive_skips: how many of them came last, without another between; 0 after a good one.
         growths: updates that made the scale larger.

@@ -132,9 +132,17 @@ class UnscalingMixin(AgreeingMixin):
         if backend == "triton":
             counted = self._scale is not None and flag.device == self._scale.device
             plan.sightings.expect(batch.layout, self._counters.on(flag.device) if counted else None)
-        run(batch, flag, backend)
-        if backend == "torch" and flag.is_cpu and batch.layout.key.plain and flag.item():  # others know few ops
+        looks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # others know few ops
+        if looks and self._unscaling_may_overflow():  # what is infinite afterwards need not have been before
             plan.sightings.look(batch, self._counters.read()[SKIPPED])
+            looks = False
+        run(batch, flag, backend)
+        if looks and flag.item():
+            plan.sightings.look(batch, self._counters.read()[SKIPPED])
+
+    def _unscaling_may_overflow(self) -> bool:
+        """Tell whether finite gradients may become infinite without counting as overflow."""
+        return self._scale is not None and not self._check_unscaled and self._scale.item() < 1.0
 
     def _unscale_is_overridden(self) -> bool:
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_

@@ -27,8 +27,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         """Back the scale off if any optimizer's flag was set, let it grow after `growth_interval` good updates.
 
         Args:
-            new_scale: sets the scale instead, and nothing else: a number, or a one-element tensor on a device of the
-                scaler's type, whose value is checked with one host wait.
+            new_scale: sets the scale instead, and leaves the growth tracker: a number, or a one-element tensor on a
+                device of the scaler's type, whose value is checked with one host wait.
 
         Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
             kind; ValueError or TypeError naming `new_scale` outside [min_scale, max_scale] or no number; RuntimeError
@@ -43,7 +43,9 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         states = [*self._per_optimizer_states.values()]
         unstepped = self._unstepped_flags(states)
         if new_scale is not None:
-            scale.fill_(self._checked_scale(new_scale))
+            new_scale = self._checked_scale(new_scale)
+            self._count(scale, states)
+            scale.fill_(new_scale)
         else:
             self._update_by_flags(scale, growth_tracker, states)
         if unstepped:
@@ -130,6 +132,13 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             self._plans.get(owner).sightings.leave(self._counters.skips())
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("void") else flag
+
+    def _count(self, scale: Tensor, states: Sequence[StepState]) -> None:
+        """Count an update that looks at no flag; there may be none."""
+        checked = [state for state in states if state["found_inf_per_device"]]
+        if checked:
+            found_inf = any_flag([self._flag(state) for state in checked], scale.device)
+            reference.count_(scale, found_inf, self._counters)
 
     def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
         checked = [state for state in states if state["found_inf_per_device"]]

@@ -210,6 +210,18 @@ def test_a_wrapper_around_nothing_but_itself_is_an_optimizer() -> None:
     assert optimizer.param_groups[0]["params"][0].item() == -1.0
 
 
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_wrappers_that_hold_each_other_are_optimizers_of_their_own(stepped: int) -> None:
+    inner: Any = sgd([torch.tensor([8.0])])
+    pair = (inner, Wrapper(inner))
+    inner.optimizer = pair[1]
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.unscale_(pair[stepped])
+    scaler.step(pair[stepped])
+    scaler.update()
+    assert inner.param_groups[0]["params"][0].item() == -1.0
+
+
 def test_a_fused_optimizer_in_a_wrapper_gets_scale_and_flag() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([8.0])

@@ -266,33 +266,48 @@ def test_kinds_of_one_parameter_add_up_over_forms(place: Place) -> None:
     for form, value in zip(forms, (math.nan, math.inf, 1.0), strict=True):
         weight.grad = form.to(place.device)
         weight.grad[0, 0] = value
-        scaler.step(optimizer)
-        scaler.update(8.0 if value != value else None)  # a number counts no skip: what it was for stays to be told
+        scaler._check_inf_per_device(optimizer)
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {}  # and again, in the same step
+    weight.grad[0, 0] = math.nan
+    scaler.step(optimizer)
+    scaler.update()
     assert told(scaler, model) == [("0.weight", "NaN and Inf", 35)]
 
 
 @PLACES
-def test_a_step_that_counts_as_no_skip_leaves_the_last_skip(place: Place) -> None:
+def test_a_step_that_ends_with_a_new_scale_is_told_of_as_others_are(place: Place) -> None:
     scaler, model, optimizer = setup(place, fused=False)
     step(scaler, model, optimizer, False, _0_bias=[math.inf])
     give_gradients(model, _1_bias=[math.nan])
     scaler.step(optimizer)
     scaler.update(8.0)
-    assert told(scaler, model) == [("0.bias", "Inf", 7)]
+    assert told(scaler, model) == [("1.bias", "NaN", 3)]
+    assert scaler.overflow_report(model).update == 2
     step(scaler, model, optimizer, False, _1_weight=[math.nan])
-    assert told(scaler, model) == [("1.weight", "NaN", 21), ("1.bias", "NaN", 3)]
+    assert told(scaler, model) == [("1.weight", "NaN", 21)]
 
 
 @PLACES
-def test_a_step_after_an_update_is_told_of_with_the_next_skip_if_it_counts_as_none(place: Place) -> None:
+def test_a_step_after_an_update_that_ends_with_a_new_scale_is_told_of(place: Place) -> None:
     scaler, model, optimizer = setup(place, fused=False)
     give_gradients(model, _0_bias=[math.inf])
     scaler.unscale_(optimizer)
     scaler.update()
     scaler.step(optimizer)
     scaler.update(8.0)
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
     step(scaler, model, optimizer, False, _1_bias=[math.nan])
-    assert told(scaler, model) == [("0.bias", "Inf", 7), ("1.bias", "NaN", 3)]
+    assert told(scaler, model) == [("1.bias", "NaN", 3)]
+
+
+@PLACES
+@CLIPS
+@FUSED
+def test_what_only_unscaling_makes_infinite_is_not_to_blame(place: Place, clip: bool, fused: bool) -> None:
+    scaler, model, optimizer = setup(place, fused)
+    scaler._scale.fill_(2.0**-100)
+    step(scaler, model, optimizer, clip, _0_bias=[math.inf], _1_bias=[1e30])
+    assert told(scaler, model) == [("0.bias", "Inf", 7)]
 
 
 @PLACES

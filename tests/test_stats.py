@@ -46,7 +46,12 @@ def test_every_update_is_counted(place: Place, fused: bool) -> None:
         scaler.update()
     want = ScalerStats(updates=6, skipped=3, consecutive_skips=1, growths=1, backoffs=3, last_skip=6)
     assert scaler.stats() == want
-    scaler.update(8.0)  # sets the scale, and counts for nothing
+    scaler.update(8.0)  # nothing was checked
+    assert scaler.stats() == want
+    for gradient in (BAD, GOOD, BAD):
+        scaler.step(optimizer_of(gradient, place, fused=fused))
+        scaler.update(8.0)
+    want = ScalerStats(updates=9, skipped=5, consecutive_skips=1, growths=1, backoffs=3, last_skip=9)
     assert scaler.stats() == want
 
 

@@ -68,7 +68,7 @@ def _check_archive(path: Path) -> None:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise Unreadable("its archive is compressed; torch.save's is not")
-    structure = sum(record.file_size for record in records if record.filename.endswith(".pkl"))
+    structure = sum(record.file_size for record in records if record.filename.lower().endswith(".pkl"))
     if structure > STRUCTURE_LIMIT:
         raise Unreadable(f"its structure takes {structure} bytes; the limit is {STRUCTURE_LIMIT}")
 

@@ -282,6 +282,13 @@ def test_too_large_a_structure_is_refused(harmless: Path, command: Command, monk
     monkeypatch.setattr(saved_states, "STRUCTURE_LIMIT", 1000)
     torch.save(["x" * 2000], harmless)
     unreadable(command, "; the limit is 1000")
+    renamed = harmless.with_suffix(".zip")  # which torch reads just the same
+    with zipfile.ZipFile(harmless) as archive, zipfile.ZipFile(renamed, "w") as copy:
+        for record in archive.infolist():
+            copy.writestr(record.filename.replace("data.pkl", "DATA.PKL"), archive.read(record))
+    renamed.replace(harmless)
+    assert torch.load(harmless, weights_only=True) == ["x" * 2000]
+    unreadable(command, "; the limit is 1000")
 
 
 @pytest.mark.parametrize("field", ["scale", "_growth_tracker"])

@@ -135,7 +135,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("field", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
-@pytest.mark.parametrize("value", ["__import__('os')", "1e3", b"\x80\x04", [2.0], {}, None, Bomb(), torch.ones(10**6)])
+@pytest.mark.parametrize("value", ["__import__('os')", "1e3", b"1e3", [2.0], {}, None, Bomb(), torch.ones(10**6)])
 def test_a_checkpoint_is_numbers_and_nothing_else(field: str, value: Any) -> None:
     """Whatever else is in it is refused by name, unread, and the scaler is as before."""
     scaler = started(GradScaler, "cpu", init_scale=4.0)

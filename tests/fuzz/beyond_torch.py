@@ -61,12 +61,9 @@ class ExtrasRules:
         self._limits = {name: extras.get(name, limit) for name, limit in self._limits.items()}
 
     def _update_as_torch(self) -> None:
-        flags = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
         # torch adds the flags up in one of them: what they were is read before.
         self._skips = {key: [bool(flag) for flag in found] for key, found in self._skips.items()}
-        bad, before = any(flag.item() for flag in flags), None if self._scale is None else self._scale.clone()
+        bad, before = self._any_flag(), None if self._scale is None else self._scale.clone()
         super()._update_as_torch()
         if bad and self._counters["strikes"] + 1 < self._limits["hysteresis"]:
             departs(13)
@@ -82,19 +79,24 @@ class ExtrasRules:
             self._scale.fill_(bounded)
 
     def _count(self, bad: bool, before: float, after: float) -> None:
+        self._count_flag(bad)
+        self._counters["growths"] += after > before
+        self._counters["backoffs"] += after < before
+        if not bad and (self._limits["consecutive_hysteresis"] or not self._growth_tracker.item()):
+            self._counters["strikes"] = 0
+
+    def _count_flag(self, bad: bool) -> None:
         counters = self._counters
         counters["updates"] += 1
         counters["skipped"] += bad
-        counters["growths"] += after > before
-        counters["backoffs"] += after < before
+        counters["strikes"] += bad
+        counters["consecutive_skips"] = counters["consecutive_skips"] + 1 if bad else 0
         if bad:
-            counters["consecutive_skips"] += 1
-            counters["strikes"] += 1
             counters["last_skip"] = counters["updates"]
-        else:
-            counters["consecutive_skips"] = 0
-            if self._limits["consecutive_hysteresis"] or not self._growth_tracker.item():
-                counters["strikes"] = 0
+
+    def _any_flag(self) -> bool:
+        states = self._per_optimizer_states.values()
+        return any(flag.item() for state in states for flag in state["found_inf_per_device"].values())
 
     def _update_by_value(self, new_scale: Any) -> None:
         one = not isinstance(new_scale, Tensor) or (new_scale.numel() == 1 and not new_scale.requires_grad)
@@ -103,7 +105,10 @@ class ExtrasRules:
             if not self._limits["min_scale"] <= rounded <= self._limits["max_scale"]:
                 departs(13)
                 raise Refused("new_scale", new_scale)
+        checked, bad = self._any_check(), self._any_flag()  # before torch forgets them
         super()._update_by_value(new_scale)
+        if checked:
+            self._count_flag(bad)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
         self._skips.pop(id(optimizer), None)

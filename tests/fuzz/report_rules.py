@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ class Seen:
 
     Args:
         told: must be told: gradients that held NaN or Inf when they were checked.
-        doubtful: may be told, too, of whatever kind: what overflowed only by unscaling, or was refused.
+        doubtful: may be told, too, of whatever kind: what overflowed only by unscaling if that counts, or was refused.
     """
 
     def __init__(self, told: Kinds | None = None, doubtful: set[int] | None = None) -> None:
@@ -37,11 +38,6 @@ class Seen:
         """Return what was seen in some parameters."""
         return Seen({key: kinds for key, kinds in self.told.items() if key in keys}, self.doubtful & keys)
 
-    def without(self, keys: set[int]) -> Seen:
-        """Return what was seen if some parameters need not be told."""
-        told = {key: kinds for key, kinds in self.told.items() if key not in keys}
-        return Seen(told, self.doubtful | (keys & {*self.told}))
-
 
 class ReportRules:
     """A skip is explained by what was looked at since the skip before; where somebody postponed a step, by that."""
@@ -52,14 +48,13 @@ class ReportRules:
         super().__init__(**options)
         self._seen: dict[int, Seen] = {}
         self._left: dict[int, Seen] = {}
-        self._recalled: set[tuple[int, int]] = set()  # how many steps had been skipped, and a parameter left before
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_seen": {}, "_left": {}, "_recalled": set()}
+        return {**super().__getstate__(), "_seen": {}, "_left": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._seen, self._left, self._recalled = {}, {}, set()
+        self._seen, self._left = {}, {}
 
     def _now(self) -> Seen:
         return self._seen.setdefault(self._counters["skipped"], Seen())
@@ -71,9 +66,8 @@ class ReportRules:
         except Exception:
             self._now().doubtful.update(before)
             raise
-        if 0 < inv_scale.item() <= 1:
-            self._now().add(Seen(before))
-        else:
+        self._now().add(Seen(before))
+        if self._check_unscaled or not 0 < inv_scale.item() < math.inf:
             self._now().doubtful.update(self._look(optimizer))
         return flags
 
@@ -96,18 +90,14 @@ class ReportRules:
         unstepped = super()._now_unstepped()
         for key, kept in unstepped.items():
             if kept is not None:
-                keys, now = {id(p) for p in parameters_of(self._optimizers[key])}, self._counters["skipped"]
-                twice = {each for each in keys if (now, each) in self._recalled}  # `update(new_scale)` was between
-                self._left[key] = self._now().of(keys).without(twice)
+                self._left[key] = self._now().of({id(p) for p in parameters_of(self._optimizers[key])})
         return unstepped
 
     def _recall(self, optimizer: Any) -> None:
         before = self._per_optimizer_states[id(optimizer)]["stage"]
         super()._recall(optimizer)
         if before is OptState.READY and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
-            left = self._left.pop(id(optimizer), Seen())
-            self._now().add(left)
-            self._recalled |= {(self._counters["skipped"], key) for key in (*left.told, *left.doubtful)}
+            self._now().add(self._left.pop(id(optimizer), Seen()))
 
     def check_report(self, report: Any, named: Iterable[tuple[str, Tensor]]) -> None:
         """Assert that a report says what it must, and nothing else of these parameters."""
@@ -118,8 +108,6 @@ class ReportRules:
         skipped, last = self._counters["skipped"], self._counters["last_skip"]
         assert report.update == (None if pending else last or None)
         seen = self._seen.get(skipped if pending else skipped - 1, Seen())
-        if not pending and not self.tells_sparse:  # kernels mark a step that counts as no skip where the skip's was
-            seen = seen.without({*self._now().told} | self._now().doubtful)
         named = dict(named)
         bad = {each.name: each for each in report.bad if each.name in named}
         must = {name for name, parameter in named.items() if id(parameter) in seen.told}
