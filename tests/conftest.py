@@ -18,6 +18,7 @@ GROUP_LIMIT = 10.0  # Seconds one collective may take.
 SECONDS = float(os.environ.get("TEST_SECONDS", "inf"))
 GRACE = 10.0  # Seconds that the test which is running then may take.
 END = time.monotonic() + SECONDS
+LAST = 5  # the turn of what uses no GPU
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -60,12 +61,21 @@ def _interrupt(*args: object) -> None:
 
 def turn(item: pytest.Item) -> int:
     """Return when a test's turn comes on a GPU machine: what runs there alone first, and of that late what may hang."""
-    folders = item.path.parts
-    if item.get_closest_marker("gpu"):
-        if item.get_closest_marker("distributed"):
-            return 3
-        return 2 if "frameworks" in folders else 0
-    return 1 if "kernels" in folders or _is_placed_on_gpu(item) else 4
+    folders, only_there = item.path.parts, item.get_closest_marker("gpu")
+    if not only_there and not _uses_gpu(item):
+        return LAST
+    if only_there and item.get_closest_marker("distributed"):
+        return 4 if "demo" in folders else 3
+    if "frameworks" in folders:
+        return 2
+    return 0 if only_there else 1
+
+
+def _uses_gpu(item: pytest.Item) -> bool:
+    """Tell whether a test that runs without a GPU, too, uses one where there is one."""
+    if item.get_closest_marker("native") or _is_placed_on_gpu(item):
+        return True
+    return "kernels" in item.path.parts and not item.get_closest_marker("host_only")
 
 
 def _is_placed_on_gpu(item: pytest.Item) -> bool:

@@ -17,7 +17,7 @@ from scaler_triton.kernels import update_scale
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.sightings import INF, Sightings
 
-PLACE = next(place for place in places() if place.backend == "triton")
+TRITON = pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
 SCALE = 8.0
 
 
@@ -30,7 +30,7 @@ def as_if_captured() -> Iterator[None]:
         yield
 
 
-def new(place: Place = PLACE, **options: Any) -> tuple[Any, Any]:
+def new(place: Place, **options: Any) -> tuple[Any, Any]:
     """A scaler that has taken a step, and its optimizer, which keeps its gradients where they are."""
     scaler = started(GradScaler, place.device, init_scale=SCALE, growth_interval=1000, backend=place.backend, **options)
     optimizer = sgd([torch.full((3,), 8.0)], place.device, fused=True)
@@ -45,8 +45,9 @@ def step(scaler: Any, optimizer: Any, gradient: float = 8.0, new_scale: float | 
     scaler.update(new_scale)
 
 
-def test_a_captured_step_clears_its_flag_whatever_was_before() -> None:
-    scaler, optimizer = new()
+@TRITON
+def test_a_captured_step_clears_its_flag_whatever_was_before(place: Place) -> None:
+    scaler, optimizer = new(place)
     verdict = scaler._plans.plans()[0].verdict
     assert verdict.cleared
     verdict.found_inf.fill_(1.0)  # as an eager step may leave it for a replay
@@ -55,8 +56,9 @@ def test_a_captured_step_clears_its_flag_whatever_was_before() -> None:
     assert scaler.get_scale() == SCALE
 
 
-def test_what_a_captured_update_will_clear_is_not_clear_yet() -> None:
-    scaler, optimizer = new()
+@TRITON
+def test_what_a_captured_update_will_clear_is_not_clear_yet(place: Place) -> None:
+    scaler, optimizer = new(place)
     with as_if_captured():
         step(scaler, optimizer)
     verdict = scaler._plans.plans()[0].verdict
@@ -66,8 +68,9 @@ def test_what_a_captured_update_will_clear_is_not_clear_yet() -> None:
     assert scaler.get_scale() == SCALE
 
 
-def test_a_replays_skip_is_told() -> None:
-    scaler, optimizer = new()
+@TRITON
+def test_a_replays_skip_is_told(place: Place) -> None:
+    scaler, optimizer = new(place)
     with as_if_captured():
         step(scaler, optimizer, float("inf"))
         assert scaler.was_skipped(optimizer)
@@ -88,21 +91,23 @@ def test_what_a_step_after_an_update_skipped_for_stays_where_replays_write_it() 
     assert written.tolist() == [-1, -1]
 
 
-def test_what_a_graph_marks_is_told_after_gradients_of_another_form() -> None:
-    scaler, optimizer = new()
+@TRITON
+def test_what_a_graph_marks_is_told_after_gradients_of_another_form(place: Place) -> None:
+    scaler, optimizer = new(place)
     (layout,) = scaler._plans.plans()[0].layouts
     with mock.patch.object(GradTable, "is_in_a_graph", True):
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(6, device=PLACE.device)[::2]
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(6, device=place.device)[::2]
         step(scaler, optimizer)
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, device=PLACE.device))]})
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, device=place.device))]})
         step(scaler, optimizer)
     for table in layout.tables.values():
         table.bits.fill_(INF)  # as a replay does
     assert [plan.sightings.of(0) for plan in scaler._plans.plans()] == [{0: INF}]
 
 
-def test_unscaling_and_checking_it_sends_addresses_once() -> None:
-    scaler, optimizer = new(check_unscaled=True)
+@TRITON
+def test_unscaling_and_checking_it_sends_addresses_once(place: Place) -> None:
+    scaler, optimizer = new(place, check_unscaled=True)
     with mock.patch.object(GradTable, "set_addresses", autospec=True, side_effect=GradTable.set_addresses) as sent:
         scaler.unscale_(optimizer)
     (layout,) = scaler._plans.plans()[0].layouts
@@ -110,8 +115,9 @@ def test_unscaling_and_checking_it_sends_addresses_once() -> None:
     assert flags(scaler, optimizer) == [0.0]
 
 
-def test_the_numbers_stay_where_a_graph_reads_them() -> None:
-    scaler, optimizer = new()
+@TRITON
+def test_the_numbers_stay_where_a_graph_reads_them(place: Place) -> None:
+    scaler, optimizer = new(place)
     step(scaler, optimizer)
     (held,) = scaler._device_policies.values()
     where = held.numbers.data_ptr()
@@ -121,8 +127,9 @@ def test_the_numbers_stay_where_a_graph_reads_them() -> None:
     assert (held.numbers.data_ptr(), held.numbers[2].item()) == (where, 7)
 
 
-def test_the_numbers_are_not_made_while_a_graph_is_captured() -> None:
-    scaler, optimizer = new()
+@TRITON
+def test_the_numbers_are_not_made_while_a_graph_is_captured(place: Place) -> None:
+    scaler, optimizer = new(place)
     scaler._device_policies.clear()
     with (
         mock.patch.object(settings, "refuse_capture", side_effect=RuntimeError("captured")),
@@ -132,9 +139,10 @@ def test_the_numbers_are_not_made_while_a_graph_is_captured() -> None:
     assert not scaler._device_policies
 
 
-def test_flags_of_others_are_updated_by_the_scalers_own_numbers() -> None:
+@TRITON
+def test_flags_of_others_are_updated_by_the_scalers_own_numbers(place: Place) -> None:
     """A graph reads the numbers where they are: those of a shared cache may go, and no setter reaches them."""
-    scaler, optimizer = new()
+    scaler, optimizer = new(place)
     scaler.set_backoff_factor(0.25)
     optimizer.param_groups[0]["params"][0].grad.fill_(8.0)
     scaler.unscale_(optimizer)
@@ -150,10 +158,11 @@ def test_flags_of_others_are_updated_by_the_scalers_own_numbers() -> None:
     assert scaler.get_scale() == SCALE / 4
 
 
-def test_a_scale_of_another_dtype_is_not_handed_to_the_kernel() -> None:
-    if PLACE.device == "cuda":
+@TRITON
+def test_a_scale_of_another_dtype_is_not_handed_to_the_kernel(place: Place) -> None:
+    if place.device == "cuda":
         pytest.skip("torch's op takes an fp32 scale only")
-    scaler, optimizer = new()
+    scaler, optimizer = new(place)
     scaler._scale = scaler._scale.double()
     with mock.patch.object(ops._kernels().update_scale, "launch_update_rows", side_effect=AssertionError):
         step(scaler, optimizer, float("inf"))

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import assert_same, places, sgd, started
+from helpers import Place, assert_same, places, sgd, started
 
 from scaler_triton import GradScaler, dispatch
 from scaler_triton.kernels import probe as probe_module
@@ -36,10 +36,10 @@ def test_xpu_and_the_rest_are_torchs() -> None:
     assert dispatch.choose(torch.device("xpu", 0), FP32, "auto") == "torch"
 
 
-def test_triton_is_chosen_when_asked_for_and_tried() -> None:
-    for place in places():
-        device = torch.zeros(0, device=place.device).device
-        assert dispatch.choose(device, FP32, place.backend) == place.backend
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_what_is_asked_for_is_chosen_and_tried(place: Place) -> None:
+    device = torch.zeros(0, device=place.device).device
+    assert dispatch.choose(device, FP32, place.backend) == place.backend
 
 
 def broken(cause: Exception) -> Any:
@@ -71,18 +71,16 @@ def test_triton_asked_for_raises_before_any_gradient_is_written(monkeypatch: Any
     assert optimizer.param_groups[0]["params"][0].grad.item() == 4.0
 
 
-def test_what_clips_is_tried_when_it_is_first_wanted(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_what_clips_is_tried_when_it_is_first_wanted(place: Place, monkeypatch: Any) -> None:
     monkeypatch.setattr(probe_module, "probe_clipping", broken(RuntimeError("ptxas fatal")))
-    for place in places():
-        device = torch.zeros(0, device=place.device).device
-        assert dispatch.choose(device, FP32, place.backend) == place.backend
-        if place.backend == "triton":
-            with pytest.raises(
-                RuntimeError, match=r"does not work for clipping float32 on .*: RuntimeError: ptxas fatal"
-            ):
-                dispatch.choose(device, FP32, "triton", clips=True)
-        else:
-            assert dispatch.choose(device, FP32, "torch", clips=True) == "torch"
+    device = torch.zeros(0, device=place.device).device
+    assert dispatch.choose(device, FP32, place.backend) == place.backend
+    if place.backend == "triton":
+        with pytest.raises(RuntimeError, match=r"does not work for clipping float32 on .*: RuntimeError: ptxas fatal"):
+            dispatch.choose(device, FP32, "triton", clips=True)
+    else:
+        assert dispatch.choose(device, FP32, "torch", clips=True) == "torch"
 
 
 def test_auto_clips_by_torch_where_only_those_kernels_fail(monkeypatch: Any) -> None:

@@ -297,39 +297,39 @@ def test_fp16_is_refused_before_other_faults_are_named() -> None:
             started(cls, "cpu").unscale_(torch.optim.SGD(made, lr=0.5))
 
 
-def test_fp64_beyond_fp32_is_finite() -> None:
-    for place in places():
-        optimizer = sgd([torch.tensor([1e300], dtype=torch.float64)], place.device)
-        scaler = started(GradScaler, place.device, init_scale=2.0, backend=place.backend)
-        scaler.unscale_(optimizer)
-        assert optimizer.param_groups[0]["params"][0].grad.item() == 5e299
-        assert flags(scaler, optimizer) == [0.0]
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_fp64_beyond_fp32_is_finite(place: Place) -> None:
+    optimizer = sgd([torch.tensor([1e300], dtype=torch.float64)], place.device)
+    scaler = started(GradScaler, place.device, init_scale=2.0, backend=place.backend)
+    scaler.unscale_(optimizer)
+    assert optimizer.param_groups[0]["params"][0].grad.item() == 5e299
+    assert flags(scaler, optimizer) == [0.0]
 
 
 def with_gaps(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
+@pytest.mark.parametrize("place", places(), ids=str)
 @pytest.mark.parametrize("leaf", [False, True])
-def test_no_graph_records_the_division_of_gradients_that_are_part_of_one(leaf: bool) -> None:
-    for place in places():
-        optimizer = sgd([torch.tensor([3.0]), torch.tensor([5.0, 7.0])], place.device)
-        made = optimizer.param_groups[0]["params"]
-        scaler = started(GradScaler, place.device, init_scale=2.0, backend=place.backend)
-        for in_graph in (False, True, False, True, True):
-            for parameter in made:
-                (grad,) = torch.autograd.grad((parameter - 1.0).square().sum(), parameter, create_graph=in_graph)
-                # A leaf must not be written under grad; one with gaps is copied to and fro.
-                parameter.grad = with_gaps(grad).detach().requires_grad_(in_graph) if leaf else grad
-            before = [parameter.grad for parameter in made]
-            nodes, wanted = [grad.grad_fn for grad in before], [grad.detach() / 2.0 for grad in before]
-            scaler.unscale_(optimizer)
-            assert [grad.grad_fn for grad in before] == nodes
-            for parameter, grad, half in zip(made, before, wanted, strict=True):
-                assert parameter.grad is grad
-                assert_same(grad.detach(), half)
-            scaler.step(optimizer)
-            scaler.update()
+def test_no_graph_records_the_division_of_gradients_that_are_part_of_one(leaf: bool, place: Place) -> None:
+    optimizer = sgd([torch.tensor([3.0]), torch.tensor([5.0, 7.0])], place.device)
+    made = optimizer.param_groups[0]["params"]
+    scaler = started(GradScaler, place.device, init_scale=2.0, backend=place.backend)
+    for in_graph in (False, True, False, True, True):
+        for parameter in made:
+            (grad,) = torch.autograd.grad((parameter - 1.0).square().sum(), parameter, create_graph=in_graph)
+            # A leaf must not be written under grad; one with gaps is copied to and fro.
+            parameter.grad = with_gaps(grad).detach().requires_grad_(in_graph) if leaf else grad
+        before = [parameter.grad for parameter in made]
+        nodes, wanted = [grad.grad_fn for grad in before], [grad.detach() / 2.0 for grad in before]
+        scaler.unscale_(optimizer)
+        assert [grad.grad_fn for grad in before] == nodes
+        for parameter, grad, half in zip(made, before, wanted, strict=True):
+            assert parameter.grad is grad
+            assert_same(grad.detach(), half)
+        scaler.step(optimizer)
+        scaler.update()
 
 
 @pytest.mark.gpu

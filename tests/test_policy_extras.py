@@ -234,9 +234,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(place: Place) -> None:
         assert second.stats() == whole.stats()
 
 
-def test_loading_writes_the_counters_where_a_graph_counts() -> None:
-    scaler = started(GradScaler, "cpu", backend="triton", hysteresis=2) if not torch.cuda.is_available() else None
-    scaler = scaler or started(GradScaler, "cuda", backend="triton", hysteresis=2)
+@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+def test_loading_writes_the_counters_where_a_graph_counts(place: Place) -> None:
+    scaler = at(place, hysteresis=2)
     saved = scaler.state_dict()
     step(scaler, BAD, device=scaler._device)
     tensor = scaler._counters.where_they_are()

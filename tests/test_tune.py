@@ -20,6 +20,8 @@ from scaler_triton.kernels.launch_config import DEFAULT, ITEMSIZES, MODES, Launc
 from scaler_triton.kernels.tuned_file import Origin
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.native
+
 DEVICE = torch.device("cpu" if launcher.INTERPRETED else "cuda")
 ORIGIN = Origin("Some GPU", "9.0", "3.7.1", "0123456789abcdef")
 FASTER = LaunchConfig(8, 2, 1)

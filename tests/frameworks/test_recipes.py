@@ -82,6 +82,7 @@ RECIPES = {
 CHECKPOINT = "checkpoint.py"  # runs twice: the test below
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_does_what_it_says(name: str, tmp_path: Path) -> None:
     printed = RECIPES[name].run(name, tmp_path)

@@ -4,6 +4,8 @@ import pytest
 
 from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, MODES
 
+pytestmark = pytest.mark.host_only
+
 NVIDIA = ["sm_70", "sm_75", "sm_80", "sm_90", "sm_100"]
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 OPS = ["unscale", "unscale_inverse", "check"]

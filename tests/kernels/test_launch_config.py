@@ -8,6 +8,8 @@ import pytest
 
 from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, LaunchConfig, check_pass
 
+pytestmark = pytest.mark.host_only
+
 ROOT = Path(__file__).parents[2]
 LARGEST = {"num_warps": 32, "vectors": 8, "unroll": 16}
 

@@ -12,6 +12,8 @@ from scaler_triton.kernels.launch_config import CANDIDATES, ITEMSIZES, MODES
 from scaler_triton.kernels.lookup import SHIPPED
 from scaler_triton.kernels.tuned_file import Origin, TunedFile
 
+pytestmark = pytest.mark.host_only
+
 KEYS = [(mode, itemsize) for mode in MODES for itemsize in ITEMSIZES]
 TUNED = TunedFile(Origin("NVIDIA H200", "9.0", "3.7.1", "0123456789abcdef"), dict(zip(KEYS, CANDIDATES, strict=False)))
 ENTRY = {"mode": "check", "itemsize": 2, "num_warps": 8, "vectors": 1, "unroll": 4}

@@ -12,6 +12,8 @@ from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 from scaler_triton.kernels.lookup import config_for, origin_of, shipped_file, user_file
 from scaler_triton.kernels.tuned_file import Origin, TunedFile
 
+pytestmark = pytest.mark.host_only
+
 HERE = Origin("Some GPU", "9.0", "3.7.1", "0123456789abcdef")
 USERS, SHIPPED = LaunchConfig(4, 1, 2), LaunchConfig(16, 1, 2)
 OTHERS = [replace(HERE, **{field: "other"}) for field in ("device", "capability", "triton", "kernels")]

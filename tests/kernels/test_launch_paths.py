@@ -7,10 +7,13 @@ import pytest
 
 from perf import stub_driver
 
-pytestmark = pytest.mark.skipif(
-    (platform.system(), platform.machine()) != ("Linux", "x86_64") or shutil.which("gcc") is None,
-    reason="the stub driver needs gcc on Linux, x86-64",
-)
+pytestmark = [
+    pytest.mark.host_only,
+    pytest.mark.skipif(
+        (platform.system(), platform.machine()) != ("Linux", "x86_64") or shutil.which("gcc") is None,
+        reason="the stub driver needs gcc on Linux, x86-64",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ import pytest
 
 from scaler_triton.kernels.launch_config import DEFAULT
 
+pytestmark = pytest.mark.host_only
+
 TABLE = ["address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr"]
 
 

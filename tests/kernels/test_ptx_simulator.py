@@ -7,6 +7,8 @@ from kernel_cases import as_bits, assert_same
 from ptx_memory import Fault
 from ptx_simulator import Kernel
 
+pytestmark = pytest.mark.host_only
+
 THREADS = 64
 FRAME = """
 .visible .entry k(

@@ -17,6 +17,7 @@ SUITE += sorted(path.stem for path in HERE.glob("test_*_kernel.py"))
 LEAST = 500  # tests in it
 
 pytestmark = [
+    pytest.mark.host_only,
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels run natively"),
 ]

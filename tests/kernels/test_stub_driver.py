@@ -10,6 +10,7 @@ from perf import stub_driver
 from scaler_triton.kernels.launch_config import DEFAULT
 
 pytestmark = [
+    pytest.mark.host_only,
     pytest.mark.skipif(
         (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="the stub driver is for Linux on x86-64"
     ),

@@ -10,7 +10,10 @@ from scaler_triton.kernels.nonfinite import launch_check_nonfinite
 from scaler_triton.kernels.norm import NormTable, launch_sum_of_squares
 from scaler_triton.kernels.unscale import launch_unscale
 
-pytestmark = pytest.mark.skipif(SIMULATED is None, reason="only the simulator counts bytes")
+pytestmark = [
+    pytest.mark.host_only,
+    pytest.mark.skipif(SIMULATED is None, reason="only the simulator counts bytes"),
+]
 
 # A program finds its tensor and chunk (int32), the tensor's address and elements (int64).
 MAP = 4 + 4 + 8 + 8
