@@ -86,15 +86,16 @@ $(VENV)/ready: pyproject.toml constraints.txt
 gpu:
 	status=0; for part in $(GPU_PARTS); do $(MAKE) $$part || status=1; done; exit $$status
 
-# What runs where is recorded first. Tests end with the one that is running when TEST_SECONDS are over; one that hangs is
-# interrupted, so that the report is written; a file that cannot be imported there stops no other. What packages that
-# only that machine has call deprecated, when others import them, fails no test.
+# What runs where is recorded first. What needs no GPU is tested beside what does. Tests end with the one that is running
+# when TEST_SECONDS are over; one that hangs is interrupted, so that the report is written; a file that cannot be imported
+# there stops no other. What packages that only that machine has call deprecated, when others import them, fails no test.
 gpu-tests:
 	mkdir -p $(OUT)
 	timeout 120 python3 -m scaler_triton.demo.device 2>&1 | tee $(OUT)/ranks.txt
 	python3 -c "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())" \
 		| tee $(OUT)/versions.txt
-	bash -o pipefail -c 'TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 python3 -m pytest -W ignore::DeprecationWarning -W ignore::FutureWarning --durations=20 --continue-on-collection-errors --junitxml=$(OUT)/junit.xml 2>&1 | tee $(OUT)/tests.log'
+	OUT=$(OUT) TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 python3 tests/in_shards.py \
+		-W ignore::DeprecationWarning -W ignore::FutureWarning --durations=20 --continue-on-collection-errors
 
 # The kernel tests under compute-sanitizer, 240 s for each of two tools.
 gpu-sanitize sanitize:

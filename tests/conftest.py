@@ -17,6 +17,7 @@ from scaler_triton.demo.ranks import RankPool
 GROUP_LIMIT = 10.0  # Seconds one collective may take.
 SECONDS = float(os.environ.get("TEST_SECONDS", "inf"))
 GRACE = 10.0  # Seconds that the test which is running then may take.
+SHARD = os.environ.pop("SHARD", "")  # "1/7", from in_shards.py; not for a pytest that a test starts
 END = time.monotonic() + SECONDS
 LAST = 5  # the turn of what uses no GPU
 
@@ -24,14 +25,26 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU where there is none; where there is one begin with it, as time may run out."""
+    if SHARD:
+        number, count = map(int, SHARD.split("/"))
+        shards = shards_of(items, count)
+        config.hook.pytest_deselected(items=[item for item in items if shards[item] != number])
+        items[:] = [item for item in items if shards[item] == number]
     if torch.cuda.is_available():
         items.sort(key=turn)
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def shards_of(items: list[pytest.Item], count: int) -> dict[pytest.Item, int]:
+    """Return each test's shard: the first for what uses a GPU, the others in turn for the files of the rest."""
+    files = dict.fromkeys(item.path for item in items if turn(item) == LAST)
+    others = {path: 1 + index % (count - 1) for index, path in enumerate(files)}
+    return {item: others[item.path] if turn(item) == LAST else 0 for item in items}
 
 
 def pytest_configure() -> None:

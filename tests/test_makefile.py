@@ -26,7 +26,7 @@ SANITIZER = """#!/bin/sh
 echo sanitize.sh "$OUT" >> calls
 """
 DOES = {
-    "gpu-tests": "-m pytest",
+    "gpu-tests": "tests/in_shards.py -W",
     "gpu-sanitize": "sanitize.sh results",
     "gpu-perf": "-m perf --out results",
     "gpu-tune": "-m scaler_triton tune --out results/tuned",
@@ -53,7 +53,7 @@ def parts_of(calls: list[str]) -> list[str]:
     return [part for call in calls for part, sign in DOES.items() if sign in call]
 
 
-@pytest.mark.parametrize("failing", ["-m pytest", "-m perf", "tune"])
+@pytest.mark.parametrize("failing", ["in_shards", "-m perf", "tune"])
 def test_a_part_that_fails_stops_no_other_and_is_told(failing: str, tmp_path: Path) -> None:
     status, calls = make(tmp_path, "gpu", failing)
     assert parts_of(calls) == PARTS
@@ -63,7 +63,7 @@ def test_a_part_that_fails_stops_no_other_and_is_told(failing: str, tmp_path: Pa
 def test_all_is_well_when_every_part_is(tmp_path: Path) -> None:
     status, calls = make(tmp_path, "gpu")
     assert (status, parts_of(calls)) == (0, PARTS)
-    assert (tmp_path / "results/tests.log").exists()
+    assert (tmp_path / "results/versions.txt").exists()
 
 
 @pytest.mark.parametrize("part", [*PARTS, "sanitize"])
@@ -94,7 +94,7 @@ def test_gpu_tests_go_on_where_a_file_cannot_be_imported(tmp_path: Path) -> None
     """And tell of it by their status."""
     (tmp_path / "test_broken.py").write_text("import nothing_of_that_name\n")
     (tmp_path / "test_sound.py").write_text("def test_it():\n    pass\n")
-    recipe = re.search(r"python3 -m pytest (.*) --junitxml", (ROOT / "Makefile").read_text())
+    recipe = re.search(r"in_shards.py \\\n(.*)\n", (ROOT / "Makefile").read_text())
     command = [sys.executable, "-m", "pytest", *recipe[1].split(), "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
     run = subprocess.run(
         [*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False

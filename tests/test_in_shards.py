@@ -1,0 +1,120 @@
+"""The suite in several processes: every test in one of them, and nothing that ended is lost with what did not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import in_shards
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEST = "def test_it():\n    {}\n"
+# What no interrupt ends, as a GPU that hangs.
+STUCK = """
+import signal, time
+def test_it():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("stuck", flush=True)
+    time.sleep(600)
+"""
+
+
+def start(folder: Path, shards: int, *, grace: float = 5.0, **files: str) -> subprocess.Popen[str]:
+    """Start the shards of these tests, the one in `kernels` taken for one that uses the GPU."""
+    (folder / "kernels").mkdir()
+    for name, text in files.items():
+        (folder / ("kernels" if name == "gpu" else ".") / f"test_{name}.py").write_text(text)
+    program = f"import sys, in_shards; in_shards.GRACE = {grace}; sys.exit(in_shards.main())"
+    command = [sys.executable, "-c", program, f"--shards={shards}", "-qs", "-p", "tests.conftest"]
+    command += ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={folder}", str(folder)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "OUT": str(folder / "out"), "PYTHONPATH": paths, "TEST_SECONDS": "100"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def run(folder: Path, shards: int, **files: str) -> tuple[int, str]:
+    """Run them; the status, and what was printed."""
+    process = start(folder, shards, **files)
+    said, _ = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+def reported(path: Path) -> list[str]:
+    """Return the modules whose tests a report holds."""
+    return [case.get("classname", "").split(".")[-1] for case in ElementTree.parse(path).iter("testcase")]
+
+
+@pytest.mark.parametrize(
+    ("shards", "split"),
+    [(2, [["test_gpu"], ["test_a", "test_b"]]), (4, [["test_gpu"], ["test_a"], ["test_b"], []])],
+)
+def test_every_test_is_in_one_shard(shards: int, split: list[list[str]], tmp_path: Path) -> None:
+    sound = TEST.format("pass")
+    status, said = run(tmp_path, shards, gpu=sound, a=sound, b=sound)
+    assert status == 0, said
+    assert [reported(tmp_path / f"out/junit-{number}.xml") for number in range(shards)] == split
+    assert sorted(reported(tmp_path / "out/junit.xml")) == ["test_a", "test_b", "test_gpu"]
+    log = (tmp_path / "out/tests.log").read_text()
+    for number in range(shards):
+        assert f"shard {number}/{shards}, status " in log
+        assert f"shard {number}/{shards}, status " in said
+
+
+def test_a_shard_that_fails_is_shown_and_is_the_status(tmp_path: Path) -> None:
+    status, said = run(tmp_path, 2, gpu=TEST.format("pass"), a=TEST.format("assert 'us' == 'them'"))
+    assert status == 1
+    assert "shard 0/2, status 0: 1 passed, 1 deselected" in said
+    assert "shard 1/2, status 1: 1 failed, 1 deselected" in said
+    assert "assert 'us' == 'them'" in said
+    assert sorted(reported(tmp_path / "out/junit.xml")) == ["test_a", "test_gpu"]
+
+
+def test_an_interrupt_ends_all_and_loses_no_report(tmp_path: Path) -> None:
+    """As `timeout` sends it: twice."""
+    slow = "import time\n" + TEST.format("print('slow', flush=True); time.sleep(600)")
+    process = start(tmp_path, 4, grace=1.5, gpu=STUCK, a=TEST.format("pass"), b=TEST.format("pass"), c=slow)
+    logs = [tmp_path / f"out/tests-{number}.log" for number in range(4)]
+    wanted = ["stuck", "1 passed", "1 passed", "slow"]
+    end = time.monotonic() + 40
+    while not all(log.exists() and text in log.read_text() for log, text in zip(logs, wanted, strict=True)):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "shard 0/4, status -9: " in said
+    assert "shard 3/4, status 2: " in said
+    assert f"no report in {tmp_path / 'out/junit-0.xml'}: " in said
+    assert {"test_a", "test_b"} <= set(reported(tmp_path / "out/junit.xml"))
+
+
+def test_a_shard_that_cannot_start_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def popen(command: list[str], *, env: dict[str, str], **options: object) -> subprocess.Popen[bytes]:
+        if env["SHARD"] == "1/3":
+            raise BlockingIOError("no process to be had")
+        return real([sys.executable, "-c", "print('1 passed')"], env=env, **options)
+
+    real = subprocess.Popen
+    monkeypatch.setattr(in_shards.subprocess, "Popen", popen)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert in_shards.main(["--shards=3"]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+    log = (tmp_path / "tests.log").read_text()
+    assert log.count("status 0\n1 passed\n") == 2
+    assert "shard 1/3, status -1\ndid not start: no process to be had\n" in log
+
+
+@pytest.mark.parametrize(("cores", "count"), [(None, 2), (1, 2), (2, 2), (4, 2), (6, 3), (16, 7), (200, 7)])
+def test_one_process_for_each_two_cores(cores: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert in_shards.default_count() == count
