@@ -69,7 +69,7 @@ def pytest_sessionfinish() -> None:
 
 def _interrupt(*args: object) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one, from around the process, would hit the report
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt("out of time, TEST_SECONDS are over")
 
 
 def turn(item: pytest.Item) -> int:
