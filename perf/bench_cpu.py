@@ -23,11 +23,13 @@ def sections(context: Context) -> list[Section]:
     large = few if context.quick else MANY | LARGE | GPT2
     effort = context.effort(0.4, 9)
     return [
-        Section("cpu, unscale", lambda: compared("unscale", lists, unscaling, effort)),
+        Section("cpu, unscale", lambda: compared("unscale", lists, unscaling, effort), on_cpu=True),
         Section(
-            "cpu, unscale adjacent", lambda: compared("unscale, adjacent", lists, unscaling, effort, adjacent=True)
+            "cpu, unscale adjacent",
+            lambda: compared("unscale, adjacent", lists, unscaling, effort, adjacent=True),
+            on_cpu=True,
         ),
-        Section("cpu, check", lambda: compared("check", large, checking, effort)),
+        Section("cpu, check", lambda: compared("check", large, checking, effort), on_cpu=True),
     ]
 
 

@@ -19,7 +19,7 @@ MEASURE = "import time, torch\nbegin = time.perf_counter()\n{}\nprint(1e6 * (tim
 
 def sections(context: Context) -> list[Section]:
     """Return the one part."""
-    return [Section("import", lambda: measure(context))]
+    return [Section("import", lambda: measure(context), on_cpu=True)]
 
 
 def measure(context: Context) -> Iterator[Row]:

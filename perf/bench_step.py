@@ -37,7 +37,7 @@ def sections(context: Context) -> list[Section]:
             Section("step, LoRA", lambda: lora(context)),
             Section("step, FSDP2", lambda: fsdp2(context)),
             Section("step, CPU offload", lambda: offload(context)),
-            Section("step, captured", lambda: captured(context)),  # the last: a failed capture may spoil the process
+            Section("step, captured", lambda: captured(context), last=True),
         ]
     for what in ("GPT-2 124M", "LoRA on 8B", "FSDP2 of 1500 parameters", "captured", "CPU offload"):
         context.leave_out(f"whole step, {what}", "needs a GPU")

@@ -29,15 +29,14 @@ from perf.plot import save_plot
 from perf.rows import Entry, Row, merged, read_csv, write_csv
 from perf.table import answers_table, cases_table
 
-# In this order: time may run out, so what needs a GPU comes first; a failed capture at the end of `step` may spoil the
-# GPU for the process.
+# In this order: time may run out, so what needs a GPU comes first, and whole steps before what only explains them.
 BENCHES = {
     "unscale": bench_unscale,
     "check": bench_check,
     "clip": bench_clip,
     "launches": bench_launches,
-    "host": bench_host,
     "step": bench_step,
+    "host": bench_host,
     "cpu": bench_cpu,
     "import": bench_import,
 }
@@ -74,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def in_order(context: Context, chosen: Sequence[str]) -> list[tuple[str, Section]]:
     """Return the sections of the chosen benches; what a GPU machine's CPU does comes after all that its GPU does."""
     found = [(name, section) for name in chosen for section in BENCHES[name].sections(context)]
-    return sorted(found, key=lambda pair: context.gpu and pair[1].on_cpu)
+    return sorted(found, key=lambda pair: (pair[1].on_cpu, pair[1].last)) if context.gpu else found
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ class Section(NamedTuple):
     name: str
     run: Callable[[], Iterator[Row]]
     on_cpu: bool = False  # where there is a GPU, the time it takes is better spent there
+    last: bool = False  # it may spoil the GPU for the process
 
 
 @dataclass
