@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from perf.solo import one_rank
 from scaler_triton import GradScaler
 
 ROOT = Path(__file__).parents[2]
+CLIP = GradScaler.clip_grad_norm_
 CASE = Case("10", "plain", "new addresses", "cpu", 10)
 
 
@@ -206,6 +208,18 @@ def test_a_capture_that_fails_is_told_and_the_others_are_timed(
     rows = list(bench_step.captured(context, "cpu"))
     assert {found.subject for found in rows} == {"none", "torch", "torch / none"}
     assert context.left_out == ["captured step, ours: RuntimeError: operation not permitted"]
+
+
+def test_a_clipped_step_takes_one_call_of_ours_and_two_of_torchs() -> None:
+    loop = bench_step.Loop(*small(), clip=True)
+    for name, scaler in loop.scalers.items():
+        own = name == "ours"
+        clipping = mock.patch.object(GradScaler, "clip_grad_norm_", autospec=True, side_effect=CLIP)
+        torchs = mock.patch("torch.nn.utils.clip_grad_norm_", side_effect=torch.nn.utils.clip_grad_norm_)
+        with clipping as one, torchs as second:
+            loop.step(scaler)
+        assert (one.call_count, second.call_count) == (own, not own)
+    bench_step.require_no_skips("case", loop)
 
 
 def test_a_skipped_step_is_refused() -> None:
