@@ -68,7 +68,8 @@ def test_an_overflow_asks_nothing_of_a_type_that_torch_would_not_ask(place: Plac
     getattr(scaler, method)(optimizer)
     assert flags(scaler, optimizer) == [1.0]
     report = scaler.overflow_report()
-    assert [bad.kinds for bad in report.bad] == ["NaN"]
+    told = [] if place == Place("cuda", "torch") else ["NaN"]  # torch's op on a GPU tells not which
+    assert [bad.kinds for bad in report.bad] == told
     assert "gradients on " in str(report)  # that torch's own op serves, which tells not which
 
 
