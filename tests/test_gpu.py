@@ -23,8 +23,8 @@ def network(fused: bool) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused, foreach=False if not fused else None)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_a_fused_step_never_waits(explicit: bool) -> None:
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip", "deferred clip"])
+def test_a_fused_step_never_waits(how: str) -> None:
     model, optimizer = network(fused=True)
     scaler = GradScaler("cuda", init_scale=4.0, growth_interval=2)
     batch = torch.randn(4, 64, device="cuda")
@@ -32,14 +32,17 @@ def test_a_fused_step_never_waits(explicit: bool) -> None:
         with waits_raise() if step >= 3 else torch.enable_grad():  # plans and kernels are made in the first steps
             optimizer.zero_grad()
             scaler.scale(model(batch).square().mean()).backward()
-            if explicit:
+            if how == "unscale_":
                 scaler.unscale_(optimizer)
+            elif how != "step":
+                scaler.clip_grad_norm_(optimizer, 1.0, defer=how == "deferred clip")
             scaler.step(optimizer)
             scaler.update()
     assert scaler.get_scale() == 64.0
 
 
-def test_unscale_and_update_of_a_plain_optimizer_never_wait() -> None:
+@pytest.mark.parametrize("clip", [False, True])
+def test_unscale_and_update_of_a_plain_optimizer_never_wait(clip: bool) -> None:
     model, optimizer = network(fused=False)
     scaler = GradScaler("cuda", init_scale=4.0)
     batch = torch.randn(4, 64, device="cuda")
@@ -47,7 +50,10 @@ def test_unscale_and_update_of_a_plain_optimizer_never_wait() -> None:
         optimizer.zero_grad()
         scaler.scale(model(batch).square().mean()).backward()
         with waits_raise() if step >= 3 else torch.enable_grad():
-            scaler.unscale_(optimizer)
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            else:
+                scaler.unscale_(optimizer)
         scaler.step(optimizer)
         with waits_raise():
             scaler.update()
@@ -72,22 +78,30 @@ def test_a_flag_filled_by_hand_skips_a_plain_step() -> None:
     assert parameter[0].item() == 0.0
 
 
+@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("bad", ["cpu", "cuda", None])
-def test_offloaded_gradients_beside_device_ones(bad: str | None) -> None:
+def test_offloaded_gradients_beside_device_ones(bad: str | None, clip: bool) -> None:
     params = [p for device in ("cpu", "cuda") for p in parameters([torch.full((5,), 8.0)], device)]
     for parameter in params:
         if parameter.device.type == bad:
             parameter.grad[2] = math.inf
     optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
     scaler = started(GradScaler, "cuda", init_scale=4.0)
-    scaler.unscale_(optimizer)
+    if clip:
+        norm = scaler.clip_grad_norm_(optimizer, math.sqrt(10.0))
+        assert norm.item() == (math.inf if bad else pytest.approx(math.sqrt(40.0)))  # rounded to fp32
+    else:
+        scaler.unscale_(optimizer)
     assert {d.type: f.item() for d, f in scaler._found_inf_per_device(optimizer).items()} == {
         "cpu": float(bad is not None),
         "cuda": float(bad is not None),
     }
     scaler.step(optimizer)
     scaler.update()
-    assert [p[0].item() for p in params] == [0.0 if bad else -2.0] * 2
+    wanted = [0.0 if bad else -2.0] * 2
+    if clip:  # by a coefficient that is rounded, of a norm plus 1e-6
+        wanted = pytest.approx([value / 2 for value in wanted])
+    assert [p[0].item() for p in params] == wanted
     assert scaler.get_scale() == (2.0 if bad else 4.0)
 
 

@@ -196,6 +196,7 @@ class Habits:
     """How a loop uses its scaler."""
 
     unscale: bool = False  # calls unscale_ itself
+    max_norm: float | None = None  # calls clip_grad_norm_ with it
     after_unscale: Callable[[], None] = lambda: None  # then clips, say
     tolerant: bool = False  # writes an exception down and goes on
     retry: bool = False  # after an exception, calls step() once more
@@ -255,7 +256,7 @@ def _scaler_steps(
 ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     """Take one step with every optimizer; how many collectives each cost, and what each raised."""
     counts, errors = [0] * len(optimizers), [None] * len(optimizers)
-    for method in (scaler.unscale_, scaler.step) if habits.unscale else (scaler.step,):
+    for method in _calls(scaler, habits):
         for index, optimizer in enumerate(optimizers):
             if errors[index] is None:
                 count, error = _counted(method, optimizer)
@@ -264,6 +265,13 @@ def _scaler_steps(
         if method == scaler.unscale_:
             habits.after_unscale()
     return tuple(counts), tuple(errors)
+
+
+def _calls(scaler: Any, habits: Habits) -> list[Callable[..., Any]]:
+    """Return what a step calls for each optimizer, in order."""
+    if habits.max_norm is not None:
+        return [functools.partial(scaler.clip_grad_norm_, max_norm=habits.max_norm), scaler.step]
+    return [scaler.unscale_, scaler.step] if habits.unscale else [scaler.step]
 
 
 def _handled(error: Exception | None, scaler: Any, optimizer: Any, habits: Habits) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from cases import Fault, Habits, Report, new_optimizer, new_scaler, train
 
 
-def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, unscale: bool = False) -> Report:
+def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, how: str) -> Report:
     """A parameter on the GPU and one offloaded to the host; `apart`: even ranks hold only the first, odd the second."""
     scaler = new_scaler("sharded", device="cuda")
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for device in ("cuda", "cpu")]
@@ -21,4 +21,5 @@ def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, u
         for param in params:
             param.grad = torch.full_like(param, 2.0 ** (step - 3) * factor)
 
-    return train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
+    habits = Habits(unscale=how == "unscale_", max_norm=1.0 if how == "clip" else None)
+    return train(rank, scaler, [optimizer], backward, faults, habits=habits)

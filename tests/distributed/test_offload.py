@@ -7,21 +7,21 @@ from checks import assert_agreed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.gpu]
 
-UNSCALE = pytest.mark.parametrize("unscale", [False, True], ids=["implicit", "unscale_"])
+HOW = pytest.mark.parametrize("how", ["step", "unscale_", "clip"])
 NAMES = pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
 
 
-@UNSCALE
+@HOW
 @NAMES
 @pytest.mark.parametrize("param", [0, 1], ids=["on-gpu", "on-host"])
-def test_an_inf_on_either_device_skips_everywhere(two, name, param, unscale):
-    reports = two.run(offload_cases.two_devices, name, [Fault(1, 1, param)], apart=False, unscale=unscale)
+def test_an_inf_on_either_device_skips_everywhere(two, name, param, how):
+    reports = two.run(offload_cases.two_devices, name, [Fault(1, 1, param)], apart=False, how=how)
     assert_agreed(reports, [1])
 
 
-@UNSCALE
+@HOW
 @NAMES
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_with_gradients_on_different_devices(two, name, rank, unscale):
-    reports = two.run(offload_cases.two_devices, name, [Fault(1, rank)], apart=True, unscale=unscale)
+def test_ranks_with_gradients_on_different_devices(two, name, rank, how):
+    reports = two.run(offload_cases.two_devices, name, [Fault(1, rank)], apart=True, how=how)
     assert_agreed(reports, [1])
