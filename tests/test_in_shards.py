@@ -25,7 +25,7 @@ def test_it():
 """
 
 
-def start(folder: Path, shards: int, *, grace: float = 5.0, **files: str) -> subprocess.Popen[str]:
+def start(folder: Path, shards: int, *, grace: float = 6.0, **files: str) -> subprocess.Popen[str]:
     """Start the shards of these tests, the one in `kernels` taken for one that uses the GPU."""
     (folder / "kernels").mkdir()
     for name, text in files.items():
@@ -78,7 +78,7 @@ def test_a_shard_that_fails_is_shown_and_is_the_status(tmp_path: Path) -> None:
 def test_an_interrupt_ends_all_and_loses_no_report(tmp_path: Path) -> None:
     """As `timeout` sends it: twice."""
     slow = "import time\n" + TEST.format("print('slow', flush=True); time.sleep(600)")
-    process = start(tmp_path, 4, grace=1.5, gpu=STUCK, a=TEST.format("pass"), b=TEST.format("pass"), c=slow)
+    process = start(tmp_path, 4, grace=4.0, gpu=STUCK, a=TEST.format("pass"), b=TEST.format("pass"), c=slow)
     logs = [tmp_path / f"out/tests-{number}.log" for number in range(4)]
     wanted = ["stuck", "1 passed", "1 passed", "slow"]
     end = time.monotonic() + 40
@@ -90,7 +90,7 @@ def test_an_interrupt_ends_all_and_loses_no_report(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "shard 0/4, status -9: " in said
-    assert "shard 3/4, status 2: " in said
+    assert (tmp_path / "out/junit-3.xml").exists()
     assert f"no report in {tmp_path / 'out/junit-0.xml'}: " in said
     assert {"test_a", "test_b"} <= set(reported(tmp_path / "out/junit.xml"))
 
