@@ -1,8 +1,8 @@
 """Unscale and clip in one pass over gradients that were checked: two products, each rounded, one read, one write.
 
 Moves two element widths an element, or none if both factors are 1. The second factor is worked out here, from what
-the pass that reads left and the ranks added up: in between nothing is launched. Where the optimizer is to make both
-products, one program works out by what.
+the pass that reads left and the ranks added up, and so is what the ranks have agreed on: in between nothing is
+launched but their reduction. Where the optimizer is to make both products, one program works out by what.
 """
 
 import functools
@@ -15,11 +15,14 @@ from torch import Tensor
 
 from scaler_triton.kernels import launcher
 from scaler_triton.kernels.common import edge_ptrs, find_chunk, narrow, widen
-from scaler_triton.kernels.norm import FLAG, SQUARES
+from scaler_triton.kernels.norm import FAILED, FLAG, SCALES, SQUARES
 from scaler_triton.kernels.table import GradTable
 
 
-@triton.jit(do_not_specialize=["max_norm_bits"], do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr"])
+@triton.jit(
+    do_not_specialize=["max_norm_bits", "ranks"],
+    do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "signals_ptr"],
+)
 def _clip_kernel(
     address_ptr,
     numel_ptr,
@@ -29,7 +32,9 @@ def _clip_kernel(
     scale_ptr,
     totals_ptr,
     norm_ptr,
+    signals_ptr,
     max_norm_bits: tl.int64,
+    ranks: tl.int64,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -40,6 +45,7 @@ def _clip_kernel(
     pid = tl.program_id(0)
     if pid == 0:
         tl.store(norm_ptr, norm)
+        _settle(totals_ptr, signals_ptr, ranks)
     tensor = tl.load(chunk_tensor_ptr + pid)
     address = tl.load(address_ptr + tensor)
     if (address != 0) & ((inv != 1.0) | (coef != 1.0)):
@@ -59,13 +65,14 @@ def _clip_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["max_norm_bits"],
-    do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "factor_ptr"],
+    do_not_specialize=["max_norm_bits", "ranks"],
+    do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "signals_ptr", "factor_ptr"],
 )
-def _defer_kernel(scale_ptr, totals_ptr, norm_ptr, factor_ptr, max_norm_bits: tl.int64):
+def _defer_kernel(scale_ptr, totals_ptr, norm_ptr, signals_ptr, factor_ptr, max_norm_bits: tl.int64, ranks: tl.int64):
     norm, coef = _norm_and_coefficient(totals_ptr, max_norm_bits)
     tl.store(norm_ptr, norm)
     tl.store(factor_ptr, tl.div_rn(tl.load(scale_ptr), coef))
+    _settle(totals_ptr, signals_ptr, ranks)
 
 
 @triton.jit
@@ -79,19 +86,41 @@ def _norm_and_coefficient(totals_ptr, max_norm_bits):
 
 
 @triton.jit
+def _settle(totals_ptr, signals_ptr, ranks):
+    """What the ranks' sums tell, if there are ranks: flag, failure, the scales' sum, and how far they lie apart."""
+    if ranks != 0:
+        scales = tl.load(totals_ptr + SCALES)
+        count = ranks.to(tl.float64)
+        ratio = scales * tl.load(totals_ptr + SCALES + 1) / (count * count)
+        tl.store(signals_ptr, (tl.load(totals_ptr + FLAG) != 0).to(tl.float32))
+        tl.store(signals_ptr + 1, (tl.load(totals_ptr + FAILED) != 0).to(tl.float32))
+        tl.store(signals_ptr + 2, scales.to(tl.float32))
+        tl.store(signals_ptr + 3, (ratio - 1.0).to(tl.float32))
+
+
+@triton.jit
 def _clipped(grad, inv, coef):
     """Two products, each rounded to the gradient's dtype, as if it had been stored between them."""
     unscaled = narrow(widen(grad) * inv, grad.dtype)
     return narrow(widen(unscaled) * coef, grad.dtype)
 
 
-def launch_clip(table: GradTable, scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor) -> None:
+def launch_clip(
+    table: GradTable,
+    scale: Tensor,
+    totals: Tensor,
+    max_norm: float,
+    norm: Tensor,
+    signals: Tensor | None = None,
+    ranks: int = 0,
+) -> None:
     """Multiply every gradient of `table` by the inverse scale, then by the coefficient that brings the norm down.
 
         norm = totals[0].sqrt().float()
         coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)   # all in fp32
         grad *= 1 / scale   # in fp32 (fp64 gradients: in fp64), rounded once
         grad *= coef        # likewise
+        signals = [totals[1] != 0, totals[2] != 0, totals[3], totals[3] * totals[4] / ranks**2 - 1]   # in fp64
 
     Equivalent PyTorch, to the bit: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by
     an fp32 `coef` as the CPU does it. On a GPU torch rounds `coef` to the gradients' dtype first.
@@ -99,17 +128,27 @@ def launch_clip(table: GradTable, scale: Tensor, totals: Tensor, max_norm: float
     Args:
         table: the gradients, mutated; neither flag nor `bits` are touched.
         scale: fp32, one element, on the table's device, read only.
-        totals: fp64, [3] or longer, on the table's device, read only: the sum of squares, not 0 after an overflow.
+        totals: fp64, [5], on the table's device, read only: the sum of what `launch_sum_of_squares` left on each rank.
         max_norm: >= 0.
         norm: fp32, one element, on the table's device; overwritten, if the table has elements.
+        signals: fp32, [4], likewise; None if `ranks` is 0.
+        ranks: how many were added up; 0: nobody asks for signals, and only the first two totals are read.
     """
-    table.launch(_clip_kernel, scale, totals, norm, _bits(max_norm))
+    table.launch(_clip_kernel, scale, totals, norm, norm if signals is None else signals, _bits(max_norm), ranks)
 
 
-def launch_defer(scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor, factor: Tensor) -> None:
+def launch_defer(
+    scale: Tensor,
+    totals: Tensor,
+    max_norm: float,
+    norm: Tensor,
+    factor: Tensor,
+    signals: Tensor | None = None,
+    ranks: int = 0,
+) -> None:
     """Work out the one number by which an optimizer divides gradients that are neither unscaled nor clipped.
 
-        norm, coef = as `launch_clip`
+        norm, coef, signals = as `launch_clip`
         factor = scale / coef
 
     Args:
@@ -117,8 +156,10 @@ def launch_defer(scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor, f
         totals: fp64, on the scale's device, read only, as for `launch_clip`.
         max_norm: >= 0.
         norm, factor: fp32, one element, on the scale's device; overwritten.
+        signals, ranks: as for `launch_clip`.
     """
-    _defer_on(scale.device)(1, scale, totals, norm, factor, _bits(max_norm))
+    written = norm if signals is None else signals
+    _defer_on(scale.device)(1, scale, totals, norm, written, factor, _bits(max_norm), ranks)
 
 
 @functools.cache

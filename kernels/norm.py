@@ -18,8 +18,8 @@ from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 from scaler_triton.kernels.table import GradTable
 
 # What a finished pass leaves side by side, so that one sum over the ranks serves all: the sum of squares, whether a
-# gradient overflowed, and whether somebody failed to look.
-SQUARES, FLAG, FAILED = map(tl.constexpr, range(3))
+# gradient overflowed, whether somebody failed to look, and the scale and its inverse, which ranks compare.
+SQUARES, FLAG, FAILED, SCALES = map(tl.constexpr, range(4))
 
 # A chunk has at most 2^20 elements: where its fp32 sum reaches this, what its squares lost by underflow is
 # nothing beside it. Where it does not, or is infinite, the chunk is read again, lifted so that no square is lost.
@@ -161,13 +161,16 @@ def _finish_kernel(
         acc += tl.load(partial_ptr + offs, mask=offs < n_partials, other=0.0)
         partial_ptr += BLOCK_SIZE
         n_partials -= BLOCK_SIZE
-    inv = tl.load(scale_ptr)
+    scale = tl.load(scale_ptr)
+    inv = scale
     if not INVERSE:
         inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
     inv = inv.to(tl.float64)
     tl.store(totals_ptr + SQUARES, tl.sum(acc) * inv * inv)
     tl.store(totals_ptr + FLAG, tl.load(found_inf_ptr).to(tl.float64))
     tl.store(totals_ptr + FAILED, 0.0)
+    tl.store(totals_ptr + SCALES, scale.to(tl.float64))
+    tl.store(totals_ptr + SCALES + 1, 1.0 / scale.to(tl.float64))
 
 
 def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool) -> None:
@@ -175,7 +178,8 @@ def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, to
 
         inv = scale if inverse else 1 / scale
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
-        totals = [sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * inv.double() ** 2, found_inf, 0]
+        squares = sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * inv.double() ** 2
+        totals = [squares, found_inf, 0, scale, 1 / scale.double()]
 
     The relative error of the sum is at most 1e-6 while the result is a normal fp64 number, however large or small the
     gradients are; they are not rounded to their dtype once unscaled.
@@ -184,13 +188,8 @@ def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, to
         table: the gradients, read only; a tensor's `bits` gain what was seen in it.
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
-        totals: fp64, [3] or longer, on the table's device; the first three are overwritten, with [0, found_inf, 0] if
-            there are no elements.
+        totals: fp64, [5], on the table's device, overwritten; the sum of squares is 0 if there are no elements.
         inverse: `scale` holds the inverse scale.
     """
-    if table.n_chunks == 0:
-        totals.zero_()
-        totals[FLAG.value] = found_inf.reshape(())
-        return
     table.launch(_sum_squares_kernel, found_inf, table.weights, table.partials, table.epoch)
     table.launch_finish(scale, found_inf, totals, inverse=inverse)

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 # Positions in the signals that the ranks reduce; the flag is a view of them, so one reduction serves all. From the last
 # two it shows whether their scales are equal: where maxima are taken, those of the scale and its negative; where sums
-# are, those of the scale and its inverse.
+# are, the sum of the scales and how far they lie apart, of which `excess` in `settle` tells.
 _FLAG, _FAILED, _SCALES = range(3)
 COLUMNS = 4
 _NO_SCALE = -math.inf
 _MAX = torch.finfo(torch.float32).max
-# Sums of equal scales and of their inverses, each rounded to fp32, miss their product by less.
-_ROUNDING = 1e-6
+# The fp64 sums of n equal scales and of their inverses miss their product by less than n times this, however they are
+# added up: each of 2n roundings is at most an eighth of it.
+_ROUNDING = 2.0**-50
 _version_of = attrgetter("_version")
 
 # Says from the last two signals how far the ranks' scales lie apart, "" where they are equal.
@@ -99,6 +100,7 @@ class Verdict:
         self.found_inf = signals[_FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
         self.moved = False  # whether an update has taken the flag to the board's last ones
+        self._unsettled = 0  # the ranks whose sums it is yet to become
         self._signals, self._scales = signals, signals[_SCALES:]
         self._compare: Comparison | None = None
         self._mirror: HostMirror | None = None
@@ -113,6 +115,7 @@ class Verdict:
             self._signals.zero_()
         self.cleared = self.moved = self._mirrored = False
         self._compare = None
+        self._unsettled = 0
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Take in flags of other devices, and whatever an override returned as flags."""
@@ -135,16 +138,32 @@ class Verdict:
             agreement.maximum_(self._signals)
             self._compare = _compare_maxima
 
-    def settle(self, sums: Tensor, ranks: int) -> None:
-        """Become what a sum over the ranks tells.
+    def expect_sums(self, ranks: int) -> None:
+        """Announce sums over so many ranks, which a kernel or `settle` is to turn into signals."""
+        self._unsettled = ranks
+        self._compare = functools.partial(_compare_sums, ranks)
+
+    def leave_to_kernel(self) -> tuple[Tensor, int]:
+        """Return the signals and the ranks of the sums that the caller's kernel turns into them; 0: of none."""
+        ranks, self._unsettled = self._unsettled, 0
+        return self._signals, ranks
+
+    def settle(self, sums: Tensor) -> None:
+        """Become what the announced sums tell, unless a kernel has seen to it.
+
+            excess = sums[2] * sums[3] / ranks**2 - 1   # 0 for equal scales, else larger
+            signals = [sums[0] != 0, sums[1] != 0, sums[2], excess]
 
         Args:
             sums: fp64, [4], on this device: how many ranks saw an overflow, how many failed to look, and what
                 `write_scales` wrote.
-            ranks: how many were added up.
         """
+        ranks = self.leave_to_kernel()[1]
+        if not ranks:
+            return
         torch.clamp(sums, max=_constants(sums, torch.float64, 1.0, 1.0, _MAX, _MAX), out=self._signals)
-        self._compare = functools.partial(_compare_sums, ranks)
+        below = _constants(sums, torch.float64, -1.0)
+        torch.addcmul(below, sums[2:3], sums[3:], value=1 / ranks**2, out=self._signals[3:])
 
     def serve(self, devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
         """Return the flag on each of `devices`, in the order of their first mention."""
@@ -225,11 +244,18 @@ def _compare_maxima(scale: float, negative: float) -> str:
     return "" if scale == -negative else f"from {-negative} to {scale}"
 
 
-def _compare_sums(ranks: int, scales: float, inverses: float) -> str:
-    """Compare the arithmetic mean with the harmonic one: equal for equal scales, else larger, and both between them."""
-    if scales * inverses <= ranks * ranks * (1 + _ROUNDING):
+def _compare_sums(ranks: int, scales: float, excess: float) -> str:
+    """Tell the scales' harmonic mean and, larger by `excess`, the arithmetic one: both lie between the scales."""
+    if not (excess > ranks * _ROUNDING or math.isnan(scales)):
         return ""
-    return f"some below {ranks / inverses:g}, some above {scales / ranks:g}"
+    mean = min(scales, _MAX) / ranks
+    return "some below {}, some above {}".format(*_told_apart(mean / (1 + min(excess, _MAX)), mean))
+
+
+def _told_apart(low: float, high: float) -> tuple[str, str]:
+    """Return two numbers with as many digits as it takes to see that they differ, six at least."""
+    digits = next((digits for digits in range(6, 17) if f"{low:.{digits}g}" != f"{high:.{digits}g}"), 6)
+    return f"{low:.{digits}g}", f"{high:.{digits}g}"
 
 
 def _constants(beside: Tensor, dtype: torch.dtype, *numbers: float) -> Tensor:

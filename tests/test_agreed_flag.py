@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -148,7 +149,8 @@ def settled(scales: list[float], flags: list[float] | None = None) -> Verdict:
         row[0] = flag
         write_scales(row[None, 2:], torch.tensor(scale))
     verdict = fresh()
-    verdict.settle(rows.sum(0), len(scales))
+    verdict.expect_sums(len(scales))
+    verdict.settle(rows.sum(0))
     return verdict
 
 
@@ -158,7 +160,7 @@ def test_equal_scales_are_equal_by_their_sums(scale: float, ranks: int) -> None:
     assert settled([scale] * ranks).on_host() is False
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.1, 2.0])
+@pytest.mark.parametrize("factor", [0.5, 0.999, 1.00001, 1.1, 2.0])
 @pytest.mark.parametrize("ranks", [2, 7, 256])
 def test_one_scale_apart_is_found_by_the_sums(factor: float, ranks: int) -> None:
     with pytest.raises(RuntimeError, match="The ranks hold different scales, some below .*, some above "):
@@ -175,6 +177,69 @@ def test_what_is_kept_for_real_tensors_is_not_made_of_fake_ones() -> None:
 def test_one_among_very_many_is_found_if_it_was_halved() -> None:
     with pytest.raises(RuntimeError, match="The ranks hold different scales"):
         settled([32768.0] + [65536.0] * 16383).on_host()
+
+
+def test_scales_added_up_in_turn_are_equal_still() -> None:
+    """A ring adds up one after the other, which errs most."""
+    for scale in torch.logspace(-37, 38, 50):
+        row = torch.zeros(2, dtype=torch.float64)
+        write_scales(row, scale)
+        sums = row.expand(100_000, 2).cumsum(0)
+        for ranks in (2, 3, 1000, 65537, 100_000):
+            verdict = fresh()
+            verdict.expect_sums(ranks)
+            verdict.settle(torch.cat([torch.zeros(2, dtype=torch.float64), sums[ranks - 1]]))
+            assert verdict.on_host() is False
+
+
+def test_one_among_very_many_is_found_if_it_is_a_hundredth_apart() -> None:
+    row = torch.tensor([0.0, 0.0, 99_999 * 65536.0 + 66192.0, 99_999 / 65536.0 + 1 / 66192.0], dtype=torch.float64)
+    verdict = fresh()
+    verdict.expect_sums(100_000)
+    verdict.settle(row)
+    with pytest.raises(RuntimeError, match="The ranks hold different scales"):
+        verdict.on_host()
+
+
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        ([8.0, 64.0], "some below 14.2222, some above 36"),
+        ([8.0, 8.008], "some below 8.003998, some above 8.004"),
+        ([8.0, 8.00008], "some below 8.0000400541, some above 8.0000400543"),
+        ([8.0, 8.000001], "some below 7.99999999999997, some above 8"),  # the sum is rounded to fp32
+        ([2.0**-126, 2.0**127], "some below 0.25, some above 8.50706e+37"),
+        ([3.0, math.nan], "some below nan, some above nan"),
+    ],
+)
+def test_both_means_are_told_with_digits_enough_to_differ(scales: list[float], said: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        settled(scales).on_host()
+    assert f"The ranks hold different scales, {said}: they" in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf])
+def test_scales_that_cannot_be_are_equal_where_all_hold_them(scale: float) -> None:
+    assert settled([scale] * 2).on_host() is False
+
+
+def test_what_a_kernel_settles_is_settled_once() -> None:
+    verdict = fresh()
+    assert verdict.leave_to_kernel()[1] == 0  # nothing to settle
+    verdict.expect_sums(2)
+    signals, ranks = verdict.leave_to_kernel()
+    assert ranks == 2
+    signals.copy_(torch.tensor([1.0, 0.0, 16.0, 0.0]))
+    verdict.settle(torch.zeros(4, dtype=torch.float64))
+    assert verdict.leave_to_kernel()[1] == 0
+    assert verdict.on_host() is True
+
+
+def test_a_new_step_expects_no_sums_of_the_last_one() -> None:
+    verdict = fresh()
+    verdict.expect_sums(2)
+    verdict.begin()
+    assert verdict.leave_to_kernel()[1] == 0
 
 
 def test_a_sum_of_flags_is_one_flag() -> None:

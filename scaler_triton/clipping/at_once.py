@@ -56,11 +56,13 @@ class AtOnceMixin(PartsMixin):
             self._agree_on_totals(measured, totals, agreement)
             refused = request.error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
             if refused:
+                _settle(measured, totals)
                 totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
             if backend is not None:
-                told = [self._leave_to_step(parts, totals, request.max_norm, backend)]
+                told = [self._leave_to_step(measured, totals, request.max_norm, backend)]
             else:
                 told = [norm for each in measured for norm in self._write(each, totals, request.max_norm)]
+            _settle(measured, totals)
             for each in measured:
                 self._finish(each, agreement)
         except BaseException:
@@ -104,7 +106,8 @@ class AtOnceMixin(PartsMixin):
     def _totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
         """Return the optimizers' totals, summed up over them, with the scale that the ranks compare."""
         totals = _sum_of([each.totals for each in measured], measured[0].verdict.device)
-        if agreement is not None:
+        is_told = [backend for each in measured for _, backend in each.pairs] == ["triton"]  # by its last kernel
+        if agreement is not None and not is_told:
             assert self._scale is not None
             write_scales(totals[reference_norm.SCALES :], self._scale)
         return totals
@@ -115,18 +118,18 @@ class AtOnceMixin(PartsMixin):
             agreement.sum_(totals)
         for each in measured:
             if agreement is not None:
-                each.verdict.settle(totals[reference_norm.FLAG :], agreement.size)
+                each.verdict.expect_sums(agreement.size)
             elif len(measured) > 1 and self._served_devices(each.flags, each.part.plan, agreement):
                 each.verdict.join(totals[reference_norm.FLAG])
 
     def _leave_to_step(
-        self, parts: Sequence[Part], totals: Tensor, max_norm: float, backend: dispatch.Backend
+        self, measured: Sequence[_Measured], totals: Tensor, max_norm: float, backend: dispatch.Backend
     ) -> Tensor:
         """Have the optimizers unscale and clip; return the norm."""
         assert self._scale is not None
-        norm, factor = norms.deferred(totals, self._scale, max_norm, backend)
-        for part in parts:
-            part.state["deferred"] = factor
+        norm, factor = norms.deferred(totals, self._scale, max_norm, backend, measured[0].verdict)
+        for each in measured:
+            each.part.state["deferred"] = factor
         return norm
 
     def _write(self, each: _Measured, totals: Tensor, max_norm: float) -> list[Tensor]:
@@ -134,9 +137,10 @@ class AtOnceMixin(PartsMixin):
         told = []
         for batch, backend in each.pairs:
             device = batch.layout.key.device
-            local = totals if device == totals.device else totals.to(device, non_blocking=device.type != "cpu")
-            scale = self._scale_on(device)
-            told.append(norms.clip_batch_(batch, scale, local, max_norm, backend, measured=True))
+            at_home = device == totals.device
+            local = totals if at_home else totals.to(device, non_blocking=device.type != "cpu")
+            scale, verdict = self._scale_on(device), each.verdict if at_home else None
+            told.append(norms.clip_batch_(batch, scale, local, max_norm, backend, measured=True, verdict=verdict))
         return [norm for norm in told if norm.device == totals.device]
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
@@ -152,6 +156,12 @@ class AtOnceMixin(PartsMixin):
         told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
         told[reference_norm.SCALES :] = 0.0  # none: an update clears the failure, and what is left is compared
         agreement.sum_(told)
+
+
+def _settle(measured: Sequence[_Measured], totals: Tensor) -> None:
+    """Settle by ops the verdicts that no kernel has settled."""
+    for each in measured:
+        each.verdict.settle(totals[reference_norm.FLAG :])
 
 
 def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from scaler_triton.dispatch import Backend, check_backend, choose
 if TYPE_CHECKING:
     from scaler_triton.kernels.norm import NormTable
     from scaler_triton.kernels.table import GradTable
+    from scaler_triton.verdict import Verdict
 
 
 def grad_norm(
@@ -87,7 +88,8 @@ def sum_of_squares_batch(
             all. Other weights than in the step before are copied to the device.
         inverse: see `factor`.
 
-    Returns: totals, fp64, [5], on the batch's device; the last two mean nothing yet.
+    Returns: totals, fp64, [5], on the batch's device; the last two are the factor and its inverse if kernels made
+        them, else nothing yet.
     """
     if backend == "torch":
         return _reference_totals(batch, factor if inverse else reference.inverse(factor), found_inf, weights)
@@ -100,7 +102,14 @@ def sum_of_squares_batch(
 
 
 def clip_batch_(
-    batch: Batch, scale: Tensor, totals: Tensor, max_norm: float, backend: Backend, *, measured: bool = False
+    batch: Batch,
+    scale: Tensor,
+    totals: Tensor,
+    max_norm: float,
+    backend: Backend,
+    *,
+    measured: bool = False,
+    verdict: Verdict | None = None,
 ) -> Tensor:
     """Unscale a batch whose flag is known, then multiply it by a coefficient: two products, each rounded.
 
@@ -116,6 +125,7 @@ def clip_batch_(
         totals: fp64, [5], the batch's device: the sum of what `sum_of_squares_batch` returned.
         max_norm: >= 0.
         measured: this batch is what `sum_of_squares_batch` saw last of its layout: a table that both share is filled.
+        verdict: settled by the kernel, if one is launched; on the batch's device.
 
     Returns: the norm, fp32, `()`, on the batch's device.
     """
@@ -128,7 +138,8 @@ def clip_batch_(
     norm = (
         torch.empty((), dtype=torch.float32, device=table.device) if table.n_chunks else reference_norm.norm_of(totals)
     )
-    _kernels().clip.launch_clip(table, scale, totals, max_norm, norm)
+    settled = verdict.leave_to_kernel() if verdict is not None and table.n_chunks else ()
+    _kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *settled)
     if dense is not batch:
         for original, copy in zip(batch.present, dense.present, strict=True):
             original.copy_(copy)
@@ -141,7 +152,9 @@ def choose_for_scale(scale: Tensor, requested: str) -> Backend:
     return choose(scale.device, scale.dtype, requested, clips=True) if scale.dtype is torch.float32 else "torch"
 
 
-def deferred(totals: Tensor, scale: Tensor, max_norm: float, backend: Backend) -> tuple[Tensor, Tensor]:
+def deferred(
+    totals: Tensor, scale: Tensor, max_norm: float, backend: Backend, verdict: Verdict
+) -> tuple[Tensor, Tensor]:
     """Return the norm, and by what an optimizer divides gradients to unscale and to clip them: scale / coef.
 
     Args:
@@ -149,6 +162,7 @@ def deferred(totals: Tensor, scale: Tensor, max_norm: float, backend: Backend) -
         scale: one element, on the same device.
         max_norm: >= 0.
         backend: what `choose_for_scale` returned.
+        verdict: settled by the kernel, if one is launched.
 
     Returns: fp32, `()`, twice.
     """
@@ -156,7 +170,7 @@ def deferred(totals: Tensor, scale: Tensor, max_norm: float, backend: Backend) -
         norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
         return norm, scale.reshape(()) / coef
     norm, factor = (torch.empty((), dtype=torch.float32, device=totals.device) for _ in range(2))
-    _kernels().clip.launch_defer(scale, totals, max_norm, norm, factor)
+    _kernels().clip.launch_defer(scale, totals, max_norm, norm, factor, *verdict.leave_to_kernel())
     return norm, factor
 
 

@@ -216,7 +216,7 @@ def one_rank_has_no_memory(rank: int, kind: str, how: str, optimizers: int) -> l
     cases.give_grads(scaler, params, 0)
     with ExitStack() as missing:
         if rank == 1:
-            for module, name in ((at_once, "write_scales"), (torch.linalg, "vector_norm")):
+            for module, name in ((at_once, "_sum_of"), (torch.linalg, "vector_norm")):
                 missing.enter_context(mock.patch.object(module, name, side_effect=MemoryError("no room")))
         return _told(scaler, params, how)
 

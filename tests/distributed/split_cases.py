@@ -48,6 +48,29 @@ def clipped_together_with_different_scales(rank: int) -> list[str]:
     return said
 
 
+def clipped_with_scales_a_factor_apart(rank: int, backend: str, dtypes: list[torch.dtype], factor: float) -> list[str]:
+    """Rank 1's scale is so much larger; what a step says after a clip, a deferred one and one of two optimizers."""
+    said = []
+    for several, options in ((1, {}), (1, {"defer": True}), (2, {}), (2, {"defer": True})):
+        scaler = cases.new_scaler("sharded", backend=backend)
+        scaler.scale(torch.ones(()))
+        optimizers = [cases.new_optimizer("sgd-fused", _with_gradients(dtypes)) for _ in range(several)]
+        if rank == 1:
+            scaler._scale.mul_(factor)
+        scaler.clip_grad_norm_(optimizers, 1.0, **options)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            said.append(_said(scaler.was_skipped, optimizer))
+    return said
+
+
+def _with_gradients(dtypes: list[torch.dtype]) -> list[torch.nn.Parameter]:
+    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
 def asked_with_different_scales(rank: int, how: str) -> list[str]:
     """Rank 1's scale is written over; what was_skipped says of a fused step, before and after the update."""
     scaler, params = cases.new_scaler("sharded"), [cases.plain_param(3)]

@@ -10,6 +10,10 @@ from cases import INIT_SCALE
 pytestmark = pytest.mark.distributed
 
 
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("triton") is None, reason="the CPU has Triton's interpreter without a GPU"
+)
+DIFFERENT = "The ranks hold different scales, some below "
 FARTHEST = f"The ranks hold different scales, from {INIT_SCALE} to 64.0: "
 
 
@@ -45,9 +49,16 @@ def test_who_asks_about_a_fused_step_is_told(two, how):
         assert good == "False"
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() or find_spec("triton") is None, reason="the CPU has Triton's interpreter without a GPU"
-)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]], ids=["one dtype", "two"])
+def test_scales_that_differ_by_little_raise_wherever_they_are_compared(two, dtypes, backend):
+    for factor, told in ((1.0, "False"), (1.001, DIFFERENT), (1.00001, DIFFERENT), (8.0, DIFFERENT)):
+        for said in two.run(split_cases.clipped_with_scales_a_factor_apart, backend, dtypes, factor):
+            assert len(said) == 6
+            assert all(text.startswith(told) for text in said), (factor, said)
+
+
+@INTERPRETED
 def test_a_rank_that_failed_to_clip_is_not_taken_for_one_with_another_scale(two):
     first, second = two.run(split_cases.asked_after_another_rank_failed)
     assert first[0].startswith("Another rank failed to check its gradients")

@@ -37,12 +37,12 @@ def make_table(grads, dtype, config=SMALL):
 def run(table, scale=1.0, *, inverse=True):
     """The sum and the flag, on the CPU, which stand in the totals; what lies beside those is not written."""
     found_inf = torch.zeros((), device=DEVICE)
-    out = torch.full((5,), NAN, dtype=torch.float64, device=DEVICE)
-    kernels = ["_sum_squares_kernel", "_finish_kernel"] if table.n_chunks else []
-    with launched(*kernels):
-        launch_sum_of_squares(table, torch.tensor(scale).to(DEVICE), found_inf, out[1:4], inverse=inverse)
-    assert out[::4].isnan().all()
-    assert out[2:4].tolist() == [found_inf.item(), 0.0]
+    out = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
+    factor = torch.tensor(scale)
+    with launched(*["_sum_squares_kernel"][: table.n_chunks], "_finish_kernel"):
+        launch_sum_of_squares(table, factor.to(DEVICE), found_inf, out[1:6], inverse=inverse)
+    assert out[::6].isnan().all()
+    assert out[2:6].tolist() == [found_inf.item(), 0.0, factor.item(), 1.0 / factor.item()]
     return out[1].cpu(), found_inf.cpu()
 
 
@@ -232,7 +232,7 @@ def test_all_partial_sums_are_added(n_partials):
     table = NormTable([1] * n_partials, torch.float32, DEVICE, SMALL)
     partials = torch.rand(n_partials, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     table.partials.copy_(partials)
-    totals = torch.zeros(3, dtype=torch.float64, device=DEVICE)
+    totals = torch.zeros(5, dtype=torch.float64, device=DEVICE)
     scale, found_inf = torch.tensor([4.0, 0.0], device=DEVICE)
     with launched("_finish_kernel"):
         table.launch_finish(scale, found_inf, totals, inverse=False)
@@ -242,14 +242,14 @@ def test_all_partial_sums_are_added(n_partials):
 def test_a_raised_flag_is_left_raised():
     table = make_table([Guarded(torch.ones(40))], torch.float32)
     flags = torch.tensor([5.0, 1.0, 7.0], device=DEVICE)
-    totals = torch.zeros(3, dtype=torch.float64, device=DEVICE)
+    totals = torch.zeros(5, dtype=torch.float64, device=DEVICE)
     for each, sum_of_it in ((table, 40), (NormTable([], torch.float32, DEVICE), 0)):
         launch_sum_of_squares(each, torch.ones((), device=DEVICE), flags[1], totals, inverse=True)
         assert flags.tolist() == [5.0, 1.0, 7.0]
-        assert totals.tolist() == [sum_of_it, 1, 0]
+        assert totals.tolist() == [sum_of_it, 1, 0, 1, 1]
 
 
-def test_nothing_is_launched_for_no_elements():
+def test_no_elements_are_finished_without_a_pass_over_them():
     for numels in ([], [0], [0, 0]):
         total, found_inf = run(NormTable(numels, torch.float16, DEVICE))
         assert total == 0
