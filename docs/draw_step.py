@@ -53,7 +53,6 @@ OURS = [
     Work("pass", "check,\nnorm", moved=4),
     Work("small", "sum up"),
     Work("collective", "both"),
-    Work("small", "flag"),
     Work("pass", "unscale, clip", moved=8),
     Work("small", "copy"),
     Work("wait", "flag"),
