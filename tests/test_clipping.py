@@ -91,6 +91,24 @@ def test_error_if_nonfinite_is_torchs_and_the_step_is_skipped(place: Place, valu
 
 
 @PLACES
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize(("value", "after"), [(math.nan, 0.5), (1e38, 1.0)])
+def test_a_deferred_clip_that_is_refused_leaves_nothing_to_the_step(
+    place: Place, value: float, after: float, steps: bool
+) -> None:
+    optimizer = sgd([torch.full((100,), value)], place.device, fused=True)
+    scaler = scaler_on(place, init_scale=1.0)
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True, defer=True)
+    if steps:
+        scaler.step(optimizer)
+        assert scaler.was_skipped(optimizer)
+    scaler.update()
+    assert not optimizer.param_groups[0]["params"][0].detach().any()
+    assert scaler.get_scale() == after
+
+
+@PLACES
 @pytest.mark.parametrize("norm_type", [2.0, 1.0])
 def test_a_norm_beyond_fp32_is_refused_and_nothing_is_clipped(place: Place, norm_type: float) -> None:
     optimizer = sgd([torch.full((100,), 1e38)], place.device)

@@ -70,6 +70,8 @@ class AtOnceMixin(PartsMixin):
                 self._skip(part.state)
             raise
         if refused:
+            for part in parts if defer else ():
+                part.state["void"] = True  # nothing is left to the step, and an update need not wait for it
             raise RuntimeError(reference_norm.NONFINITE.format(2.0))
         return told[0] if told else reference_norm.norm_of(totals)
 

@@ -50,6 +50,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             max_norm: >= 0, of the unscaled gradients.
             norm_type: 2.0, inf, or another p > 0, which take a reduction an optimizer and one more.
             error_if_nonfinite: raise torch's RuntimeError on every rank if the norm is NaN or infinite; waits for it.
+                What was deferred is skipped then.
             model: what holds the FSDP1 modules, where parameters are theirs.
             parameters: the ones that the norm is of and that are clipped, of those that the optimizers hold; all
                 gradients are unscaled and checked. The call may be repeated with others.

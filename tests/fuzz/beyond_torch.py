@@ -215,6 +215,8 @@ class ClippingRules:
             self._skip_all(optimizers)
             raise
         if refused:
+            for optimizer in optimizers if defer else ():
+                self._per_optimizer_states[id(optimizer)]["void"] = True
             raise RuntimeError(
                 f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
                 "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
