@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, assert_same, places, sgd, started
+from helpers import Place, assert_same, grads, places, sgd, started
 
-from scaler_triton import GradScaler, dispatch
+from scaler_triton import GradScaler, dispatch, ops
 from scaler_triton.kernels import probe as probe_module
 
 pytestmark = pytest.mark.usefixtures("undecided")
@@ -71,6 +71,32 @@ def test_triton_asked_for_raises_before_any_gradient_is_written(monkeypatch: Any
     assert optimizer.param_groups[0]["params"][0].grad.item() == 4.0
 
 
+def by_scaler(optimizer: torch.optim.Optimizer, backend: str) -> None:
+    started(GradScaler, "cpu", backend=backend).unscale_(optimizer)
+
+
+def by_op(optimizer: torch.optim.Optimizer, backend: str) -> None:
+    gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+    ops.unscale_(gradients, torch.tensor(0.5), torch.zeros(()), backend=backend)
+
+
+@pytest.mark.parametrize("unscale", [by_scaler, by_op])
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_every_dtype_is_tried_before_any_gradient_is_written(monkeypatch: Any, backend: str, unscale: Any) -> None:
+    def probe(device: torch.device, dtype: torch.dtype) -> None:
+        if dtype is torch.float64:
+            raise OSError("read-only file system")
+
+    monkeypatch.setattr(probe_module, "probe", probe)
+    if backend == "auto":  # whose warning is an error here
+        monkeypatch.setattr(dispatch, "_decide", _as_on_a_gpu(dispatch._decide, served=FP32))
+    optimizer = sgd([torch.tensor([4.0]), torch.tensor([4.0], dtype=torch.float64)])
+    with warnings.catch_warnings(), pytest.raises((RuntimeError, RuntimeWarning), match="not work for float64"):
+        warnings.simplefilter("error")
+        unscale(optimizer, backend)
+    assert grads(optimizer) == [4.0, 4.0]
+
+
 @pytest.mark.parametrize("place", places(), ids=str)
 def test_what_clips_is_tried_when_it_is_first_wanted(place: Place, monkeypatch: Any) -> None:
     monkeypatch.setattr(probe_module, "probe_clipping", broken(RuntimeError("ptxas fatal")))
@@ -116,11 +142,11 @@ def test_a_clip_that_triton_cannot_do_is_torchs_to_the_bit(monkeypatch: Any) -> 
         assert_same(mine, theirs)
 
 
-def _as_on_a_gpu(decide: Any) -> Any:
-    """Return `decide` for a CPU whose unscaling Triton serves: asked for, and with auto's leniency."""
+def _as_on_a_gpu(decide: Any, served: torch.dtype | None = None) -> Any:
+    """Return `decide` for a CPU whose unscaling, or that of one dtype, Triton serves: with auto's leniency."""
 
     def decided(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> Any:
-        if not clips:
+        if not clips and served in (None, dtype):
             return "triton"
         with mock.patch.object(torch.cuda, "is_available", return_value=False):
             return decide(torch.device("cuda", 0), dtype, requested, clips)
