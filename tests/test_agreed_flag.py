@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers import started
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scaler_triton import GradScaler
 from scaler_triton.board import Board
 from scaler_triton.mirror import HostMirror
 from scaler_triton.verdict import Verdict, write_scales
 
-CPU = torch.device("cpu")
+CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
 
 def fresh(board: Board | None = None) -> Verdict:
@@ -35,7 +38,7 @@ def test_flags_are_its_own_until_somebody_writes() -> None:
 
 
 def test_a_flag_replaced_or_added_is_noticed() -> None:
-    for key in (CPU, torch.device("meta")):
+    for key in (CPU, OTHER):
         verdict = fresh()
         flags = verdict.serve([CPU])
         flags[key] = other = torch.zeros(())
@@ -85,6 +88,23 @@ def test_a_flag_is_not_copied_into_a_graph_and_can_be_read_after_it(monkeypatch:
     assert verdict.on_host() is True
 
 
+@pytest.mark.parametrize("others", [[0.0], [0.0, 1.0, 0.0], [math.nan]])
+@pytest.mark.parametrize("own", [0.0, 1.0])
+def test_a_flag_of_any_device_sets_it_and_none_clears_it(own: float, others: list[float]) -> None:
+    verdict = fresh()
+    verdict.found_inf.fill_(own)
+    verdict.add([verdict.found_inf, *map(torch.tensor, others)])
+    assert verdict.found_inf.item() == float(own or any(others))
+
+
+@pytest.mark.parametrize("flags", [{CPU: torch.zeros(())}, {OTHER: torch.zeros(())}])
+def test_it_is_served_where_parameters_are_that_have_no_gradient(flags: dict[torch.device, torch.Tensor]) -> None:
+    """A fused optimizer's step asks for it there."""
+    plan: Any = SimpleNamespace(devices=[CPU, OTHER])
+    devices = started(GradScaler, "cpu")._served_devices(flags, plan, None)
+    assert set(fresh().serve(devices)) == {CPU, OTHER}
+
+
 def test_a_write_into_one_row_is_not_taken_for_one_into_another() -> None:
     board = Board(CPU)
     first, second = fresh(board), fresh(board)
@@ -115,7 +135,7 @@ class Made(TorchDispatchMode):
 def test_a_board_is_zeroed_on_no_stream() -> None:
     """Its rows are for optimizers on any: it comes from the host by a copy that is waited for."""
     with Made() as made:
-        Board(torch.device("meta"))
+        Board(OTHER)
     ((name, given),) = made.by
     assert name == "aten::_to_copy"
     assert not given.get("non_blocking")

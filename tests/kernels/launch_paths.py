@@ -5,6 +5,7 @@ Run in a process of its own, started with the stub driver's environment.
 
 import json
 import sys
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
@@ -59,6 +60,21 @@ def paths(count, *, other=None, hooks=(), when="enter"):
     return {"dispatched": len(dispatched), "same": len({each[1:] for each in launches}) == 1, "launches": len(launches)}
 
 
+def elsewhere():
+    """As `paths`, while another device is the current one: and how many launches were made on the table's."""
+    guarded = []
+
+    @contextmanager
+    def on(device):
+        begin = stub_driver.launches()
+        yield
+        guarded.append(stub_driver.launches() - begin)
+
+    with mock.patch.object(torch.cpu, "current_device", lambda: 1), mock.patch.object(launcher, "_on", on):
+        found = paths(4)
+    return {**found, "guarded": sum(guarded)}
+
+
 def main():
     stub_driver.activate()
     stub_driver.note_params(6)
@@ -70,6 +86,7 @@ def main():
             "hooked behind": paths(5, hooks=[lambda metadata: seen.append("behind")], when="exit"),
             "without run": paths(4, other={"run": None}),
             "refusing": paths(4, other={"run": refuse}),
+            "elsewhere": elsewhere(),
         }
     json.dump({**answers, "seen": seen, "refusals": len(refusals), "interpreted": launcher.INTERPRETED}, sys.stdout)
 

@@ -36,3 +36,7 @@ def test_a_profilers_hook_sees_every_launch(paths):
 
 def test_a_refusal_is_remembered(paths):
     assert paths["refusals"] == 1
+
+
+def test_every_launch_is_made_on_the_tables_device(paths):
+    assert paths["elsewhere"] == {"dispatched": 1, "same": True, "launches": 4, "guarded": 4}

@@ -1,5 +1,6 @@
 """Which tensors the kernels take in this process, and how wide a program they are launched with."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,22 @@ def test_a_gpu_without_an_index_is_the_current_one(monkeypatch):
     assert launcher.indexed(torch.device("cuda")) == torch.device("cuda", 3)
     assert launcher.indexed(torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert launcher.indexed(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_a_launch_elsewhere_is_made_on_its_own_device(monkeypatch):
+    on = []
+
+    @contextmanager
+    def device(chosen):
+        on.append(chosen)
+        yield
+        on.remove(chosen)
+
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with launcher._on(torch.device("cuda", 1)):
+        assert on == [torch.device("cuda", 1)]
+    assert on == []
 
 
 def test_a_table_is_on_a_device_whose_stream_can_be_asked_for():
