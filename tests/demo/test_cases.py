@@ -153,9 +153,13 @@ def test_an_error_is_shown_without_where_torch_raised_it(
 def test_a_hang_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     late = [RankResult(0, value=SKIPPED), RankResult(1, error="RankTimeout: no answer within 60 s")]
 
-    def hang(*_: object, **__: object) -> None:
+    limits: list[float] = []
+
+    def hang(*_: object, timeout: float) -> None:
+        limits.append(timeout)
         raise RankTimeout("a case ran past its limit", late)
 
     monkeypatch.setattr(proving.RankPool, "run", hang)
     results = run_on_ranks(CASES["fsdp1-fused"], "torch", new_pool())
     assert wrong(CASES["fsdp1-fused"], results) == "rank 1 hangs in a collective"
+    assert 0 < max(limits) <= 60  # seconds: who proves something waits for it

@@ -26,6 +26,8 @@ from cases import (
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from scaler_triton import batch
+
 
 def _line_shards() -> list[Tensor]:
     return [dtensor_param(line(), [Shard(0)]) for _ in range(2)]
@@ -222,15 +224,24 @@ def plain_grads(rank: int, kind: str) -> tuple[list[list[float]], list[float]]:
     return flags, param.grad.flatten().tolist()
 
 
+def _under_way(local: Tensor) -> Tensor:
+    partial = DTensor.from_local(local, line(), [Partial()], run_check=False)
+    return partial.redistribute(placements=[Replicate()], async_op=True)
+
+
+def async_shards(rank: int) -> list[str]:
+    """What torch holds of a gradient under way, and what an op is handed of it."""
+    gradient: Any = _under_way(torch.ones(2, 3))
+    return [type(gradient._local_tensor).__name__, type(batch.local_tensor(gradient)).__name__]
+
+
 def async_grads(rank: int, kind: str, name: str) -> tuple[Report, list[float]]:
     """Gradients whose all-reduce is still under way when the scaler gets them."""
     scaler = new_scaler(kind)
     param = dtensor_param(line(), [Replicate()])
 
     def backward(_step: int) -> None:
-        local = scaler.scale(torch.ones(2, 3))
-        partial = DTensor.from_local(local, line(), [Partial()], run_check=False)
-        param.grad = partial.redistribute(placements=[Replicate()], async_op=True)
+        param.grad = _under_way(scaler.scale(torch.ones(2, 3)))
 
     optimizer = new_optimizer(name, [param])
     report = train(rank, scaler, [optimizer], backward, steps=1, habits=Habits(unscale=True))

@@ -148,6 +148,10 @@ def test_gradients_still_under_way_are_waited_for(two, kind):
         assert values == [1.0 - 2 * cases.LEARNING_RATE] * 6
 
 
+def test_of_a_gradient_still_under_way_an_op_gets_what_has_arrived(two):
+    assert two.run(dtensor_cases.async_shards) == [["AsyncCollectiveTensor", "Tensor"]] * 2
+
+
 @KINDS
 def test_plain_gradients_of_a_distributed_parameter_are_what_this_rank_holds(two, kind):
     for flags, values in two.run(dtensor_cases.plain_grads, kind):

@@ -70,7 +70,7 @@ def elsewhere():
         yield
         guarded.append(stub_driver.launches() - begin)
 
-    with mock.patch.object(torch.cpu, "current_device", lambda: 1), mock.patch.object(launcher, "_on", on):
+    with mock.patch.object(torch.cpu, "current_device", return_value=1), mock.patch.object(launcher, "_on", on):
         found = paths(4)
     return {**found, "guarded": sum(guarded)}
 
