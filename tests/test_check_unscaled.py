@@ -28,13 +28,23 @@ def implicit(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Leave it to step."""
 
 
+class Own(GradScaler):
+    """Unscales as the class it is made from does, and so is told the inverse of the scale."""
+
+    def _unscale_grads_(self, *args: Any) -> Any:
+        return super()._unscale_grads_(*args)
+
+
 @PLACES
+@pytest.mark.parametrize("cls", [GradScaler, Own])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("before", [explicit, clipped, implicit])
 @pytest.mark.parametrize("value", [HUGE, 1.0])
-def test_an_infinite_product_skips(place: Place, fused: bool, before: Callable[..., None], value: float) -> None:
+def test_an_infinite_product_skips(
+    place: Place, cls: type, fused: bool, before: Callable[..., None], value: float
+) -> None:
     optimizer = sgd([torch.tensor([1.0, value])], place.device, fused=fused)
-    scaler = started(GradScaler, place.device, init_scale=SCALE, check_unscaled=True, backend=place.backend)
+    scaler = started(cls, place.device, init_scale=SCALE, check_unscaled=True, backend=place.backend)
     before(scaler, optimizer)
     scaler.step(optimizer)
     assert flags(scaler, optimizer) == [float(value == HUGE)]

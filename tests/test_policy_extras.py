@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from helpers import Place, places, sgd, started
 from megatron_rule import Megatron
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
-from scaler_triton import GradScaler, ShardedGradScaler, SkipStreakError
+from scaler_triton import GradScaler, ShardedGradScaler, SkipStreakError, ops
 from scaler_triton.limits import KEY
 from scaler_triton.stats import NAMES, Lagging
 
@@ -243,6 +244,30 @@ def test_loading_writes_the_counters_where_a_graph_counts(place: Place) -> None:
     scaler.load_state_dict(saved)
     assert scaler._counters.where_they_are() is tensor
     assert tensor.tolist() == [0] * len(NAMES)
+
+
+CHANGES: list[tuple[str, Any]] = [
+    *(("growth_factor", 8.0), ("backoff_factor", 0.25), ("growth_interval", 3)),
+    *(("min_scale", 60.0), ("max_scale", 80.0), ("hysteresis", 2)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES)
+def test_a_graph_updates_by_the_numbers_that_were_loaded(name: str, value: Any) -> None:
+    """A replay is what an update launched, launched again."""
+    (place,) = [place for place in places() if place.backend == "triton"]
+    numbers = {"init_scale": 64.0, "growth_interval": 1}
+    scaler, other = at(place, **numbers), at(place, **{**numbers, name: value})
+    with mock.patch.object(ops, "update_by_rows_", wraps=ops.update_by_rows_) as launched:
+        step(scaler, GOOD, device=place.device)
+    launch = launched.call_args.args
+    scaler.load_state_dict(other.state_dict())
+    replayed = []
+    for gradient in (GOOD, BAD, BAD):
+        launch[2][:, 0] = float(gradient == BAD)  # the flags of all optimizers
+        ops.update_by_rows_(*launch)
+        replayed.append(scaler.get_scale())
+    assert replayed == steps(other, (GOOD, BAD, BAD), place.device)
 
 
 @pytest.mark.parametrize("name", [*NAMES, None])
