@@ -33,8 +33,6 @@ from scaler_triton.kernels.update_scale import _update_scale_kernel
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (70, 75, 80, 90, 100)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
-# Where clipping is compiled for: the kernels share what is delicate with those that are compiled for all.
-CLIP_TARGETS = ("sm_80", "sm_90", "gfx942")
 
 TYPES = {
     "address_ptr": "*i64",
@@ -193,7 +191,7 @@ def jobs():
     """(key, target, report, variant) of everything that is compiled."""
     for target_name, target in TARGETS.items():
         report = report_amdgcn if target.backend == "hip" else report_ptx
-        for variant in [*variants(), *(clip_variants() if target_name in CLIP_TARGETS else ())]:
+        for variant in [*variants(), *clip_variants()]:
             yield f"{target_name}-{variant[0]}", target, report, variant
     for variant in config_variants():
         yield f"config-{variant[0]}", TARGETS[CONFIG_TARGET], report_resources, variant
