@@ -57,6 +57,29 @@ def laid_out(
     return Clipped([norms[0].item()], [], [(clip, step)], 0.0, grads, scaler.get_scale())
 
 
+def laid_out_at_random(rank: int, layout: str) -> tuple[float, dict[tuple[int, ...], float]]:
+    """The norm of random gradients, and the sum of squares, in fp64, of each piece that this rank holds."""
+    scaler, params = cases.new_scaler("grad"), dtensor_cases.LAYOUTS[layout]()
+    cases.give_grads(scaler, params, 0)
+    squares = {}
+    for index, param in enumerate(params):
+        piece, gradient = (index, *_place_of(param)), local_of(param.grad)
+        draw = torch.Generator().manual_seed(int("".join(map(str, (1, *piece)))))  # copies are equal
+        values = torch.randn(gradient.shape, generator=draw, dtype=torch.float64).to(gradient.dtype)
+        squares[piece] = values.double().square().sum().item()
+        gradient.copy_(values * cases.INIT_SCALE)
+    optimizer = cases.new_optimizer("adamw", [{"params": [param]} for param in params])
+    return scaler.clip_grad_norm_(optimizer, MAX_NORM).item(), squares
+
+
+def _place_of(param: Tensor) -> list[int]:
+    """Return where this rank stands along the mesh's dims that cut the parameter."""
+    if not isinstance(param, DTensor):
+        return []
+    places = zip(param.device_mesh.get_coordinate(), param.placements, strict=True)
+    return [place for place, placement in places if not placement.is_replicate()]
+
+
 def trained(rank: int, kind: str, wrapper: str, name: str, defer: bool) -> Clipped:
     """A wrapped model clipped by us, and the bare one by torch on the whole batch."""
     net = model_cases.Net()
