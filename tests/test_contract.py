@@ -191,6 +191,7 @@ class Wrapper:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_wrapper_and_the_optimizer_inside_share_one_state(fused: bool) -> None:
+    """Difference 15 from torch."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([8.0])
     inner = torch.optim.SGD([parameter], lr=1.0, fused=fused)
@@ -308,7 +309,7 @@ def test_users_own_grad_scale_is_used_up_by_a_first_step_that_is_skipped() -> No
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_waited_for(own: bool) -> None:
-    """torch's would copy both to the CPU itself, without waiting, and read at once."""
+    """Difference 21: torch's would copy both to the CPU itself, without waiting, and read at once."""
     optimizer = sgd([torch.ones(2)], fused=True)
     with FakeTensorMode(allow_non_fake_inputs=True):  # a GPU's tensors without a GPU
         scale, found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")

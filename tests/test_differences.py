@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Place, flags, parameters, places, sgd, started
+from helpers import Place, flags, parameters, places, sgd, started, values
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ShardedGradScaler, ops
@@ -23,13 +23,38 @@ TINY, HUGE = 2.0**-126, torch.finfo(torch.float32).max
 ROOT = Path(__file__).parents[1]
 
 
+def numbers_told() -> list[str]:
+    return re.findall(r"^(\d+)\. ", (ROOT / "docs" / "differences.md").read_text(), re.MULTILINE)
+
+
 def test_the_readme_tells_how_many_there_are() -> None:
-    numbers = re.findall(r"^(\d+)\. ", (ROOT / "docs" / "differences.md").read_text(), re.MULTILINE)
+    numbers = numbers_told()
     assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
     assert f"the {len(numbers)} numbered" in (ROOT / "README.md").read_text()
 
 
-# Number 1, flags that agree on every path, is tests/distributed.
+# What shows a number where no test in this file has it in its name.
+ELSEWHERE = {
+    1: "distributed/test_dtensor.py::test_a_square_mesh_over_a_part_of_the_world_reduces_along_both_sides",
+    10: "distributed/test_models.py::test_grad_scaler_on_fsdp1_warns_once_naming_the_fix",
+    11: "test_contract.py::test_a_new_optimizer_at_an_old_id_starts_ready_and_the_old_flag_counts",
+    14: "test_steps.py::test_first_step_skipped_leaves_no_garbage_in_fused_momentum",
+    15: "test_contract.py::test_a_wrapper_and_the_optimizer_inside_share_one_state",
+    16: "test_gradients.py::test_sparse_fp16_duplicates_are_summed_in_fp32",
+    17: "distributed/test_dtensor.py::test_partial_gradients_whose_sum_overflows_spare_the_weights",
+    18: "test_unstepped.py::test_18_a_postponed_step_divides_once",
+    21: "test_contract.py::test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_waited_for",
+}
+
+
+def test_every_number_has_a_test() -> None:
+    here = {int(number) for number in re.findall(r"^def test_(\d+)_", Path(__file__).read_text(), re.MULTILINE)}
+    for place in ELSEWHERE.values():
+        file, _, name = place.partition("::")
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), place
+    assert here.isdisjoint(ELSEWHERE)
+    assert sorted([*here, *ELSEWHERE]) == list(range(1, int(numbers_told()[-1]) + 1))
+
 
 BAD_SCALES = [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-39, 1e39]
 BAD_NUMBERS: list[tuple[str, Any]] = [
@@ -273,8 +298,7 @@ def test_9_bf16_gradients_on_the_gpu() -> None:
         assert flags(scaler, optimizer) == [1.0]
 
 
-# Number 9's other half, fp64 in double, is test_gradients.test_fp64_beyond_fp32_is_finite; number 10, the
-# warning about FSDP1, is tests/distributed; number 11 is test_contract.test_a_new_optimizer_at_an_old_id.
+# Number 9's other half, fp64 in double, is test_gradients.test_fp64_beyond_fp32_is_finite.
 
 
 @pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
@@ -289,6 +313,21 @@ def test_12_without_a_reduction_no_gradients_raise_as_torch(cls: type, fused: bo
     else:
         with pytest.raises(AssertionError, match=r"^No inf checks were recorded for this optimizer\.$"):
             scaler.step(optimizer)
+
+
+def test_12_a_fused_optimizer_whose_gradients_came_only_after_unscale_steps() -> None:
+    """It is torch's order of calls, in which gradients are unscaled by then: these are taken as they are."""
+    for cls in (GradScaler, torch.amp.GradScaler):
+        optimizer, scaler = sgd([None], fused=True), started(cls, "cpu", init_scale=4.0)
+        (parameter,) = optimizer.param_groups[0]["params"]
+        scaler.unscale_(optimizer)
+        parameter.grad = torch.full_like(parameter, 8.0)
+        if cls is GradScaler:
+            scaler.step(optimizer)
+            assert values(optimizer) == [-4.0]
+        else:
+            with pytest.raises(AttributeError):
+                scaler.step(optimizer)
 
 
 def test_13_extras_are_off_by_default() -> None:
@@ -387,6 +426,20 @@ def test_parameters_that_are_no_tensors_raise_as_torch() -> None:
         with pytest.raises(AssertionError, match="^expected param to be torch.Tensor, got int$"):
             started(cls, "cpu").step(Odd())
     assert parameters([], "cpu") == []
+
+
+def test_19_a_flag_is_its_steps_and_its_tensor_used_again() -> None:
+    for cls, later in ((GradScaler, 0.0), (torch.amp.GradScaler, 1.0)):
+        optimizer, scaler = sgd([torch.tensor([math.inf])]), started(cls, "cpu")
+        scaler.unscale_(optimizer)
+        (flag,) = scaler._found_inf_per_device(optimizer).values()
+        assert flag.item() == 1.0
+        scaler.update()
+        (parameter,) = optimizer.param_groups[0]["params"]
+        parameter.grad = torch.ones(1)
+        scaler.unscale_(optimizer)
+        assert flag.item() == later
+        assert flags(scaler, optimizer) == [0.0]
 
 
 def test_20_a_gradient_of_no_use_is_named() -> None:

@@ -134,6 +134,7 @@ def test_partial_gradients_step_by_their_sum(two, kind, unscale):
 @UNSCALE
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
 def test_partial_gradients_whose_sum_overflows_spare_the_weights(two, kind, name, unscale):
+    """Difference 17 from torch."""
     # 2^127 on every rank is finite, their sum is not: it must be skipped, or unscaled before it is summed.
     results = two.run(dtensor_cases.partial_grads, kind, name, scale=2.0**100, value=2.0**27, unscale=unscale)
     assert all(report.finite for report, _ in results)
