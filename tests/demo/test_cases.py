@@ -37,7 +37,7 @@ STEPPED = Outcome(8.0, "old", "new")
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool(strict_ranks: None) -> Iterator[RankPool]:
     with new_pool() as opened:
         yield opened
 

@@ -36,7 +36,7 @@ def same_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool(strict_ranks: None) -> Iterator[RankPool]:
     with RankPool(2) as opened:
         yield opened
 
