@@ -49,6 +49,8 @@ MIGRATION, COMPILE, COMPILED = "tests/test_migration.py", "tests/test_compile.py
 ACCELERATE, ACCELERATED = "tests/frameworks/test_accelerate.py", "tests/frameworks/test_accelerate_ranks.py"
 LIGHTNING, LIGHTNING_RANKS = "tests/frameworks/test_lightning_trainer.py", "tests/frameworks/test_lightning_ranks.py"
 FABRIC, VERSIONS = "tests/frameworks/test_lightning_fabric.py", "tests/frameworks/test_tested_versions.py"
+STATS, EXTRAS, NORMS = "tests/test_stats.py", "tests/test_policy_extras.py", "tests/test_norms.py"
+TEXT = "tests/test_report_text.py"
 PATCH, PATCHED = "tests/test_patching.py", "tests/distributed/test_patching_ranks.py"
 
 _S = "scaler_triton/"
@@ -324,4 +326,28 @@ MUTANTS = [
     Mutant(_S + "reference.py", "elif after < before:", "elif after <= before:", "tests/test_stats.py"),
     Mutant(_S + "auditing/checkpoints.py", "if missing else []", "if True else []", AUDIT),
     Mutant("kernels/probe.py", '_expect(f"bits of', 'print(f"bits of', "tests/kernels/test_probe.py"),
+    # what is counted, bounded and kept; and modules whose tests no mutant above tries
+    Mutant(_S + "stats.py", "if values[UPDATES] >= self._known[UPDATES]:", "if True:", STATS),
+    Mutant(_S + "updating.py", "seen[STREAK] > limit:", "seen[STREAK] >= limit:", EXTRAS),
+    Mutant(_S + "overflow.py", "counters[SKIPPED] if pending else", "counters[SKIPPED] - 1 if pending else", REPORT),
+    Mutant(_S + "overflow_report.py", "if self.update is None and not self.bad:", "if self.update is None:", TEXT),
+    Mutant(_S + "limits.py", "return _as_fp32(policy.check_scale(value, name))", "return float(value)", EXTRAS),
+    Mutant(_S + "flags.py", 'and verdict.is_behind(state["found_inf_per_device"]) else', "else", CONTRACT),
+    Mutant(_S + "stepped.py", "            self._states[key] = None", "            pass", STATS),
+    Mutant(_S + "clipping/norms.py", " * local.double().reshape(())", "", NORMS),
+    Mutant(_S + "clipping/arguments.py", "self.chosen is None and self.norm_type", "self.norm_type", CLIP),
+    Mutant(_S + "auditing/comparison.py", "and (among != UNKNOWN) is known", "", AUDITED),
+    Mutant(_S + "auditing/report.py", "any(state.error for state in self.ranks)", "False", AUDIT),
+    Mutant(_S + "settings.py", "elsewhere\n        self._numbers_changed()", "elsewhere", EXTRAS),
+    Mutant(
+        _S + "unscaling.py",
+        "if self._check_unscaled:",
+        "if self._check_unscaled and inv_scale is None:",
+        "tests/test_check_unscaled.py",
+    ),
+    # two devices
+    Mutant(_S + "verdict.py", "torch.maximum(self.found_inf, as_flag(flag, self.device))", "flag", AGREED),
+    Mutant(_S + "unscaling.py", "(*flags, *plan.devices, self._scale", "(*flags, self._scale", AGREED),
+    Mutant("kernels/launcher.py", "elif self._current_device() == self._device.index:", "elif True:", LAUNCHES),
+    Mutant("kernels/launcher.py", "with torch.get_device_module(device).device(device):", "if True:", TABLE),
 ]
