@@ -252,10 +252,10 @@ CHANGES: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
 @pytest.mark.parametrize(("name", "value"), CHANGES)
-def test_a_graph_updates_by_the_numbers_that_were_loaded(name: str, value: Any) -> None:
+def test_a_graph_updates_by_the_numbers_that_were_loaded(place: Place, name: str, value: Any) -> None:
     """A replay is what an update launched, launched again."""
-    (place,) = [place for place in places() if place.backend == "triton"]
     numbers = {"init_scale": 64.0, "growth_interval": 1}
     scaler, other = at(place, **numbers), at(place, **{**numbers, name: value})
     with mock.patch.object(ops, "update_by_rows_", wraps=ops.update_by_rows_) as launched:
