@@ -96,7 +96,7 @@ def test_clipping_moves_by_128_bits_only(kernels, target, dtype):
     assert accesses == want
 
 
-@pytest.mark.parametrize("target", CLIP_TARGETS)
+@pytest.mark.parametrize("target", NVIDIA)
 def test_what_one_program_reads_and_writes(kernels, target):
     for name in FINISHES:
         assert kernels[f"{target}-{name}"]["accesses"]["st.global.b64"] == 5
