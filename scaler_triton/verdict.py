@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Positions in the signals that the ranks reduce; the flag is a view of them, so one reduction serves all. From the last
 # two it shows whether their scales are equal: where maxima are taken, those of the scale and its negative; where sums
-# are, the sum of the scales and how far they lie apart, of which `excess` in `settle` tells.
+# are, the sum of the scales, and `excess` as `settle` has it.
 _FLAG, _FAILED, _SCALES = range(3)
 COLUMNS = 4
 _NO_SCALE = -math.inf
@@ -163,7 +163,7 @@ class Verdict:
             return
         torch.clamp(sums, max=_constants(sums, torch.float64, 1.0, 1.0, _MAX, _MAX), out=self._signals)
         below = _constants(sums, torch.float64, -1.0)
-        torch.addcmul(below, sums[2:3], sums[3:], value=1 / ranks**2, out=self._signals[3:])
+        torch.addcmul(below, sums[2:3], sums[3:], value=1 / ranks**2, out=self._scales[1:])
 
     def serve(self, devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
         """Return the flag on each of `devices`, in the order of their first mention."""

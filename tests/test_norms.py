@@ -58,7 +58,7 @@ def squares(
     assert totals.dtype is torch.float64
     assert totals.shape == (5,)
     assert totals.device == batch.layout.key.device
-    assert totals[1:3].tolist() == [found_inf.item(), 0.0]
+    assert totals[1:].tolist() == [found_inf.item(), 0.0, factor.item(), 1 / factor.item()]
     return totals[0].item(), found_inf.item()
 
 

@@ -78,7 +78,7 @@ def sum_of_squares_batch(
     """Return the weighted sum of squares that a batch has once it is unscaled, and flag what is not finite in it.
 
         squares = sum(w * (grad.double() * inv_scale).square().sum() for grad, w in zip(batch.tensors, weights))
-        totals = [squares, found_inf, 0]    # in the order of `reference_norm`: sums over batches and ranks make sense
+        totals = [squares, found_inf, 0, factor, 1 / factor]    # in the order of `reference_norm`; sums make sense
 
     Args:
         batch: read only.
@@ -88,11 +88,10 @@ def sum_of_squares_batch(
             all. Other weights than in the step before are copied to the device.
         inverse: see `factor`.
 
-    Returns: totals, fp64, [5], on the batch's device; the last two are the factor and its inverse if kernels made
-        them, else nothing yet.
+    Returns: totals, fp64, [5], on the batch's device.
     """
     if backend == "torch":
-        return _reference_totals(batch, factor if inverse else reference.inverse(factor), found_inf, weights)
+        return _reference_totals(batch, factor, found_inf, weights, inverse)
     dense = ops._dense(batch)  # kept until the launch: an address keeps nothing alive
     table = _norm_table(batch.layout, dense)
     table.set_weights(weights)
@@ -181,23 +180,25 @@ def _clip_table(batch: Batch, dense: Batch, measured: bool) -> GradTable:
     return ops._table(batch.layout, dense, "unscale")
 
 
-def _reference_totals(batch: Batch, inv_scale: Tensor, found_inf: Tensor, weights: Sequence[float] | None) -> Tensor:
+def _reference_totals(
+    batch: Batch, factor: Tensor, found_inf: Tensor, weights: Sequence[float] | None, inverse: bool
+) -> Tensor:
+    inv_scale = factor if inverse else reference.inverse(factor)
     if weights is not None:
         weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
     if batch.layout.key.plain and inv_scale.is_cpu:
         total = reference_norm.sum_on_host(batch.present, found_inf, weights)
-        inv = inv_scale.item()
-        numbers = (total * inv * inv, found_inf.item(), 0.0, 0.0, 0.0)
+        inv, scale = inv_scale.item(), factor.item()
+        numbers = (total * inv * inv, found_inf.item(), 0.0, scale, 1.0 / scale if scale else math.inf)
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if batch.layout.key.plain:
         squares = reference_norm.sum_one_by_one(batch.present, found_inf, weights)
     else:  # a tensor subclass knows itself what torch's ops mean for it
         ops.check_batch(batch, found_inf, "torch")
         squares = reference_norm.sum_one_by_one(batch.present, torch.zeros_like(found_inf), weights)
-    inv_scale = inv_scale.double().reshape(())
-    nothing = torch.zeros_like(squares)
-    flag = found_inf.reshape(()).double()
-    return torch.stack([squares * inv_scale * inv_scale, flag, nothing, nothing, nothing])
+    inv_scale, factor, flag = (number.double().reshape(()) for number in (inv_scale, factor, found_inf))
+    squares = squares * inv_scale * inv_scale
+    return torch.stack([squares, flag, torch.zeros_like(squares), factor, factor.reciprocal()])
 
 
 def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:

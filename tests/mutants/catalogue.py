@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant(_S + "clipping/clip.py", "!= len(optimizers) or not states", "== 0", CLIP),
     Mutant(_S + "clipping/at_once.py", "totals[reference_norm.FLAG] = 1.0", "pass", CLIP),
     Mutant(_S + "updating.py", 'if waits and state["owner"]() is not None:', "if waits:", CLIP),
-    Mutant(_S + "clipping/at_once.py", " and not is_told", "", CLIP),
+    Mutant(_S + "clipping/at_once.py", " and sum(len(each.pairs) for each in measured) != 1", "", CLIP),
     Mutant(_S + "clipping/at_once.py", "_settle(measured, totals)\n                totals", "totals", CLIP),
     Mutant(_S + "verdict.py", "ranks, self._unsettled = self._unsettled, 0", "ranks = self._unsettled", AGREED),
     Mutant("kernels/clip.py", "(ratio - 1.0)", "(ratio.to(tl.float32) - 1.0)", CLIPS),
