@@ -1,6 +1,7 @@
 # make demo    train a small transformer across two ranks, one of which overflows
 # make test    every test; without a GPU the kernels run under Triton's interpreter
 # make test-frameworks   all tests with Accelerate, Transformers and Lightning, also those that take long
+# make test-oldest   the same with the oldest versions of them that are supported, in an environment of their own
 # make lint    ruff and mypy
 # make fuzz    10,000 random programs against torch; PROGRAMS= and SEED= choose how many and from where
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 
 GPU_PARTS := gpu-tests gpu-sanitize gpu-perf gpu-tune
 
-.PHONY: demo test test-frameworks docs lint style fuzz soak simulate mutants coverage perf release gpu $(GPU_PARTS) sanitize clean
+.PHONY: demo test test-frameworks test-oldest docs lint style fuzz soak simulate mutants coverage perf release gpu $(GPU_PARTS) sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
@@ -31,6 +32,13 @@ test: $(VENV)/ready
 
 test-frameworks: $(VENV)/ready
 	HEAVY=1 $(BIN)/python -m pytest tests/frameworks --durations=20
+
+test-oldest:
+	$(PYTHON) -m venv out/oldest
+	out/oldest/bin/pip install --quiet --constraint constraints-oldest.txt torch setuptools
+	out/oldest/bin/pip install --quiet --constraint constraints-oldest.txt --no-build-isolation \
+		--editable .[demo,frameworks] pytest hypothesis
+	HEAVY=1 out/oldest/bin/python -m pytest tests/frameworks
 
 fuzz: $(VENV)/ready
 	SCALER_TRITON_FUZZ=$(PROGRAMS) $(if $(SEED),SCALER_TRITON_FUZZ_SEED=$(SEED)) OMP_NUM_THREADS=1 \

@@ -9,7 +9,7 @@ from torch.torch_version import TorchVersion
 
 from scaler_triton import callers
 
-# Package -> the oldest and the newest version that `make test-frameworks` has passed with.
+# Package -> the oldest and the newest version, with which `make test-oldest` and `make test-frameworks` run.
 TESTED = {
     "accelerate": ("1.13.0", "1.15.0"),
     "lightning": ("2.5.0", "2.6.6"),
