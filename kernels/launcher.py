@@ -122,8 +122,12 @@ class Launch:
 
 def _hooked() -> bool:
     """Tell whether a profiler wants to see every launch."""
-    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    runtime = triton.knobs.runtime
+    before, behind = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        (before is not None and getattr(before, "calls", True))
+        or (behind is not None and getattr(behind, "calls", True))
+    )
 
 
 @contextmanager

@@ -18,6 +18,11 @@ _takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary(
 
 def unwrap(optimizer: Any) -> Any:
     """Return the optimizer behind wrappers that keep it as `.optimizer` and share its `param_groups`."""
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None else _innermost(optimizer)
+
+
+def _innermost(optimizer: Any) -> Any:
     outermost = optimizer
     for _ in range(_WRAPPERS):
         inner = getattr(optimizer, "optimizer", None)
