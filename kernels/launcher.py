@@ -123,11 +123,10 @@ class Launch:
 def _hooked() -> bool:
     """Tell whether a profiler wants to see every launch."""
     runtime = triton.knobs.runtime
-    before, behind = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        (before is not None and getattr(before, "calls", True))
-        or (behind is not None and getattr(behind, "calls", True))
-    )
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 @contextmanager
