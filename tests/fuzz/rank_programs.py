@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cases
+import pytest
 import torch
 from cases import GROWTH_INTERVAL, INIT_SCALE, LEARNING_RATE
 from torch import Tensor
@@ -174,6 +176,7 @@ class Clip:
         optimizers: their positions.
         fraction: `max_norm` is this part of the norm that the program expects.
         subset: which of their parameters, by position; None: `parameters=` is not given.
+        refuses: whether a norm that is not finite is an error.
     """
 
     optimizers: tuple[int, ...]
@@ -181,11 +184,7 @@ class Clip:
     order: float = 2.0
     subset: frozenset[int] | None = None
     defer: bool = False
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether checking, measuring and agreeing is one."""
-        return self.order == 2.0 and self.subset is None
+    refuses: bool = False
 
     def members(self, program: Program) -> list[tuple[int, int]]:
         """Return which parameters are clipped, as (optimizer, position)."""
@@ -205,6 +204,8 @@ class Program:
         planted: gradients that hold a non-finite value, and which.
         clips: what is clipped in each step, before anything is stepped.
         keeps: whether gradients that are placed alike stay the same tensors, written anew step for step.
+        hysteresis: the scaler's.
+        check_unscaled: the scaler's; its scale is too large for it to find anything.
     """
 
     kind: str
@@ -215,6 +216,8 @@ class Program:
     planted: tuple[tuple[Spot, float], ...] = ()
     clips: tuple[Clip | None, ...] = ()
     keeps: bool = False
+    hysteresis: int = 1
+    check_unscaled: bool = False
 
     def clip_of(self, step: int) -> Clip | None:
         """What is clipped in a step."""
@@ -223,7 +226,8 @@ class Program:
     def clip_collectives(self, step: int, clip: Clip) -> int:
         """How many reductions a clip takes: those of Partial gradients, those of flags, that of the norm."""
         together = self.kind != "grad" or any(self.optimizers[index].has_dtensors for index in clip.optimizers)
-        alone = 0 if clip.is_joint else sum(self.agrees(index) for index in clip.optimizers)
+        at_once = clip.order == 2.0 and clip.subset is None and not self.check_unscaled
+        alone = 0 if at_once else sum(self.agrees(index) for index in clip.optimizers)
         return sum(self._sums(Spot(step, 0, *member)) for member in clip.members(self)) + alone + together
 
     def _sums(self, spot: Spot) -> int:
@@ -296,13 +300,14 @@ class Program:
 
     def expected_scales(self) -> list[tuple[str, int]]:
         """Scale and tracker after each update."""
-        scale, tracker, trace = INIT_SCALE, 0, []
+        scale, tracker, strikes, trace = INIT_SCALE, 0, 0, []
         for step in range(self.steps):
             tracker += 1
             if any(self.overflows(step, index) for index in range(len(self.optimizers))):
-                scale, tracker = scale / 2, 0
+                strikes += 1
+                scale, tracker = scale / 2 if strikes >= self.hysteresis else scale, 0
             elif tracker >= GROWTH_INTERVAL:
-                scale, tracker = scale * 2, 0
+                scale, tracker, strikes = scale * 2, 0, 0
             trace.append((scale.hex(), tracker))
         return trace
 
@@ -323,7 +328,7 @@ class Trace:
 
 def execute(rank: int, program: Program) -> Trace:
     """Run the program on this rank."""
-    scaler = cases.new_scaler(program.kind)
+    scaler = cases.new_scaler(program.kind, hysteresis=program.hysteresis, check_unscaled=program.check_unscaled)
     optimizers = [_built(optimizer) for optimizer in program.optimizers]
     trace, kept = Trace(), {}
     for step in range(program.steps):
@@ -347,12 +352,15 @@ def _clip(program: Program, clip: Clip, here: Spot, scaler: Any, optimizers: Seq
     members = clip.members(program)
     parameters = [cases.params_of(optimizers[o])[p] for o, p in members]
     max_norm, norms = clip.fraction * program.norm(here.step, clip), []
-    options = {"defer": True} if clip.defer else {}
-    if clip.subset is not None:
-        options["parameters"] = parameters
-    call = lambda: norms.append(scaler.clip_grad_norm_(chosen, max_norm, clip.order, **options))  # noqa: E731
+    options = {"parameters": None if clip.subset is None else parameters, "defer": clip.defer}
+
+    def call() -> None:
+        refused = clip.refuses and not program.clip_is_clean(here.step, clip)
+        with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped") if refused else nullcontext():
+            norms.append(scaler.clip_grad_norm_(chosen, max_norm, clip.order, clip.refuses, **options))
+
     trace.clip_collectives[-1] = cases.collectives_of(call)
-    trace.norms[-1] = norms[0].item()
+    trace.norms[-1] = norms[0].item() if norms else math.inf
     bad = any(program.overflows(here.step, index) for index in clip.optimizers)
     if not bad and not clip.defer:
         _check_clipped(program, clip, here, parameters, (max_norm / (norms[0] + 1e-6)).clamp(max=1.0))

@@ -81,6 +81,8 @@ def programs(draw: Any, moving: bool) -> Program:
     explicit = draw(st.frozensets(st.tuples(st.sampled_from(RANKS), st.integers(0, len(chosen) - 1))))
     missing = draw(st.lists(spots(bare), max_size=8))
     planted = draw(st.lists(st.tuples(spots(bare), st.sampled_from(NONFINITE)), max_size=3))
+    check_unscaled = draw(st.integers(0, 3)) == 0
+    clipping = clips(chosen, deferring=not check_unscaled)
     return Program(
         kind,
         chosen,
@@ -88,20 +90,23 @@ def programs(draw: Any, moving: bool) -> Program:
         frozenset(pair for rank, index in explicit for pair in unscaling(chosen[index], rank, index)),
         frozenset(each for spot in missing for each in spread(bare, spot, missing=True)),
         tuple((each, value) for spot, value in planted for each in spread(bare, spot, missing=False)),
-        tuple(draw(clips(chosen) if moving else st.none() | clips(chosen)) for _ in range(bare.steps)),
+        tuple(draw(clipping if moving else st.none() | clipping) for _ in range(bare.steps)),
         draw(st.booleans()),
+        draw(st.sampled_from([1, 1, 2, 3])),
+        check_unscaled,
     )
 
 
 @st.composite
-def clips(draw: Any, chosen: tuple[Optimizer, ...]) -> Clip:
+def clips(draw: Any, chosen: tuple[Optimizer, ...], deferring: bool) -> Clip:
     taken = tuple(draw(st.permutations(range(len(chosen)))))[: draw(st.integers(1, len(chosen)))]
-    defer = draw(st.booleans()) and all(chosen[index].name.endswith("-fused") for index in taken)
+    defer = deferring and draw(st.booleans()) and all(chosen[index].name.endswith("-fused") for index in taken)
     subset = draw(st.none() | st.none() | st.frozensets(st.integers(0, 8)))
     order = draw(st.sampled_from([2.0, 2.0, math.inf, 1.0, 3.0]))
     # Half the norm: what is clipped to less would not show in bf16.
     fraction = draw(st.sampled_from([0.5, 2.0]))
-    return Clip(taken, fraction, *((2.0, None, True) if defer else (order, subset)))
+    how = (2.0, None, True) if defer else (order, subset, False)
+    return Clip(taken, fraction, *how, draw(st.booleans()))
 
 
 def unscaling(optimizer: Optimizer, rank: int, index: int) -> list[tuple[int, int]]:
