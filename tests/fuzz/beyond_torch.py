@@ -26,10 +26,30 @@ from specification import (
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from scaler_triton import SkipStreakError
+
 CLIPPING = "clip_grad_norm_"  # stands among the numbers of the README's differences
 TOLERANCE = 1e-6  # what `clip_grad_norm_` promises of its norm
-NO_LIMITS = {"min_scale": SMALLEST, "max_scale": FP32_MAX, "hysteresis": 1, "consecutive_hysteresis": False}
+NO_LIMITS = {
+    "min_scale": SMALLEST,
+    "max_scale": FP32_MAX,
+    "hysteresis": 1,
+    "consecutive_hysteresis": False,
+    "max_consecutive_skips": None,
+}
+LAG = 4  # updates after which too many skips in a row are an error
 COUNTERS = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
+
+
+class TooManySkips(Refused):
+    """The SkipStreakError of an update that is done."""
+
+    def __init__(self, streak: int, limit: int) -> None:
+        departs(13)
+        ValueError.__init__(self, f"{streak} updates in a row were skipped, more than max_consecutive_skips={limit}")
+
+    def is_met_by(self, error: BaseException) -> bool:
+        return type(error) is SkipStreakError and str(error).startswith(f"{self}; ")
 
 
 class ExtrasRules:
@@ -41,17 +61,18 @@ class ExtrasRules:
         self._limits = {**NO_LIMITS, **(limits or {})} if self._enabled else NO_LIMITS
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._skips: dict[int, list[Any]] = {}
+        self._streaks: list[int] = []  # after each of the last updates
         if self._enabled:
             self._init_scale = min(max(self._init_scale, self._limits["min_scale"]), self._limits["max_scale"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_counters": dict(self._counters), "_skips": {}}
+        return {**super().__getstate__(), "_counters": dict(self._counters), "_skips": {}, "_streaks": []}
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if state and self._limits != NO_LIMITS:
             departs(13)
-            state["scaler_triton"] = {**self._limits, "max_consecutive_skips": None, "counters": dict(self._counters)}
+            state["scaler_triton"] = {**self._limits, "counters": dict(self._counters)}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -59,6 +80,16 @@ class ExtrasRules:
         extras = state_dict.get("scaler_triton", {})
         self._counters = dict(extras.get("counters", dict.fromkeys(COUNTERS, 0)))
         self._limits = {name: extras.get(name, limit) for name, limit in self._limits.items()}
+        self._streaks = []
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        limit = self._limits["max_consecutive_skips"]
+        if limit is not None and new_scale is None:
+            self._streaks.append(self._counters["consecutive_skips"])
+            streak = self._streaks.pop(0) if len(self._streaks) > LAG else 0
+            if streak > limit:
+                raise TooManySkips(streak, limit)
 
     def _update_as_torch(self) -> None:
         # torch adds the flags up in one of them: what they were is read before.

@@ -99,5 +99,6 @@ limits = st.fixed_dictionaries(
         "max_scale": st.sampled_from([FP32_MAX, 2.0**20, 4.0]),
         "hysteresis": st.integers(1, 3),
         "consecutive_hysteresis": st.booleans(),
+        "max_consecutive_skips": st.none() | st.integers(0, 2),
     }
 )
