@@ -48,9 +48,7 @@ class Goal:
 
 # Causes, each from a measurement of its own.
 FIXED = "what a step costs whatever the number of gradients"
-FEW = (
-    f"{FIXED}: 50 make up for it, 10 do not; torch's op in the kernel's place, which is the CPU's path, would not help"
-)
+FEW = f"{FIXED}: 50 make up for it, 10 do not; nor would torch's op in the kernel's place, as on the CPU"
 CALLS = "torch has no call that only reads a list of tensors: small ones are copied together and summed"
 LARGE = "large gradients cost their bytes, merged or not"
 WALK = "both walk every parameter and gradient; that is most of what is left of ours, and longer where caches are slow"
