@@ -133,7 +133,7 @@ class UnscalingMixin(AgreeingMixin):
             counted = self._scale is not None and flag.device == self._scale.device
             plan.sightings.expect(batch.layout, self._counters.on(flag.device) if counted else None)
         looks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # others know few ops
-        if looks and self._unscaling_may_overflow():  # what is infinite afterwards need not have been before
+        if looks and run is not ops.check_batch and self._unscaling_may_overflow():
             plan.sightings.look(batch, self._counters.read()[SKIPPED])
             looks = False
         run(batch, flag, backend)
@@ -141,7 +141,7 @@ class UnscalingMixin(AgreeingMixin):
             plan.sightings.look(batch, self._counters.read()[SKIPPED])
 
     def _unscaling_may_overflow(self) -> bool:
-        """Tell whether finite gradients may become infinite without counting as overflow."""
+        """Tell whether finite gradients may become infinite without counting as overflow; waits for the scale."""
         return self._scale is not None and not self._check_unscaled and self._scale.item() < 1.0
 
     def _unscale_is_overridden(self) -> bool:
