@@ -9,6 +9,7 @@ import hashlib
 import operator
 import os
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ def lookup(origin: Origin, mode: str, itemsize: int) -> Found:
         if not path or not tuned:
             continue
         if not same(tuned.origin, origin):
-            _warn_of_foreign(path, tuned.origin)
+            _warn_of_foreign(path, tuned.origin, origin)
         elif (mode, itemsize) in tuned.chosen:
             return Found(tuned.chosen[mode, itemsize], path)
     return Found(DEFAULT, None)
@@ -120,8 +121,10 @@ def forget() -> None:
 
 
 @functools.cache
-def _warn_of_foreign(path: Path, origin: Origin) -> None:
-    warnings.warn(f"the tuned file {path} is ignored: it was made with another {origin}", RuntimeWarning, stacklevel=2)
+def _warn_of_foreign(path: Path, theirs: Origin, ours: Origin) -> None:
+    pairs = zip(asdict(theirs).items(), asdict(ours).values(), strict=True)
+    apart = ", ".join(f"{name} {its!r}, here {here!r}" for (name, its), here in pairs if its != here)
+    warnings.warn(f"the tuned file {path} is ignored, it was made elsewhere: {apart}", RuntimeWarning, stacklevel=2)
 
 
 def _same_device(theirs: Origin, ours: Origin) -> bool:

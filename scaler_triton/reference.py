@@ -131,7 +131,7 @@ def update_on_device_(
         held.copy_(value)
 
 
-def count_(scale: Tensor, found_inf: Tensor, counters: Counters) -> None:
+def count_(scale: Tensor, found_inf: Tensor, limits: Limits, counters: Counters) -> None:
     """Count an update that sets the scale to a number; no host wait.
 
     Args:
@@ -140,11 +140,14 @@ def count_(scale: Tensor, found_inf: Tensor, counters: Counters) -> None:
         counters: written.
     """
     if scale.is_cpu and type(scale) is Tensor:
-        _count_flag(counters.on_host(), found_inf.item())
+        numbers, bad = counters.on_host(), found_inf.item()
+        _count_flag(numbers, bad)
+        if limits.consecutive_hysteresis and not bad:
+            numbers[STRIKES] = 0
     else:
-        held, bad = counters.on(scale.device), found_inf.reshape(()) != 0
-        no = torch.zeros_like(bad)
-        held.copy_(_counted(held, bad, no, no, no))
+        held, flag = counters.on(scale.device), found_inf.reshape(()) != 0
+        no = torch.zeros_like(flag)
+        held.copy_(_counted(held, flag, ~no if limits.consecutive_hysteresis else no, no, no))
 
 
 def _counted(counters: Tensor, bad: Tensor, refilled: Tensor, larger: Tensor, smaller: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ class ScalerStats:
         updates: calls of `update`; of `update(new_scale)` those after a check of gradients, which it does not need.
         skipped: those with an overflow, after which a step was skipped.
         consecutive_skips: how many of them came last, without another between; 0 after a good one.
-        growths: updates that made the scale larger.
-        backoffs: updates that made the scale smaller.
+        growths: those that multiplied the scale and made it larger.
+        backoffs: those that multiplied the scale and made it smaller.
         last_skip: which update skipped last, the first one being 1; None if none did.
     """
 

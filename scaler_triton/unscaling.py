@@ -122,22 +122,33 @@ class UnscalingMixin(AgreeingMixin):
         pairs = ops.choose_backends(gradients.batches, self._backend)
         bounds = ops.choose_backends(gradients.bounds, self._backend) if gradients.bounds else ()
         for batch, backend in pairs:
-            self._run(plan, op, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
+            flag = flag_on(batch.layout.key.device, flags, found_inf)
+            self._run(plan, op, batch, flag, backend, divides=op is not ops.check_batch)
         for batch, backend in bounds:
             self._run(plan, ops.check_batch, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
         return flags
 
-    def _run(self, plan: GradPlan, run: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
+    def _run(
+        self, plan: GradPlan, run: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend, *, divides: bool = False
+    ) -> None:
         """Run an op on a batch, and have it marked whose gradients overflow."""
         if backend == "triton":
             counted = self._scale is not None and flag.device == self._scale.device
             plan.sightings.expect(batch.layout, self._counters.on(flag.device) if counted else None)
         looks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # others know few ops
-        if looks and run is not ops.check_batch and self._unscaling_may_overflow():
-            plan.sightings.look(batch, self._counters.read()[SKIPPED])
+        if (
+            looks and divides and self._unscaling_may_overflow()
+        ):  # what is infinite afterwards need not have been before
+            found = torch.zeros_like(flag)
+            ops.check_batch(batch, found, backend)
+            self._look(plan, batch, found)
             looks = False
         run(batch, flag, backend)
-        if looks and flag.item():
+        if looks:
+            self._look(plan, batch, flag)
+
+    def _look(self, plan: GradPlan, batch: Batch, flag: Tensor) -> None:
+        if flag.item():
             plan.sightings.look(batch, self._counters.read()[SKIPPED])
 
     def _unscaling_may_overflow(self) -> bool:
@@ -155,21 +166,23 @@ class UnscalingMixin(AgreeingMixin):
         self._stepped.forget(state)
         plan, agreement, verdict = self._begin(optimizer, state)
         unscaled = state.get("unscaled_flag")  # by a step before this one: its flag is all there is to say
-        if unscaled is not None:
-            plan.sightings.count_again(self._counters.skips(), unscaled)
         state.pop("written", None)
         state["plan"] = plan
+        assert self._scale is not None
         try:
+            if unscaled is not None:
+                plan.sightings.count_again(self._counters.skips(), unscaled)
             flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
             verdict.add(flags.values())
+            if agreement is not None:
+                verdict.show_scale(self._scale)
         except BaseException as error:
             self._fail(state, agreement if isinstance(error, Exception) else None)
             raise
         finally:
             del state["plan"]
         try:
-            assert self._scale is not None
-            verdict.agree(agreement, self._scale)
+            verdict.agree(agreement)
             self._keep(state, verdict, self._served_devices(flags, plan, agreement))
         except BaseException:
             self._skip(state)
@@ -201,18 +214,26 @@ class UnscalingMixin(AgreeingMixin):
     def _fail(self, state: StepState, agreement: Agreement | None) -> None:
         """Tell the other ranks that this one failed; have the step skipped if it can no longer be taken back."""
         written = state.pop("written", self._unscale_is_overridden())  # an override may have written anything
-        if written or agreement is not None:
-            self._skip(state)
-        if agreement is not None:
-            assert self._scale is not None
-            tell_failure(agreement, self._scale.device)
+        try:
+            if written or agreement is not None:
+                self._skip(state)
+        finally:  # whatever cannot be made here: they wait
+            if agreement is not None:
+                assert self._scale is not None
+                tell_failure(agreement, self._scale.device)
 
     def _skip(self, state: StepState) -> None:
-        """Set the flag, whatever was found or agreed; a verdict or a plan need not exist."""
+        """Set the flag on every device of the parameters, whatever was found; a verdict or a plan need not exist."""
         self._enter_unscaled(state)  # first: even without a flag it tells that gradients were written
+        state["found_inf_per_device"] = {}
         assert self._scale is not None
-        device = self._scale.device
-        state["found_inf_per_device"] = {device: torch.ones((), dtype=torch.float32, device=device)}
+        owner = state["owner"]()
+        held = () if owner is None else optimizers.parameters_of(owner)
+        devices = [each.device for each in held if isinstance(each, Tensor) and not each.is_meta]
+        state["found_inf_per_device"] = {
+            device: torch.ones((), dtype=torch.float32, device=device)
+            for device in dict.fromkeys(devices or [self._scale.device])
+        }
 
     def _enter_unscaled(self, state: StepState) -> None:
         """Tell that the gradients are unscaled, or that some may be."""

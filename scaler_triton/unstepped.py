@@ -85,7 +85,7 @@ def first_gradient(optimizer: Any) -> TensorWeakRef | None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (gradient := parameter.grad) is not None:
+            if (gradient := getattr(parameter, "grad", None)) is not None:  # what is no tensor is refused elsewhere
                 return TensorWeakRef(gradient)
     return None
 

@@ -138,7 +138,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         checked = [state for state in states if state["found_inf_per_device"]]
         if checked:
             found_inf = any_flag([self._flag(state) for state in checked], scale.device)
-            reference.count_(scale, found_inf, self._counters)
+            reference.count_(scale, found_inf, self._limits, self._counters)
 
     def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
         checked = [state for state in states if state["found_inf_per_device"]]

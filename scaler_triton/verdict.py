@@ -127,14 +127,13 @@ class Verdict:
         """Become the flag of several optimizers together: `flags` (one element, on this device) is not 0."""
         torch.ne(flags, 0, out=self.found_inf)
 
-    def agree(self, agreement: Agreement | None, scale: Tensor) -> None:
-        """Become the maximum over the ranks that must agree: one all-reduce, none where nobody else must.
+    def show_scale(self, scale: Tensor) -> None:
+        """Have the ranks compare their scales (one element, on this device) when they agree."""
+        torch.mul(scale, _constants(scale, torch.float32, 1.0, -1.0), out=self._scales)
 
-        Args:
-            scale: fp32, one element, on this device; the ranks compare theirs.
-        """
+    def agree(self, agreement: Agreement | None) -> None:
+        """Become the maximum over the ranks that must agree: one all-reduce, none where nobody else must."""
         if agreement is not None:
-            torch.mul(scale, _constants(scale, torch.float32, 1.0, -1.0), out=self._scales)
             agreement.maximum_(self._signals)
             self._compare = _compare_maxima
 

@@ -92,10 +92,8 @@ def test_error_if_nonfinite_is_torchs_and_the_step_is_skipped(place: Place, valu
 
 @PLACES
 @pytest.mark.parametrize("steps", [False, True])
-@pytest.mark.parametrize(("value", "after"), [(math.nan, 0.5), (1e38, 1.0)])
-def test_a_deferred_clip_that_is_refused_leaves_nothing_to_the_step(
-    place: Place, value: float, after: float, steps: bool
-) -> None:
+@pytest.mark.parametrize("value", [math.nan, 1e38])
+def test_a_deferred_clip_that_is_refused_leaves_nothing_to_the_step(place: Place, value: float, steps: bool) -> None:
     optimizer = sgd([torch.full((100,), value)], place.device, fused=True)
     scaler = scaler_on(place, init_scale=1.0)
     with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
@@ -105,7 +103,8 @@ def test_a_deferred_clip_that_is_refused_leaves_nothing_to_the_step(
         assert scaler.was_skipped(optimizer)
     scaler.update()
     assert not optimizer.param_groups[0]["params"][0].detach().any()
-    assert scaler.get_scale() == after
+    assert scaler.stats().skipped == 1
+    assert scaler.get_scale() == 0.5
 
 
 @PLACES

@@ -69,6 +69,16 @@ def test_consecutive_hysteresis_is_deepspeeds(place: Place) -> None:
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_an_update_to_a_number_counts_for_hysteresis_as_others_do(place: Place, consecutive: bool) -> None:
+    scaler = at(place, init_scale=8.0, hysteresis=2, consecutive_hysteresis=consecutive, growth_interval=100)
+    step(scaler, BAD, device=place.device)
+    scaler.step(sgd([torch.tensor([GOOD])], place.device))
+    scaler.update(8.0)
+    assert step(scaler, BAD, device=place.device) == (8.0 if consecutive else 4.0)
+
+
+@EVERYWHERE
 def test_an_overflow_that_is_forgiven_still_skips_and_starts_the_tracker_anew(place: Place) -> None:
     scaler = at(place, init_scale=64.0, growth_interval=3, hysteresis=2)
     optimizer = sgd([torch.tensor([BAD])], place.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.arguments import Request
-from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters, plan_copies
+from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
 from scaler_triton.flags import FlagsMixin
 from scaler_triton.unstepped import has_first
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 class AfterUnscalingMixin(PartsMixin, FlagsMixin):
     """Unscales and checks optimizers one by one, then clips what was chosen of them under one norm."""
 
-    def _clip_after_unscaling(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> Tensor:
-        assert self._scale is not None
-        copies = [count for part in parts for count in plan_copies(part.plan, agreement, request.model)]
+    def _clip_after_unscaling(
+        self, parts: Sequence[Part], agreement: Agreement | None, copies: Sequence[Sequence[int]], request: Request
+    ) -> Tensor:
         failure = self._unscale_each(parts, agreement)
         try:
             if failure is not None:
                 raise failure
-            gradients, terms = self._measure_unscaled(parts, copies, request)
+            gradients, terms = self._measure_unscaled(parts, [*chain.from_iterable(copies)], request)
         except Exception:
             if agreement is not None:
                 self._skip_together([part.optimizer for part in parts], request.chosen)

@@ -12,7 +12,7 @@ from torch import Tensor
 from scaler_triton import dispatch
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.clipping.arguments import Request
-from scaler_triton.clipping.parts import Part, PartsMixin, as_cut, plan_copies
+from scaler_triton.clipping.parts import Part, PartsMixin, as_cut
 from scaler_triton.verdict import Verdict, flag_on, fp32_on, write_scales
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class AtOnceMixin(PartsMixin):
         self,
         parts: Sequence[Part],
         agreement: Agreement | None,
+        copies: Sequence[Sequence[int]],
         request: Request,
         defer: bool,
     ) -> Tensor:
-        copies = [plan_copies(part.plan, agreement, request.model) for part in parts]
         assert self._scale is not None
         for part in parts:
             self._stepped.forget(part.state)
@@ -66,12 +66,11 @@ class AtOnceMixin(PartsMixin):
             for each in measured:
                 self._finish(each, agreement)
         except BaseException:
-            for part in parts:
-                self._skip(part.state)
+            self._leave_nothing(parts, defer)
             raise
         if refused:
-            for part in parts if defer else ():
-                part.state["void"] = True  # nothing is left to the step, and an update need not wait for it
+            if defer:
+                self._leave_nothing(parts, defer)
             raise RuntimeError(reference_norm.NONFINITE.format(2.0))
         return told[0] if told else reference_norm.norm_of(totals)
 
@@ -133,6 +132,11 @@ class AtOnceMixin(PartsMixin):
             each.part.state["deferred"] = factor
         return norm
 
+    def _leave_nothing(self, parts: Sequence[Part], deferred: bool) -> None:
+        for part in parts:
+            self._skip(part.state)
+            part.state["void"] = deferred  # or an update would wait for the step that clips
+
     def _write(self, each: _Measured, totals: Tensor, max_norm: float) -> list[Tensor]:
         """Unscale and clip; return the norm as it came to be known on the scale's device."""
         told = []
@@ -151,12 +155,14 @@ class AtOnceMixin(PartsMixin):
 
     def _fail_together(self, optimizers: Sequence[Any], agreement: Agreement) -> None:
         """Tell the other ranks, in the reduction that they wait in, that this one could not check its gradients."""
-        self._skip_together(optimizers, None)
-        assert self._scale is not None
-        told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._scale.device)
-        told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
-        told[reference_norm.SCALES :] = 0.0  # none: an update clears the failure, and what is left is compared
-        agreement.sum_(told)
+        try:
+            self._skip_together(optimizers, None)
+        finally:  # whatever cannot be made here: they wait
+            assert self._scale is not None
+            told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._scale.device)
+            told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
+            told[reference_norm.SCALES :] = 0.0  # none: an update clears the failure, and what is left is compared
+            agreement.sum_(told)
 
 
 def _settle(measured: Sequence[_Measured], totals: Tensor) -> None:

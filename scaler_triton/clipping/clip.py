@@ -14,7 +14,7 @@ from scaler_triton.clipping.after_unscaling import AfterUnscalingMixin
 from scaler_triton.clipping.arguments import Request, checked_optimizers, checked_request
 from scaler_triton.clipping.at_once import AtOnceMixin
 from scaler_triton.clipping.disabled import clip_unscaled
-from scaler_triton.clipping.parts import Part, all_parameters
+from scaler_triton.clipping.parts import Part, all_parameters, plan_copies
 from scaler_triton.optimizers import parameters_of, takes_factor
 from scaler_triton.step_state import StepState
 
@@ -70,20 +70,23 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 held = [parameter for optimizer in together for parameter in parameters_of(optimizer)]
                 return clip_unscaled(held, request, self.process_group)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
-            self._require_scale(together, request, at_once)
+            self._require_scale(together, request, at_once, defer)
             self._check_order(together, again=request.chosen is not None)
             if defer:
                 self._check_deferable(together, request)
             try:
                 parts = [Part(each, self._state(each), self._plans.get(each)) for each in together]
                 agreement = self._joint_agreement([part.plan for part in parts])
+                copies = [plan_copies(part.plan, agreement, request.model) for part in parts]
+            except ValueError:  # of what was passed, or of the ranks: all of them meet it
+                raise
             except Exception:
-                with suppress(Exception):  # such as that all ranks meet when they look who must agree
+                with suppress(Exception):  # the first one is the one to see
                     self._tell_of_failure(together, request, at_once)
                 raise
             if at_once:
-                return self._clip_at_once(parts, agreement, request, defer)
-            return self._clip_after_unscaling(parts, agreement, request)
+                return self._clip_at_once(parts, agreement, copies, request, defer)
+            return self._clip_after_unscaling(parts, agreement, copies, request)
 
     def _check_order(self, optimizers: Sequence[Any], *, again: bool) -> None:
         """Raise errors of order, before any reduction."""
@@ -99,7 +102,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
 
-    def _require_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
+    def _require_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
         """Raise torch's error if there is no scale, once the ranks that wait for this one are told.
 
         Args:
@@ -110,7 +113,10 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         try:
             self._check_scale_growth_tracker("clip_grad_norm_")
         except AssertionError:
-            with suppress(Exception):  # torch's error is the one to see
+            with suppress(Exception):  # torch's error is the one to see; that of a wrong call all ranks meet
+                self._check_order(optimizers, again=True)
+                if defer:
+                    self._check_deferable(optimizers, request)
                 self._tell_of_failure(optimizers, request, at_once)
             raise
 
@@ -121,7 +127,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         if agreement is None:
             return
         # The others back off in update(): so must this rank, which therefore needs a scale.
-        self._lazy_init_scale_growth_tracker(parameters[0].device if parameters else torch.device(self._device))
+        device = next((each.device for each in parameters if isinstance(each, Tensor)), torch.device(self._device))
+        self._lazy_init_scale_growth_tracker(device)
         if at_once:
             self._fail_together(optimizers, agreement)
             return

@@ -140,6 +140,8 @@ class ExtrasRules:
         super()._update_by_value(new_scale)
         if checked:
             self._count_flag(bad)
+            if self._limits["consecutive_hysteresis"] and not bad:
+                self._counters["strikes"] = 0
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
         self._skips.pop(id(optimizer), None)
@@ -247,7 +249,8 @@ class ClippingRules:
             raise
         if refused:
             for optimizer in optimizers if defer else ():
-                self._per_optimizer_states[id(optimizer)]["void"] = True
+                flags = {torch.device("cpu"): torch.ones(())}
+                self._per_optimizer_states[id(optimizer)].update(void=True, found_inf_per_device=flags)
             raise RuntimeError(
                 f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
                 "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "

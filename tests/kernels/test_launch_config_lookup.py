@@ -1,7 +1,7 @@
 """Which configuration a GPU gets: the user's file only if all agrees, a shipped one by name, else the default."""
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -62,13 +62,15 @@ def test_a_users_file_must_agree_in_everything(origin):
     with pytest.warns(RuntimeWarning) as caught:
         assert [lookup.lookup(HERE, "check", size) for size in (2, 4)] == [(DEFAULT, None)] * 2
     (warning,) = caught
-    assert f"{path} is ignored: it was made with another {origin}" in str(warning.message)
+    (name,) = (field for field in asdict(HERE) if getattr(origin, field) != getattr(HERE, field))
+    told = f"{path} is ignored, it was made elsewhere: {name} 'other', here {getattr(HERE, name)!r}"
+    assert str(warning.message) == f"the tuned file {told}"
 
 
 @pytest.mark.parametrize("origin", OTHERS)
 def test_a_shipped_file_must_be_for_the_device(origin):
     put(shipped_file(HERE), origin, SHIPPED)
-    with pytest.warns(RuntimeWarning, match="another Origin") if origin.device == "other" else nullcontext():
+    with pytest.warns(RuntimeWarning, match="made elsewhere: device") if origin.device == "other" else nullcontext():
         assert lookup.lookup(HERE, "check", 2).config == (DEFAULT if origin.device == "other" else SHIPPED)
 
 

@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant(_S + "verdict.py", "agreement.maximum_(self._signals)", "pass", RANKS),
     Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(id, flags)", CONTRACT),
     Mutant(_S + "verdict.py", "*map(id, flags), *map(_version_of, flags)", "*map(_version_of, flags)", CONTRACT),
-    Mutant(_S + "unscaling.py", "{device: torch.ones((), ", "{device: torch.zeros((), ", FAILURE),
+    Mutant(_S + "unscaling.py", "device: torch.ones((), ", "device: torch.zeros((), ", FAILURE),
     Mutant(
         _S + "unscaling.py",
         "if agreement is not None:\n                    self._fail",
