@@ -114,10 +114,11 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             self._check_scale_growth_tracker("clip_grad_norm_")
         except AssertionError:
             with suppress(Exception):  # torch's error is the one to see; that of a wrong call all ranks meet
-                self._check_order(optimizers, again=True)
-                if defer:
-                    self._check_deferable(optimizers, request)
-                self._tell_of_failure(optimizers, request, at_once)
+                if self._new_agreement(all_parameters(optimizers)) is not None:  # else a look would leave a state
+                    self._check_order(optimizers, again=True)
+                    if defer:
+                        self._check_deferable(optimizers, request)
+                    self._tell_of_failure(optimizers, request, at_once)
             raise
 
     def _tell_of_failure(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
