@@ -213,7 +213,7 @@ def _unscale_bf16_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tens
     for tensor in tensors:
         wide = tensor.float()
         found_inf.copy_(torch.maximum(found_inf, (~wide.isfinite().all()).to(found_inf.dtype)))
-        tensor.copy_(wide.mul_(inv_scale))
+        tensor.copy_(wide.mul_(inv_scale.reshape(())))  # a scale of shape (1,) would not go into a scalar
 
 
 def _check_fp64(tensors: Sequence[Tensor], found_inf: Tensor) -> None:

@@ -227,6 +227,13 @@ def test_bf16_where_torchs_op_has_none_is_rounded_once(scale: float, bad: float 
     assert_same(found, expected)
 
 
+def test_a_bf16_scalar_takes_a_scale_of_one_dimension() -> None:
+    """As torch's op does: scales are assigned in either shape."""
+    grad = torch.tensor(8.0, dtype=torch.bfloat16)
+    reference._unscale_bf16_([grad], torch.tensor([0.25]), flag())
+    assert_same(grad, torch.tensor(2.0, dtype=torch.bfloat16))
+
+
 @given(
     st.floats(2.0**-100, 2.0**127, width=32),
     st.integers(0, 5),
