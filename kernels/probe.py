@@ -10,7 +10,13 @@ from scaler_triton.kernels.nonfinite import launch_check_nonfinite
 from scaler_triton.kernels.norm import NormTable, launch_sum_of_squares
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_unscale
-from scaler_triton.kernels.update_scale import launch_update_scale
+from scaler_triton.kernels.update_scale import (
+    MAX_FLAGS,
+    N_COUNTERS,
+    DevicePolicy,
+    launch_update_rows,
+    launch_update_scale,
+)
 
 
 def probe(device: torch.device, dtype: torch.dtype) -> None:
@@ -27,6 +33,7 @@ def probe(device: torch.device, dtype: torch.dtype) -> None:
     check_device(device)
     _probe_table_kernels(dtype, device)
     _probe_update_scale(device)
+    _probe_update_rows(device)
 
 
 def probe_clipping(device: torch.device, dtype: torch.dtype) -> None:
@@ -100,6 +107,19 @@ def _probe_update_scale(device: torch.device) -> None:
     # 1.1 must have arrived in fp64: its fp32 neighbour gives another product.
     _expect("update_scale", scale, _floats(3.0 * 1.1))
     _expect("growth_tracker", growth_tracker, torch.zeros((), dtype=torch.int32, device="cpu"))
+
+
+def _probe_update_rows(device: torch.device) -> None:
+    scale, growth_tracker = _floats(8.0, device), torch.ones((), dtype=torch.int32, device=device)
+    # Rows of 4 and, behind them, the last flags: there goes the flag of the second row.
+    before, after = (torch.zeros(5 * MAX_FLAGS.value, dtype=torch.float32, device="cpu") for _ in range(2))
+    before[4], after[4 * MAX_FLAGS.value + 1] = 1.0, 1.0
+    flags, counters = before.to(device, copy=True), torch.zeros(N_COUNTERS, dtype=torch.int64, device=device)
+    policy = DevicePolicy(device).hold(2.0, 0.5, 2000)
+    launch_update_rows(scale, growth_tracker, flags, policy, counters, 0b11, clear=True)
+    _expect("update_scale by several flags", scale, _floats(4.0))
+    _expect("clearing flags", flags, after)
+    _expect("counting", counters, torch.tensor([1, 1, 1, 0, 1, 1, 1], dtype=torch.int64, device="cpu"))
 
 
 def _floats(values: float | list[float], device: torch.device | str = "cpu") -> Tensor:

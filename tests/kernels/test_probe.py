@@ -16,11 +16,13 @@ TABLE_KERNELS = ["_check_nonfinite_kernel", "_unscale_kernel", "_unscale_kernel"
 
 @EVERY_DTYPE
 def test_every_kernel_is_tried(dtype):
-    with launched(*TABLE_KERNELS, "_update_scale_kernel"):
+    with launched(*TABLE_KERNELS, *["_update_scale_kernel"] * 2):  # the second as every step launches it
         probe(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("name", ["launch_check_nonfinite", "launch_unscale", "launch_update_scale"])
+@pytest.mark.parametrize(
+    "name", ["launch_check_nonfinite", "launch_unscale", "launch_update_scale", "launch_update_rows"]
+)
 def test_a_kernel_that_does_nothing_is_found_out(name):
     with mock.patch.object(probe_module, name), pytest.raises(RuntimeError, match=r"the Triton kernel for .* gives"):
         probe(DEVICE, torch.float32)
@@ -52,6 +54,18 @@ def test_a_norm_that_flags_nothing_is_found_out():
         pytest.raises(RuntimeError, match=r"the Triton kernel for the norm of .* gives"),
     ):
         probe_clipping(DEVICE, torch.float32)
+
+
+def test_flags_that_are_left_set_are_found_out():
+    def leave(*args, clear):
+        start(*args, clear=False)
+
+    start = probe_module.launch_update_rows
+    with (
+        mock.patch.object(probe_module, "launch_update_rows", leave),
+        pytest.raises(RuntimeError, match="the Triton kernel for clearing flags"),
+    ):
+        probe(DEVICE, torch.float32)
 
 
 def test_a_check_that_writes_is_found_out():
