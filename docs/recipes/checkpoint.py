@@ -14,7 +14,9 @@ from scaler_triton import ShardedGradScaler
 folder = Path(sys.argv[1])
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
-device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())  # fully_shard puts shards on the current one
+device = torch.device("cuda" if cuda else "cpu")
 net = torch.nn.Linear(8, 8, device=device)
 fully_shard(net)
 optimizer = torch.optim.AdamW(net.parameters(), fused=True)

@@ -100,6 +100,15 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> No
     assert Recipe((), arguments=(str(tmp_path),)).run(CHECKPOINT, tmp_path, **alone) == "6 updates, scale 2048.0\n"
 
 
+@pytest.mark.parametrize("name", ["verl_style.py", "dinov2_style.py", CHECKPOINT])
+def test_a_rank_has_its_gpu_before_anything_is_on_one(name: str) -> None:
+    """FSDP2 moves shards to the current GPU, which a mesh chooses by the rank, but only if no GPU was used before."""
+    source = (DOCS / "recipes" / name).read_text()
+    chosen = [source.find(call) for call in ("cuda.set_device(", "init_device_mesh(") if call in source]
+    used = [source.find(use) for use in (".to(device)", "device=device") if use in source]
+    assert min(chosen) < min(used)
+
+
 def test_every_recipe_is_run_and_shown() -> None:
     files = {path.name for path in (DOCS / "recipes").iterdir() if path.suffix == ".py"}
     assert files == {*RECIPES, CHECKPOINT}
