@@ -40,9 +40,10 @@ def test_counting_and_watching_a_streak_never_wait(backend: str) -> None:
     optimizer = trained(scaler, 24, {5, 6, 23}, quiet_from=2 + Lagging.LAG)
     assert scaler.stats() == ScalerStats(24, 3, 1, 0, 2, 24)
     assert scaler.was_skipped(optimizer)
-    torch.cuda.synchronize()
-    scaler.stats(wait=False)
-    assert scaler.stats(wait=False) == scaler.stats()
+    for _ in range(2):  # the first call may take an older copy, and starts the one that the second takes
+        torch.cuda.synchronize()
+        newest = scaler.stats(wait=False)
+    assert newest == scaler.stats()
 
 
 @BACKENDS
