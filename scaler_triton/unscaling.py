@@ -108,14 +108,7 @@ class UnscalingMixin(AgreeingMixin):
             return self._unscale_grads_(optimizer, torch.ones_like(found_inf), found_inf, True)
         return self._for_each_batch(optimizer, state, found_inf, True, ops.check_batch)
 
-    def _for_each_batch(
-        self,
-        optimizer: Any,
-        state: StepState,
-        found_inf: Tensor,
-        allow_fp16: bool,
-        op: Op,
-    ) -> Flags:
+    def _for_each_batch(self, optimizer: Any, state: StepState, found_inf: Tensor, allow_fp16: bool, op: Op) -> Flags:
         flags: Flags = {}
         plan = state.get("plan") or self._plans.get(optimizer)
         gradients = plan.collect(allow_fp16=allow_fp16)
@@ -129,21 +122,19 @@ class UnscalingMixin(AgreeingMixin):
         return flags
 
     def _run(
-        self, plan: GradPlan, run: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend, *, divides: bool = False
+        self, plan: GradPlan, op: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend, *, divides: bool = False
     ) -> None:
         """Run an op on a batch, and have it marked whose gradients overflow."""
         if backend == "triton":
             counted = self._scale is not None and flag.device == self._scale.device
             plan.sightings.expect(batch.layout, self._counters.on(flag.device) if counted else None)
         looks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # others know few ops
-        if (
-            looks and divides and self._unscaling_may_overflow()
-        ):  # what is infinite afterwards need not have been before
+        if looks and divides and self._unscaling_may_overflow():  # what is infinite then need not have been before
             found = torch.zeros_like(flag)
             ops.check_batch(batch, found, backend)
             self._look(plan, batch, found)
             looks = False
-        run(batch, flag, backend)
+        op(batch, flag, backend)
         if looks:
             self._look(plan, batch, flag)
 

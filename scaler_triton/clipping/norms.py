@@ -134,11 +134,12 @@ def clip_batch_(
         return norm
     dense = ops._dense(batch)
     table = _clip_table(batch, dense, measured)
-    norm = (
-        torch.empty((), dtype=torch.float32, device=table.device) if table.n_chunks else reference_norm.norm_of(totals)
-    )
-    settled = verdict.leave_to_kernel() if verdict is not None and table.n_chunks else ()
-    _kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *settled)
+    if table.n_chunks:
+        norm = torch.empty((), dtype=torch.float32, device=table.device)
+        settled = () if verdict is None else verdict.leave_to_kernel()
+        _kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *settled)
+    else:
+        norm = reference_norm.norm_of(totals)
     if dense is not batch:
         for original, copy in zip(batch.present, dense.present, strict=True):
             original.copy_(copy)
