@@ -181,20 +181,14 @@ def launch_update_scale(
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
-    *limits: float,
-    counters: Tensor | None = None,
 ) -> None:
-    """`launch_update_rows` for one flag, read only, and plain numbers.
+    """`launch_update_rows` for one flag, read only, and plain numbers, without limits; nothing is counted.
 
     Args:
         found_inf: fp32, one element, on the scale's device.
-        limits: what else `DevicePolicy.hold` takes.
-        counters: see there; None counts nothing, and hysteresis has no memory.
     """
-    policy = _policy_on(scale.device, (growth_factor, backoff_factor, growth_interval, *limits))
-    if counters is None:
-        counters = _scratch_on(scale.device)
-    launch_update_rows(scale, growth_tracker, found_inf, policy, counters, 1, clear=False)
+    policy = _policy_on(scale.device, (growth_factor, backoff_factor, growth_interval))
+    launch_update_rows(scale, growth_tracker, found_inf, policy, _scratch_on(scale.device), 1, clear=False)
 
 
 @functools.cache

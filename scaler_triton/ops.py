@@ -14,9 +14,7 @@ from scaler_triton import batch as batching
 from scaler_triton import policy, reference
 from scaler_triton.batch import Batch, Layout
 from scaler_triton.dispatch import Backend, check_backend, choose
-from scaler_triton.limits import NO_LIMITS, Limits
 from scaler_triton.neighbours import Neighbours
-from scaler_triton.stats import Counters
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
@@ -151,52 +149,29 @@ def update_scale_(
     for name, other in (("growth_tracker", growth_tracker), ("found_inf", found_inf)):
         if other.device != scale.device:
             raise ValueError(f"{name} must be on the scale's device, {scale.device}, got {other.device}")
-    numbers = (
-        policy.check_growth_factor(growth_factor),
-        policy.check_backoff_factor(backoff_factor),
-        policy.check_growth_interval(growth_interval),
-    )
-    update_scalars_(scale, growth_tracker, found_inf, numbers, check_backend(backend))
-
-
-def update_scalars_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    numbers: tuple[float, float, int],
-    requested: str,
-    limits: Limits = NO_LIMITS,
-    counters: Counters | None = None,
-) -> None:
-    """`update_scale_` for arguments that are known to be right, within limits and counted.
-
-    Args:
-        numbers: growth_factor, backoff_factor, growth_interval.
-        requested: a backend, as `check_backend` returns it.
-        limits, counters: as `reference.update_scale_`.
-    """
-    if choose(scale.device, scale.dtype, requested) == "torch":
-        reference.update_scale_(scale, growth_tracker, found_inf, *numbers, limits, counters)
-        return
-    counted = None if counters is None else counters.on(scale.device)
-    launch = _kernels().update_scale.launch_update_scale
-    launch(scale, growth_tracker, found_inf, *numbers, *limits, counters=counted)
+    growth_factor = policy.check_growth_factor(growth_factor)
+    backoff_factor = policy.check_backoff_factor(backoff_factor)
+    growth_interval = policy.check_growth_interval(growth_interval)
+    on_torch = choose(scale.device, scale.dtype, check_backend(backend)) == "torch"
+    update = reference.update_scale_ if on_torch else _kernels().update_scale.launch_update_scale
+    update(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
 def update_by_rows_(
-    scale: Tensor, growth_tracker: Tensor, flags: Tensor, rows: int, policy: Tensor, counters: Tensor
+    scale: Tensor,
+    growth_tracker: Tensor,
+    flags: Tensor,
+    policy: Tensor,
+    counters: Tensor,
+    rows: int = 1,
+    *,
+    clear: bool = False,
 ) -> None:
-    """`update_scale_` by several flags at once, on Triton; they are cleared, and kept as the last ones.
+    """`update_scale_` on Triton by several flags at once, within limits and counted.
 
-    Args:
-        flags, rows, policy, counters: see `kernels.update_scale.launch_update_rows`.
+    Args: see `kernels.update_scale.launch_update_rows`; by default `flags` is one flag, which is left as it is.
     """
-    _kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, counters, rows, clear=True)
-
-
-def update_by_flag_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, policy: Tensor, counters: Tensor) -> None:
-    """`update_by_rows_` for one flag, which is left as it is."""
-    _kernels().update_scale.launch_update_rows(scale, growth_tracker, found_inf, policy, counters, 1, clear=False)
+    _kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, counters, rows, clear=clear)
 
 
 def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:

@@ -163,9 +163,9 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         rows = None if board is None else board.rows(verdicts)
         if board is None or rows is None:
             found_inf = any_flag([self._flag(state) for state in states], scale.device)
-            ops.update_by_flag_(scale, growth_tracker, found_inf, numbers, counters)
+            ops.update_by_rows_(scale, growth_tracker, found_inf, numbers, counters)
             return
-        ops.update_by_rows_(scale, growth_tracker, board.signals, rows, numbers, counters)
+        ops.update_by_rows_(scale, growth_tracker, board.signals, numbers, counters, rows, clear=True)
         captured = is_captured(scale)
         for verdict in verdicts:
             assert verdict is not None

@@ -50,7 +50,7 @@ ALLOWED = {
     "naming": set(),
     "overflow_report": {"sightings"},
     "overflow": {"batch", "collectives", "flags", "naming", "overflow_report", "stats"},
-    "ops": {"batch", "dispatch", "limits", "neighbours", "policy", "reference", "stats"},
+    "ops": {"batch", "dispatch", "neighbours", "policy", "reference"},
     "unscaling": {
         "agreeing",
         "board",

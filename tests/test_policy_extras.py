@@ -270,12 +270,12 @@ def test_a_graph_updates_by_the_numbers_that_were_loaded(place: Place, name: str
     scaler, other = at(place, **numbers), at(place, **{**numbers, name: value})
     with mock.patch.object(ops, "update_by_rows_", wraps=ops.update_by_rows_) as launched:
         step(scaler, GOOD, device=place.device)
-    launch = launched.call_args.args
+    launch = launched.call_args
     scaler.load_state_dict(other.state_dict())
     replayed = []
     for gradient in (GOOD, BAD, BAD):
-        launch[2][:, 0] = float(gradient == BAD)  # the flags of all optimizers
-        ops.update_by_rows_(*launch)
+        launch.args[2][:, 0] = float(gradient == BAD)  # the flags of all optimizers
+        ops.update_by_rows_(*launch.args, **launch.kwargs)
         replayed.append(scaler.get_scale())
     assert replayed == steps(other, (GOOD, BAD, BAD), place.device)
 

@@ -46,17 +46,14 @@ def test_update_is_the_same_on_every_backend(
     assert 2.0**-126 <= results[0][0].item() <= torch.finfo(torch.float32).max
 
 
-def with_triton(place: Place) -> Callable[..., None]:
-    def update(*args: object) -> None:
-        *tensors, numbers, limits, counters = args
-        ops.update_scalars_(*tensors, numbers, "triton", limits, counters)  # type: ignore[arg-type]
+def with_triton(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
+    from scaler_triton.kernels.update_scale import DevicePolicy
 
-    return update
+    ops.update_by_rows_(scale, tracker, flag, DevicePolicy(scale.device).hold(*numbers, *limits), held.on(scale.device))
 
 
-def on_host(*args: object) -> None:
-    *tensors, numbers, limits, counters = args
-    ops.update_scalars_(*tensors, numbers, "torch", limits, counters)  # type: ignore[arg-type]
+def on_host(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
+    reference.update_scale_(scale, tracker, flag, *numbers, limits, held)
 
 
 def on_device(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
@@ -87,7 +84,7 @@ NUMBERS = st.tuples(st.floats(1.0, 4.0), st.floats(0.01, 1.0), st.integers(1, 4)
 def test_a_run_is_counted_and_limited_the_same_on_every_path(
     place: Place, scale: float, flags: list[float], numbers: Numbers, limits: Limits, shape: tuple[int, ...]
 ) -> None:
-    paths = ((place.device, with_triton(place)), ("cpu", on_host), (place.device, on_device), ("cpu", on_device))
+    paths = ((place.device, with_triton), ("cpu", on_host), (place.device, on_device), ("cpu", on_device))
     runs = [run(device, update, scale, flags, numbers, limits, shape) for device, update in paths]
     for trace in runs[1:]:
         for (mine, *rest), (theirs, *others) in zip(runs[0], trace, strict=True):
