@@ -35,7 +35,7 @@ class Layout:
     key: LayoutKey
     numels: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # whose each is: the parameter's position, where there is one
-    backends: dict[str, Any] = field(default_factory=dict)  # what serves it, by what was requested
+    backends: dict[tuple[str, bool], Any] = field(default_factory=dict)  # what serves it, by the arguments of `choose`
     tables: dict[str, Any] = field(default_factory=dict)  # the kernels', by mode
     epoch: Any = None  # the number that tables mark with what they see, on the device
     weights: Any = None  # each tensor's share in a global norm, by whoever takes one

@@ -46,7 +46,7 @@ def update_scale_(
 def grad_norm(
     grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
 ) -> Tensor:
-    return norms.grad_norm(grads, found_inf, inv_scale=inv_scale, norm_type=norm_type, backend=backend)
+    return ops.grad_norm(grads, found_inf, inv_scale=inv_scale, norm_type=norm_type, backend=backend)
 
 
 @grad_norm.register_fake

@@ -174,9 +174,14 @@ def update_by_rows_(
     _kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, counters, rows, clear=clear)
 
 
-def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
-    """Pair every batch with its backend; whatever fails to compile or load shows here, before any write."""
-    return [(b, b.layout.backends.get(requested) or _backend(b.layout, requested)) for b in batches]
+def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False) -> list[tuple[Batch, Backend]]:
+    """Pair every batch with its backend; whatever fails to compile or load shows here, before any write.
+
+    Args:
+        requested, clips: as `dispatch.choose` takes them.
+    """
+    key = requested, clips
+    return [(b, b.layout.backends.get(key) or _backend(b.layout, *key)) for b in batches]
 
 
 def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Backend, *, inverse: bool) -> None:
@@ -230,10 +235,10 @@ def _kernels() -> Any:
     return SimpleNamespace(nonfinite=nonfinite, unscale=unscale, update_scale=update_scale)
 
 
-def _backend(layout: Layout, requested: str, *, clips: bool = False) -> Backend:
+def _backend(layout: Layout, requested: str, clips: bool) -> Backend:
     key = layout.key
     backend = choose(key.device, key.dtype, requested, clips=clips) if key.plain else "torch"
-    layout.backends[f"clip, {requested}" if clips else requested] = backend
+    layout.backends[requested, clips] = backend
     return backend
 
 

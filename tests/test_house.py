@@ -125,6 +125,7 @@ ALLOWED = {
         "clipping/reference_norm",
         "collectives",
         "dispatch",
+        "ops",
         "verdict",
     },
     "clipping/after_unscaling": {

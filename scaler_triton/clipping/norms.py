@@ -44,7 +44,7 @@ def grad_norm(
     def add(batch: Batch, bad: Tensor, name: Backend) -> None:
         local = factor.to(bad.device)
         if order == 2:
-            ((_, name),) = choose_backends([batch], requested)
+            ((_, name),) = ops.choose_backends([batch], requested, clips=True)
             totals = sum_of_squares_batch(batch, local, bad, None, name, inverse=True)
             parts.append(totals[reference_norm.SQUARES].to(home))
             return
@@ -58,12 +58,6 @@ def grad_norm(
         return torch.zeros((), dtype=torch.float64, device=home)
     stacked = torch.stack(parts)
     return stacked.sum().sqrt() if order == 2 else torch.linalg.vector_norm(stacked, order)
-
-
-def choose_backends(batches: Sequence[Batch], requested: str) -> list[tuple[Batch, Backend]]:
-    """As `ops.choose_backends`, for the passes that measure and clip: their kernels fail here or not at all."""
-    key = f"clip, {requested}"
-    return [(b, b.layout.backends.get(key) or ops._backend(b.layout, requested, clips=True)) for b in batches]
 
 
 def sum_of_squares_batch(
@@ -148,7 +142,7 @@ def clip_batch_(
 
 
 def choose_for_scale(scale: Tensor, requested: str) -> Backend:
-    """As `choose_backends`, for `deferred`."""
+    """Return the backend for `deferred`."""
     return choose(scale.device, scale.dtype, requested, clips=True) if scale.dtype is torch.float32 else "torch"
 
 
