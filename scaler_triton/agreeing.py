@@ -31,8 +31,7 @@ class AgreeingMixin(Held):
         group, default = self.process_group, collectives.default_group()
         if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:
             plan.agreement = (group, default, self._new_agreement(plan.parameters))
-        agreement: Agreement | None = plan.agreement[2]
-        return agreement
+        return plan.agreement[2]
 
     def _joint_agreement(self, plans: Sequence[GradPlan]) -> Agreement | None:
         """Return who must agree on all of the optimizers: they share one reduction."""
@@ -43,8 +42,7 @@ class AgreeingMixin(Held):
         if first.joint is None or first.joint[0] != key or [plan() for plan in first.joint[1]] != [*plans]:
             parameters = [parameter for plan in plans for parameter in plan.parameters]
             first.joint = (key, [*map(weakref.ref, plans)], self._new_agreement(parameters))
-        agreement: Agreement | None = first.joint[2]
-        return agreement
+        return first.joint[2]
 
     def _new_agreement(self, parameters: Sequence[Tensor]) -> Agreement | None:
         if self._is_sharded or self.process_group is not None:

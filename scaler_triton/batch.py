@@ -6,12 +6,16 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaler_triton.neighbours import Neighbours
+
+if TYPE_CHECKING:
+    from scaler_triton.dispatch import Backend
+    from scaler_triton.kernels.table import GradTable
 
 # Private to DTensor, so quick: its shard and its layout. Without them `to_local` and `placements` are asked.
 SHARD, SPEC = "_local_tensor", "_spec"
@@ -35,10 +39,10 @@ class Layout:
     key: LayoutKey
     numels: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # whose each is: the parameter's position, where there is one
-    backends: dict[tuple[str, bool], Any] = field(default_factory=dict)  # what serves it, by the arguments of `choose`
-    tables: dict[str, Any] = field(default_factory=dict)  # the kernels', by mode
-    epoch: Any = None  # the number that tables mark with what they see, on the device
-    weights: Any = None  # each tensor's share in a global norm, by whoever takes one
+    backends: dict[tuple[str, bool], Backend] = field(default_factory=dict)  # by the last arguments of `choose`
+    tables: dict[str, GradTable] = field(default_factory=dict)  # the kernels', by mode
+    epoch: Tensor | None = None  # the number that tables mark with what they see, on the device
+    weights: tuple[Any, list[float] | None] | None = None  # each tensor's share in a global norm, and of what copies
     neighbours: Neighbours = field(default_factory=Neighbours)  # of all its tensors
 
 

@@ -262,7 +262,7 @@ def _dense(batch: Batch) -> Batch:
 
 def _table(layout: Layout, dense: Batch, mode: str) -> GradTable:
     """Return the kernels' table of a layout, filled with this step's addresses; the layout keeps it."""
-    table: GradTable | None = layout.tables.get(mode)
+    table = layout.tables.get(mode)
     if table is None:
         table = layout.tables[mode] = _new_table(layout, mode)
     if layout.epoch is not None:

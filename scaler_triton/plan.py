@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from scaler_triton.batch import Batch, Layout
 from scaler_triton.forms import KnownForms
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
 from scaler_triton.sightings import Sightings
+
+if TYPE_CHECKING:
+    from scaler_triton.collectives import Agreement
+    from scaler_triton.verdict import Verdict
 
 _spec_of, _shard_of = attrgetter(batching.SPEC), attrgetter(batching.SHARD)
 _look = attrgetter("__class__", "layout", "dtype", "device", "shape")
@@ -53,12 +57,13 @@ class GradPlan:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.rebuilds = 0
-        self.agreement: Any = None  # whoever works out which ranks must agree keeps the answer here
-        self.verdict: Any = None  # whoever judges these gradients keeps the flag here
         self.sightings = Sightings(len(self.parameters))
-        self.copies: Any = None  # whoever counts them keeps how many ranks hold each parameter here
-        self.recounted: Any = None  # and here how many hold each gradient
-        self.joint: Any = None  # and who must agree on several plans at once
+        # What others work out once and keep here; the last four with what they worked it out from.
+        self.verdict: Verdict | None = None  # the optimizer's flag
+        self.agreement: tuple[Any, Any, Agreement | None] | None = None  # the ranks that must agree
+        self.joint: tuple[Any, Any, Agreement | None] | None = None  # those that must agree on several plans at once
+        self.copies: tuple[Any, Any, list[int]] | None = None  # how many ranks hold each parameter
+        self.recounted: tuple[Any, Any, list[int]] | None = None  # how many hold each gradient
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
         self._whole_specs: list[Any] = [None] * len(self.parameters)  # of DTensors that are not Partial

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from scaler_triton.batch import Batch, Layout
 from scaler_triton.capturing import refuse_capture
 from scaler_triton.stats import SKIPPED
+
+if TYPE_CHECKING:
+    from scaler_triton.kernels.table import GradTable
 
 NAN, INF = 1, 2
 # Kernels put the epoch above these bits.
@@ -43,8 +46,9 @@ class Sightings:
 
     def follow(self, layouts: Sequence[Layout]) -> None:
         """Have kernels mark in the tables of these layouts from now on; what they saw in others before is kept."""
-        for slots, bits in [*self._marked()] if self._layouts else ():
-            self._keep(slots, bits)
+        if self._layouts:
+            for slots, bits in [*self._marked()]:
+                self._keep(slots, bits)
         self._replayed = [*self._in_graphs()]
         self._layouts = layouts
         self._show_epoch()
@@ -64,10 +68,11 @@ class Sightings:
 
     def _show_epoch(self) -> None:
         for layout in self._layouts:
-            here = self._epoch is not None and self._epoch.device == layout.key.device
-            layout.epoch = self._epoch if here else None  # no kernel reads another GPU's memory
-            for table in layout.tables.values() if here else ():
-                table.epoch = self._epoch
+            layout.epoch = None  # no kernel reads another GPU's memory
+            if self._epoch is not None and self._epoch.device == layout.key.device:
+                layout.epoch = self._epoch
+                for table in layout.tables.values():
+                    table.epoch = self._epoch
 
     def look(self, batch: Batch, epoch: int) -> None:
         """Mark what is not finite in a batch on the CPU."""
@@ -164,7 +169,7 @@ class Sightings:
         yield from self._replayed
         yield from ((slots, table.bits) for slots, table in self._tables() if table.is_in_a_graph)
 
-    def _tables(self) -> Iterator[tuple[Sequence[int], Any]]:
+    def _tables(self) -> Iterator[tuple[Sequence[int], GradTable]]:
         for layout in self._layouts:
             for table in {id(table): table for table in layout.tables.values()}.values():
                 yield layout.slots, table

@@ -100,8 +100,7 @@ class UnscalingMixin(AgreeingMixin):
         finally:
             if self._is_known(optimizer):
                 self._state(optimizer)["stage"] = stage  # after a failure, too: the step checks afresh, as other ranks
-        flags: Flags = state["found_inf_per_device"]
-        return flags
+        return state["found_inf_per_device"]
 
     def _check_grads(self, optimizer: Any, state: StepState, found_inf: Tensor) -> Flags:
         if self._unscale_is_overridden():  # the override may know gradients that we do not
@@ -237,7 +236,7 @@ class UnscalingMixin(AgreeingMixin):
     def _new_verdict(self, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device."""
         home = self._home(plan)
-        verdict: Verdict | None = plan.verdict
+        verdict = plan.verdict
         if verdict is None or verdict.device != home:
             if home not in self._boards:
                 refuse_capture(home, "a scaler's first step")
@@ -275,8 +274,7 @@ class UnscalingMixin(AgreeingMixin):
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Return the flags that this step's check of the optimizer left, by device; empty before it."""
-        flags: Flags = self._state(optimizer)["found_inf_per_device"]
-        return flags
+        return self._state(optimizer)["found_inf_per_device"]
 
     def _is_known(self, optimizer: Any) -> bool:
         """Tell whether this step has a state of the optimizer."""

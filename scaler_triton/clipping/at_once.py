@@ -185,5 +185,4 @@ def _weights(batch: Batch, copies: Sequence[int]) -> list[float] | None:
     if layout.weights is None or layout.weights[0] is not copies:
         weights = [1.0 / copies[slot] for slot in layout.slots]
         layout.weights = (copies, None if set(weights) <= {1.0} else weights)
-    weights_: list[float] | None = layout.weights[1]
-    return weights_
+    return layout.weights[1]

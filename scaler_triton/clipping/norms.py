@@ -171,7 +171,7 @@ def deferred(
 def _clip_table(batch: Batch, dense: Batch, measured: bool) -> GradTable:
     tables = batch.layout.tables
     if measured and dense is batch and tables.get("unscale") is tables["norm"]:
-        return cast("GradTable", tables["norm"])
+        return tables["norm"]
     return ops._table(batch.layout, dense, "unscale")
 
 

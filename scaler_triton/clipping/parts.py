@@ -62,8 +62,7 @@ def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | 
     if plan.copies is None or plan.copies[0] is not agreement or plan.copies[1]() is not model:
         seen = (lambda: None) if model is None else weakref.ref(model)
         plan.copies = (agreement, seen, copies_of(plan.parameters, agreement, model))
-    counts: list[int] = plan.copies[2]
-    return counts
+    return plan.copies[2]
 
 
 def as_cut(plan: GradPlan, copies: Sequence[int]) -> Sequence[int]:
@@ -75,5 +74,4 @@ def as_cut(plan: GradPlan, copies: Sequence[int]) -> Sequence[int]:
         for index, pieces in plan.cut.items():
             counts[index] = copies_of_gradient(copies[index], plan.parameters[index], pieces)
         plan.recounted = (copies, plan.cut, counts)
-    counted: Sequence[int] = plan.recounted[2]
-    return counted
+    return plan.recounted[2]

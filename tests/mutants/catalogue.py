@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     # what a report tells
     Mutant(_S + "plan.py", "plan.take_sightings(before)", "pass", REPORT),
-    Mutant(_S + "sightings.py", "[*self._marked()] if self._layouts else ()", "()", REPORT),
+    Mutant(_S + "sightings.py", "in [*self._marked()]:", "in ():", REPORT),
     Mutant(_S + "plan.py", "group(bounds.values(), bounds)", "group(bounds.values())", REPORTED),
     Mutant(_S + "settings.py", "plan.sightings.forget()", "pass", REPORT),
     Mutant(_S + "sightings.py", "self._unmarked.add(layout.key.device)", "pass", REPORT),
