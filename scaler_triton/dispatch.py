@@ -69,7 +69,7 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
 
 
 def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> Backend:
-    place = f"{'clipping ' * clips}{str(dtype).removeprefix('torch.')} on {device}"
+    place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
     if requested == "auto" and device.type != "cuda":
         return _logged(place, "torch", "Triton is chosen for CUDA only")
     refuse_capture(device, f"the first step with {place}")

@@ -75,5 +75,5 @@ class KnownForms:
             self._each[index] = _guard([gradient])
 
     def _has_patience(self) -> bool:
-        self._patience -= self._patience > 0
+        self._patience = max(0, self._patience - 1)
         return self._patience > 0

@@ -79,7 +79,8 @@ def triton_version() -> str:
         import triton
     except Exception as error:  # a broken one is no reason not to answer
         return f"none ({shortened(f'{type(error).__name__}: {error}')}): torch's own ops are used"
-    return f"{triton.__version__}{', which interprets: TRITON_INTERPRET is set' * triton.knobs.runtime.interpret}"
+    interprets = ", which interprets: TRITON_INTERPRET is set" if triton.knobs.runtime.interpret else ""
+    return f"{triton.__version__}{interprets}"
 
 
 def find_gpus() -> tuple[list[torch.device], str]:

@@ -56,7 +56,7 @@ class OverflowReport:
         if not self.bad:
             return f"nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        count = f"{len(self.bad)} bad gradient{'s' * (len(self.bad) > 1)}"
+        count = f"{len(self.bad)} bad gradient{'s' if len(self.bad) > 1 else ''}"
         return f"{count} on {where}{'' if self.gathered else ', the only one asked'}."
 
 
@@ -83,9 +83,5 @@ def _table(bad: Sequence[BadGradient]) -> list[str]:
     rows += [(str(each.rank), each.name, each.kinds, str(each.numel)) for each in bad]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]
-    return ["  ".join(_padded(row, widths)).rstrip() for row in rows]
-
-
-def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    rank, name, kinds, numel = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-    return [rank.strip().rjust(widths[0]), name, kinds, numel.strip().rjust(widths[3])]
+    forms = [f"{side}{width}" for side, width in zip("><<>", widths, strict=True)]
+    return ["  ".join(map(format, row, forms)) for row in rows]

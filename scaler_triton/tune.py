@@ -136,7 +136,7 @@ def figures_table(figures: Sequence[Figures], chosen: Mapping[tuple[str, int], L
 
     rows: list[Any] = []
     for key, config in chosen.items():
-        rows += [SEPARATING_LINE] * bool(rows)
+        rows += [SEPARATING_LINE] if rows else []
         rows += [_row(each, config) for each in figures if (each.mode, each.itemsize) == key]
     return str(tabulate(rows, HEAD, disable_numparse=True, colalign=ALIGNMENT))
 
