@@ -87,7 +87,7 @@ class GradPlan:
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, self.parameters, parameters))
-            and (not parameters or parameters[0].device == self._first)
+            and (not parameters or parameters[0].device == self._first_device)
         )
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> Gradients:
@@ -224,7 +224,7 @@ class GradPlan:
         rows = [_row(indices, len(forms)) for indices in members]
         self.sightings.follow(layouts)
         self._known.forget()  # what passed for the layouts before need not fit these
-        self._first = next(iter(every), None)
+        self._first_device = next(iter(every), None)
         self.devices, self._forms, self._layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
 
 

@@ -83,8 +83,10 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         return self._skips(state)
 
     def _skips(self, state: StepState) -> bool:
-        if "skips" in state or state.get("void"):  # the host knew
-            return bool(state.get("skips", True))
+        if state.get("void"):
+            return True
+        if "skips" in state:  # the host knew
+            return state["skips"]
         verdict = self._verdict(state)
         if verdict is not None:
             return verdict.last()

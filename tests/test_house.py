@@ -145,7 +145,6 @@ ALLOWED = {
         "clipping/disabled",
         "clipping/parts",
         "optimizers",
-        "step_state",
     },
     "auditing/state": set(),
     "auditing/words": set(),

@@ -15,8 +15,7 @@ from scaler_triton.clipping.arguments import Request, checked_optimizers, checke
 from scaler_triton.clipping.at_once import AtOnceMixin
 from scaler_triton.clipping.disabled import clip_unscaled
 from scaler_triton.clipping.parts import Part, all_parameters, plan_copies
-from scaler_triton.optimizers import parameters_of, takes_factor
-from scaler_triton.step_state import StepState
+from scaler_triton.optimizers import takes_factor
 
 
 class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
@@ -67,8 +66,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         with torch.no_grad():
             request = checked_request(max_norm, norm_type, error_if_nonfinite, model, parameters)
             if not self._enabled:
-                held = [parameter for optimizer in together for parameter in parameters_of(optimizer)]
-                return clip_unscaled(held, request, self.process_group)
+                return clip_unscaled(all_parameters(together), request, self.process_group)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
             self._require_scale(together, request, at_once, defer)
             self._check_order(together, again=request.chosen is not None)
@@ -92,15 +90,12 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         """Raise errors of order, before any reduction."""
         states = [self._state(optimizer) for optimizer in optimizers]
         for state in states:
-            self._check_stage(state, again)
+            if state["stage"] is OptState.STEPPED:
+                raise RuntimeError("unscale_() is being called after step().")
+            if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
+                raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if len({id(state) for state in states}) != len(optimizers) or not states:
             raise ValueError(f"optimizers must be one or more, none of them twice, got {len(states)}")
-
-    def _check_stage(self, state: StepState, again: bool) -> None:
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
 
     def _require_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
         """Raise torch's error if there is no scale, once the ranks that wait for this one are told.
