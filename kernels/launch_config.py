@@ -58,16 +58,7 @@ DEFAULT = LaunchConfig()
 # What `tune` tries. tests/kernels/test_aot.py holds that none of them spills registers.
 CANDIDATES = tuple(
     LaunchConfig(*numbers)
-    for numbers in (
-        (4, 1, 2),
-        (4, 2, 1),
-        (8, 1, 2),
-        (8, 2, 1),
-        (8, 1, 4),
-        (8, 4, 1),
-        (16, 1, 2),
-        (8, 2, 4),
-    )
+    for numbers in ((4, 1, 2), (4, 2, 1), (8, 1, 2), (8, 2, 1), (8, 1, 4), (8, 4, 1), (16, 1, 2), (8, 2, 4))
 )
 
 

@@ -205,9 +205,8 @@ class _Pass:
         ]
 
     def _figures(self, config: LaunchConfig, problem: str, rounds: Sequence[Sequence[float]]) -> Figures:
-        ms = (
-            {} if problem else dict(zip(self.scratches, map(statistics.median, zip(*rounds, strict=True)), strict=True))
-        )
+        medians = map(statistics.median, zip(*rounds, strict=True))
+        ms = {} if problem else dict(zip(self.scratches, medians, strict=True))
         passes = 2 if self.mode == "unscale" else 1
         gbps = {name: passes * self.scratches[name].nbytes / ms[name] / 1e6 for name in ms}
         return Figures(self.mode, self.itemsize, config, problem, ms, gbps, self.copy_gbps)
