@@ -15,7 +15,7 @@ from scaler_triton.auditing.report import AuditReport, judge
 from scaler_triton.auditing.state import NOTHING, RankState, Reading, scaler_readings, steps_reading
 from scaler_triton.auditing.words import one_line
 from scaler_triton.batch import local_tensor
-from scaler_triton.collectives import default_group, gather_bytes
+from scaler_triton.collectives import checked_group, default_group, gather_bytes
 from scaler_triton.optimizers import parameters_of, unwrap
 
 
@@ -66,11 +66,9 @@ def audit(
 
 def _group(process_group: Any) -> tuple[Any, list[int]]:
     """Return the group and its global ranks; without any group this process is rank 0."""
-    group = default_group() if process_group is None else process_group
-    if group is None:
+    if process_group is None and default_group() is None:
         return None, [0]
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
-        raise ValueError(f"process_group must contain this rank, {dist.get_rank()}, got a group of other ranks")
+    group = checked_group(process_group)
     return group, dist.get_process_group_ranks(group)
 
 
@@ -119,7 +117,7 @@ def _values(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _subject(scaler: Any, optimizers: Sequence[Any]) -> str:
-    names = [type(each).__name__ + ", fused" * _is_fused(each) for each in map(unwrap, optimizers)]
+    names = [type(each).__name__ + (", fused" if _is_fused(each) else "") for each in map(unwrap, optimizers)]
     return "; ".join([f"{type(scaler).__name__} of {type(scaler).__module__.partition('.')[0]}", *names])
 
 
