@@ -68,13 +68,8 @@ class GradPlan:
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
         self._whole_specs: list[Any] = [None] * len(self.parameters)  # of DTensors that are not Partial
         self.cut: dict[int, int] = {}  # whose gradient is not cut as the parameter is, and into how many pieces
-        self._layouts: Sequence[Layout] = ()
+        self.layouts: Sequence[Layout] = ()  # what the gradients' batches have in common from step to step
         self._place([self._expected_form(parameter) for parameter in self.parameters])
-
-    @property
-    def layouts(self) -> Sequence[Layout]:
-        """What the gradients' batches have in common from step to step."""
-        return self._layouts
 
     def take_sightings(self, other: GradPlan) -> None:
         """Keep what another plan knows of parameters that are in this one, too."""
@@ -107,7 +102,7 @@ class GradPlan:
         if self._known.all_there(shards):
             if not allow_fp16:
                 self._refuse_fp16(shards)
-            batches = [Batch(layout, row(shards), True) for layout, row in zip(self._layouts, self._rows, strict=True)]
+            batches = [Batch(layout, row(shards), True) for layout, row in zip(self.layouts, self._rows, strict=True)]
             return Gradients(batches, [])
         with torch.no_grad():
             if summed:
@@ -137,7 +132,7 @@ class GradPlan:
             loose = self._admit(gradients, allow_fp16)
             if not loose:
                 self._known.learn(gradients)
-        rows = [Batch(layout, row(gradients)) for layout, row in zip(self._layouts, self._rows, strict=True)]
+        rows = [Batch(layout, row(gradients)) for layout, row in zip(self.layouts, self._rows, strict=True)]
         batches = [batch for batch in rows if any(tensor is not None for tensor in batch.tensors)]
         return Gradients(batches + batching.group(loose.values(), loose), batching.group(bounds.values(), bounds))
 
@@ -225,7 +220,7 @@ class GradPlan:
         self.sightings.follow(layouts)
         self._known.forget()  # what passed for the layouts before need not fit these
         self._first_device = next(iter(every), None)
-        self.devices, self._forms, self._layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
+        self.devices, self._forms, self.layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
 
 
 def _unrecorded(gradient: Tensor | None) -> Tensor | None:

@@ -77,7 +77,7 @@ def test_frozen_parameters_have_no_slot_until_they_have_a_gradient() -> None:
     params = parameters([None, None], "cpu")
     params[1].requires_grad_(False)
     plan = GradPlan(params)
-    assert [layout.numels for layout in plan._layouts] == [[3]]
+    assert [layout.numels for layout in plan.layouts] == [[3]]
     params[1].grad = torch.ones(3)
     assert collected(plan) == addresses(params)
     assert plan.rebuilds == 1

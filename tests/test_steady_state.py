@@ -128,6 +128,6 @@ def test_each_mode_has_a_table_for_its_own_launch_configuration(monkeypatch: Any
     parameter.grad = torch.full((3,), 8.0)
     scaler._check_inf_per_device(optimizer)
     scaler.step(optimizer)
-    (layout,) = scaler._plans.get(optimizer)._layouts
+    (layout,) = scaler._plans.get(optimizer).layouts
     assert {mode: table.config for mode, table in layout.tables.items()} == {"unscale": wide, "check": narrow}
     assert parameter.tolist() == [-(2.0**-9)] * 3

@@ -74,7 +74,7 @@ class Samples:
         self.host.append(host_bytes())
         self.device.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
         self.tensors.append(live_tensors())
-        self.plans.append((len(scaler._plans), plan.rebuilds, len(plan._layouts)))
+        self.plans.append((len(scaler._plans), plan.rebuilds, len(plan.layouts)))
         self.states.append(len(scaler._per_optimizer_states))
 
     def assert_flat(self, bound: int) -> None:
