@@ -17,11 +17,10 @@ Backend = Literal["triton", "torch"]
 ENV_VARIABLE = "SCALER_TRITON_BACKEND"
 _CHOICES = ("auto", "triton", "torch")
 
-_warned: set[torch.device] = set()
-
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _chosen: dict[tuple[torch.device, torch.dtype, str, bool], Backend] = {}
+_warned: set[torch.device] = set()
 
 
 def _renew_lock() -> None:

@@ -230,9 +230,9 @@ def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
 @functools.cache
 def _kernels() -> Any:
     """Return the kernels' modules, imported when the first one is needed: triton is heavy, and not everywhere."""
-    from scaler_triton.kernels import nonfinite, unscale, update_scale
+    from scaler_triton.kernels import clip, nonfinite, norm, unscale, update_scale
 
-    return SimpleNamespace(nonfinite=nonfinite, unscale=unscale, update_scale=update_scale)
+    return SimpleNamespace(clip=clip, nonfinite=nonfinite, norm=norm, unscale=unscale, update_scale=update_scale)
 
 
 def _backend(layout: Layout, requested: str, clips: bool) -> Backend:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -90,7 +88,7 @@ def sum_of_squares_batch(
     table = _norm_table(batch.layout, dense)
     table.set_weights(weights)
     totals = torch.empty(reference_norm.COLUMNS, dtype=torch.float64, device=batch.layout.key.device)
-    _kernels().norm.launch_sum_of_squares(table, factor, found_inf, totals, inverse=inverse)
+    ops._kernels().norm.launch_sum_of_squares(table, factor, found_inf, totals, inverse=inverse)
     return totals
 
 
@@ -131,7 +129,7 @@ def clip_batch_(
     if table.n_chunks:
         norm = torch.empty((), dtype=torch.float32, device=table.device)
         settled = () if verdict is None else verdict.leave_to_kernel()
-        _kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *settled)
+        ops._kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *settled)
     else:
         norm = reference_norm.norm_of(totals)
     if dense is not batch:
@@ -164,7 +162,7 @@ def deferred(
         norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
         return norm, scale.reshape(()) / coef
     norm, factor = (torch.empty((), dtype=torch.float32, device=totals.device) for _ in range(2))
-    _kernels().clip.launch_defer(scale, totals, max_norm, norm, factor, *verdict.leave_to_kernel())
+    ops._kernels().clip.launch_defer(scale, totals, max_norm, norm, factor, *verdict.leave_to_kernel())
     return norm, factor
 
 
@@ -205,14 +203,6 @@ def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:
         torch._foreach_mul_(tensors, coef.reshape(()))
 
 
-@functools.cache
-def _kernels() -> Any:
-    """Return the kernels' modules, imported when the first one is needed: triton is heavy, and not everywhere."""
-    from scaler_triton.kernels import clip, norm
-
-    return SimpleNamespace(clip=clip, norm=norm)
-
-
 def _norm_table(layout: Layout, dense: Batch) -> NormTable:
     """Return the layout's table for norms, filled with this step's addresses; clipping shares it if it can."""
     if "norm" not in layout.tables:
@@ -220,7 +210,7 @@ def _norm_table(layout: Layout, dense: Batch) -> NormTable:
 
         device, dtype = layout.key.device, layout.key.dtype
         config = config_for(device, "check", dtype.itemsize)  # a norm reads as a check does
-        layout.tables["norm"] = _kernels().norm.NormTable(layout.numels, dtype, device, config)
+        layout.tables["norm"] = ops._kernels().norm.NormTable(layout.numels, dtype, device, config)
     return cast("NormTable", ops._table(layout, dense, "norm"))
 
 
