@@ -42,12 +42,13 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         states = [*self._per_optimizer_states.values()]
         unstepped = self._unstepped_flags(states)
+        checked = [state for state in states if state["found_inf_per_device"]]
         if new_scale is not None:
             new_scale = self._checked_scale(new_scale)
-            self._count(scale, states)
+            self._count(scale, checked)
             scale.fill_(new_scale)
         else:
-            self._update_by_flags(scale, growth_tracker, states)
+            self._update_by_flags(scale, growth_tracker, checked)
         if unstepped:
             self._unstepped.renew(unstepped)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -135,15 +136,13 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("void") else flag
 
-    def _count(self, scale: Tensor, states: Sequence[StepState]) -> None:
-        """Count an update that looks at no flag; there may be none."""
-        checked = [state for state in states if state["found_inf_per_device"]]
+    def _count(self, scale: Tensor, checked: Sequence[StepState]) -> None:
+        """Count an update that sets the scale, whatever the flags are; there may be none."""
         if checked:
             found_inf = any_flag([self._flag(state) for state in checked], scale.device)
             reference.count_(scale, found_inf, self._limits, self._counters)
 
-    def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
-        checked = [state for state in states if state["found_inf_per_device"]]
+    def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, checked: Sequence[StepState]) -> None:
         if not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
         if self._update_backend(scale, growth_tracker) == "triton":
