@@ -72,20 +72,20 @@ def columns(states: Sequence[RankState]) -> list[str]:
 
 def groups(states: Sequence[RankState]) -> Groups:
     """Which ranks hold which version of each parameter."""
-    groups: dict[tuple[str, str], Holders] = {}
+    found: dict[tuple[str, str], Holders] = {}
     for state in states:
         for name, among, digest in state.copies:
-            groups.setdefault((name, among), {}).setdefault(digest, []).append(state.rank)
-    return groups
+            found.setdefault((name, among), {}).setdefault(digest, []).append(state.rank)
+    return found
 
 
 def named(groups: Groups, *, known: bool) -> dict[str, list[Holders]]:
     """The copies of each parameter that have others beside them: one entry for each set of replicas."""
-    named: dict[str, list[Holders]] = {}
+    found: dict[str, list[Holders]] = {}
     for (name, among), holders in groups.items():
         if several(holders) and (among != UNKNOWN) is known:
-            named.setdefault(name, []).append(holders)
-    return named
+            found.setdefault(name, []).append(holders)
+    return found
 
 
 def several(holders: Holders) -> bool:

@@ -88,14 +88,14 @@ def judge(states: Sequence[RankState], notes: Iterable[str] = (), subject: str =
 
 def _table(states: Sequence[RankState]) -> list[str]:
     columns, groups = comparison.columns(states) or ["state"], comparison.groups(states)
+    if sum(map(len, columns)) > TABLE:
+        return [comparison.told(states, column) for column in columns]
     with_replicas = bool(comparison.named(groups, known=True))
     rows: dict[object, tuple[list[int], list[str]]] = {}
     for state in states:
         cells = _cells(state, columns) + ([_replicas_of(state, groups)] if with_replicas else [])
         key = tuple(cells) if len(states) > ROWS else state.rank
         rows.setdefault(key, ([], cells))[0].append(state.rank)
-    if sum(map(len, columns)) > TABLE:
-        return [comparison.told(states, column) for column in columns]
     head = ["rank", *columns, *(["replicated parameters"] if with_replicas else [])]
     return _aligned([head, *([ranges(ranks), *cells] for ranks, cells in rows.values())])
 
