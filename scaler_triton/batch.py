@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from scaler_triton.dispatch import Backend
     from scaler_triton.kernels.table import GradTable
 
-# Private to DTensor, so quick: its shard and its layout. Without them `to_local` and `placements` are asked.
+# DTensor's private names for its shard and its layout, which are quicker to read than `to_local` and `placements`.
 SHARD, SPEC = "_local_tensor", "_spec"
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,7 +38,7 @@ class Layout:
 
     key: LayoutKey
     numels: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)  # whose each is: the parameter's position, where there is one
+    slots: list[int] = field(default_factory=list)  # the position of each one's parameter, where there is one
     backends: dict[tuple[str, bool], Backend] = field(default_factory=dict)  # by the last arguments of `choose`
     tables: dict[str, GradTable] = field(default_factory=dict)  # the kernels', by mode
     epoch: Tensor | None = None  # the number that tables mark with what they see, on the device
@@ -201,7 +201,7 @@ def group(tensors: Iterable[Tensor], slots_of: Iterable[int] | None = None) -> l
     """Return `tensors` (local, already checked) as batches, one for each layout key, in order of appearance.
 
     Args:
-        slots_of: whose each is, a parameter's position; None: its own in the list.
+        slots_of: the position of the parameter that each belongs to; None: its own in the list.
     """
     groups: dict[LayoutKey, tuple[list[int], list[Tensor]]] = {}
     for index, tensor in zip(itertools.count() if slots_of is None else slots_of, tensors, strict=False):

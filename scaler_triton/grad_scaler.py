@@ -79,6 +79,10 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         Gradients are unscaled first if `unscale_` was not called. Waits for the flag on the host, unless the
         optimizer takes it on the device (`fused=True`) and skips by itself.
 
+        Args:
+            optimizer: what is stepped, or a wrapper around it; its gradients are written if they are still scaled.
+            args, kwargs: for `optimizer.step`; no closure.
+
         Returns: what `optimizer.step` returns, None when skipped.
 
         Raises: torch's errors for a wrong order of calls and for a closure; RuntimeError if another rank failed
@@ -230,9 +234,9 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
             SCALER_TRITON_BACKEND, else "auto".
         min_scale: the smallest scale, first one included; None: 2^-126.
         max_scale: the largest scale, first one included; None: fp32 max.
-        hysteresis: overflows, >= 1, until the scale backs off; the last of them does it, and each one after it until
-            the scale grows again. Megatron's.
-        consecutive_hysteresis: True: any good update starts that count anew. DeepSpeed's.
+        hysteresis: how many overflows, >= 1, it takes to back the scale off, as in Megatron; each further one backs it
+            off again, until it is due to grow.
+        consecutive_hysteresis: True: any good update starts that count anew, as in DeepSpeed.
         max_consecutive_skips: updates, >= 0; if more in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
         check_unscaled: a gradient that becomes infinite only by unscaling, as a scale below 1 can make it, counts as

@@ -36,8 +36,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         backend: "auto", "triton" or "torch"; default: SCALER_TRITON_BACKEND, else "auto".
 
     Raises: NotImplementedError naming the dtype or layout of `grads[i]`, ValueError its device, torch's RuntimeError
-        for overlapping memory; TypeError or ValueError for wrong scalars.
-        Nothing is written then.
+        for overlapping memory; TypeError or ValueError for wrong scalars. Nothing is written then.
     """
     if torch.compiler.is_compiling():
         from scaler_triton import compiled

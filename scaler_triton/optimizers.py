@@ -1,4 +1,4 @@
-"""What optimizers do with a scaler: wrappers around them, scale and flag lent to fused ones, one trap."""
+"""What a scaler asks of optimizers: what is in a wrapper, which parameters; how fused ones get scale and flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why was a step skipped?"""
+"""`overflow_report`: why was a step skipped? Asked of the device and, if wanted, of all ranks."""
 
 from __future__ import annotations
 

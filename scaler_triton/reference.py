@@ -86,9 +86,10 @@ def update_scale_(
 ) -> None:
     """Back the scale off after an overflow, let it grow after `growth_interval` good steps.
 
-    if found_inf: strikes += 1; tracker = 0; scale *= backoff_factor if strikes >= hysteresis
-    else: tracker += 1; if tracker >= growth_interval: scale *= growth_factor unless not finite; tracker = strikes = 0
-    and scale ends in [min_scale, max_scale], NaN as min_scale.
+        if found_inf: strikes += 1; tracker = 0; scale *= backoff_factor if strikes >= hysteresis else 1
+        elif tracker + 1 < growth_interval: tracker += 1
+        else: scale = scale * growth_factor if that is finite else scale; tracker = strikes = 0
+        scale = clamp(scale, min_scale, max_scale)   # NaN becomes min_scale
 
     Equivalent: `torch._amp_update_scale_`, but for >= and the limits. Hysteresis is Megatron's `DynamicGradScaler`
     (megatron/core/optimizer/grad_scaler.py); with `consecutive_hysteresis` every good step clears the strikes, as

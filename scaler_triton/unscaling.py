@@ -265,6 +265,7 @@ class UnscalingMixin(AgreeingMixin):
             raise
 
     def _fail_unscaled(self, optimizer: Any) -> None:
+        """Tell the ranks that wait for an optimizer's flag that this one will not look; its step is skipped then."""
         plan = self._plans.get(optimizer)
         agreement = self._agreement(plan)
         if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:

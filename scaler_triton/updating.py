@@ -26,6 +26,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Back the scale off if any optimizer's flag was set, let it grow after `growth_interval` good updates.
 
+        Equivalent PyTorch: `torch._amp_update_scale_` with the largest flag, but for >= and the extras.
+
         Args:
             new_scale: sets the scale instead, and leaves the growth tracker: a number, or a one-element tensor on a
                 device of the scaler's type, whose value is checked with one host wait.

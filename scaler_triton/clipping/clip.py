@@ -47,7 +47,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         Args:
             optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.
             max_norm: >= 0, of the unscaled gradients.
-            norm_type: 2.0, inf, or another p > 0, which take a reduction an optimizer and one more.
+            norm_type: 2.0; inf or another p > 0, which takes a reduction for each optimizer and one more.
             error_if_nonfinite: raise torch's RuntimeError on every rank if the norm is NaN or infinite; waits for it.
                 What was deferred is skipped then.
             model: what holds the FSDP1 modules, where parameters are theirs.
@@ -60,7 +60,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks; NaN if another rank failed.
 
         Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
-            `parameters`; TypeError naming one of them, but `defer`, for what is none.
+            `parameters`; TypeError naming one of these, but `defer`, if it is of a wrong type.
         """
         together = checked_optimizers(optimizers)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What optimizers that are clipped together have in common, whichever way they are."""
+"""What both ways of clipping share: the optimizers, the flag that is left to their steps, counts of copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class PartsMixin(UnscalingMixin):
-    """How the flag of one of them is left to its step, and how all of them are made to skip."""
+    """Leaves an optimizer's flag to its step, and makes all optimizers skip."""
 
     def _leave_flag(self, part: Part, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         """Keep the flag for the step, and start its copy if the step will ask for it on the host."""
