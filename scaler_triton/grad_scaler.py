@@ -98,7 +98,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         state = self._state(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if state.get("void"):
+        if state.get("must_skip"):
             optimizers.take_back((optimizer, optimizers.unwrap(optimizer)))
             self._has_stepped(state)
             return None
@@ -134,7 +134,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         except BaseException:
             if state["stage"] is OptState.READY and state["found_inf_per_device"]:
                 self._enter_unscaled(state)  # the other ranks go on: a second check would leave this one waiting
-                state["void"] = True
+                state["must_skip"] = True
             raise
         self._has_stepped(state)
         return result
@@ -178,7 +178,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             except BaseException:
                 # Its kernels divide gradients, and nobody can tell which they reached. The flag stays as agreed.
                 self._enter_unscaled(state)
-                state["void"] = factor is not None
+                state["must_skip"] = factor is not None
                 raise
 
     def __getstate__(self) -> dict[str, Any]:

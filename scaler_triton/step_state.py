@@ -24,8 +24,8 @@ class StepState(TypedDict, total=False):
     verdict: Verdict  # whose flags they are, if nobody wrote others since
     skips: bool  # what the host read of them
     deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
-    void: bool  # the step can only be skipped: it or clipping raised, and nobody can tell which gradients were divided
-    first: TensorWeakRef | None  # the first gradient when they were unscaled; None: there was none
+    must_skip: bool  # the step or clipping raised, and nobody can tell which gradients it divided
+    first_gradient: TensorWeakRef | None  # as it was when they were unscaled; None: there was none
     unscaled_flag: Tensor | None  # fp32, shape (): of gradients that were unscaled before an update, else None
     # While gradients are examined:
     plan: GradPlan

@@ -86,7 +86,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         return self._skips(state)
 
     def _skips(self, state: StepState) -> bool:
-        if state.get("void"):
+        if state.get("must_skip"):
             return True
         if "skips" in state:  # the host knew
             return state["skips"]
@@ -108,7 +108,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
 
     def _refuse_to_lose_clipping(self, left: Sequence[StepState]) -> None:
         for state in left:
-            waits = "deferred" in state and not state.get("void")
+            waits = "deferred" in state and not state.get("must_skip")
             if waits and state["owner"]() is not None:  # nobody can step an optimizer that is gone
                 raise RuntimeError(
                     "update() is being called before the step() that clip_grad_norm_(defer=True) left the clipping to."
@@ -131,12 +131,12 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if state["stage"] is not OptState.UNSCALED:
             return None
         owner = state["owner"]()
-        if owner is None or ("first" in state and not has_first(owner, state["first"])):
+        if owner is None or ("first_gradient" in state and not has_first(owner, state["first_gradient"])):
             return None
         if state.get("unscaled_flag") is None:  # else it was left before, and is told of by that
             self._plans.get(owner).sightings.leave(self._counters.skips())
         flag = self._flag(state).clone()
-        return flag.fill_(1.0) if state.get("void") else flag
+        return flag.fill_(1.0) if state.get("must_skip") else flag
 
     def _count(self, scale: Tensor, checked: Sequence[StepState]) -> None:
         """Count an update that sets the scale, whatever the flags are; there may be none."""

@@ -60,7 +60,7 @@ class AfterUnscalingMixin(PartsMixin, FlagsMixin):
         """Return the gradients that were chosen, and this rank's terms of their norm."""
         assert self._scale is not None
         flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
-        unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first"))]
+        unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first_gradient"))]
         gradients, counts = held_gradients(all_parameters([part.optimizer for part in parts]), copies, request.chosen)
         for part in unscaled:
             self._enter_unscaled(part.state)  # a sum may stand in its first gradient's place

@@ -135,7 +135,7 @@ class AtOnceMixin(PartsMixin):
     def _leave_nothing(self, parts: Sequence[Part], deferred: bool) -> None:
         for part in parts:
             self._skip(part.state)
-            part.state["void"] = deferred  # or an update would wait for the step that clips
+            part.state["must_skip"] = deferred  # or an update would wait for the step that clips
 
     def _write(self, each: _Measured, totals: Tensor, max_norm: float) -> list[Tensor]:
         """Unscale and clip; return the norm as it came to be known on the scale's device."""

@@ -170,8 +170,8 @@ class ExtrasRules:
             inner = unwrapped(optimizer)
             state = self._per_optimizer_states[id(inner)]
             flags = list(state["found_inf_per_device"].values())  # a fused optimizer's are read when somebody asks
-            known = [True] if state.get("void") else [any(flag.item() for flag in flags)]
-            takes_flag = hasattr(inner, "_step_supports_amp_scaling") and not state.get("void")
+            known = [True] if state.get("must_skip") else [any(flag.item() for flag in flags)]
+            takes_flag = hasattr(inner, "_step_supports_amp_scaling") and not state.get("must_skip")
             self._skips[id(inner)] = flags if takes_flag else known
         return result
 
@@ -250,7 +250,7 @@ class ClippingRules:
         if refused:
             for optimizer in optimizers if defer else ():
                 flags = {torch.device("cpu"): torch.ones(())}
-                self._per_optimizer_states[id(optimizer)].update(void=True, found_inf_per_device=flags)
+                self._per_optimizer_states[id(optimizer)].update(must_skip=True, found_inf_per_device=flags)
             raise RuntimeError(
                 f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
                 "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
@@ -340,7 +340,7 @@ class ClippingRules:
 
     def _awaits_clipping(self, key: int, state: dict[str, Any]) -> bool:
         alive = not getattr(self._optimizers.get(key), "is_gone", False)
-        return alive and "deferred" in state and state["stage"] is OptState.UNSCALED and not state.get("void")
+        return alive and "deferred" in state and state["stage"] is OptState.UNSCALED and not state.get("must_skip")
 
 
 class FullSpecification(ReportRules, ClippingRules, ExtrasRules, Specification):

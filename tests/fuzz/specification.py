@@ -152,7 +152,8 @@ class Specification(torch.amp.GradScaler):
                 continue
             optimizer = self._optimizers[key]
             if first_gradient(optimizer) is state["first"] is not None:
-                found = any(flag.item() for flag in state["found_inf_per_device"].values()) or state.get("void", False)
+                bad = any(flag.item() for flag in state["found_inf_per_device"].values())
+                found = bad or state.get("must_skip", False)
                 kept[key] = (torch.tensor(float(found)), _writes(optimizer))
         return kept
 
@@ -252,7 +253,7 @@ class Specification(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             return super().step(optimizer)  # raises
-        if state.get("void"):
+        if state.get("must_skip"):
             departs(FAILURE)
             state["stage"] = OptState.STEPPED
             return None
@@ -269,7 +270,8 @@ class Specification(torch.amp.GradScaler):
         except Exception:
             departs(FAILURE)  # nobody knows what it wrote: it can only be skipped now
             del optimizer.grad_scale, optimizer.found_inf
-            state.update(stage=OptState.UNSCALED, void=ready or "deferred" in state, first=first_gradient(optimizer))
+            must_skip = ready or "deferred" in state
+            state.update(stage=OptState.UNSCALED, must_skip=must_skip, first=first_gradient(optimizer))
             raise
 
     def _step_with_flag(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
