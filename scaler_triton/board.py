@@ -1,4 +1,4 @@
-"""Board: where the flags of a scaler's optimizers lie side by side, so that one launch reads and clears them all."""
+"""Board: where a scaler's verdicts keep their flags."""
 
 from __future__ import annotations
 

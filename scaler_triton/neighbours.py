@@ -30,7 +30,7 @@ class Neighbours:
 
     def merged(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the same memory in fewer tensors: neighbours in one storage become one flat view."""
-        if self._offsets is None and not self._show(tensors):
+        if self._offsets is None and not self._first_few_touch(tensors):
             return tensors
         starts = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
         offsets = starts - starts[0]
@@ -43,8 +43,8 @@ class Neighbours:
             self._offsets = None
             return tensors
 
-    def _show(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether the first few have neighbours among them; most calls do not look."""
+    def _first_few_touch(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether there are neighbours among the first few; after a look without any, some calls do not look."""
         if self._pause or len(tensors) < 2:
             self._pause = max(self._pause - 1, 0)
             return False

@@ -80,7 +80,7 @@ class Sightings:
         if len(self._on_host) > _EPOCHS:
             del self._on_host[min(self._on_host)]
         for slot, tensor in zip(batch.layout.slots, batch.tensors, strict=True):
-            if tensor is not None and (kinds := NAN * bool(tensor.isnan().any()) | INF * bool(tensor.isinf().any())):
+            if tensor is not None and (kinds := _kinds_in(tensor)):
                 seen[slot] = seen.get(slot, 0) | kinds
 
     def leave(self, epoch: int | Tensor) -> None:
@@ -186,6 +186,10 @@ class Sightings:
         held = kept[target]
         same_epoch = (held ^ source) <= _KINDS
         kept[target] = torch.where(same_epoch, held | source, torch.maximum(held, source))  # a later one is larger
+
+
+def _kinds_in(tensor: Tensor) -> int:
+    return (NAN if tensor.isnan().any() else 0) | (INF if tensor.isinf().any() else 0)
 
 
 def _number_on(device: torch.device, number: int | Tensor) -> Tensor:

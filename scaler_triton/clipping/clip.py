@@ -71,7 +71,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             self._require_scale(together, request, at_once, defer)
             self._check_order(together, again=request.chosen is not None)
             if defer:
-                self._check_deferable(together, request)
+                self._check_deferrable(together, request)
             try:
                 parts = [Part(each, self._state(each), self._plans.get(each)) for each in together]
                 agreement = self._joint_agreement([part.plan for part in parts])
@@ -112,7 +112,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 if self._new_agreement(all_parameters(optimizers)) is not None:  # else a look would leave a state
                     self._check_order(optimizers, again=True)
                     if defer:
-                        self._check_deferable(optimizers, request)
+                        self._check_deferrable(optimizers, request)
                     self._tell_of_failure(optimizers, request, at_once)
             raise
 
@@ -135,7 +135,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         self._skip_together(optimizers, request.chosen)
         self._tell_of_no_norm(agreement, request)
 
-    def _check_deferable(self, optimizers: Sequence[Any], request: Request) -> None:
+    def _check_deferrable(self, optimizers: Sequence[Any], request: Request) -> None:
         if not request.is_whole:
             raise ValueError("defer=True clips all gradients by norm_type 2.0, got another norm_type or parameters=")
         for optimizer in optimizers:
