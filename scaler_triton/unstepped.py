@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
     marks: list[Mark | None]
 
     def fits(self, optimizer: Any) -> bool:
-        return self.owner() is optimizer and are_of(self.marks, optimizer)
+        return self.owner() is optimizer and unchanged_since(self.marks, optimizer)
 
 
 class Unstepped:
@@ -101,7 +101,7 @@ def marks_of(optimizer: Any) -> list[Mark | None]:
     return [_mark(parameter.grad) for parameter in parameters_of(optimizer)]
 
 
-def are_of(marks: list[Mark | None], optimizer: Any) -> bool:
+def unchanged_since(marks: list[Mark | None], optimizer: Any) -> bool:
     """Tell whether an optimizer has the gradients that `marks_of` saw, and nobody has written them since."""
     gradients = [parameter.grad for parameter in parameters_of(optimizer)]
     return len(gradients) == len(marks) and all(

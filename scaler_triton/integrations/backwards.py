@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.unstepped import are_of, marks_of
+from scaler_triton.unstepped import marks_of, unchanged_since
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def refused_between_unscaling_and_step(scaler: Any) -> Iterator[None]:
     waiting = [(optimizer, marks_of(optimizer)) for optimizer in _unscaled_optimizers(scaler)]
     yield
     for optimizer, marks in waiting:
-        if not are_of(marks, optimizer):
+        if not unchanged_since(marks, optimizer):
             raise RuntimeError(
                 f"backward() has written gradients of {type(optimizer).__name__} between clipping, which unscaled "
                 "them, and the step. Clip right before the step; to leave a step out, call the scaler's update()."
