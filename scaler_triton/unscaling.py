@@ -172,7 +172,8 @@ class UnscalingMixin(AgreeingMixin):
         finally:
             del state["plan"]
         try:
-            verdict.agree(agreement)
+            if agreement is not None:
+                verdict.agree(agreement)
             self._keep(state, verdict, self._served_devices(flags, plan, agreement))
         except BaseException:
             self._skip(state)

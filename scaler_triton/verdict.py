@@ -131,11 +131,10 @@ class Verdict:
         """Have the ranks compare their scales (one element, on this device) when they agree."""
         torch.mul(scale, _constants(scale, torch.float32, 1.0, -1.0), out=self._scales)
 
-    def agree(self, agreement: Agreement | None) -> None:
-        """Become the maximum over the ranks that must agree: one all-reduce, none where nobody else must."""
-        if agreement is not None:
-            agreement.maximum_(self._signals)
-            self._compare = _compare_maxima
+    def agree(self, agreement: Agreement) -> None:
+        """Become the maximum over the ranks that must agree, by one all-reduce."""
+        agreement.maximum_(self._signals)
+        self._compare = _compare_maxima
 
     def expect_sums(self, ranks: int) -> None:
         """Announce sums over so many ranks, which a kernel or `settle` is to turn into signals."""
