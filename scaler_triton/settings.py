@@ -128,7 +128,7 @@ class SettingsMixin(Held):
             naming a wrong field and its value; TypeError for what is no dict. The scaler is as before then.
         """
         extras = Extras(self._limits, self._max_consecutive_skips, [0] * len(NAMES))
-        if self._enabled and limits.check_dict(state_dict, "state_dict"):
+        if self._enabled and limits.check_dict(state_dict, "state_dict"):  # an empty one is left to torch's error
             if limits.KEY in state_dict:
                 extras = limits.from_checkpoint(state_dict[limits.KEY], NAMES)
             state_dict = policy.check_state_dict(state_dict)

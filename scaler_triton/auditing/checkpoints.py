@@ -25,7 +25,6 @@ ONE_FOR_ALL = (
     "A state that one rank saves for all (such as scaler.pt) says nothing of the others: "
     "call scaler_triton.audit(optimizer, scaler, model) in the running job, on every rank."
 )
-
 NO_NUMBERS = (
     "Ranks are told by the word rank in the files' names; where else their numbers stand, say with {rank}, "
     "as in --pattern 'model-{rank}-of-4.pt'."
