@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # DTensor's private names for its shard and its layout, which are quicker to read than `to_local` and `placements`.
 SHARD, SPEC = "_local_tensor", "_spec"
+# Private to DDP over tensor parallel: the layout of a DTensor whose shard it made a parameter of its own.
+DDP_SPEC = "_st_info"
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -67,6 +69,11 @@ def is_dtensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def placing(tensor: Any) -> Any:
+    """Return what tells a tensor's mesh and placements: itself, what DDP notes of a DTensor made plain, else None."""
+    return tensor if is_dtensor(tensor) else getattr(tensor, DDP_SPEC, None)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return what this rank holds of `tensor`: a DTensor's shard (waited for if still in flight), else itself."""
     if type(tensor) is Tensor or not is_dtensor(tensor):
@@ -88,12 +95,12 @@ def partial_terms(tensor: Tensor) -> int:
     return terms
 
 
-def cut_into(tensor: Tensor) -> int:
-    """Return into how many different pieces a DTensor is cut."""
+def cut_into(tensor: Any) -> int:
+    """Return into how many different pieces a DTensor, or what a layout describes, is cut."""
     pieces = 1
-    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+    for dim, placement in enumerate(tensor.placements):
         if not placement.is_replicate():  # is_shard() is False for the strided shards of FSDP2 beside TP
-            pieces *= tensor.device_mesh.size(dim)  # type: ignore[attr-defined]
+            pieces *= tensor.device_mesh.size(dim)
     return pieces
 
 

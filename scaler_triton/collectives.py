@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaler_triton.batch import is_dtensor
+from scaler_triton.batch import placing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -184,8 +184,8 @@ def picklable(process_group: Any) -> Any:
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
-    found = (p.device_mesh for p in parameters if is_dtensor(p))  # type: ignore[attr-defined]
-    return list(dict.fromkeys(found))
+    placed = (placing(parameter) for parameter in parameters)
+    return list(dict.fromkeys(each.device_mesh for each in placed if each is not None))
 
 
 def _mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

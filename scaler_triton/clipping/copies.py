@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaler_triton.batch import cut_into, is_dtensor
+from scaler_triton.batch import cut_into, placing
 from scaler_triton.collectives import has_fsdp1, several_ranks
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: 
 
     A DTensor's placements tell, and its mesh if it spans a part of the ranks: the other parts hold copies, as the
     norms of FSDP x TP do. An FSDP1 parameter looks the same sharded or not, so its wrapper is asked, which knows, too,
-    how tensor parallelism had cut it before. Any other parameter is taken for a copy, as under DDP: torch's own
-    clipping counts it on every rank.
+    how tensor parallelism had cut it before; DDP notes that on the parameter. Any other parameter is taken for a copy,
+    as under DDP: torch's own clipping counts it on every rank.
 
     Args:
         parameters: of any kind, frozen ones too.
@@ -49,8 +49,9 @@ def copies_of_gradient(count: int, parameter: Tensor, pieces: int) -> int:
 
 
 def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int]) -> int:
-    if is_dtensor(parameter):
-        return max(1, ranks // cut_into(parameter))
+    placed = placing(parameter)
+    if placed is not None:
+        return max(1, ranks // cut_into(placed))
     if not getattr(parameter, "_fsdp_flattened", False):
         return ranks
     if id(parameter) not in shards:

@@ -332,6 +332,27 @@ def fsdp1_over_tensor_parallel(rank: int, orig: bool) -> tuple[list[float], list
     return norms, expected, ""
 
 
+def ddp_over_tensor_parallel(rank: int, kind: str) -> tuple[list[float], list[float], bool]:
+    """DDP over layers that tensor parallelism cut: norms beside those of one process, and if a shard's inf skips."""
+    net, mesh = model_cases.Net(), cases.square()
+    bare = copy.deepcopy(net)
+    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = nn.parallel.DistributedDataParallel(net, device_mesh=mesh["dp"])  # takes the shards for parameters
+    scaler, optimizer = cases.new_scaler(kind), cases.new_optimizer("sgd", model.parameters())
+    norms, expected = [], []
+    for step, order in enumerate((2.0, 1.0, 3.0, math.inf)):
+        _backward(model, optimizer, (rank // 2, 2), step, scaler)
+        _backward(bare, cases.new_optimizer("sgd", bare.parameters()), (0, 1), step, None)
+        norms.append(scaler.clip_grad_norm_(optimizer, 1e6, order).item())
+        expected.append(torch.nn.utils.clip_grad_norm_(bare.parameters(), 1e6, order).item())
+        scaler.update()
+    _backward(model, optimizer, (rank // 2, 2), 0, scaler)
+    if mesh.get_local_rank("tp") == 1:
+        next(p.grad for p in cases.params_of(optimizer) if p.shape == (model_cases.WIDTH,) * 2).fill_(math.inf)
+    scaler.step(optimizer)
+    return norms, expected, scaler.was_skipped(optimizer)
+
+
 def fsdp1_without_model(rank: int) -> str:
     """An FSDP1 model's optimizer clipped without telling the model."""
     model = model_cases.WRAPPERS["fsdp1-full"](model_cases.Net(), False)

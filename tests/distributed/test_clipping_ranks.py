@@ -218,6 +218,13 @@ def test_fsdp1_over_tensor_parallel_counts_what_both_cut_once(four):
         assert norms == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
+def test_ddp_over_tensor_parallel_agrees_and_counts_what_was_cut_once(four, kind):
+    for norms, expected, skipped in four.run(clipping_cases.ddp_over_tensor_parallel, kind):
+        assert norms == pytest.approx(expected, rel=1e-6)
+        assert skipped
+
+
 def test_an_fsdp1_without_that_record_is_taken_to_be_all_there_is():
     assert copies._cut_before(None) == copies._cut_before(types.SimpleNamespace(flat_param=object())) == {}
 
