@@ -99,6 +99,7 @@ ALLOWED = {
     "clipping/norms": {"batch", "clipping/reference_norm", "dispatch", "ops", "reference"},
     "clipping/rank_norms": {"batch", "clipping/copies"},
     "clipping/disabled": {
+        "batch",
         "clipping/arguments",
         "clipping/copies",
         "clipping/rank_norms",

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scaler_triton import collectives
+from scaler_triton.batch import is_dtensor, placing
 from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import copies_of
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm
 
+if TYPE_CHECKING:
+    from scaler_triton.collectives import Agreement
+
 
 def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) -> Tensor:
-    """Clip as torch does; FSDP1's shards, which torch's takes for whole gradients, by the norm of all ranks'.
+    """Clip as torch does; by the norm of all ranks' what torch's clipping refuses, or takes for whole gradients.
 
     Args:
         parameters: all that the optimizers hold; their gradients are written.
         group: the scaler's process group.
 
-    Returns: the norm, `()`, as torch's clipping does; fp32 for FSDP1.
+    Returns: the norm, `()`, as torch's clipping does; fp32 for what it cannot clip.
 
     Raises: ValueError naming `model` as `copies_of`; torch's RuntimeError for a norm that is not finite.
     """
     max_norm, norm_type, error_if_nonfinite, model, chosen = request
-    if not (collectives.several_ranks() and collectives.has_fsdp1(parameters)):
+    if _torch_can_clip(parameters):
         clipped = [p for p in parameters if chosen is None or id(p) in chosen]
         return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
-    agreement = collectives.sharded_agreement(parameters, group)
+    agreement = _agreement(parameters, group)
     with torch.no_grad():
         copies = copies_of(parameters, agreement, model)
         gradients, counts = held_gradients(parameters, copies, chosen)
@@ -41,3 +45,18 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) ->
             raise RuntimeError(reference_norm.NONFINITE.format(norm_type))
         multiply_(gradients, reference_norm.coefficient(nobody, norm, max_norm))
     return norm
+
+
+def _torch_can_clip(parameters: Sequence[Tensor]) -> bool:
+    """Tell whether torch's clipping finds the norm of all: not of DTensors of several meshes, or beside others."""
+    if collectives.has_fsdp1(parameters):
+        return not collectives.several_ranks()
+    placed = [placing(parameter) for parameter in parameters]
+    meshes = {None if each is None else each.device_mesh for each in placed}
+    return len(meshes) < 2 and all(each is None or is_dtensor(each) for each in placed)
+
+
+def _agreement(parameters: Sequence[Tensor], group: Any) -> Agreement | None:
+    if group is not None or collectives.has_fsdp1(parameters):
+        return collectives.sharded_agreement(parameters, group)
+    return collectives.inferred_agreement(parameters)

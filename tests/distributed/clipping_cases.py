@@ -42,10 +42,17 @@ class Clipped(NamedTuple):
 
 
 def laid_out(
-    rank: int, kind: str, layout: str, name: str, faults: Sequence[Fault], gradless: int = -1, order: float = 2.0
+    rank: int,
+    kind: str,
+    layout: str,
+    name: str,
+    faults: Sequence[Fault],
+    gradless: int = -1,
+    order: float = 2.0,
+    enabled: bool = True,
 ) -> Clipped:
     """One clipped step over parameters in a named layout; their gradients are known, so the test knows the norm."""
-    scaler, params = cases.new_scaler(kind), dtensor_cases.LAYOUTS[layout]()
+    scaler, params = cases.new_scaler(kind, enabled=enabled), dtensor_cases.LAYOUTS[layout]()
     optimizer = cases.new_optimizer(name, [{"params": [param]} for param in params])
     cases.give_grads(scaler, params, 0, range(len(params)) if rank == gradless else ())
     cases.plant(faults, rank, 0, params)

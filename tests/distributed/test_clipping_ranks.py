@@ -258,5 +258,16 @@ def test_a_disabled_scaler_clips_fsdp1_by_the_norm_of_the_whole(two, norm_type):
         assert said.startswith(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite")
 
 
+@pytest.mark.parametrize("kind", ["sharded", "grad", "world"])
+@pytest.mark.parametrize("layout", PIECES)
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_disabled_scaler_clips_every_layout_by_the_norm_of_the_whole(four, kind, layout, order):
+    norm = norm_of(layout) if order == 2.0 else gradient(0)
+    for outcome in four.run(clipping_cases.laid_out, kind, layout, "adamw", [], order=order, enabled=False):
+        assert outcome.norms[0] == pytest.approx(norm, rel=1e-3)  # torch rounds fp16 gradients' norms to fp16
+        for index, values in enumerate(outcome.values):
+            assert values == pytest.approx([gradient(index) * min(1.0, MAX_NORM / norm)] * len(values), rel=1e-2)
+
+
 def test_optimizers_clipped_together_keep_each_other_not_alive(two):
     assert two.run(clipping_cases.several_and_then_one) == [[False, False]] * 2
