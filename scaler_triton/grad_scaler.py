@@ -182,7 +182,9 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self._own_state(), "process_group": collectives.picklable(self.process_group)}
+        # torch has made sure that an enabled scaler's states are empty
+        group = collectives.picklable(self.process_group)
+        return {**super().__getstate__(), **held.fresh(self._counters.read()), "process_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_plans" not in state:  # a scaler of torch's, pickled before `patch_torch` put this class in its place
@@ -190,17 +192,12 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             ours.__init__(self, state["_device"], enabled=False)
         super().__setstate__(state)
 
-    def _own_state(self) -> dict[str, Any]:
-        """Return what a copy needs, but for the process group."""
-        # torch has made sure that an enabled scaler's states are empty
-        return {**super().__getstate__(), **held.fresh(self._counters.read()), "process_group": None}
-
     def __copy__(self) -> ScalerMixin:
-        return self._fill(type(self).__new__(type(self)), self._own_state())
+        return self._fill(type(self).__new__(type(self)), self.__getstate__())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalerMixin:
         clone = memo[id(self)] = type(self).__new__(type(self))  # first: what a scaler holds may hold the scaler
-        return self._fill(clone, copy.deepcopy(self._own_state(), memo))
+        return self._fill(clone, copy.deepcopy(self.__getstate__(), memo))
 
     def _fill(self, clone: ScalerMixin, state: dict[str, Any]) -> ScalerMixin:
         clone.__setstate__(state)

@@ -7,6 +7,7 @@ import gc
 import inspect
 import math
 import pickle
+import threading
 import types
 from collections import defaultdict
 from typing import Any
@@ -406,6 +407,31 @@ def test_a_scaler_that_holds_itself_is_copied_with_what_it_holds() -> None:
     scaler.update = types.MethodType(GradScaler.update, scaler)  # type: ignore[method-assign]
     copied: Any = copy.deepcopy(scaler)
     assert copied.update.__self__ is copied is not scaler
+
+
+class Locked(GradScaler):
+    """A user's, with something that cannot be copied and is left out by hand."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", init_scale=64.0)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the lock out."""
+        return {name: value for name, value in super().__getstate__().items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make another lock."""
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy])
+def test_a_copy_is_made_of_what_a_subclass_says_is_its_state(clone: Any) -> None:
+    scaler = Locked()
+    copied = clone(scaler)
+    assert copied.get_scale() == 64.0
+    assert copied.lock is not scaler.lock
 
 
 def test_a_disabled_scaler_can_be_copied_whatever_it_was_asked() -> None:
