@@ -35,7 +35,7 @@ def _innermost(optimizer: Any) -> Any:
 def parameters_of(optimizer: Any) -> list[Tensor]:
     """Return the parameters of everything with `param_groups`, in order; not to be written."""
     groups = optimizer.param_groups
-    if len(groups) == 1 and type(groups[0]["params"]) is list:
+    if type(groups) is list and len(groups) == 1 and type(groups[0]["params"]) is list:
         return groups[0]["params"]
     return [parameter for group in groups for parameter in group["params"]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import itertools
 import math
 import pickle
 import threading
@@ -275,11 +276,22 @@ class Container:
             optimizer.step()
 
 
+class Chained(Container):
+    """The same, whose groups can only be iterated over."""
+
+    __slots__ = ()
+
+    @property
+    def param_groups(self) -> Any:
+        return itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+
+
+@pytest.mark.parametrize("container", [Container, Chained])
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_container_of_optimizers_steps_as_one(bad: bool) -> None:
+def test_a_container_of_optimizers_steps_as_one(container: type[Container], bad: bool) -> None:
     optimizers = [sgd([torch.tensor([8.0])]), sgd([torch.tensor([math.inf if bad else 4.0])])]
     scaler = started(GradScaler, "cpu", init_scale=4.0)
-    scaler.step(Container(optimizers))
+    scaler.step(container(optimizers))
     scaler.update()
     values = [o.param_groups[0]["params"][0].item() for o in optimizers]
     assert values == ([0.0, 0.0] if bad else [-1.0, -0.5])
