@@ -228,7 +228,8 @@ class UnscalingMixin(AgreeingMixin):
 
     def _enter_unscaled(self, state: StepState) -> None:
         """Tell that the gradients are unscaled, or that some may be."""
-        state["stage"], state["first_gradient"] = OptState.UNSCALED, first_gradient(state["owner"]())
+        state["stage"] = OptState.UNSCALED  # first: whatever stops the look must not have them divided again
+        state["first_gradient"] = first_gradient(state["owner"]())
 
     def _keep(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         state["verdict"] = verdict

@@ -11,7 +11,7 @@ import torch
 from helpers import Place, flags, grads, places, sgd, started, values
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import GradScaler, ops
+from scaler_triton import GradScaler, ops, unscaling
 
 
 def two_dtypes(place: Place, **kwargs: Any) -> tuple[Any, Any]:
@@ -143,6 +143,22 @@ def test_fused_step_that_unscales_raises_and_can_only_be_skipped(place: Place, w
         backward(optimizer)
         scaler.step(optimizer)
         assert values(optimizer) == [-2.0, -2.0]
+
+
+def test_interrupted_once_all_is_divided(monkeypatch: Any) -> None:
+    """A look at the gradients is what is left to do then."""
+
+    def interrupted(optimizer: Any) -> None:
+        raise KeyboardInterrupt
+
+    optimizer = sgd([torch.full((2,), 8.0)])
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(unscaling, "first_gradient", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert (grads(optimizer), values(optimizer)) == ([2.0], [-1.0])
 
 
 def test_an_override_that_raises_may_have_written_anything() -> None:
