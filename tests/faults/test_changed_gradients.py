@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -106,6 +106,33 @@ def test_as_torch(place: Place, change: Change, when: str, bad: bool) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other)
     assert ours[0].item() == 4.0
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """Modules are converted by swapping their tensors, as those of FSDP2 always are."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@PLACES
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_"])
+def test_gradients_can_be_swapped_after_a_step(place: Place, way: str, fused: bool, swapping: None) -> None:
+    params = parameters([torch.ones(3), torch.ones(2, 4)], place.device)
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    for dtype in (torch.float64, torch.float32):
+        give_gradients(scaler, params)
+        if way == "unscale_":
+            scaler.unscale_(optimizer)
+        elif way == "clip_grad_norm_":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        nn.ParameterList(params).to(dtype)
+        scaler.update()
+        assert {param.grad.dtype for param in params if param.grad is not None} == {dtype}
 
 
 @pytest.mark.gpu
