@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
 from scaler_triton.step_state import StepState
 from scaler_triton.unstepped import has_first
 from scaler_triton.verdict import any_flag
+
+try:
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _outside_transforms
+except ImportError:  # torch's own name, not promised
+    _outside_transforms = nullcontext  # type: ignore[assignment]
 
 
 class UpdatingMixin(SettingsMixin, OverflowMixin):
@@ -187,7 +193,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
         device = torch.device(dev)
-        if self._scale is None:
-            self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
-        if self._growth_tracker is None:
-            self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
+        with _outside_transforms():  # what is made within one of torch.func's has no address
+            if self._scale is None:
+                self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
+            if self._growth_tracker is None:
+                self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)

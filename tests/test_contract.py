@@ -546,6 +546,17 @@ def test_containers_without_weak_references_leave_no_plans_behind() -> None:
     assert len(scaler._plans) == 0
 
 
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_a_loss_is_first_scaled_within_a_transform(place: Place) -> None:
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    parameter = torch.nn.Parameter(torch.ones(1, device=place.device))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    parameter.grad = torch.func.grad(lambda value: scaler.scale(value.square().sum()))(parameter.detach())
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.item() == 0.0
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_runs_under_another_default_device_and_under_inference_mode(fused: bool, clip: bool) -> None:
