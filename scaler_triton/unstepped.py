@@ -68,8 +68,8 @@ class Unstepped:
     def _forget(self, owner: Callable[[], Any]) -> None:
         """Drop what is kept of an optimizer, and of those that are gone."""
         if self._entries:
-            gone = (None, owner())
-            self._entries = {key: entry for key, entry in self._entries.items() if entry.owner() not in gone}
+            gone = {id(None), id(owner())}  # optimizers may have a way of their own to compare
+            self._entries = {key: entry for key, entry in self._entries.items() if id(entry.owner()) not in gone}
 
     def recall(self, optimizer: Any) -> Tensor | None:
         """Return the flag kept for an optimizer whose gradients are unscaled still; it stays until its next update."""

@@ -252,6 +252,25 @@ def test_18_an_entry_dies_with_its_optimizer() -> None:
     assert len(scaler._unstepped._entries) == 0
 
 
+def test_18_optimizers_that_are_equal_are_two() -> None:
+    """As dataclasses with the same settings are."""
+
+    class Equal(torch.optim.SGD):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.full((3,), 8.0)
+    late, early = (Equal([parameter], lr=0.5) for parameter in parameters)
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    scaler.step(late)
+    assert only(late).tolist() == [-0.5 * 8.0 / SCALE] * 3
+
+
 def test_18_an_optimizer_at_a_freed_id_starts_anew() -> None:
     """Difference 11: although its gradients are those that another one had unscaled."""
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
