@@ -193,7 +193,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
         device = torch.device(dev)
-        with _outside_transforms():  # what is made within one of torch.func's has no address
+        # What is made within one of torch.func's has no address; updates outside of inference mode write it, too.
+        with torch.inference_mode(False), _outside_transforms():
             if self._scale is None:
                 self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
             if self._growth_tracker is None:

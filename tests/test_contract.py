@@ -557,6 +557,20 @@ def test_a_loss_is_first_scaled_within_a_transform(place: Place) -> None:
     assert parameter.item() == 0.0
 
 
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_a_loss_is_first_scaled_under_inference_mode(place: Place) -> None:
+    """As one of a validation before the first step."""
+    scaler = GradScaler(place.device, init_scale=4.0, growth_interval=1, backend=place.backend)
+    with torch.inference_mode():
+        scaler.scale(torch.ones((), device=place.device))
+    parameter = torch.nn.Parameter(torch.ones(1, device=place.device))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scaler.scale(parameter.square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (parameter.item(), scaler.get_scale()) == (0.0, 8.0)
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_runs_under_another_default_device_and_under_inference_mode(fused: bool, clip: bool) -> None:
