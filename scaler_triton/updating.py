@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,11 +20,6 @@ from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
 from scaler_triton.step_state import StepState
 from scaler_triton.unstepped import has_first
 from scaler_triton.verdict import any_flag
-
-try:
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _outside_transforms
-except ImportError:  # torch's own name, not promised
-    _outside_transforms = nullcontext  # type: ignore[assignment]
 
 
 class UpdatingMixin(SettingsMixin, OverflowMixin):
@@ -199,3 +195,11 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                 self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
             if self._growth_tracker is None:
                 self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
+
+
+def _outside_transforms() -> AbstractContextManager[Any]:
+    """Return what leaves torch.func's transforms for a while; torch promises no such name, without it nothing does."""
+    module = sys.modules.get("torch._functorch.pyfunctorch")
+    leave: Callable[[], Any] = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)
+    context: AbstractContextManager[Any] = leave()
+    return context

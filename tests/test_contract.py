@@ -557,6 +557,13 @@ def test_a_loss_is_first_scaled_within_a_transform(place: Place) -> None:
     assert parameter.item() == 0.0
 
 
+def test_without_torchs_way_out_of_a_transform_a_scaler_starts_all_the_same(monkeypatch: Any) -> None:
+    from torch._functorch import pyfunctorch
+
+    monkeypatch.delattr(pyfunctorch, "temporarily_clear_interpreter_stack")
+    assert started(GradScaler, "cpu", init_scale=4.0).get_scale() == 4.0
+
+
 @pytest.mark.parametrize("place", places(), ids=str)
 def test_a_loss_is_first_scaled_under_inference_mode(place: Place) -> None:
     """As one of a validation before the first step."""
