@@ -116,7 +116,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
 
     def _has_stepped(self, state: StepState) -> None:
         state["stage"] = OptState.STEPPED
-        state.pop("first_gradient", None)  # no gradient that is referred to can be swapped, as `model.cpu()` does under FSDP2
+        # What a weak reference holds cannot be swapped, as `model.cpu()` does under FSDP2.
+        state.pop("first_gradient", None)
         self._stepped.keep(state)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:
