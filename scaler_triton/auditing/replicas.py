@@ -98,10 +98,14 @@ def _told_by(model: nn.Module) -> dict[int, str]:
     told: dict[int, str] = {}
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            ignored = module.parameters_to_ignore
-            ours = (p for name, p in module.module.named_parameters() if name not in ignored)
-            told.update(dict.fromkeys(map(id, ours), _ranks_of(module)))
+            told.update(dict.fromkeys(map(id, _parameters_of(module)), _ranks_of(module)))
     return told | _told_by_no_shard(model)
+
+
+def _parameters_of(module: nn.parallel.DistributedDataParallel) -> Iterator[Tensor]:
+    """Yield what DDP keeps equal; over tensor parallelism every forward puts other tensors in its module."""
+    yield from getattr(module, "_module_parameters", ())  # torch promises no such name
+    yield from (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
 
 
 def _told_by_no_shard(model: nn.Module) -> dict[int, str]:

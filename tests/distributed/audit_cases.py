@@ -14,8 +14,10 @@ from cases import Fault, dtensor_param, local_of, new_optimizer, new_scaler, par
 from collective_counter import CollectiveCounter
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import scaler_triton
+from scaler_triton.batch import DDP_SPEC
 
 PLACEMENTS = {
     "replicated": (Replicate(), Replicate()),
@@ -126,6 +128,20 @@ def ddp_of_pairs(rank: int, bad: int) -> Said:
     if rank == bad:
         flip(model.module.weight)
     return said(new_optimizer("sgd", model.parameters()), new_scaler("grad"), model)
+
+
+def ddp_over_tensor_parallel(rank: int, bad: int) -> Said:
+    """DDP over layers that tensor parallelism cut, after a step; one bit of a shard is flipped on the bad rank."""
+    net, mesh = model_cases.Net(), square()
+    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = nn.parallel.DistributedDataParallel(net, device_mesh=mesh["dp"])
+    scaler, optimizer = new_scaler("grad"), new_optimizer("sgd", model.parameters())
+    scaler.scale(model(torch.ones(2, model_cases.WIDTH)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    if rank == bad:
+        flip(next(param for param in params_of(optimizer) if hasattr(param, DDP_SPEC)))
+    return said(optimizer, scaler, model, replicated=True)
 
 
 def a_rank_raises(rank: int, bad: int, what: str) -> Said:

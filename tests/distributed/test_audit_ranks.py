@@ -147,6 +147,14 @@ def test_ddp_of_some_ranks_is_compared_among_them(four, bad):
         assert answer.differences[-1] == "  module.weight: rank 1 | rank 3"
 
 
+@pytest.mark.parametrize("bad", [NOBODY, 3])
+def test_shards_that_ddp_made_parameters_are_compared_among_its_ranks(four, bad):
+    answer = agreed_on(four.run(audit_cases.ddp_over_tensor_parallel, bad))
+    assert answer.verdict == ("agree" if bad == NOBODY else "split")
+    if bad != NOBODY:
+        assert all(difference.endswith(": rank 1 | rank 3") for difference in answer.differences[1:])
+
+
 @pytest.mark.parametrize(("what", "text"), [("steps", "NotImplementedError: "), ("scaler", "TypeError: scaler must ")])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_rank_that_raises_is_a_row_for_all(two, bad, what, text):
