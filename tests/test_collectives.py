@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_ranks_start_on_a_torch_that_cannot_lower_their_limit(monkeypatch: Any) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout", raising=False)
     monkeypatch.delattr(dist, "set_timeout", raising=False)
-    ranks._limit_collectives(1.0)
+    ranks.limit_collectives(1.0)
 
 
 def test_without_a_root_mesh_the_whole_world_agrees(monkeypatch: Any) -> None:

@@ -224,14 +224,14 @@ class _Group:
             world_size=self.world_size,
             timeout=timedelta(seconds=START_TIMEOUT),  # The others may still be importing torch.
         )
-        _limit_collectives(self.timeout)
+        limit_collectives(self.timeout)
 
 
-def _limit_collectives(seconds: float) -> None:
-    """Lower the default group's limit; a torch that offers no way to keeps the longer one."""
+def limit_collectives(seconds: float, group: dist.ProcessGroup | None = None) -> None:
+    """Lower a group's limit, the default one's for None; a torch that offers no way to keeps the longer one."""
     lower = getattr(dist, "set_timeout", None) or getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if lower is not None:
-        lower(timedelta(seconds=seconds))
+        lower(timedelta(seconds=seconds), group)
 
 
 def _serve(group: _Group, log: str, connection: Connection) -> None:

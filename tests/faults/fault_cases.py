@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import cases
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from scaler_triton.demo.ranks import limit_collectives
 
 LIMIT = 0.5  # Seconds that a collective may take here before torch gives up.
 
@@ -75,7 +76,7 @@ def _give(scaler: Any, optimizer: Any, step: int) -> None:
 
 def _shorten_limit(group: Any) -> None:
     """Set the limit of a group whose ranks have just met: busy machines are late for a first meeting."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT), group)
+    limit_collectives(LIMIT, group)
 
 
 def _attempt(call: Callable[[Any], Any], scaler: Any, optimizer: Any) -> Outcome:
