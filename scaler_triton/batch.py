@@ -86,6 +86,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor has wait, Tensor has not
 
 
+def home_of(tensors: Sequence[Tensor]) -> torch.device:
+    """Return where what becomes of tensors is wanted: on the first one's device, the CPU if there is none."""
+    return tensors[0].device if len(tensors) and isinstance(tensors[0], Tensor) else torch.device("cpu")
+
+
 def partial_terms(tensor: Tensor) -> int:
     """Return how many ranks' local tensors a DTensor is yet to be summed from: 1 if it is not Partial."""
     terms = 1

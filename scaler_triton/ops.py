@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scaler_triton import batch as batching
-from scaler_triton import policy, reference
-from scaler_triton.batch import Batch, Layout
+from scaler_triton import batch_ops, policy, reference
+from scaler_triton.batch import Batch
+from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.dispatch import Backend, check_backend, choose
-from scaler_triton.neighbours import Neighbours
-
-if TYPE_CHECKING:
-    from scaler_triton.kernels.table import GradTable
 
 __all__ = ["check_nonfinite", "grad_norm", "unscale_", "update_scale_"]
 
@@ -47,7 +42,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
     _check_scalar(found_inf, "found_inf")
 
     def unscale_one(batch: Batch, flag: Tensor, name: Backend) -> None:
-        unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, name, inverse=True)
+        batch_ops.unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, name, inverse=True)
 
     _run(grads, found_inf, backend, unscale_one)
 
@@ -65,7 +60,7 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
         compiled.check_nonfinite(_shards(grads), found_inf, backend)
         return
     _check_scalar(found_inf, "found_inf")
-    _run(grads, found_inf, backend, check_batch)
+    _run(grads, found_inf, backend, batch_ops.check_batch)
 
 
 def grad_norm(
@@ -100,12 +95,35 @@ def grad_norm(
 
         shards = _shards(grads)
         if found_inf is None:  # inductor takes no None where an op that returns something may write
-            found_inf = torch.zeros((), dtype=torch.float32, device=shards[0].device if shards else "cpu")
+            found_inf = torch.zeros((), dtype=torch.float32, device=batching.home_of(shards))
         norm: Tensor = compiled.grad_norm(shards, found_inf, inv_scale, norm_type, backend)
         return norm
-    from scaler_triton.clipping import norms
+    order = _checked_order(norm_type)
+    for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
+        if scalar is not None:
+            _check_scalar(scalar, name)
+    home, requested = batching.home_of(grads), check_backend(backend)
+    flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
+    factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
+    parts: list[Tensor] = []
 
-    return norms.grad_norm(grads, found_inf, inv_scale=inv_scale, norm_type=norm_type, backend=backend)
+    def add(batch: Batch, bad: Tensor, name: Backend) -> None:
+        local = factor.to(bad.device)
+        if order == 2:
+            ((_, name),) = batch_ops.choose_backends([batch], requested, clips=True)
+            totals = norms.sum_of_squares_batch(batch, local, bad, None, name, inverse=True)
+            parts.append(totals[reference_norm.SQUARES].to(home))
+            return
+        if found_inf is not None:
+            batch_ops.check_batch(batch, bad, name)
+        if any(tensor.numel() for tensor in batch.present):
+            parts.append((reference_norm.norm(batch.present, order) * local.double().reshape(())).to(home))
+
+    _run(grads, flag, backend, add)
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=home)
+    stacked = torch.stack(parts)
+    return stacked.sum().sqrt() if order == 2 else torch.linalg.vector_norm(stacked, order)
 
 
 def update_scale_(
@@ -152,136 +170,12 @@ def update_scale_(
     backoff_factor = policy.check_backoff_factor(backoff_factor)
     growth_interval = policy.check_growth_interval(growth_interval)
     on_torch = choose(scale.device, scale.dtype, check_backend(backend)) == "torch"
-    update = reference.update_scale_ if on_torch else _kernels().update_scale.launch_update_scale
+    update = reference.update_scale_ if on_torch else batch_ops.kernels().update_scale.launch_update_scale
     update(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-
-
-def update_by_rows_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    flags: Tensor,
-    policy: Tensor,
-    counters: Tensor,
-    rows: int = 1,
-    *,
-    clear: bool = False,
-) -> None:
-    """`update_scale_` on Triton by several flags at once, within limits and counted.
-
-    Args: see `kernels.update_scale.launch_update_rows`; by default `flags` is one flag, which is left as it is.
-    """
-    _kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, counters, rows, clear=clear)
-
-
-def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False) -> list[tuple[Batch, Backend]]:
-    """Pair every batch with its backend; whatever fails to compile or load shows here, before any write.
-
-    Args:
-        requested, clips: as `dispatch.choose` takes them.
-    """
-    key = requested, clips
-    return [(b, b.layout.backends.get(key) or _backend(b.layout, *key)) for b in batches]
-
-
-def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Backend, *, inverse: bool) -> None:
-    """`unscale_` for one batch.
-
-    Args:
-        factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
-        found_inf: fp32, one element, the batch's device.
-    """
-    if backend == "torch":
-        inv_scale = factor if inverse else reference.inverse(factor)
-        _reference_unscale_(batch, inv_scale, found_inf)
-        return
-    dense = _dense(batch)
-    _kernels().unscale.launch_unscale(_table(batch.layout, dense, "unscale"), factor, found_inf, inverse=inverse)
-    if dense is not batch:
-        for original, copy in zip(batch.present, dense.present, strict=True):
-            original.copy_(copy)
-
-
-def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: bool = False) -> None:
-    """`check_nonfinite` for one batch, `found_inf` on its device.
-
-    Args:
-        unscaled: `unscale_batch_` had it just now: a table that both share is filled.
-    """
-    if backend == "torch":
-        if batch.layout.key.plain:
-            reference.check_nonfinite(batch.present, found_inf, _neighbours(batch))
-        else:
-            _reference_unscale_(batch, torch.ones_like(found_inf), found_inf)
-        return
-    dense = _dense(batch)  # kept until the launch: an address keeps nothing alive
-    tables = batch.layout.tables
-    if unscaled and dense is batch and tables.get("check") is tables["unscale"]:
-        table = tables["check"]  # a capture has room for one copy of its addresses
-    else:
-        table = _table(batch.layout, dense, "check")
-    _kernels().nonfinite.launch_check_nonfinite(table, found_inf)
 
 
 def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
     return [batching.local_tensor(grad) for grad in grads]
-
-
-@functools.cache
-def _kernels() -> Any:
-    """Return the kernels' modules, imported when the first one is needed: triton is heavy, and not everywhere."""
-    from scaler_triton.kernels import clip, nonfinite, norm, unscale, update_scale
-
-    return SimpleNamespace(clip=clip, nonfinite=nonfinite, norm=norm, unscale=unscale, update_scale=update_scale)
-
-
-def _backend(layout: Layout, requested: str, clips: bool) -> Backend:
-    key = layout.key
-    backend = choose(key.device, key.dtype, requested, clips=clips) if key.plain else "torch"
-    layout.backends[requested, clips] = backend
-    return backend
-
-
-def _neighbours(batch: Batch) -> Neighbours | None:
-    return batch.layout.neighbours if batch.complete else None  # else the list is another one each time
-
-
-def _reference_unscale_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> None:
-    if batch.layout.key.plain:
-        reference.unscale_(batch.present, inv_scale, found_inf, _neighbours(batch))
-    else:  # a tensor subclass knows itself what torch's op means for it
-        torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
-
-
-def _dense(batch: Batch) -> Batch:
-    """Return the batch itself, or dense copies of tensors with gaps: kernels walk one span of memory a tensor."""
-    if batch.layout.key.dense:
-        return batch
-    return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
-
-
-def _table(layout: Layout, dense: Batch, mode: str) -> GradTable:
-    """Return the kernels' table of a layout, filled with this step's addresses; the layout keeps it."""
-    table = layout.tables.get(mode)
-    if table is None:
-        table = layout.tables[mode] = _new_table(layout, mode)
-    if layout.epoch is not None:
-        table.epoch = layout.epoch
-    if dense.complete:
-        table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
-    else:
-        table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
-    return table
-
-
-def _new_table(layout: Layout, mode: str) -> GradTable:
-    """Return a table for the configuration that is best here; modes whose configurations are equal share one."""
-    from scaler_triton.kernels.lookup import config_for
-    from scaler_triton.kernels.table import GradTable
-
-    device, dtype = layout.key.device, layout.key.dtype
-    config = config_for(device, mode, dtype.itemsize)
-    shared = [table for table in layout.tables.values() if table.config == config]
-    return shared[0] if shared else GradTable(layout.numels, dtype, device, config)
 
 
 def _run(
@@ -290,7 +184,7 @@ def _run(
     """Check and group `grads`, run `op` on each batch with a flag on its device, gather the flags."""
     requested = check_backend(backend)
     with torch.no_grad():
-        batches = choose_backends(batching.group(_checked(grads)), requested)
+        batches = batch_ops.choose_backends(batching.group(_checked(grads)), requested)
         for batch, name in batches:
             device = batch.layout.key.device
             if device == found_inf.device:
@@ -320,3 +214,10 @@ def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32)
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.numel() != 1 or tensor.dtype is not dtype:
         raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")
+
+
+def _checked_order(norm_type: float) -> float:
+    order = norms.order_of(norm_type)
+    if math.isnan(order) or order == 0:  # of order 0 it counts elements, and does not scale with them
+        raise ValueError(f"norm_type must be a number other than 0, got {norm_type!r}")
+    return order

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import dispatch, ops, optimizers, reference
+from scaler_triton import batch_ops, dispatch, optimizers, reference
 from scaler_triton.agreeing import AgreeingMixin
 from scaler_triton.board import Board
 from scaler_triton.capturing import is_captured, refuse_capture
@@ -80,9 +80,9 @@ class UnscalingMixin(AgreeingMixin):
 
         def unscale(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
             state["written"] = True
-            ops.unscale_batch_(batch, fp32_on(flag.device, factor), flag, backend, inverse=inv_scale is not None)
+            batch_ops.unscale_batch_(batch, fp32_on(flag.device, factor), flag, backend, inverse=inv_scale is not None)
             if self._check_unscaled:
-                ops.check_batch(batch, flag, backend, unscaled=True)
+                batch_ops.check_batch(batch, flag, backend, unscaled=True)
 
         return self._for_each_batch(optimizer, state, found_inf, allow_fp16, unscale)
 
@@ -105,19 +105,19 @@ class UnscalingMixin(AgreeingMixin):
     def _check_grads(self, optimizer: Any, state: StepState, found_inf: Tensor) -> Flags:
         if self._unscale_is_overridden():  # the override may know gradients that we do not
             return self._unscale_grads_(optimizer, torch.ones_like(found_inf), found_inf, True)
-        return self._for_each_batch(optimizer, state, found_inf, True, ops.check_batch)
+        return self._for_each_batch(optimizer, state, found_inf, True, batch_ops.check_batch)
 
     def _for_each_batch(self, optimizer: Any, state: StepState, found_inf: Tensor, allow_fp16: bool, op: Op) -> Flags:
         flags: Flags = {}
         plan = state.get("plan") or self._plans.get(optimizer)
         gradients = plan.collect(allow_fp16=allow_fp16)
-        pairs = ops.choose_backends(gradients.batches, self._backend)
-        bounds = ops.choose_backends(gradients.bounds, self._backend) if gradients.bounds else ()
+        pairs = batch_ops.choose_backends(gradients.batches, self._backend)
+        bounds = batch_ops.choose_backends(gradients.bounds, self._backend) if gradients.bounds else ()
         for batch, backend in pairs:
             flag = flag_on(batch.layout.key.device, flags, found_inf)
-            self._run(plan, op, batch, flag, backend, divides=op is not ops.check_batch)
+            self._run(plan, op, batch, flag, backend, divides=op is not batch_ops.check_batch)
         for batch, backend in bounds:
-            self._run(plan, ops.check_batch, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
+            self._run(plan, batch_ops.check_batch, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
         return flags
 
     def _run(
@@ -130,7 +130,7 @@ class UnscalingMixin(AgreeingMixin):
         looks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # others know few ops
         if looks and divides and self._unscaling_may_overflow():  # what is infinite then need not have been before
             found = torch.zeros_like(flag)
-            ops.check_batch(batch, found, backend)
+            batch_ops.check_batch(batch, found, backend)
             self._look(plan, batch, found)
             looks = False
         op(batch, flag, backend)

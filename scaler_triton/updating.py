@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import dispatch, limits, ops, reference
+from scaler_triton import batch_ops, dispatch, limits, reference
 from scaler_triton.capturing import is_captured
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
@@ -168,9 +168,9 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         rows = None if board is None else board.rows(verdicts)
         if board is None or rows is None:
             found_inf = any_flag([self._flag(state) for state in states], scale.device)
-            ops.update_by_rows_(scale, growth_tracker, found_inf, numbers, counters)
+            batch_ops.update_by_rows_(scale, growth_tracker, found_inf, numbers, counters)
             return
-        ops.update_by_rows_(scale, growth_tracker, board.signals, numbers, counters, rows, clear=True)
+        batch_ops.update_by_rows_(scale, growth_tracker, board.signals, numbers, counters, rows, clear=True)
         captured = is_captured(scale)
         for verdict in verdicts:
             assert verdict is not None

@@ -11,7 +11,7 @@ import torch
 from helpers import Place, flags, grads, places, sgd, started, values
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import GradScaler, ops, unscaling
+from scaler_triton import GradScaler, batch_ops, unscaling
 
 
 def two_dtypes(place: Place, **kwargs: Any) -> tuple[Any, Any]:
@@ -47,7 +47,7 @@ def fail_on_second_call(function: Any) -> Any:
 def test_second_dtype_fails_while_unscaling(place: Place, fused: bool, monkeypatch: Any) -> None:
     scaler, optimizer = two_dtypes(place, fused=fused)
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "unscale_batch_", fail_on_second_call(ops.unscale_batch_))
+        patch.setattr(batch_ops, "unscale_batch_", fail_on_second_call(batch_ops.unscale_batch_))
         with pytest.raises(MemoryError):
             scaler.unscale_(optimizer)
     assert grads(optimizer) == [2.0, 8.0]
@@ -66,7 +66,7 @@ def test_second_dtype_fails_while_unscaling(place: Place, fused: bool, monkeypat
 def test_second_dtype_fails_while_checking(place: Place, monkeypatch: Any) -> None:
     scaler, optimizer = two_dtypes(place, fused=True)
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "check_batch", fail_on_second_call(ops.check_batch))
+        patch.setattr(batch_ops, "check_batch", fail_on_second_call(batch_ops.check_batch))
         with pytest.raises(MemoryError):
             scaler.step(optimizer)
     assert grads(optimizer) == [8.0, 8.0]

@@ -12,7 +12,7 @@ import torch
 from helpers import Place, flags, places, sgd, started
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import GradScaler, ops, settings
+from scaler_triton import GradScaler, batch_ops, settings
 from scaler_triton.kernels import update_scale
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.sightings import INF, Sightings
@@ -151,7 +151,7 @@ def test_flags_of_others_are_updated_by_the_scalers_own_numbers(place: Place) ->
         found[device] = torch.ones((), device=device)  # not our tensor
     scaler.step(optimizer)
     launch = update_scale.launch_update_rows
-    with mock.patch.object(ops._kernels().update_scale, "launch_update_rows", side_effect=launch) as launched:
+    with mock.patch.object(batch_ops.kernels().update_scale, "launch_update_rows", side_effect=launch) as launched:
         scaler.update()
     (held,) = scaler._device_policies.values()
     assert launched.call_args.args[3] is held.numbers
@@ -164,7 +164,7 @@ def test_a_scale_of_another_dtype_is_not_handed_to_the_kernel(place: Place) -> N
         pytest.skip("torch's op takes an fp32 scale only")
     scaler, optimizer = new(place)
     scaler._scale = scaler._scale.double()
-    with mock.patch.object(ops._kernels().update_scale, "launch_update_rows", side_effect=AssertionError):
+    with mock.patch.object(batch_ops.kernels().update_scale, "launch_update_rows", side_effect=AssertionError):
         step(scaler, optimizer, float("inf"))
     assert scaler.get_scale() == SCALE / 2
 
@@ -185,6 +185,7 @@ def test_what_is_refused_in_a_capture_keeps_its_reason(place: Place) -> None:
     def refused(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("two captures followed each other")  # as a table's addresses do
 
-    with mock.patch.object(ops, "unscale_batch_", refused), NoCopies(), pytest.raises(RuntimeError, match="two capt"):
+    failing = mock.patch.object(batch_ops, "unscale_batch_", refused)
+    with failing, NoCopies(), pytest.raises(RuntimeError, match="two capt"):
         scaler.unscale_(optimizer)
     assert flags(scaler, optimizer) == [1.0]

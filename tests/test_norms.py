@@ -13,7 +13,7 @@ from test_tensor_subclasses import Pair
 from torch import Tensor
 
 from scaler_triton import batch as batching
-from scaler_triton import dispatch, ops
+from scaler_triton import batch_ops, dispatch, ops
 from scaler_triton.batch import Batch
 from scaler_triton.clipping import norms, reference_norm
 
@@ -70,7 +70,7 @@ def test_the_norm_of_a_list(place: Place, dtype: torch.dtype) -> None:
     before = [grad.clone() for grad in grads]
     found_inf = flag(place.device)
     there = [grad.to(place.device) for grad in grads]
-    got = norms.grad_norm(there, found_inf, inv_scale=torch.tensor(0.25, device=place.device), backend=place.backend)
+    got = ops.grad_norm(there, found_inf, inv_scale=torch.tensor(0.25, device=place.device), backend=place.backend)
     assert got.item() == pytest.approx(exact(before, 0.25), rel=TOLERANCE)
     assert got.dtype is torch.float64
     assert got.device.type == place.device
@@ -82,7 +82,7 @@ def test_the_norm_of_a_list(place: Place, dtype: torch.dtype) -> None:
 @PLACES
 def test_dtypes_may_differ(place: Place) -> None:
     grads = [values(700, dtype, seed) for seed, dtype in enumerate(DTYPES)]
-    got = norms.grad_norm([grad.to(place.device) for grad in grads], backend=place.backend)
+    got = ops.grad_norm([grad.to(place.device) for grad in grads], backend=place.backend)
     assert got.item() == pytest.approx(exact(grads), rel=TOLERANCE)
 
 
@@ -92,7 +92,7 @@ def test_dtypes_may_differ(place: Place) -> None:
 def test_no_square_overflows_or_is_lost(place: Place, dtype: torch.dtype, magnitude: float) -> None:
     grads = [values(3000, dtype, magnitude=magnitude).clamp(-3e38, 3e38), torch.zeros(600, dtype=dtype)]
     found_inf = flag(place.device)
-    got = norms.grad_norm([grad.to(place.device) for grad in grads], found_inf, backend=place.backend)
+    got = ops.grad_norm([grad.to(place.device) for grad in grads], found_inf, backend=place.backend)
     assert got.item() == pytest.approx(exact(grads), rel=TOLERANCE, abs=0)
     assert found_inf == 0
 
@@ -102,7 +102,7 @@ def test_no_square_overflows_or_is_lost(place: Place, dtype: torch.dtype, magnit
 def test_equal_values_whose_roundings_all_go_one_way(place: Place, dtype: torch.dtype) -> None:
     numel = 30_000 if place == Place("cpu", "triton") else 300_000
     grad = torch.full((numel,), 0.7123, dtype=dtype)
-    got = norms.grad_norm([grad.to(place.device)], backend=place.backend)
+    got = ops.grad_norm([grad.to(place.device)], backend=place.backend)
     assert got.item() == pytest.approx(abs(grad[0].item()) * math.sqrt(numel), rel=TOLERANCE)
 
 
@@ -115,7 +115,7 @@ def test_overflow_is_flagged_and_shows_in_the_norm(place: Place, dtype: torch.dt
         grads[1][7] = special
         found_inf = flag(place.device)
         there = [grad.to(place.device) for grad in grads]
-        got = norms.grad_norm(there, found_inf, norm_type=order, backend=place.backend)
+        got = ops.grad_norm(there, found_inf, norm_type=order, backend=place.backend)
         assert found_inf == 1
         assert not got.isfinite()
 
@@ -124,7 +124,7 @@ def test_overflow_is_flagged_and_shows_in_the_norm(place: Place, dtype: torch.dt
 def test_a_flag_that_is_raised_stays_raised(place: Place) -> None:
     for magnitude in (1.0, 1e30):
         found_inf = flag(place.device, 1.0)
-        norms.grad_norm([values(9, magnitude=magnitude).to(place.device)], found_inf, backend=place.backend)
+        ops.grad_norm([values(9, magnitude=magnitude).to(place.device)], found_inf, backend=place.backend)
         assert found_inf == 1
 
 
@@ -132,7 +132,7 @@ def test_a_flag_that_is_raised_stays_raised(place: Place) -> None:
 def test_huge_fp64_is_not_taken_for_infinite(place: Place) -> None:
     found_inf = flag(place.device)
     grad = torch.full((5,), 1e200, dtype=torch.float64, device=place.device)
-    assert norms.grad_norm([grad], found_inf, backend=place.backend) == math.inf
+    assert ops.grad_norm([grad], found_inf, backend=place.backend) == math.inf
     assert found_inf == 0
 
 
@@ -142,7 +142,7 @@ def test_other_norms_are_torchs(place: Place, order: Any) -> None:
     grads = [values(numel, dtype, 3) for numel, dtype in ((0, torch.float32), (9, torch.float16), (700, torch.float32))]
     there = [grad.to(place.device) for grad in grads]
     inv_scale = torch.tensor(-0.5, device=place.device)
-    got = norms.grad_norm(there, inv_scale=inv_scale, norm_type=order, backend=place.backend)
+    got = ops.grad_norm(there, inv_scale=inv_scale, norm_type=order, backend=place.backend)
     whole = torch.cat([grad.double() for grad in grads]) * -0.5
     assert got.item() == pytest.approx(torch.linalg.vector_norm(whole, float(order)).item(), rel=1e-12)
 
@@ -150,20 +150,20 @@ def test_other_norms_are_torchs(place: Place, order: Any) -> None:
 @PLACES
 def test_sparse_values_count_as_they_are(place: Place) -> None:
     sparse = torch.tensor([0.0, 3.0, 0.0, -4.0, 12.0]).to_sparse()
-    assert norms.grad_norm([sparse.to(place.device)], backend=place.backend).item() == pytest.approx(13.0)
+    assert ops.grad_norm([sparse.to(place.device)], backend=place.backend).item() == pytest.approx(13.0)
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_nothing_has_no_norm(order: float) -> None:
     for grads in ([], [torch.zeros(0)]):
-        assert norms.grad_norm(grads, norm_type=order) == 0
+        assert ops.grad_norm(grads, norm_type=order) == 0
 
 
 @pytest.mark.gpu
 def test_devices_may_differ() -> None:
     grads = [values(700), values(300, torch.float16, 1)]
     found_inf = flag()
-    got = norms.grad_norm([grads[0].cuda(), grads[1]], found_inf)
+    got = ops.grad_norm([grads[0].cuda(), grads[1]], found_inf)
     assert got.device.type == "cuda"
     assert got.item() == pytest.approx(exact(grads), rel=TOLERANCE)
     assert found_inf == 0
@@ -183,9 +183,9 @@ def test_devices_may_differ() -> None:
 )
 def test_wrong_arguments_are_named(kwargs: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        norms.grad_norm([torch.ones(3)], **kwargs)
+        ops.grad_norm([torch.ones(3)], **kwargs)
     with pytest.raises(TypeError, match=r"grads\[0\] must be a Tensor, got int"):
-        norms.grad_norm([1])  # type: ignore[list-item]
+        ops.grad_norm([1])  # type: ignore[list-item]
 
 
 @PLACES
@@ -314,7 +314,7 @@ def test_a_norm_and_a_clip_share_one_table(place: Place) -> None:
     batch = batch_of([torch.ones(3)], place.device)
     squares(batch, place)
     clip(batch, place, 2.0, 2.0)
-    ops.check_batch(batch, flag(place.device), "triton")
+    batch_ops.check_batch(batch, flag(place.device), "triton")
     assert len({id(table) for table in batch.layout.tables.values()}) == 1
     assert batch.present[0].tolist() == [0.5] * 3
 
@@ -324,7 +324,7 @@ def test_a_norm_and_a_clip_share_one_table(place: Place) -> None:
 def test_tensor_subclasses_say_what_it_means(place: Place, right: float, bad: float) -> None:
     pair = Pair(torch.full((3,), 8.0, device=place.device), torch.full((3,), right, device=place.device))
     (batch,) = batching.group([pair])
-    ((_, backend),) = ops.choose_backends([batch], dispatch.check_backend(place.backend))
+    ((_, backend),) = batch_ops.choose_backends([batch], dispatch.check_backend(place.backend))
     assert backend == "torch"
     assert squares(batch, Place(place.device, backend), [0.5])[1] == bad
     clip(batch, Place(place.device, backend), 4.0, 2.0)

@@ -15,7 +15,7 @@ from helpers import Place, places, sgd, started
 from megatron_rule import Megatron
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
-from scaler_triton import GradScaler, ShardedGradScaler, SkipStreakError, ops
+from scaler_triton import GradScaler, ShardedGradScaler, SkipStreakError, batch_ops
 from scaler_triton.limits import KEY
 from scaler_triton.stats import NAMES, Lagging
 
@@ -268,14 +268,14 @@ def test_a_graph_updates_by_the_numbers_that_were_loaded(place: Place, name: str
     """A replay is what an update launched, launched again."""
     numbers = {"init_scale": 64.0, "growth_interval": 1}
     scaler, other = at(place, **numbers), at(place, **{**numbers, name: value})
-    with mock.patch.object(ops, "update_by_rows_", wraps=ops.update_by_rows_) as launched:
+    with mock.patch.object(batch_ops, "update_by_rows_", wraps=batch_ops.update_by_rows_) as launched:
         step(scaler, GOOD, device=place.device)
     launch = launched.call_args
     scaler.load_state_dict(other.state_dict())
     replayed = []
     for gradient in (GOOD, BAD, BAD):
         launch.args[2][:, 0] = float(gradient == BAD)  # the flags of all optimizers
-        ops.update_by_rows_(*launch.args, **launch.kwargs)
+        batch_ops.update_by_rows_(*launch.args, **launch.kwargs)
         replayed.append(scaler.get_scale())
     assert replayed == steps(other, (GOOD, BAD, BAD), place.device)
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scaler_triton import ops, policy, reference
+from scaler_triton import batch_ops, ops, policy, reference
 from scaler_triton.limits import Limits
 from scaler_triton.stats import NAMES, Counters
 
@@ -49,7 +49,8 @@ def test_update_is_the_same_on_every_backend(
 def with_triton(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
     from scaler_triton.kernels.update_scale import DevicePolicy
 
-    ops.update_by_rows_(scale, tracker, flag, DevicePolicy(scale.device).hold(*numbers, *limits), held.on(scale.device))
+    on_device = DevicePolicy(scale.device).hold(*numbers, *limits)
+    batch_ops.update_by_rows_(scale, tracker, flag, on_device, held.on(scale.device))
 
 
 def on_host(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:

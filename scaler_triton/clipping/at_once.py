@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaler_triton import dispatch, ops
+from scaler_triton import batch_ops, dispatch
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, as_cut
@@ -93,7 +93,7 @@ class AtOnceMixin(PartsMixin):
 
         gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
         copies = as_cut(part.plan, copies)
-        pairs = ops.choose_backends(gradients.batches, self._backend, clips=True)
+        pairs = batch_ops.choose_backends(gradients.batches, self._backend, clips=True)
         for batch, backend in pairs:
             flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)
             self._run(part.plan, add, batch, flag, backend)

@@ -1,4 +1,4 @@
-"""The norm of gradients, and clipping by it: the ops' second half, each a pass over batches run by one backend."""
+"""The norm of gradients, and clipping by it: the second half of the ops on batches."""
 
 from __future__ import annotations
 
@@ -9,53 +9,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from scaler_triton import ops, reference
+from scaler_triton import batch_ops, reference
 from scaler_triton.batch import Batch, Layout
 from scaler_triton.clipping import reference_norm
-from scaler_triton.dispatch import Backend, check_backend, choose
+from scaler_triton.dispatch import Backend, choose
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.norm import NormTable
     from scaler_triton.kernels.table import GradTable
     from scaler_triton.verdict import Verdict
-
-
-def grad_norm(
-    grads: Sequence[Tensor],
-    found_inf: Tensor | None = None,
-    *,
-    inv_scale: Tensor | None = None,
-    norm_type: float = 2.0,
-    backend: str | None = None,
-) -> Tensor:
-    """`ops.grad_norm`, for callers that nobody compiles."""
-    order = _checked_order(norm_type)
-    for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
-        if scalar is not None:
-            ops._check_scalar(scalar, name)
-    home = home_of(grads)
-    flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
-    factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
-    parts: list[Tensor] = []
-    requested = check_backend(backend)
-
-    def add(batch: Batch, bad: Tensor, name: Backend) -> None:
-        local = factor.to(bad.device)
-        if order == 2:
-            ((_, name),) = ops.choose_backends([batch], requested, clips=True)
-            totals = sum_of_squares_batch(batch, local, bad, None, name, inverse=True)
-            parts.append(totals[reference_norm.SQUARES].to(home))
-            return
-        if found_inf is not None:
-            ops.check_batch(batch, bad, name)
-        if any(tensor.numel() for tensor in batch.present):
-            parts.append((reference_norm.norm(batch.present, order) * local.double().reshape(())).to(home))
-
-    ops._run(grads, flag, backend, add)
-    if not parts:
-        return torch.zeros((), dtype=torch.float64, device=home)
-    stacked = torch.stack(parts)
-    return stacked.sum().sqrt() if order == 2 else torch.linalg.vector_norm(stacked, order)
 
 
 def sum_of_squares_batch(
@@ -84,11 +46,11 @@ def sum_of_squares_batch(
     """
     if backend == "torch":
         return _reference_totals(batch, factor, found_inf, weights, inverse)
-    dense = ops._dense(batch)  # kept until the launch: an address keeps nothing alive
+    dense = batch_ops.dense_batch(batch)  # kept until the launch: an address keeps nothing alive
     table = _norm_table(batch.layout, dense)
     table.set_weights(weights)
     totals = torch.empty(reference_norm.COLUMNS, dtype=torch.float64, device=batch.layout.key.device)
-    ops._kernels().norm.launch_sum_of_squares(table, factor, found_inf, totals, inverse=inverse)
+    batch_ops.kernels().norm.launch_sum_of_squares(table, factor, found_inf, totals, inverse=inverse)
     return totals
 
 
@@ -124,12 +86,12 @@ def clip_batch_(
         norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
         _reference_clip_(batch, reference.inverse(scale), coef)
         return norm
-    dense = ops._dense(batch)
+    dense = batch_ops.dense_batch(batch)
     table = _clip_table(batch, dense, measured)
     if table.n_chunks:
         norm = torch.empty((), dtype=torch.float32, device=table.device)
         settled = () if verdict is None else verdict.leave_to_kernel()
-        ops._kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *settled)
+        batch_ops.kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *settled)
     else:
         norm = reference_norm.norm_of(totals)
     if dense is not batch:
@@ -162,7 +124,7 @@ def deferred(
         norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
         return norm, scale.reshape(()) / coef
     norm, factor = (torch.empty((), dtype=torch.float32, device=totals.device) for _ in range(2))
-    ops._kernels().clip.launch_defer(scale, totals, max_norm, norm, factor, *verdict.leave_to_kernel())
+    batch_ops.kernels().clip.launch_defer(scale, totals, max_norm, norm, factor, *verdict.leave_to_kernel())
     return norm, factor
 
 
@@ -170,7 +132,7 @@ def _clip_table(batch: Batch, dense: Batch, measured: bool) -> GradTable:
     tables = batch.layout.tables
     if measured and dense is batch and tables.get("unscale") is tables["norm"]:
         return tables["norm"]
-    return ops._table(batch.layout, dense, "unscale")
+    return batch_ops.filled_table(batch.layout, dense, "unscale")
 
 
 def _reference_totals(
@@ -187,7 +149,7 @@ def _reference_totals(
     if batch.layout.key.plain:
         squares = reference_norm.sum_one_by_one(batch.present, found_inf, weights)
     else:  # a tensor subclass knows itself what torch's ops mean for it
-        ops.check_batch(batch, found_inf, "torch")
+        batch_ops.check_batch(batch, found_inf, "torch")
         squares = reference_norm.sum_one_by_one(batch.present, torch.zeros_like(found_inf), weights)
     inv_scale, factor, flag = (number.double().reshape(()) for number in (inv_scale, factor, found_inf))
     squares = squares * inv_scale * inv_scale
@@ -196,7 +158,7 @@ def _reference_totals(
 
 def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:
     if batch.layout.key.plain:
-        reference_norm.clip_(batch.present, inv_scale, coef, ops._neighbours(batch))
+        reference_norm.clip_(batch.present, inv_scale, coef, batch_ops.neighbours_of(batch))
     else:
         tensors = list(batch.present)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros_like(inv_scale), inv_scale)
@@ -210,12 +172,8 @@ def _norm_table(layout: Layout, dense: Batch) -> NormTable:
 
         device, dtype = layout.key.device, layout.key.dtype
         config = config_for(device, "check", dtype.itemsize)  # a norm reads as a check does
-        layout.tables["norm"] = ops._kernels().norm.NormTable(layout.numels, dtype, device, config)
-    return cast("NormTable", ops._table(layout, dense, "norm"))
-
-
-def home_of(grads: Sequence[Tensor]) -> torch.device:
-    return grads[0].device if len(grads) and isinstance(grads[0], Tensor) else torch.device("cpu")
+        layout.tables["norm"] = batch_ops.kernels().norm.NormTable(layout.numels, dtype, device, config)
+    return cast("NormTable", batch_ops.filled_table(layout, dense, "norm"))
 
 
 def order_of(norm_type: float | str) -> float:
@@ -224,10 +182,3 @@ def order_of(norm_type: float | str) -> float:
         return float(norm_type)
     except (TypeError, ValueError):
         raise TypeError(f"norm_type must be a number, got {norm_type!r}") from None
-
-
-def _checked_order(norm_type: float) -> float:
-    order = order_of(norm_type)
-    if math.isnan(order) or order == 0:  # of order 0 it counts elements, and does not scale with them
-        raise ValueError(f"norm_type must be a number other than 0, got {norm_type!r}")
-    return order

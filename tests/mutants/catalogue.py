@@ -115,7 +115,7 @@ MUTANTS = [
     # what a capture must not take for done
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if not self.cleared:", CAPTURED),
     Mutant(_S + "updating.py", "verdict.cleared = True, not captured", "verdict.cleared = True, True", CAPTURED),
-    Mutant(_S + "ops.py", "if unscaled and dense is batch and", "if False and", CAPTURED),
+    Mutant(_S + "batch_ops.py", "if unscaled and dense is batch and", "if False and", CAPTURED),
     Mutant(_S + "plan.py", "self._known.forget()", "pass", "tests/test_known_forms.py"),
     Mutant(_S + "unstepped.py", "self._entries.get(id(inner))", "self._entries.pop(id(inner), None)", UNSTEPPED),
     # what is left of a step after its update
@@ -336,7 +336,7 @@ MUTANTS = [
     Mutant(_S + "limits.py", "return _as_fp32(policy.check_scale(value, name))", "return float(value)", EXTRAS),
     Mutant(_S + "flags.py", 'and verdict.is_behind(state["found_inf_per_device"]) else', "else", CONTRACT),
     Mutant(_S + "stepped.py", "            self._states[key] = None", "            pass", STATS),
-    Mutant(_S + "clipping/norms.py", " * local.double().reshape(())", "", NORMS),
+    Mutant(_S + "ops.py", " * local.double().reshape(())", "", NORMS),
     Mutant(_S + "clipping/arguments.py", "self.chosen is None and self.norm_type", "self.norm_type", CLIP),
     Mutant(_S + "auditing/comparison.py", "and (among != UNKNOWN) is known", "", AUDITED),
     Mutant(_S + "auditing/report.py", "any(state.error for state in self.ranks)", "False", AUDIT),

@@ -1,0 +1,144 @@
+"""The ops on batches: what a scaler calls, each a pass run by one backend, and the tables that kernels run over."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton import reference
+from scaler_triton.batch import Batch, Layout
+from scaler_triton.dispatch import Backend, choose
+from scaler_triton.neighbours import Neighbours
+
+if TYPE_CHECKING:
+    from scaler_triton.kernels.table import GradTable
+
+
+def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False) -> list[tuple[Batch, Backend]]:
+    """Pair every batch with its backend; whatever fails to compile or load shows here, before any write.
+
+    Args:
+        requested, clips: as `dispatch.choose` takes them.
+    """
+    key = requested, clips
+    return [(b, b.layout.backends.get(key) or _backend(b.layout, *key)) for b in batches]
+
+
+def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Backend, *, inverse: bool) -> None:
+    """`unscale_` for one batch.
+
+    Args:
+        factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
+        found_inf: fp32, one element, the batch's device.
+    """
+    if backend == "torch":
+        inv_scale = factor if inverse else reference.inverse(factor)
+        _reference_unscale_(batch, inv_scale, found_inf)
+        return
+    dense = dense_batch(batch)
+    kernels().unscale.launch_unscale(filled_table(batch.layout, dense, "unscale"), factor, found_inf, inverse=inverse)
+    if dense is not batch:
+        for original, copy in zip(batch.present, dense.present, strict=True):
+            original.copy_(copy)
+
+
+def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: bool = False) -> None:
+    """`check_nonfinite` for one batch, `found_inf` on its device.
+
+    Args:
+        unscaled: `unscale_batch_` had it just now: a table that both share is filled.
+    """
+    if backend == "torch":
+        if batch.layout.key.plain:
+            reference.check_nonfinite(batch.present, found_inf, neighbours_of(batch))
+        else:
+            _reference_unscale_(batch, torch.ones_like(found_inf), found_inf)
+        return
+    dense = dense_batch(batch)  # kept until the launch: an address keeps nothing alive
+    tables = batch.layout.tables
+    if unscaled and dense is batch and tables.get("check") is tables["unscale"]:
+        table = tables["check"]  # a capture has room for one copy of its addresses
+    else:
+        table = filled_table(batch.layout, dense, "check")
+    kernels().nonfinite.launch_check_nonfinite(table, found_inf)
+
+
+def update_by_rows_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    flags: Tensor,
+    policy: Tensor,
+    counters: Tensor,
+    rows: int = 1,
+    *,
+    clear: bool = False,
+) -> None:
+    """`update_scale_` on Triton by several flags at once, within limits and counted.
+
+    Args: see `kernels.update_scale.launch_update_rows`; by default `flags` is one flag, which is left as it is.
+    """
+    kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, counters, rows, clear=clear)
+
+
+def dense_batch(batch: Batch) -> Batch:
+    """Return the batch itself, or dense copies of tensors with gaps: kernels walk one span of memory a tensor."""
+    if batch.layout.key.dense:
+        return batch
+    return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
+
+
+def filled_table(layout: Layout, dense: Batch, mode: str) -> GradTable:
+    """Return the kernels' table of a layout, filled with this step's addresses; the layout keeps it."""
+    table = layout.tables.get(mode)
+    if table is None:
+        table = layout.tables[mode] = _new_table(layout, mode)
+    if layout.epoch is not None:
+        table.epoch = layout.epoch
+    if dense.complete:
+        table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
+    else:
+        table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
+    return table
+
+
+def neighbours_of(batch: Batch) -> Neighbours | None:
+    """Return what is known of a batch's tensors from earlier steps, None for a batch that lacks some."""
+    return batch.layout.neighbours if batch.complete else None  # else the list is another one each time
+
+
+@functools.cache
+def kernels() -> Any:
+    """Return the kernels' modules, imported when the first one is needed: triton is heavy, and not everywhere."""
+    from scaler_triton.kernels import clip, nonfinite, norm, unscale, update_scale
+
+    return SimpleNamespace(clip=clip, nonfinite=nonfinite, norm=norm, unscale=unscale, update_scale=update_scale)
+
+
+def _backend(layout: Layout, requested: str, clips: bool) -> Backend:
+    key = layout.key
+    backend = choose(key.device, key.dtype, requested, clips=clips) if key.plain else "torch"
+    layout.backends[requested, clips] = backend
+    return backend
+
+
+def _reference_unscale_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> None:
+    if batch.layout.key.plain:
+        reference.unscale_(batch.present, inv_scale, found_inf, neighbours_of(batch))
+    else:  # a tensor subclass knows itself what torch's op means for it
+        torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
+
+
+def _new_table(layout: Layout, mode: str) -> GradTable:
+    """Return a table for the configuration that is best here; modes whose configurations are equal share one."""
+    from scaler_triton.kernels.lookup import config_for
+    from scaler_triton.kernels.table import GradTable
+
+    device, dtype = layout.key.device, layout.key.dtype
+    config = config_for(device, mode, dtype.itemsize)
+    shared = [table for table in layout.tables.values() if table.config == config]
+    return shared[0] if shared else GradTable(layout.numels, dtype, device, config)
