@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from scaler_triton import collectives
 from scaler_triton.batch import local_tensor
-from scaler_triton.flags import FlagsMixin
 from scaler_triton.naming import named_parameters
 from scaler_triton.overflow_report import BadGradient, OverflowReport, from_bytes, to_bytes, words_of
+from scaler_triton.states import StatesMixin
 from scaler_triton.stats import LAST_SKIP, SKIPPED
 
 # What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
@@ -19,7 +19,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 _NO_NAMES = "model must be a module or what its named_parameters() gives"
 
 
-class OverflowMixin(FlagsMixin):
+class OverflowMixin(StatesMixin):
     """Tells which gradients overflowed last."""
 
     def overflow_report(

@@ -15,20 +15,19 @@ from scaler_triton.agreeing import AgreeingMixin
 from scaler_triton.board import Board
 from scaler_triton.capturing import is_captured, refuse_capture
 from scaler_triton.plan import GradPlan
+from scaler_triton.states import Flags, StatesMixin
 from scaler_triton.stats import SKIPPED
 from scaler_triton.step_state import StepState
-from scaler_triton.unstepped import first_gradient
 from scaler_triton.verdict import Verdict, flag_on, fp32_on, tell_failure
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
     from scaler_triton.collectives import Agreement
 
-Flags = dict[torch.device, Tensor]
 Op = Callable[["Batch", Tensor, dispatch.Backend], None]
 
 
-class UnscalingMixin(AgreeingMixin):
+class UnscalingMixin(AgreeingMixin, StatesMixin):
     """`unscale_` and the check for optimizers that unscale themselves; what goes wrong here splits no ranks."""
 
     def unscale_(self, optimizer: Any) -> None:
@@ -213,28 +212,6 @@ class UnscalingMixin(AgreeingMixin):
                 assert self._scale is not None
                 tell_failure(agreement, self._scale.device)
 
-    def _skip(self, state: StepState) -> None:
-        """Set the flag on every device of the parameters, whatever was found; a verdict or a plan need not exist."""
-        self._enter_unscaled(state)  # first: even without a flag it tells that gradients were written
-        state["found_inf_per_device"] = {}
-        assert self._scale is not None
-        owner = state["owner"]()
-        held = () if owner is None else optimizers.parameters_of(owner)
-        devices = [each.device for each in held if isinstance(each, Tensor) and not each.is_meta]
-        state["found_inf_per_device"] = {
-            device: torch.ones((), dtype=torch.float32, device=device)
-            for device in dict.fromkeys(devices or [self._scale.device])
-        }
-
-    def _enter_unscaled(self, state: StepState) -> None:
-        """Tell that the gradients are unscaled, or that some may be."""
-        state["stage"] = OptState.UNSCALED  # first: whatever stops the look must not have them divided again
-        state["first_gradient"] = first_gradient(state["owner"]())
-
-    def _keep(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
-        state["verdict"] = verdict
-        state["found_inf_per_device"] = verdict.serve(devices)
-
     def _new_verdict(self, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device."""
         home = self._home(plan)
@@ -274,25 +251,3 @@ class UnscalingMixin(AgreeingMixin):
             # The others back off in update(): so must this rank, which therefore needs a scale.
             self._lazy_init_scale_growth_tracker(self._home(plan))
             self._fail(self._state(optimizer), agreement)
-
-    def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
-        """Return the flags that this step's check of the optimizer left, by device; empty before it."""
-        return self._state(optimizer)["found_inf_per_device"]
-
-    def _is_known(self, optimizer: Any) -> bool:
-        """Tell whether this step has a state of the optimizer."""
-        return id(optimizers.unwrap(optimizer)) in self._per_optimizer_states
-
-    def _state(self, optimizer: Any) -> StepState:
-        """Return the optimizer's state of this step; one left by a dead optimizer at the same id is set aside."""
-        inner = optimizers.unwrap(optimizer)
-        states = self._per_optimizer_states
-        state: StepState = states[id(inner)]
-        owner = state.get("owner")
-        if owner is None:
-            state["owner"] = optimizers.weak(inner)
-        elif owner() is not inner:
-            states[("gone", id(state))] = state  # its flag still counts in update()
-            del states[id(inner)]
-            return self._state(inner)
-        return state

@@ -11,7 +11,7 @@ import torch
 from helpers import Place, flags, grads, places, sgd, started, values
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import GradScaler, batch_ops, unscaling
+from scaler_triton import GradScaler, batch_ops, states
 
 
 def two_dtypes(place: Place, **kwargs: Any) -> tuple[Any, Any]:
@@ -154,7 +154,7 @@ def test_interrupted_once_all_is_divided(monkeypatch: Any) -> None:
     optimizer = sgd([torch.full((2,), 8.0)])
     scaler = started(GradScaler, "cpu", init_scale=4.0)
     with monkeypatch.context() as patch:
-        patch.setattr(unscaling, "first_gradient", interrupted)
+        patch.setattr(states, "first_gradient", interrupted)
         with pytest.raises(KeyboardInterrupt):
             scaler.unscale_(optimizer)
     scaler.step(optimizer)

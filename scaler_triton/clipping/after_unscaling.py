@@ -14,7 +14,6 @@ from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
-from scaler_triton.flags import FlagsMixin
 from scaler_triton.unstepped import has_first
 from scaler_triton.verdict import any_flag
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
 
 
-class AfterUnscalingMixin(PartsMixin, FlagsMixin):
+class AfterUnscalingMixin(PartsMixin):
     """Unscales and checks optimizers one by one, then clips what was chosen of them under one norm."""
 
     def _clip_after_unscaling(

@@ -1,0 +1,89 @@
+"""The states of a step's optimizers: how each is found, and its flag read and kept: ours or somebody's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from scaler_triton.held import Held
+from scaler_triton.optimizers import parameters_of, unwrap, weak
+from scaler_triton.step_state import StepState
+from scaler_triton.unstepped import first_gradient
+from scaler_triton.verdict import Verdict, any_flag, as_flag
+
+Flags = dict[torch.device, Tensor]
+
+
+class StatesMixin(Held):
+    """Finds an optimizer's state, reads its flag, on the device and on the host, and writes it."""
+
+    def _state(self, optimizer: Any) -> StepState:
+        """Return the optimizer's state of this step; one left by a dead optimizer at the same id is set aside."""
+        inner = unwrap(optimizer)
+        states = self._per_optimizer_states
+        state: StepState = states[id(inner)]
+        owner = state.get("owner")
+        if owner is None:
+            state["owner"] = weak(inner)
+        elif owner() is not inner:
+            states[("gone", id(state))] = state  # its flag still counts in update()
+            del states[id(inner)]
+            return self._state(inner)
+        return state
+
+    def _is_known(self, optimizer: Any) -> bool:
+        """Tell whether this step has a state of the optimizer."""
+        return id(unwrap(optimizer)) in self._per_optimizer_states
+
+    def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
+        """Return the flags that this step's check of the optimizer left, by device; empty before it."""
+        return self._state(optimizer)["found_inf_per_device"]
+
+    def _verdict(self, state: StepState) -> Verdict | None:
+        """Return the verdict behind the state's flags, None if somebody else stored them."""
+        verdict: Verdict | None = state.get("verdict")
+        return verdict if verdict is not None and verdict.is_behind(state["found_inf_per_device"]) else None
+
+    def _flag(self, state: StepState) -> Tensor:
+        """Return this optimizer's flag, fp32 `()`, 0.0 or 1.0, on the scale's device."""
+        assert self._scale is not None
+        verdict = self._verdict(state)
+        if verdict is not None:
+            return verdict.flag()
+        device = self._scale.device
+        return any_flag([as_flag(flag, device) for flag in state["found_inf_per_device"].values()], device)
+
+    def _host_flag(self, state: StepState) -> bool:
+        verdict = self._verdict(state)
+        if verdict is not None:
+            skips = verdict.on_host()
+        else:
+            skips = any(flag.item() for flag in state["found_inf_per_device"].values())
+        state["skips"] = skips
+        return skips
+
+    def _keep(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
+        state["verdict"] = verdict
+        state["found_inf_per_device"] = verdict.serve(devices)
+
+    def _enter_unscaled(self, state: StepState) -> None:
+        """Tell that the gradients are unscaled, or that some may be."""
+        state["stage"] = OptState.UNSCALED  # first: whatever stops the look must not have them divided again
+        state["first_gradient"] = first_gradient(state["owner"]())
+
+    def _skip(self, state: StepState) -> None:
+        """Set the flag on every device of the parameters, whatever was found; a verdict or a plan need not exist."""
+        self._enter_unscaled(state)  # first: even without a flag it tells that gradients were written
+        state["found_inf_per_device"] = {}
+        assert self._scale is not None
+        owner = state["owner"]()
+        held = () if owner is None else parameters_of(owner)
+        devices = [each.device for each in held if isinstance(each, Tensor) and not each.is_meta]
+        state["found_inf_per_device"] = {
+            device: torch.ones((), dtype=torch.float32, device=device)
+            for device in dict.fromkeys(devices or [self._scale.device])
+        }
