@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 import sys
-import textwrap
 import warnings
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from scaler_triton._version import __version__
 from scaler_triton.commands import complain
 from scaler_triton.tune import driver_version
+from scaler_triton.words import count_of, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Group = TypeVar("Group", bound=Hashable)
 
 HELP = "show versions, devices, the backend of each and why, and the launch configurations in use"
-REASON_WIDTH = 160  # characters: a compiler's error has no end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +77,7 @@ def triton_version() -> str:
     try:
         import triton
     except Exception as error:  # a broken one is no reason not to answer
-        return f"none ({shortened(f'{type(error).__name__}: {error}')}): torch's own ops are used"
+        return f"none ({one_line(f'{type(error).__name__}: {error}')}): torch's own ops are used"
     interprets = ", which interprets: TRITON_INTERPRET is set" if triton.knobs.runtime.interpret else ""
     return f"{triton.__version__}{interprets}"
 
@@ -91,9 +90,9 @@ def find_gpus() -> tuple[list[torch.device], str]:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
-        note = f"{count} GPU{'s' if count > 1 else ''}, driver {driver_version()}."
+        note = f"{count_of(count, 'GPU')}, driver {driver_version()}."
     else:
-        note = "No GPU here." + "".join(f" torch says: {shortened(warning.message)}" for warning in said)
+        note = "No GPU here." + "".join(f" torch says: {one_line(warning.message)}" for warning in said)
     return [torch.device("cuda", index) for index in range(count)], note
 
 
@@ -183,9 +182,9 @@ def explain(device: torch.device, dtype: torch.dtype, requested: str) -> str:
             backend = choose(device, dtype, requested)
         except RuntimeError as error:
             cause = error.__cause__
-            return f"none ({shortened(f'{type(cause).__name__}: {cause}' if cause else error)})"
+            return f"none ({one_line(f'{type(cause).__name__}: {cause}' if cause else error)})"
     reason = log[-1].partition(": ")[2] if log else "asked for"
-    return f"{backend} ({shortened(reason)})"
+    return f"{backend} ({one_line(reason)})"
 
 
 @contextmanager
@@ -215,12 +214,3 @@ def grouped(pairs: Iterable[tuple[str, Group]]) -> list[tuple[Group, list[str]]]
     for name, value in pairs:
         groups.setdefault(value, []).append(name)
     return list(groups.items())
-
-
-def shortened(text: object) -> str:
-    """One line of bounded length.
-
-    Args:
-        text: what is said, as `str` gives it.
-    """
-    return textwrap.shorten(str(text), REASON_WIDTH, placeholder=" ...")

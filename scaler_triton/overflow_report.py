@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from scaler_triton.sightings import INF, NAN
+from scaler_triton.words import count_of, table
 
 _WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
 
@@ -56,8 +57,7 @@ class OverflowReport:
         if not self.bad:
             return f"nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        count = f"{len(self.bad)} bad gradient{'s' if len(self.bad) > 1 else ''}"
-        return f"{count} on {where}{'' if self.gathered else ', the only one asked'}."
+        return f"{count_of(len(self.bad), 'bad gradient')} on {where}{'' if self.gathered else ', the only one asked'}."
 
 
 def words_of(kinds: int) -> str:
@@ -77,11 +77,5 @@ def from_bytes(data: bytes) -> tuple[list[BadGradient], list[str]]:
 
 
 def _table(bad: Sequence[BadGradient]) -> list[str]:
-    if not bad:
-        return []
-    rows = [("rank", "parameter", "holds", "numel")]
-    rows += [(str(each.rank), each.name, each.kinds, str(each.numel)) for each in bad]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]
-    forms = [f"{side}{width}" for side, width in zip("><<>", widths, strict=True)]
-    return ["  ".join(map(format, row, forms)) for row in rows]
+    rows = [(str(each.rank), each.name, each.kinds, str(each.numel)) for each in bad]
+    return table([("rank", "parameter", "holds", "numel"), *rows], "><<>") if bad else []

@@ -8,11 +8,11 @@ import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from scaler_triton._version import __version__
 from scaler_triton.commands import complain, missing_packages
+from scaler_triton.words import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,7 @@ def _row(figures: Figures, chosen: LaunchConfig) -> list[str]:
         row += ["", ""] if speed is None else [f"{speed:.0f}", f"{speed / figures.copy_gbps:.0%}"]
     notes = ["default"] if figures.config == DEFAULT else []
     notes += ["chosen"] if figures.config == chosen else []
-    notes += [shorten(f"dropped: {figures.problem}", NOTE_WIDTH, placeholder=" ...")] if figures.problem else []
+    notes += [one_line(f"dropped: {figures.problem}", NOTE_WIDTH)] if figures.problem else []
     return [*row, ", ".join(notes)]
 
 

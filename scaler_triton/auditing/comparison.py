@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from scaler_triton.auditing.state import NOTHING, UNKNOWN, RankState
-from scaler_triton.auditing.words import NAMES, count_of, on, one_line, some
+from scaler_triton.words import NAMES, count_of, on, one_line, some
 
 PERHAPS = "Nothing says that they are replicas; if they are, pass the DDP model, or replicated=True."
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from scaler_triton.auditing.fingerprint import fingerprint
 from scaler_triton.auditing.state import UNKNOWN, Copy
-from scaler_triton.auditing.words import one_line, ranges
 from scaler_triton.batch import is_dtensor, local_tensor
 from scaler_triton.naming import named_parameters
 from scaler_triton.optimizers import unwrap
+from scaler_triton.words import one_line, ranges
 
 FSDP1_SHARD = "FSDP1 shard (nothing tells which ranks hold the same)"
 DTENSOR_SHARD = "DTensor shard (no other rank holds a copy)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scaler_triton.auditing import comparison
 from scaler_triton.auditing.comparison import Groups, Holders
 from scaler_triton.auditing.state import NOTHING, UNKNOWN, RankState, Reading
-from scaler_triton.auditing.words import count_of, on, ranges
+from scaler_triton.words import count_of, on, ranges, table
 
 ROWS = 16  # with more ranks, those that hold the same share a row
 TABLE = 120  # characters of columns: with more, as of several checkpoints, each of them gets a line
@@ -65,8 +65,8 @@ class AuditReport:
         said = VERDICTS[self.verdict] + (f" {', '.join(self.compared)}." if self.verdict == "agree" else "")
         lines = [f"  {line}" for line in self.differences]
         failed = [f"{on(ranks)}: {error}" for error, ranks in errors.items()]
-        table = [*_table(self.ranks), ""] if self.ranks else []
-        return "\n".join([title, "", *table, *failed, said, *lines, *self.notes])
+        held = [*_held(self.ranks), ""] if self.ranks else []
+        return "\n".join([title, "", *held, *failed, said, *lines, *self.notes])
 
 
 def judge(states: Sequence[RankState], notes: Iterable[str] = (), subject: str = "") -> AuditReport:
@@ -86,7 +86,7 @@ def judge(states: Sequence[RankState], notes: Iterable[str] = (), subject: str =
     return AuditReport(tuple(states), tuple(differences), tuple(equal), tuple(said), subject)
 
 
-def _table(states: Sequence[RankState]) -> list[str]:
+def _held(states: Sequence[RankState]) -> list[str]:
     columns, groups = comparison.columns(states) or ["state"], comparison.groups(states)
     if sum(map(len, columns)) > TABLE:
         return [comparison.told(states, column) for column in columns]
@@ -97,7 +97,7 @@ def _table(states: Sequence[RankState]) -> list[str]:
         key = tuple(cells) if len(states) > ROWS else state.rank
         rows.setdefault(key, ([], cells))[0].append(state.rank)
     head = ["rank", *columns, *(["replicated parameters"] if with_replicas else [])]
-    return _aligned([head, *([ranges(ranks), *cells] for ranks, cells in rows.values())])
+    return table([head, *([ranges(ranks), *cells] for ranks, cells in rows.values())], ">" * len(head))
 
 
 def _cells(state: RankState, columns: Sequence[str]) -> list[str]:
@@ -111,9 +111,3 @@ def _replicas_of(state: RankState, groups: Groups) -> str:
     compared = [holders for holders in known if comparison.several(holders)]
     differ = sum(len(holders) > 1 for holders in compared)
     return f"{differ} of {len(compared)} differ" if differ else f"{len(compared)} equal" if compared else NOTHING
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.auditing.state import Reading, scaler_readings, steps_reading
-from scaler_triton.auditing.words import one_line
+from scaler_triton.words import one_line
 
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 OPTIMIZER = {"state", "param_groups"}

@@ -1,7 +1,6 @@
 """`--prove`: one defect, torch's class and ours side by side."""
 
 import re
-import textwrap
 from collections.abc import Sequence
 
 from tabulate import tabulate
@@ -10,6 +9,7 @@ from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case
 from scaler_triton.demo.ranks import RankPool, RankResult, RankTimeout
 from scaler_triton.demo.scalers import load_scalers
+from scaler_triton.words import one_line
 
 COLLECTIVE_LIMIT = 10.0  # seconds that a rank waits for the others: a hang becomes an error after that
 CASE_LIMIT = 60.0
@@ -111,7 +111,7 @@ def _row(result: RankResult) -> list[object]:
 
 def _shortened(error: str) -> str:
     without_source_line = re.sub(r"\[\S+:\d+\] ", "", error.splitlines()[0])
-    return textwrap.shorten(without_source_line, 90, placeholder=" ...")
+    return one_line(without_source_line, 90)
 
 
 def _error_kind(result: RankResult) -> str:

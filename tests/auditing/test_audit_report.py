@@ -8,7 +8,6 @@ import pytest
 
 from scaler_triton.auditing.report import judge
 from scaler_triton.auditing.state import Copy, RankState, Reading, number, scaler_readings, steps_reading
-from scaler_triton.auditing.words import one_line, ranges
 
 
 def state(rank: int, scale: float = 4.0, **more: Any) -> RankState:
@@ -39,10 +38,6 @@ def test_the_most_steps_are_compared_not_the_fewest() -> None:
     readings = [{"steps": steps_reading(steps)} for steps in ([1.0, 5.0], [5.0], [])]
     report = judge([RankState(rank, each) for rank, each in enumerate(readings)])
     assert (report.verdict, report.compared) == ("agree", ("steps (on ranks 0-1)",))
-
-
-def test_ranks_are_written_as_ranges() -> None:
-    assert ranges([5, 0, 1, 2, 8, 7]) == "0-2, 5, 7-8"
 
 
 def test_many_ranks_share_rows() -> None:
@@ -94,8 +89,3 @@ def test_a_rank_without_replicas_has_none_that_are_equal() -> None:
     shared = [Copy("w", "0-1", "a")]
     rows = str(judge([state(0, copies=shared), state(1, copies=shared), state(2)])).splitlines()
     assert [row.split()[-1] for row in rows[4:7]] == ["equal", "equal", "-"]
-
-
-def test_no_control_character_reaches_the_terminal() -> None:
-    assert one_line("a\x1b[31m\n\tb\x07") == "a?[31m b?"
-    assert len(one_line("x " * 10**6)) <= 160

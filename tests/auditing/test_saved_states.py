@@ -14,7 +14,7 @@ import torch
 from helpers import stepped
 
 from scaler_triton import cli
-from scaler_triton.auditing.words import one_line
+from scaler_triton.words import one_line
 
 
 def scaler_state(scale: Any = 4.0, tracker: Any = 1) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""How findings are said: ranks, counts, lists of names, each on one line of bounded length; tables."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+NAMES = 6  # parameters that are named, of those that differ
+WIDTH = 160  # characters of an error: a compiler's has no end
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return numbers as people write them: "0-2, 5".
+
+    Args:
+        ranks: in any order.
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def one_line(text: object, width: int = WIDTH) -> str:
+    """Return one line of bounded length that a terminal can only print: no control characters.
+
+    Args:
+        text: what is said, as `str` gives it.
+        width: the most characters there may be.
+    """
+    line = " ".join(str(text)[: 10 * width].split())
+    return textwrap.shorten("".join(c if c.isprintable() else "?" for c in line), width, placeholder=" ...")
+
+
+def on(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+
+
+def count_of(count: int, what: str) -> str:
+    """Return a number of things; what is in brackets stays behind the plural."""
+    head, separator, tail = what.partition(" (")
+    return f"{count} {head}{'s' if count != 1 else ''}{separator}{tail}"
+
+
+def table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Return a table's lines.
+
+    Args:
+        rows: the first one is the head.
+        sides: "<" or ">" for each column: the side that its cells stand at.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return ["  ".join(map(format, row, forms)) for row in rows]
