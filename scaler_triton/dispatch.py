@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from scaler_triton import callers
 from scaler_triton.capturing import refuse_capture
 
 Backend = Literal["triton", "torch"]
@@ -88,7 +89,7 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
 def _warn_once(device: torch.device, text: str) -> None:
     if device not in _warned:
         _warned.add(device)
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warnings.warn(text, RuntimeWarning, stacklevel=callers.stacklevel())
 
 
 def _logged(place: str, backend: Backend, reason: str) -> Backend:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import collectives, dispatch, held, limits, optimizers, policy, untraced
+from scaler_triton import callers, collectives, dispatch, held, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
 from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.step_state import StepState
@@ -147,7 +147,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
             "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=callers.stacklevel(),
         )
         try:
             return optimizer.step(*args, **kwargs, grad_scaler=self)

@@ -54,8 +54,9 @@ def test_auto_falls_back_with_one_warning_that_carries_the_cause(monkeypatch: An
     device = torch.device("cuda", 0)
     with pytest.warns(
         RuntimeWarning, match=r"float32 on cuda:0.*torch's own ops.*RuntimeError: Failed to find C compiler"
-    ):
+    ) as warned:
         assert dispatch.choose(device, FP32, "auto") == "torch"
+    assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for dtype in (FP32, torch.float16):

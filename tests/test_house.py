@@ -35,7 +35,7 @@ ALLOWED = {
     "stepped": {"optimizers", "step_state"},
     "settings": {"capturing", "held", "limits", "policy", "stats"},
     "optimizers": set(),
-    "dispatch": {"capturing"},
+    "dispatch": {"callers", "capturing"},
     "reference": {"limits", "neighbours", "policy", "stats"},
     "collectives": {"batch"},
     "forms": set(),
@@ -81,6 +81,7 @@ ALLOWED = {
         "verdict",
     },
     "grad_scaler": {
+        "callers",
         "clipping/clip",
         "collectives",
         "dispatch",
