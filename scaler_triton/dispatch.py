@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from scaler_triton import callers
-from scaler_triton.capturing import refuse_capture
+from scaler_triton.cuda_graphs import refuse_capture
 
 Backend = Literal["triton", "torch"]
 

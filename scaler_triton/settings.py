@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import limits, policy
-from scaler_triton.capturing import refuse_capture
+from scaler_triton.cuda_graphs import refuse_capture
 from scaler_triton.held import Held
 from scaler_triton.limits import NO_LIMITS, Extras
 from scaler_triton.stats import NAMES, Lagging

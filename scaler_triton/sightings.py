@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.batch import Batch, Layout
-from scaler_triton.capturing import refuse_capture
+from scaler_triton.cuda_graphs import refuse_capture
 from scaler_triton.stats import SKIPPED
 
 if TYPE_CHECKING:

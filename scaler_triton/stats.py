@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scaler_triton.capturing import is_captured, refuse_capture
+from scaler_triton.cuda_graphs import is_captured, refuse_capture
 from scaler_triton.mirror import HostMirror
 
 # The order of the counters, on every device. Strikes are the overflows that hysteresis counts.

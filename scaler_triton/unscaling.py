@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton import batch_ops, dispatch, optimizers, reference
 from scaler_triton.agreeing import AgreeingMixin
 from scaler_triton.board import Board
-from scaler_triton.capturing import is_captured, refuse_capture
+from scaler_triton.cuda_graphs import is_captured, refuse_capture
 from scaler_triton.plan import GradPlan
 from scaler_triton.states import Flags, StatesMixin
 from scaler_triton.stats import SKIPPED

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scaler_triton.capturing import is_captured
 from scaler_triton.collectives import Agreement
+from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.mirror import HostMirror, version
 
 if TYPE_CHECKING:
