@@ -45,7 +45,7 @@ class OverflowMixin(StatesMixin):
         pending = any(self._flag(state).item() for state in checked)
         epoch = counters[SKIPPED] if pending else counters[SKIPPED] - 1
         bad = list(self._marked(epoch, dict(_names(model))))
-        untold = sorted({text for plan in self._plans.plans() for text in plan.sightings.untold()})
+        untold = sorted({text for plan in self._plans.plans() for text in plan.marks.untold()})
         if group is not None:
             told = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(bad, untold), group)]
             bad, untold = [each for found, _ in told for each in found], sorted({text for _, ts in told for text in ts})
@@ -60,7 +60,7 @@ class OverflowMixin(StatesMixin):
     def _marked(self, epoch: int, names: dict[int, str]) -> Iterator[BadGradient]:
         rank = collectives.own_rank(self.process_group)
         for number, plan in enumerate(self._plans.plans()):
-            for index, kinds in sorted(plan.sightings.of(epoch).items()):
+            for index, kinds in sorted(plan.marks.of(epoch).items()):
                 parameter = plan.parameters[index]
                 name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
                 yield BadGradient(name, words_of(kinds), local_tensor(parameter).numel(), rank)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from scaler_triton.sightings import INF, NAN
+from scaler_triton.overflow_marks import INF, NAN
 from scaler_triton.words import count_of, table
 
 _WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}

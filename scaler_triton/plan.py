@@ -14,7 +14,7 @@ from scaler_triton import batch as batching
 from scaler_triton.batch import Batch, Layout
 from scaler_triton.forms import KnownForms
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
-from scaler_triton.sightings import Sightings
+from scaler_triton.overflow_marks import OverflowMarks
 
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
@@ -57,7 +57,7 @@ class GradPlan:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.rebuilds = 0
-        self.sightings = Sightings(len(self.parameters))
+        self.marks = OverflowMarks(len(self.parameters))
         # What others work out once and keep here; the last four with what they worked it out from.
         self.verdict: Verdict | None = None  # the optimizer's flag
         self.agreement: tuple[Any, Any, Agreement | None] | None = None  # the ranks that must agree
@@ -71,11 +71,11 @@ class GradPlan:
         self.layouts: Sequence[Layout] = ()  # what the gradients' batches have in common from step to step
         self._place([self._expected_form(parameter) for parameter in self.parameters])
 
-    def take_sightings(self, other: GradPlan) -> None:
+    def take_marks(self, other: GradPlan) -> None:
         """Keep what another plan knows of parameters that are in this one, too."""
         here = {id(parameter): position for position, parameter in enumerate(self.parameters)}
         places = {there: here[id(p)] for there, p in enumerate(other.parameters) if id(p) in here}
-        self.sightings.take(other.sightings, places)
+        self.marks.take(other.marks, places)
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether `parameters` are the ones this plan was made for, the first of them where it was."""
@@ -217,7 +217,7 @@ class GradPlan:
             layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]
-        self.sightings.follow(layouts)
+        self.marks.follow(layouts)
         self._known.forget()  # what passed for the layouts before need not fit these
         self._first_device = next(iter(every), None)
         self.devices, self._forms, self.layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
@@ -272,7 +272,7 @@ class PlanCache:
         if plan is None or not plan.matches(parameters):  # a plan is made of parameters: whose id it is does not matter
             before, plan = plan, GradPlan(checked_parameters(parameters))
             if before is not None:
-                plan.take_sightings(before)
+                plan.take_marks(before)
             reference = weak(inner, self._forgetter(id(inner)))
             if isinstance(reference, weakref.ref):  # else nothing would ever tell that the optimizer is gone
                 self._plans[id(inner)] = (reference, plan)

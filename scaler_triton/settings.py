@@ -137,5 +137,5 @@ class SettingsMixin(Held):
         self._counters.set(extras.counters)
         self._lagging = Lagging()
         for plan in self._plans.plans():
-            plan.sightings.forget()  # they are of a count that goes on elsewhere
+            plan.marks.forget()  # they are of a count that goes on elsewhere
         self._numbers_changed()

@@ -125,7 +125,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         """Run an op on a batch, and have it marked whose gradients overflow."""
         if backend == "triton":
             counted = self._scale is not None and flag.device == self._scale.device
-            plan.sightings.expect(batch.layout, self._counters.on(flag.device) if counted else None)
+            plan.marks.expect(batch.layout, self._counters.on(flag.device) if counted else None)
         looks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # others know few ops
         if looks and divides and self._unscaling_may_overflow():  # what is infinite then need not have been before
             found = torch.zeros_like(flag)
@@ -138,7 +138,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
 
     def _look(self, plan: GradPlan, batch: Batch, flag: Tensor) -> None:
         if flag.item():
-            plan.sightings.look(batch, self._counters.read()[SKIPPED])
+            plan.marks.look(batch, self._counters.read()[SKIPPED])
 
     def _unscaling_may_overflow(self) -> bool:
         """Tell whether finite gradients may become infinite without counting as overflow; waits for the scale."""
@@ -160,7 +160,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         assert self._scale is not None
         try:
             if unscaled is not None:
-                plan.sightings.count_again(self._counters.skips(), unscaled)
+                plan.marks.count_again(self._counters.skips(), unscaled)
             flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
             verdict.add(flags.values())
             if agreement is not None:

@@ -136,7 +136,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if owner is None or ("first_gradient" in state and not has_first(owner, state["first_gradient"])):
             return None
         if state.get("unscaled_flag") is None:  # else it was left before, and is told of by that
-            self._plans.get(owner).sightings.leave(self._counters.skips())
+            self._plans.get(owner).marks.leave(self._counters.skips())
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("must_skip") else flag
 

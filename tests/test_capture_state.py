@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scaler_triton import GradScaler, batch_ops, settings
 from scaler_triton.kernels import update_scale
 from scaler_triton.kernels.table import GradTable
-from scaler_triton.sightings import INF, Sightings
+from scaler_triton.overflow_marks import INF, OverflowMarks
 
 TRITON = pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
 SCALE = 8.0
@@ -79,15 +79,15 @@ def test_a_replays_skip_is_told(place: Place) -> None:
 
 
 def test_what_a_step_after_an_update_skipped_for_stays_where_replays_write_it() -> None:
-    sightings, flag = Sightings(1), torch.ones(())
-    sightings.leave(0)
-    sightings.count_again(1, flag)
-    written = sightings._again
-    sightings.count_again(2, flag.zero_())
-    assert sightings._again is written
+    marks, flag = OverflowMarks(1), torch.ones(())
+    marks.leave(0)
+    marks.count_again(1, flag)
+    written = marks._again
+    marks.count_again(2, flag.zero_())
+    assert marks._again is written
     assert written is not None
     assert written.tolist() == [0, 1]
-    sightings.forget()
+    marks.forget()
     assert written.tolist() == [-1, -1]
 
 
@@ -102,7 +102,7 @@ def test_what_a_graph_marks_is_told_after_gradients_of_another_form(place: Place
         step(scaler, optimizer)
     for table in layout.tables.values():
         table.bits.fill_(INF)  # as a replay does
-    assert [plan.sightings.of(0) for plan in scaler._plans.plans()] == [{0: INF}]
+    assert [plan.marks.of(0) for plan in scaler._plans.plans()] == [{0: INF}]
 
 
 @TRITON

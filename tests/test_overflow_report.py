@@ -236,7 +236,7 @@ def test_good_steps_mark_nothing(place: Place) -> None:
     for _ in range(3):
         step(scaler, model, optimizer, False)
     (plan,) = scaler._plans.plans()
-    assert plan.sightings.of(0) == {}
+    assert plan.marks.of(0) == {}
     assert all(not table.bits.any() for layout in plan.layouts for table in layout.tables.values())
 
 

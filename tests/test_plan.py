@@ -164,7 +164,7 @@ def test_an_epoch_is_read_on_its_own_device_only() -> None:
     here, there = plan.layouts
     for _ in range(2):
         counters = torch.zeros(len(NAMES), dtype=torch.int64)
-        plan.sightings.expect(here, counters)
+        plan.marks.expect(here, counters)
         epoch = here.epoch
         assert epoch.data_ptr() == counters[SKIPPED].data_ptr()
         assert there.epoch is None

@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", "plan.verdict = None  # what", "pass  # what", STEPS),
     Mutant(_S + "agreeing.py", "if stand_in.strict:", "if False:", PATCHED),
     Mutant(_S + "agreeing.py", "stacklevel=callers.stacklevel()", "stacklevel=2", PATCHED),
-    Mutant(_S + "unscaling.py", "plan.sightings.look(batch, self._counters.read()[SKIPPED])", "pass", REPORT),
+    Mutant(_S + "unscaling.py", "plan.marks.look(batch, self._counters.read()[SKIPPED])", "pass", REPORT),
     Mutant(_S + "verdict.py", "if apart:", "if False:", SPLIT),
     Mutant(_S + "verdict.py", "= False\n        self._compare = None\n", "= False\n", AGREED),
     Mutant(_S + "verdict.py", "excess > ranks * _ROUNDING", "excess > 0", AGREED),
@@ -104,13 +104,13 @@ MUTANTS = [
         _S + "verdict.py", "if self._compare is not None:\n            self._check(", "if False:\n            (", SPLIT
     ),
     # what a report tells
-    Mutant(_S + "plan.py", "plan.take_sightings(before)", "pass", REPORT),
-    Mutant(_S + "sightings.py", "in [*self._marked()]:", "in ():", REPORT),
+    Mutant(_S + "plan.py", "plan.take_marks(before)", "pass", REPORT),
+    Mutant(_S + "overflow_marks.py", "in [*self._marked()]:", "in ():", REPORT),
     Mutant(_S + "plan.py", "group(bounds.values(), bounds)", "group(bounds.values())", REPORTED),
-    Mutant(_S + "settings.py", "plan.sightings.forget()", "pass", REPORT),
-    Mutant(_S + "sightings.py", "self._unmarked.add(layout.key.device)", "pass", REPORT),
-    Mutant(_S + "sightings.py", "torch.where(flag != 0, both,", "torch.where(flag == flag, both,", REPORT),
-    Mutant(_S + "sightings.py", "(epoch, left) if again == epoch", "(left,) if again == epoch", REPORT),
+    Mutant(_S + "settings.py", "plan.marks.forget()", "pass", REPORT),
+    Mutant(_S + "overflow_marks.py", "self._unmarked.add(layout.key.device)", "pass", REPORT),
+    Mutant(_S + "overflow_marks.py", "torch.where(flag != 0, both,", "torch.where(flag == flag, both,", REPORT),
+    Mutant(_S + "overflow_marks.py", "(epoch, left) if again == epoch", "(left,) if again == epoch", REPORT),
     Mutant(_S + "updating.py", 'if state.get("unscaled_flag") is None:', "if True:", REPORT),
     # what a capture must not take for done
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if not self.cleared:", CAPTURED),
@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(_S + "updating.py", 'or ("first_gradient" in state and', "or (False and", UNSTEPPED),
     Mutant(
         _S + "updating.py",
-        "self._plans.get(owner).sightings.leave(self._counters.skips())",
+        "self._plans.get(owner).marks.leave(self._counters.skips())",
         "pass",
         "tests/test_overflow_report.py",
     ),

@@ -22,7 +22,7 @@ _KIND_BITS, _KINDS = 2, NAN | INF
 _EPOCHS = 3
 
 
-class Sightings:
+class OverflowMarks:
     """NaN and Inf in one optimizer's gradients, each with its epoch: the number of skips before.
 
     Kernels mark on the device, where they find the epoch in the counters; good steps write nothing. A parameter is
@@ -140,7 +140,7 @@ class Sightings:
         for _, bits in self._marked():
             bits.zero_()
 
-    def take(self, other: Sightings, places: Mapping[int, int]) -> None:
+    def take(self, other: OverflowMarks, places: Mapping[int, int]) -> None:
         """Take over what others saw.
 
         Args:
