@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scaler_triton import batch as batching
 from scaler_triton.batch import Batch, Layout
-from scaler_triton.forms import KnownForms
+from scaler_triton.known_forms import KnownForms
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
 from scaler_triton.overflow_marks import OverflowMarks
 

@@ -10,7 +10,8 @@ import torch
 from helpers import Place, places
 from torch import Tensor
 
-from scaler_triton import GradScaler, forms
+from scaler_triton import GradScaler
+from scaler_triton.known_forms import KnownForms
 
 STEPS = 40  # more than there is patience for
 
@@ -92,7 +93,7 @@ def test_forms_and_absences_that_change_together(place: Place, number: int, guar
 
 def test_a_form_is_known_again_only_by_guards(guards: bool) -> None:
     """Without them every gradient is compared by hand."""
-    known, gradients = forms.KnownForms(2), [torch.ones(2, 3), torch.ones(4)]
+    known, gradients = KnownForms(2), [torch.ones(2, 3), torch.ones(4)]
     known.learn(gradients)
     assert known.all_there([torch.zeros(2, 3), torch.zeros(4)]) is guards
     for other in (torch.zeros(3, 2), torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.float64)):
@@ -100,7 +101,7 @@ def test_a_form_is_known_again_only_by_guards(guards: bool) -> None:
 
 
 def test_patience_ends_and_what_was_known_stays_right() -> None:
-    known, one, two = forms.KnownForms(1), [torch.ones(2)], [torch.ones(3)]
+    known, one, two = KnownForms(1), [torch.ones(2)], [torch.ones(3)]
     for _ in range(STEPS):
         known.learn(one)
     known.learn(two)

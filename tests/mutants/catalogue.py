@@ -174,9 +174,9 @@ MUTANTS = [
     Mutant(_S + "plan.py", "_unrecorded(gradient) for", "gradient for", GRADIENTS),
     Mutant(_S + "updating.py", "if not left and not self._unstepped:", "if not left:", UNSTEPPED),
     Mutant(_S + "plan.py", "(terms := batching.partial_terms(gradient)) > 1:", "(terms := 0):", MESHES),
-    Mutant(_S + "forms.py", "(check is None or not check(gradient))", "(check is None)", PLAN),
+    Mutant(_S + "known_forms.py", "(check is None or not check(gradient))", "(check is None)", PLAN),
     Mutant(
-        _S + "forms.py",
+        _S + "known_forms.py",
         "and bool(gradients) and self._all(*gradients)",
         "and bool(gradients)",
         "tests/test_known_forms.py",
