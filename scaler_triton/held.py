@@ -15,7 +15,7 @@ from scaler_triton.stepped import Stepped
 from scaler_triton.unstepped import Unstepped
 
 if TYPE_CHECKING:
-    from scaler_triton.board import Board
+    from scaler_triton.flag_buffer import FlagBuffer
     from scaler_triton.kernels.update_scale import DevicePolicy
     from scaler_triton.limits import Limits
 
@@ -44,7 +44,7 @@ class Held(_Base):
 
     _per_optimizer_states: Any  # of this step, a StepState each, by the optimizer's id
     _plans: PlanCache
-    _boards: dict[torch.device, Board]
+    _flag_buffers: dict[torch.device, FlagBuffer]
     _stepped: Stepped
     _unstepped: Unstepped
 
@@ -61,7 +61,7 @@ def fresh(*counters: list[int]) -> dict[str, Any]:
         "_device_policies": {},
         "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
         "_plans": PlanCache(),
-        "_boards": {},
+        "_flag_buffers": {},
         "_stepped": Stepped(),
         "_unstepped": Unstepped(),
     }

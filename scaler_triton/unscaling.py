@@ -12,8 +12,8 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton import batch_ops, dispatch, optimizers, reference
 from scaler_triton.agreeing import AgreeingMixin
-from scaler_triton.board import Board
 from scaler_triton.cuda_graphs import is_captured, refuse_capture
+from scaler_triton.flag_buffer import FlagBuffer
 from scaler_triton.plan import GradPlan
 from scaler_triton.states import Flags, StatesMixin
 from scaler_triton.stats import SKIPPED
@@ -217,13 +217,13 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         home = self._home(plan)
         verdict = plan.verdict
         if verdict is None or verdict.device != home:
-            if home not in self._boards:
+            if home not in self._flag_buffers:
                 refuse_capture(home, "a scaler's first step")
-                self._boards[home] = Board(home)
-            plan.verdict = verdict = self._boards[home].verdict()
+                self._flag_buffers[home] = FlagBuffer(home)
+            plan.verdict = verdict = self._flag_buffers[home].verdict()
         captured = is_captured(verdict.found_inf)
         if captured:
-            self._boards[home].captured.add(verdict)
+            self._flag_buffers[home].captured.add(verdict)
         verdict.begin(captured)
         return verdict
 

@@ -161,16 +161,16 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         return dispatch.choose(scale.device, scale.dtype, self._backend)
 
     def _update_by_kernel(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
-        """Update by one launch, which clears the flags for the next step if they are all on one board."""
+        """Update by one launch, which clears the flags for the next step if they are all in one buffer."""
         numbers, counters = self._device_policy(scale.device), self._counters.on(scale.device)
-        board = self._boards.get(scale.device)
+        buffer = self._flag_buffers.get(scale.device)
         verdicts = [self._verdict(state) for state in states]
-        rows = None if board is None else board.rows(verdicts)
-        if board is None or rows is None:
+        rows = None if buffer is None else buffer.rows(verdicts)
+        if buffer is None or rows is None:
             found_inf = any_flag([self._flag(state) for state in states], scale.device)
             batch_ops.update_by_rows_(scale, growth_tracker, found_inf, numbers, counters)
             return
-        batch_ops.update_by_rows_(scale, growth_tracker, board.signals, numbers, counters, rows, clear=True)
+        batch_ops.update_by_rows_(scale, growth_tracker, buffer.signals, numbers, counters, rows, clear=True)
         captured = is_captured(scale)
         for verdict in verdicts:
             assert verdict is not None

@@ -16,7 +16,7 @@ from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.mirror import HostMirror, version
 
 if TYPE_CHECKING:
-    from scaler_triton.board import Board
+    from scaler_triton.flag_buffer import FlagBuffer
 
 # Positions in the signals that the ranks reduce; the flag is a view of them, so one reduction serves all. From the last
 # two it shows whether their scales are equal: where maxima are taken, those of the scale and its negative; where sums
@@ -91,15 +91,15 @@ class Verdict:
 
     Args:
         signals: fp32, (4,), on the scale's device; flag, failure, and the scales that the ranks compare.
-        board: where the signals lie, at `row`; None: nowhere but here.
+        buffer: where the signals lie, at `row`; None: nowhere but here.
     """
 
-    def __init__(self, signals: Tensor, board: Board | None = None, row: int = 0) -> None:
-        self.board, self.row = board, row
+    def __init__(self, signals: Tensor, buffer: FlagBuffer | None = None, row: int = 0) -> None:
+        self.buffer, self.row = buffer, row
         self.device = signals.device
         self.found_inf = signals[_FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
-        self.moved = False  # whether an update has taken the flag to the board's last ones
+        self.moved = False  # whether an update has taken the flag to the buffer's last ones
         self._unsettled = 0  # the ranks whose sums it is yet to become
         self._signals, self._scales = signals, signals[_SCALES:]
         self._compare: Comparison | None = None
@@ -221,7 +221,7 @@ class Verdict:
         """
         if self._compare is not None:
             self._check(self._signals.tolist())
-        flag = self.board.last[self.row] if self.board is not None and self.moved else self.found_inf
+        flag = self.buffer.last[self.row] if self.buffer is not None and self.moved else self.found_inf
         return bool(flag.item())
 
 

@@ -15,15 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler
-from scaler_triton.board import Board
+from scaler_triton.flag_buffer import FlagBuffer
 from scaler_triton.mirror import HostMirror
 from scaler_triton.verdict import Verdict, write_scales
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
 
-def fresh(board: Board | None = None) -> Verdict:
-    verdict = (board or Board(CPU)).verdict()
+def fresh(buffer: FlagBuffer | None = None) -> Verdict:
+    verdict = (buffer or FlagBuffer(CPU)).verdict()
     verdict.begin()
     return verdict
 
@@ -106,16 +106,16 @@ def test_it_is_served_where_parameters_are_that_have_no_gradient(flags: dict[tor
 
 
 def test_a_write_into_one_row_is_not_taken_for_one_into_another() -> None:
-    board = Board(CPU)
-    first, second = fresh(board), fresh(board)
+    buffer = FlagBuffer(CPU)
+    first, second = fresh(buffer), fresh(buffer)
     flags = first.serve([CPU])
     second.found_inf.fill_(1.0)
     assert first.is_behind(flags)
-    assert board.signals[:2, 0].tolist() == [0.0, 1.0]
-    assert board.rows([first, second]) == 0b11
-    assert board.rows([second]) == 0b10
-    assert board.rows([first, None]) is None
-    assert board.rows([fresh()]) is None
+    assert buffer.signals[:2, 0].tolist() == [0.0, 1.0]
+    assert buffer.rows([first, second]) == 0b11
+    assert buffer.rows([second]) == 0b10
+    assert buffer.rows([first, None]) is None
+    assert buffer.rows([fresh()]) is None
 
 
 class Made(TorchDispatchMode):
@@ -132,25 +132,25 @@ class Made(TorchDispatchMode):
         return result
 
 
-def test_a_board_is_zeroed_on_no_stream() -> None:
+def test_a_flag_buffer_is_zeroed_on_no_stream() -> None:
     """Its rows are for optimizers on any: it comes from the host by a copy that is waited for."""
     with Made() as made:
-        Board(OTHER)
+        FlagBuffer(OTHER)
     ((name, given),) = made.by
     assert name == "aten::_to_copy"
     assert not given.get("non_blocking")
 
 
 def test_rows_come_back_cleared_and_one_too_many_lies_elsewhere() -> None:
-    board = Board(CPU)
-    verdicts = [fresh(board) for _ in range(Board.ROWS)]
-    beyond = fresh(board)
-    assert board.rows(verdicts) == 2**Board.ROWS - 1
-    assert board.rows([beyond]) is None
+    buffer = FlagBuffer(CPU)
+    verdicts = [fresh(buffer) for _ in range(FlagBuffer.ROWS)]
+    beyond = fresh(buffer)
+    assert buffer.rows(verdicts) == 2**FlagBuffer.ROWS - 1
+    assert buffer.rows([beyond]) is None
     verdicts[3].found_inf.fill_(1.0)
     del verdicts[3]
-    again = fresh(board)
-    assert board.rows([again]) == 1 << 3
+    again = fresh(buffer)
+    assert buffer.rows([again]) == 1 << 3
     assert again.found_inf.item() == beyond.found_inf.item() == 0.0
 
 

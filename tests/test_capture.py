@@ -171,7 +171,7 @@ def test_nothing_is_made_on_the_device_while_a_graph_is_captured(monkeypatch: py
     for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu), lambda: marks._again_on(gpu)):
         with pytest.raises(RuntimeError, match="take one step like it before"):
             first()
-    assert scaler._boards == {}
+    assert scaler._flag_buffers == {}
     assert counters.read() == [1] * 7
     monkeypatch.undo()
     scaler.step(optimizer)

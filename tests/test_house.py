@@ -45,7 +45,7 @@ ALLOWED = {
     "verdict": {"collectives", "cuda_graphs", "mirror"},
     "held": {"plan", "stats", "stepped", "unstepped"},
     "agreeing": {"callers", "collectives", "held", "patching/stand_in"},
-    "board": {"verdict"},
+    "flag_buffer": {"verdict"},
     "states": {"held", "optimizers", "step_state", "unstepped", "verdict"},
     "naming": set(),
     "words": set(),
@@ -56,7 +56,7 @@ ALLOWED = {
     "unscaling": {
         "agreeing",
         "batch_ops",
-        "board",
+        "flag_buffer",
         "cuda_graphs",
         "dispatch",
         "optimizers",

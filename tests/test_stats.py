@@ -14,7 +14,7 @@ import torch
 from helpers import Place, places, sgd, started
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler
-from scaler_triton.board import Board
+from scaler_triton.flag_buffer import FlagBuffer
 from scaler_triton.mirror import HostMirror
 from scaler_triton.stats import NAMES, Counters, Lagging
 
@@ -250,13 +250,14 @@ def test_optimizers_that_are_passed_the_scaler(gradient: float) -> None:
 
 
 @EVERYWHERE
-def test_more_optimizers_than_the_board_has_rows(place: Place) -> None:
-    optimizers = [optimizer_of(BAD if i % 3 else GOOD, place, fused=True) for i in range(Board.ROWS + 3)]
+def test_more_optimizers_than_the_flag_buffer_has_rows(place: Place) -> None:
+    bad = [bool(i % 3) for i in range(FlagBuffer.ROWS + 3)]
+    optimizers = [optimizer_of(BAD if each else GOOD, place, fused=True) for each in bad]
     scaler = at(place)
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [bool(i % 3) for i in range(Board.ROWS + 3)]
+    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == bad
 
 
 class Container:

@@ -20,7 +20,7 @@ BAD_RANK = 1
 WHERE = {
     "plan": (GradPlan, "__init__"),
     "layouts": (GradPlan, "_place"),
-    "board": ("scaler_triton.unscaling.Board", None),
+    "flag_buffer": ("scaler_triton.unscaling.FlagBuffer", None),
 }
 
 

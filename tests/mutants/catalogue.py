@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant(_S + "verdict.py", "if values[_FAILED]:", "if False:", RANKS),
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if captured:", CONTRACT),
     Mutant(
-        _S + "board.py",
+        _S + "flag_buffer.py",
         "weakref.finalize(verdict, self._free.append, row)",
         "weakref.finalize(verdict, str)",
         CONTRACT,

@@ -1,4 +1,4 @@
-"""Board: where a scaler's verdicts keep their flags."""
+"""FlagBuffer: where a scaler's verdicts keep their flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from scaler_triton.verdict import COLUMNS, Verdict
 
 
-class Board:
+class FlagBuffer:
     """The signals of a scaler's optimizers on one device, side by side: one launch reads and clears them all.
 
     Args:
@@ -43,10 +43,10 @@ class Board:
         return verdict
 
     def rows(self, verdicts: Iterable[Verdict | None]) -> int | None:
-        """Return the rows of `verdicts` as bits, None if one of them is not on this board."""
+        """Return the rows of `verdicts` as bits, None if one of them is not in this buffer."""
         rows = 0
         for verdict in verdicts:
-            if verdict is None or verdict.board is not self:
+            if verdict is None or verdict.buffer is not self:
                 return None
             rows |= 1 << verdict.row
         return rows
