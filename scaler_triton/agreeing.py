@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from scaler_triton import callers, collectives
-from scaler_triton.held import Held
+from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.patching import stand_in
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _ON_FSDP1 = (
 )
 
 
-class AgreeingMixin(Held):
+class AgreeingMixin(ScalerAttributes):
     """Tells by the process group and the parameters, never by gradients, which other ranks follow a flag."""
 
     def _agreement(self, plan: GradPlan) -> Agreement | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import callers, collectives, dispatch, held, limits, optimizers, policy, untraced
+from scaler_triton import attributes, callers, collectives, dispatch, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
 from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.step_state import StepState
@@ -55,7 +55,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             policy.check_growth_factor(growth_factor)
             policy.check_backoff_factor(backoff_factor)
             raise
-        vars(self).update(held.fresh())
+        vars(self).update(attributes.fresh())
         self._init_extras(**extras)
         if self._enabled:
             init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"), self._limits)
@@ -186,7 +186,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
     def __getstate__(self) -> dict[str, Any]:
         # torch has made sure that an enabled scaler's states are empty
         group = collectives.picklable(self.process_group)
-        return {**super().__getstate__(), **held.fresh(self._counters.read()), "process_group": group}
+        return {**super().__getstate__(), **attributes.fresh(self._counters.read()), "process_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_plans" not in state:  # a scaler of torch's, pickled before `patch_torch` put this class in its place

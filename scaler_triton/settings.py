@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from scaler_triton import limits, policy
+from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.cuda_graphs import refuse_capture
-from scaler_triton.held import Held
 from scaler_triton.limits import NO_LIMITS, Extras
 from scaler_triton.stats import NAMES, Lagging
 
 
-class SettingsMixin(Held):
+class SettingsMixin(ScalerAttributes):
     """The numbers that `update` goes by, and the counters that a checkpoint holds beside them."""
 
     def _init_extras(

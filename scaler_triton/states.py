@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.held import Held
+from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.optimizers import parameters_of, unwrap, weak
 from scaler_triton.step_state import StepState
 from scaler_triton.unstepped import first_gradient
@@ -18,7 +18,7 @@ from scaler_triton.verdict import Verdict, any_flag, as_flag
 Flags = dict[torch.device, Tensor]
 
 
-class StatesMixin(Held):
+class StatesMixin(ScalerAttributes):
     """Finds an optimizer's state, reads its flag, on the device and on the host, and writes it."""
 
     def _state(self, optimizer: Any) -> StepState:

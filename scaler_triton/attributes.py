@@ -1,4 +1,4 @@
-"""What a scaler holds, named once for all of its mixins."""
+"""The attributes of a scaler, named once for all of its mixins."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ else:
     _Base = object
 
 
-class Held(_Base):
-    """The attributes of a scaler: what it was told, what it is at, and what it knows of its optimizers."""
+class ScalerAttributes(_Base):
+    """What a scaler was told, what it is at, and what it knows of its optimizers."""
 
     _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
     _allow_fp16: bool  # whether unscale_ takes fp16 gradients
