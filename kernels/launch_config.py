@@ -45,11 +45,11 @@ class LaunchConfig:
         return f"{self.num_warps} x {self.vectors} x {self.unroll}"
 
     def block_elements(self, itemsize: int) -> int:
-        """Elements that a program visits in one step, for elements of `itemsize` bytes."""
+        """Return how many elements a program visits in one step, for elements of `itemsize` bytes."""
         return WARP_LANES * self.num_warps * self.vectors * (VECTOR_BYTES // itemsize)
 
     def chunk_elements(self, itemsize: int) -> int:
-        """Elements that a program visits in all its steps, for elements of `itemsize` bytes."""
+        """Return how many elements a program visits in all its steps, for elements of `itemsize` bytes."""
         return self.block_elements(itemsize) * self.unroll
 
 

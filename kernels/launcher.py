@@ -141,7 +141,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 def _native_warps(num_warps: int, device: torch.device) -> int:
-    """Warps as wide as the card's that have the lanes of `num_warps` warps of 32."""
+    """Return how many warps as wide as the card's have the lanes of `num_warps` warps of 32."""
     if INTERPRETED or torch.version.hip is None:
         return num_warps
     lanes: int = torch.cuda.get_device_properties(device).warp_size

@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 @functools.cache
 def config_for(device: torch.device, mode: str, itemsize: int) -> LaunchConfig:
-    """The configuration to launch with, looked up once a process.
+    """Return the configuration to launch with, looked up once a process.
 
     A chunk map is made for one configuration: a GradTable belongs to one mode wherever the two modes' differ.
 
@@ -52,7 +52,7 @@ def config_for(device: torch.device, mode: str, itemsize: int) -> LaunchConfig:
 
 
 def lookup(origin: Origin, mode: str, itemsize: int) -> Found:
-    """The configuration for a GPU, and where it comes from.
+    """Return the configuration for a GPU, and where it comes from.
 
     A user's file must have been made with just this origin; a shipped one for a GPU of this name.
 
@@ -73,7 +73,7 @@ def lookup(origin: Origin, mode: str, itemsize: int) -> Found:
 
 
 def origin_of(device: torch.device) -> Origin:
-    """What is measured with on a GPU, in this process.
+    """Return what is measured with on a GPU, in this process.
 
     Args:
         device: a GPU; without an index the current one.
@@ -85,19 +85,19 @@ def origin_of(device: torch.device) -> Origin:
 
 
 def user_file(origin: Origin) -> Path | None:
-    """Where the user's file of an origin is kept: its own for every Triton and every version of the kernels."""
+    """Return where the user's file of an origin is kept: its own for every Triton and every version of the kernels."""
     folder = cache_folder()
     stems = map(tuned_file.file_stem, (origin.device, f"triton{origin.triton}", origin.kernels))
     return folder / f"{'-'.join(stems)}.json" if folder else None
 
 
 def shipped_file(origin: Origin) -> Path:
-    """Where the file of a GPU is that came with this package."""
+    """Return where the file of a GPU is that came with this package."""
     return SHIPPED / f"{tuned_file.file_stem(origin.device)}.json"
 
 
 def cache_folder() -> Path | None:
-    """The folder of the user's tuned files, which need not exist; None for a user without a home."""
+    """Return the folder of the user's tuned files, which need not exist; None for a user without a home."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if named.is_absolute():  # the XDG standard: a relative one is not to be used
         return named / "scaler_triton" / "tuned"
@@ -109,7 +109,7 @@ def cache_folder() -> Path | None:
 
 @functools.cache
 def kernel_hash() -> str:
-    """16 hexadecimal digits of the SHA-256 of the kernels' source."""
+    """Return 16 hexadecimal digits of the SHA-256 of the kernels' source."""
     return hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
 
 

@@ -43,7 +43,7 @@ class Scratch:
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
 
     def launch_of(self, mode: str, config: LaunchConfig) -> Callable[[], None]:
-        """A launch on the buffer, to be repeated at will: with a scale of -1 all is stored and nothing fades.
+        """Return a launch on the buffer, to be repeated at will: with a scale of -1 all is stored and nothing fades.
 
         Args:
             mode: "unscale" or "check".
@@ -53,7 +53,7 @@ class Scratch:
         return functools.partial(self._launch, mode, self._table(config))
 
     def problem(self, mode: str, config: LaunchConfig) -> str:
-        """What a launch does otherwise than torch, in words; empty if nothing.
+        """Return what a launch does otherwise than torch, in words; empty if nothing.
 
         Args:
             mode: "unscale" or "check".
@@ -88,7 +88,7 @@ class Scratch:
         return wanted
 
     def _missed(self, mode: str, table: GradTable, tensor: int) -> str:
-        """Whether an Inf at the very end of a tensor goes unnoticed."""
+        """Tell whether an Inf at the very end of a tensor goes unnoticed."""
         self.reset(3.0)
         self.buffer[self._starts[tensor] + self.numels[tensor] - 1] = float("inf")
         self._launch(mode, table)
@@ -111,7 +111,7 @@ class Scratch:
 
 
 def _places(numels: Sequence[int], alignment: int) -> tuple[list[int], int]:
-    """The first element of each tensor, with a gap before it and after it, and the elements in all."""
+    """Return the first element of each tensor, with a gap before it and after it, and the elements in all."""
     starts, end = [], 0
     for numel in numels:
         starts.append((end // alignment + 1) * alignment)

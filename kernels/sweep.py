@@ -68,7 +68,7 @@ class Figures:
 
 
 def gpu_workloads(l2_bytes: int) -> Workloads:
-    """One span four times as large as the L2 cache, and 2000 tensors from 16 to 262,144 elements.
+    """Return one span four times as large as the L2 cache, and 2000 tensors from 16 to 262,144 elements.
 
     Args:
         l2_bytes: the size of the card's L2 cache.
@@ -80,7 +80,7 @@ def gpu_workloads(l2_bytes: int) -> Workloads:
 
 
 def count_steps(candidates: int = len(CANDIDATES)) -> int:
-    """How often `sweep` calls `progress`."""
+    """Return how often `sweep` calls `progress`."""
     return len(ITEMSIZES) * len(MODES) * candidates * (1 + ROUNDS)
 
 
@@ -114,7 +114,7 @@ def sweep(
 
 
 def choose(figures: Sequence[Figures]) -> LaunchConfig:
-    """The default, unless a candidate beats it by more than `MARGIN` on every workload; then the fastest of those.
+    """Return the default, unless a candidate beats it by more than `MARGIN` on every workload; then the fastest.
 
     Args:
         figures: of one mode and element size, the default's among them.
@@ -122,7 +122,7 @@ def choose(figures: Sequence[Figures]) -> LaunchConfig:
     default = next(each for each in figures if each.config == DEFAULT)
 
     def times(rival: Figures) -> list[float]:
-        """How many times as fast as the default, by workload."""
+        """Return how many times as fast as the default, by workload."""
         return [default.ms[name] / rival.ms[name] for name in default.ms]
 
     better = [each for each in figures if not each.problem and min(times(each)) > 1 + MARGIN]
@@ -131,7 +131,7 @@ def choose(figures: Sequence[Figures]) -> LaunchConfig:
 
 
 def choose_all(figures: Iterable[Figures]) -> dict[tuple[str, int], LaunchConfig]:
-    """The choice for each mode and element size in bytes.
+    """Return the choice for each mode and element size in bytes.
 
     Args:
         figures: as `sweep` gives them.
@@ -143,7 +143,7 @@ def choose_all(figures: Iterable[Figures]) -> dict[tuple[str, int], LaunchConfig
 
 
 def gpu_timer(trial: Trial) -> float:
-    """Milliseconds that a trial takes on the current GPU, the median of many, the L2 cache emptied before each.
+    """Return the milliseconds that a trial takes on the current GPU, the L2 cache emptied before: a median of many.
 
     Args:
         trial: what is timed.
@@ -155,7 +155,7 @@ def gpu_timer(trial: Trial) -> float:
 
 
 def _time_copy(scratch: Scratch, itemsize: int, timer: Timer) -> float:
-    """10^9 bytes a second that torch's copy reads and writes."""
+    """Return 10^9 bytes a second that torch's copy reads and writes."""
     rounds = [timer(Trial("copy", itemsize, "span", None, scratch.copy)) for _ in range(ROUNDS)]
     return 2 * scratch.buffer.nbytes / statistics.median(rounds) / 1e6
 
@@ -189,7 +189,7 @@ class _Pass:
         return [self._figures(config, problems[config], times[config]) for config in candidates]
 
     def _problem(self, config: LaunchConfig) -> str:
-        """What is wrong with a candidate; whatever a compiler or a driver raises is."""
+        """Return what is wrong with a candidate; whatever a compiler or a driver raises is."""
         try:
             for name, scratch in self.scratches.items():
                 if problem := scratch.problem(self.mode, config):

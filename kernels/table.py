@@ -164,7 +164,7 @@ def _pinned(size: int) -> Tensor:
 
 
 def _chunk_map(numels: Sequence[int], chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tensor that each chunk belongs to and the chunk's index in it, both int32 `[n_chunks]`."""
+    """Return the tensor that each chunk belongs to and the chunk's index in it, both int32 `[n_chunks]`."""
     counts = -(-np.asarray(numels, dtype=np.int64) // chunk)
     tensors = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     first = np.cumsum(counts) - counts

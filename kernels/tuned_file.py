@@ -112,7 +112,7 @@ def write(path: Path, tuned: TunedFile, **figures: Any) -> None:
 
 
 def file_stem(name: str) -> str:
-    """A GPU's name, or a version, as a file may be called: no blanks, no slashes."""
+    """Return a GPU's name, or a version, as a file may be called: no blanks, no slashes."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", name)[:60]
 
 
@@ -151,7 +151,7 @@ def _refuse_constant(constant: str) -> None:
 
 
 def _lines(data: Mapping[str, Any]) -> str:
-    """JSON with one line an entry of a list: a change of one configuration is a change of one line."""
+    """Return JSON with one line an entry of a list: a change of one configuration is a change of one line."""
     parts = []
     for name, value in data.items():
         text = json.dumps(value)

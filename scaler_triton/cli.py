@@ -16,7 +16,7 @@ COMMANDS = {"demo": demo, "info": info, "tune": tune, "audit": checkpoint_audit}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command."""
+    """Return the parser of every command."""
     parser = argparse.ArgumentParser(
         prog="python -m scaler_triton", description="A gradient scaler for fp16 training whose ranks agree."
     )
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0 good, 1 a failed check, 2 wrong usage.
+    """Run one command and return its exit status: 0 good, 1 a failed check, 2 wrong usage.
 
     Args:
         arguments: the words after the program's name; those of this process by default.

@@ -28,11 +28,11 @@ HELP = "show versions, devices, the backend of each and why, and the launch conf
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares no arguments."""
+    """Declare no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints everything and returns the exit status.
+    """Print everything and return the exit status.
 
     Args:
         arguments: none.
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def version_lines() -> str:
-    """The versions of what takes part, and the backend that was asked for."""
+    """Return the versions of what takes part, and the backend that was asked for."""
     import torch
 
     from scaler_triton.dispatch import ENV_VARIABLE
@@ -73,7 +73,7 @@ def version_lines() -> str:
 
 
 def triton_version() -> str:
-    """Triton's version and whether it interprets kernels, or why there is none."""
+    """Return Triton's version and whether it interprets kernels, or why there is none."""
     try:
         import triton
     except Exception as error:  # a broken one is no reason not to answer
@@ -83,7 +83,7 @@ def triton_version() -> str:
 
 
 def find_gpus() -> tuple[list[torch.device], str]:
-    """The GPUs that torch can use, and a sentence on them; where there is none, with what torch says of that."""
+    """Return the GPUs that torch can use, and a sentence on them; where there is none, with what torch says."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:
@@ -97,7 +97,7 @@ def find_gpus() -> tuple[list[torch.device], str]:
 
 
 def device_lines(device: torch.device, requested: str) -> str:
-    """What serves each dtype on a device, and why.
+    """Return what serves each dtype on a device, and why.
 
     Args:
         device: with its index.
@@ -110,7 +110,7 @@ def device_lines(device: torch.device, requested: str) -> str:
 
 
 def gpu_lines(device: torch.device, requested: str) -> str:
-    """A GPU, what serves it, and the launch configurations of its kernels.
+    """Return a GPU, what serves it, and the launch configurations of its kernels.
 
     Args:
         device: with its index.
@@ -126,7 +126,7 @@ def gpu_lines(device: torch.device, requested: str) -> str:
 
 
 def config_lines(device: torch.device) -> list[str]:
-    """The launch configuration of each mode and element size, and the file that it comes from.
+    """Return the launch configuration of each mode and element size, and the file that it comes from.
 
     Args:
         device: a GPU.
@@ -148,7 +148,7 @@ def config_lines(device: torch.device) -> list[str]:
 
 
 def source(found: Found) -> str:
-    """A launch configuration and where it comes from, in words.
+    """Return a launch configuration and where it comes from, in words.
 
     Args:
         found: as `lookup` gives it.
@@ -157,7 +157,7 @@ def source(found: Found) -> str:
 
 
 def cache_line() -> str:
-    """Where the user's tuned files are kept."""
+    """Return where the user's tuned files are kept."""
     from scaler_triton.kernels.lookup import cache_folder
 
     folder = cache_folder()
@@ -167,7 +167,7 @@ def cache_line() -> str:
 
 
 def explain(device: torch.device, dtype: torch.dtype, requested: str) -> str:
-    """The backend of a dtype and the reason that the dispatch logs; Triton is tried out for it.
+    """Return the backend of a dtype and the reason that the dispatch logs; Triton is tried out for it.
 
     Args:
         device: with its index.
@@ -189,7 +189,7 @@ def explain(device: torch.device, dtype: torch.dtype, requested: str) -> str:
 
 @contextmanager
 def dispatch_log() -> Iterator[list[str]]:
-    """What the dispatch logs during the block."""
+    """Yield what the dispatch logs during the block."""
     logger = logging.getLogger("scaler_triton.dispatch")
     lines: list[str] = []
     handler = logging.Handler()
@@ -205,7 +205,7 @@ def dispatch_log() -> Iterator[list[str]]:
 
 
 def grouped(pairs: Iterable[tuple[str, Group]]) -> list[tuple[Group, list[str]]]:
-    """The names that share a value, in the order in which they came.
+    """Return the names that share a value, in the order in which they came.
 
     Args:
         pairs: names and their values.

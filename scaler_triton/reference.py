@@ -168,7 +168,7 @@ def _update_on_host_(
     limits: Limits,
     counters: list[int],
 ) -> None:
-    """The same in Python's doubles, which is what torch's op multiplies in; an op on one number costs more."""
+    """Do the same in Python's doubles, which is what torch's op multiplies in; an op on one number costs more."""
     growth_factor, backoff_factor, interval = numbers
     low, high, hysteresis, consecutive = limits
     before, successful = scale.item(), int(growth_tracker.item()) + 1

@@ -28,14 +28,14 @@ NOTE_WIDTH = 60  # characters; the file keeps all of it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the tuner's arguments."""
+    """Declare the tuner's arguments."""
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write DEVICE.json there, to be shipped; default: the user's cache"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tunes, shows all figures and writes the file; returns the exit status.
+    """Tune, show all figures and write the file; return the exit status.
 
     Args:
         arguments: what `add_arguments` declared, parsed.
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def why_not() -> str:
-    """What keeps this process from tuning, in words; empty if nothing does."""
+    """Return what keeps this process from tuning, in words; empty if nothing does."""
     if missing := missing_packages(["torch", "triton"]):
         return f"tune needs {', '.join(missing)}"
     import torch
@@ -76,7 +76,7 @@ def why_not() -> str:
 
 
 def output_path(out: Path | None, origin: Origin) -> Path:
-    """The file that is going to be written, in a folder that exists and can be written to.
+    """Return the file that is going to be written, in a folder that exists and can be written to.
 
     Args:
         out: the folder for a file to be shipped; None: the user's own file, in the cache.
@@ -97,7 +97,7 @@ def output_path(out: Path | None, origin: Origin) -> Path:
 
 
 def tune(device: torch.device, origin: Origin, path: Path, workloads: Workloads, timer: Timer) -> int:
-    """Sweeps, shows all figures, writes the file and returns the exit status.
+    """Sweep, show all figures, write the file and return the exit status.
 
     Args:
         device: where the kernels run.
@@ -126,7 +126,7 @@ def tune(device: torch.device, origin: Origin, path: Path, workloads: Workloads,
 
 
 def figures_table(figures: Sequence[Figures], chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:
-    """Every candidate with its bandwidth, beside what torch's copy reached.
+    """Return every candidate with its bandwidth, beside what torch's copy reached.
 
     Args:
         figures: as `sweep` gives them.
@@ -142,7 +142,7 @@ def figures_table(figures: Sequence[Figures], chosen: Mapping[tuple[str, int], L
 
 
 def summary(chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:
-    """What comes of it, in one sentence.
+    """Return what comes of it, in one sentence.
 
     Args:
         chosen: the configuration for each mode and element size.
@@ -156,7 +156,7 @@ def summary(chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Where and when the figures were taken.
+    """Return where and when the figures were taken.
 
     Args:
         device: a GPU, or what stands for one in a test.
@@ -180,7 +180,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def driver_version() -> str:
-    """The version of the GPU's kernel driver, or "unknown"."""
+    """Return the version of the GPU's kernel driver, or "unknown"."""
     for module in ("nvidia", "amdgpu"):
         try:
             return Path(f"/sys/module/{module}/version").read_text().strip()
@@ -203,7 +203,7 @@ def _row(figures: Figures, chosen: LaunchConfig) -> list[str]:
 
 
 def _record(figures: Figures) -> dict[str, Any]:
-    """A candidate's figures as they are written: four digits are more than repeat."""
+    """Return a candidate's figures as they are written: four digits are more than repeat."""
     config = figures.config
     return {
         "mode": figures.mode,

@@ -34,7 +34,7 @@ Files = dict[str, dict[int, Path]]  # by name with * for the rank, then by rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the folder and which files in it count."""
+    """Declare the folder and which files in it count."""
     parser.add_argument("folder", type=Path, metavar="CHECKPOINT_DIR", help="where the ranks' states were saved")
     parser.add_argument(
         "--pattern",
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table and returns the exit status.
+    """Print the table and return the exit status.
 
     Args:
         arguments: what `add_arguments` declared, parsed.

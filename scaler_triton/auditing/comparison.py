@@ -23,7 +23,7 @@ class Compared(NamedTuple):
 
 
 def compare_readings(states: Sequence[RankState]) -> tuple[list[str], list[str]]:
-    """What differs and what is equal, of the columns that several ranks have."""
+    """Return what differs and what is equal, of the columns that several ranks have."""
     differences, equal = [], []
     for column in columns(states):
         holders = _holders(states, column)
@@ -36,7 +36,7 @@ def compare_readings(states: Sequence[RankState]) -> tuple[list[str], list[str]]
 
 
 def compare_copies(groups: Groups) -> Compared:
-    """What differs and what is equal, of the parameters that several ranks hold."""
+    """Return what differs and what is equal, of the parameters that several ranks hold."""
     known, plain = named(groups, known=True), named(groups, known=False)
     split = {name: different for name, holders in known.items() if (different := [h for h in holders if len(h) > 1])}
     apart = [name for name, holders in plain.items() if any(len(each) > 1 for each in holders)]
@@ -71,7 +71,7 @@ def columns(states: Sequence[RankState]) -> list[str]:
 
 
 def groups(states: Sequence[RankState]) -> Groups:
-    """Which ranks hold which version of each parameter."""
+    """Return which ranks hold which version of each parameter."""
     found: dict[tuple[str, str], Holders] = {}
     for state in states:
         for name, among, digest in state.copies:
@@ -80,7 +80,7 @@ def groups(states: Sequence[RankState]) -> Groups:
 
 
 def named(groups: Groups, *, known: bool) -> dict[str, list[Holders]]:
-    """The copies of each parameter that have others beside them: one entry for each set of replicas."""
+    """Return the copies of each parameter that have others beside them: one entry for each set of replicas."""
     found: dict[str, list[Holders]] = {}
     for (name, among), holders in groups.items():
         if several(holders) and (among != UNKNOWN) is known:
@@ -93,7 +93,7 @@ def several(holders: Holders) -> bool:
 
 
 def _holders(states: Sequence[RankState], column: str) -> Holders:
-    """Which ranks hold which value of a column."""
+    """Return which ranks hold which value of a column."""
     holders: Holders = {}
     for state in states:
         reading = state.readings.get(column)

@@ -70,7 +70,7 @@ class AuditReport:
 
 
 def judge(states: Sequence[RankState], notes: Iterable[str] = (), subject: str = "") -> AuditReport:
-    """Compares what the ranks hold.
+    """Compare what the ranks hold.
 
     Args:
         states: of every rank.
@@ -106,7 +106,7 @@ def _cells(state: RankState, columns: Sequence[str]) -> list[str]:
 
 
 def _replicas_of(state: RankState, groups: Groups) -> str:
-    """How many of a rank's copies have others beside them, and how many of those differ."""
+    """Return how many of a rank's copies have others beside them, and how many of those differ."""
     known = [groups[copy.name, copy.among] for copy in state.copies if copy.among != UNKNOWN]
     compared = [holders for holders in known if comparison.several(holders)]
     differ = sum(len(holders) > 1 for holders in compared)

@@ -47,12 +47,12 @@ class RankState:
     subject: str = ""
 
     def to_bytes(self) -> bytes:
-        """The state as JSON."""
+        """Return the state as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> RankState:
-        """The state that `to_bytes` wrote.
+        """Return the state that `to_bytes` wrote.
 
         Args:
             data: JSON.
@@ -64,7 +64,7 @@ class RankState:
 
 
 def number(value: float) -> str:
-    """A number without a needless fraction, with all its digits.
+    """Return a number without a needless fraction, with all its digits.
 
     Args:
         value: any float.
@@ -73,7 +73,7 @@ def number(value: float) -> str:
 
 
 def scaler_readings(scale: float, tracker: int, *, used: bool = True) -> dict[str, Reading]:
-    """The columns of a scaler.
+    """Return the columns of a scaler.
 
     Args:
         scale: the loss scale; compared to the bit, a NaN equals a NaN.
@@ -85,7 +85,7 @@ def scaler_readings(scale: float, tracker: int, *, used: bool = True) -> dict[st
 
 
 def steps_reading(steps: Sequence[float]) -> Reading:
-    """The column of an optimizer: from the fewest to the most steps of a parameter, of which the most are compared.
+    """Return the column of an optimizer: the fewest to the most steps of a parameter, of which the most are compared.
 
     A parameter without a gradient takes no step, on one rank and not on another; the optimizer as a whole does.
 

@@ -195,7 +195,7 @@ def _by_weight(tensors: Sequence[Tensor], weights: Sequence[float]) -> dict[floa
 
 
 def _quick_sum(tensors: Sequence[Tensor]) -> float:
-    """The sum of squares, unless it is infinite or so small that squares may have been lost."""
+    """Return the sum of squares, unless it is infinite or so small that squares may have been lost."""
     if not tensors:
         return 0.0
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -217,7 +217,7 @@ def _quick_sum(tensors: Sequence[Tensor]) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _row_length(numel: int) -> int:
-    """The longest row that leaves no rest, which would be an op more; if all of them are short, the longest at all."""
+    """Return the longest row that leaves no rest, which would be an op more; else the longest at all."""
     return next((row for row in _ROWS if numel % row == 0), _ROWS[0])
 
 

@@ -58,7 +58,7 @@ class Watch:
         self._before = self._hash()
 
     def outcome(self, scaler: GradScaler) -> Outcome:
-        """What became of the parameters and the scale."""
+        """Return what became of the parameters and the scale."""
         finite = all(bool(local(p.detach()).isfinite().all()) for p in self._parameters)
         had_grads = any(p.grad is not None for p in self._parameters)
         return Outcome(scaler.get_scale(), self._before, self._hash(), finite, had_grads)
@@ -218,7 +218,7 @@ def _spoil(model: nn.Module) -> None:
 
 
 def _dtensor(mesh: DeviceMesh, placement: Placement, *, bad: bool = False) -> nn.Parameter:
-    """A parameter and its gradient, of four elements on this rank; `bad` puts an inf into this rank's part."""
+    """Return a parameter and its gradient, of four elements on this rank; `bad` puts an inf into this rank's part."""
     put = partial(DTensor.from_local, device_mesh=mesh, placements=[placement])
     parameter = nn.Parameter(put(torch.ones(4)))
     grad = torch.full((4,), START)
@@ -228,7 +228,7 @@ def _dtensor(mesh: DeviceMesh, placement: Placement, *, bad: bool = False) -> nn
 
 
 def _plain_step(scalers: Scalers, parameters: list[nn.Parameter]) -> Outcome:
-    """One step of a GradScaler and a plain SGD on gradients that are already there."""
+    """Take one step of a GradScaler and a plain SGD on gradients that are already there."""
     optimizer = SGD(parameters, lr=0.1)
     scaler = scalers.plain(device="cpu", init_scale=START)
     watch = Watch(parameters)

@@ -26,7 +26,7 @@ class Right:
         return f"every rank {'steps' if self.stepped else 'skips the step'} and holds scale {self.scale:g}"
 
     def wrong(self, outcomes: Sequence[Outcome]) -> str:
-        """What is not so, in words; empty if all is right.
+        """Return what is not so, in words; empty if all is right.
 
         Args:
             outcomes: of every rank.
@@ -155,13 +155,13 @@ CASES = {
 
 
 def list_cases() -> str:
-    """The names and summaries, a line each."""
+    """Return the names and summaries, a line each."""
     width = max(map(len, CASES))
     return "\n".join(f"{case.name:{width}}  {case.summary}" for case in CASES.values())
 
 
 def cases_table() -> str:
-    """The registry as a Markdown table: the case, what happens with torch, with ours."""
+    """Return the registry as a Markdown table: the case, what happens with torch, with ours."""
     rows = ["| case | with torch | with scaler_triton |", "| --- | --- | --- |"]
     for case in CASES.values():
         known = f" ([known]({case.thread}))" if case.thread else ""

@@ -17,7 +17,7 @@ MOST_STEPS = 128  # rounding alone drives two long runs apart (demo/verdict.py, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the demo's arguments."""
+    """Declare the demo's arguments."""
     parser.add_argument("--scaler", choices=("ours", "torch"), default="ours", help="default: ours")
     modes = parser.add_mutually_exclusive_group()
     for mode, what in MODES.items():
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the demo or the proof and returns the exit status.
+    """Run the demo or the proof and return the exit status.
 
     Args:
         arguments: what `add_arguments` declared, parsed.
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def picture_path(out: Path) -> Path:
-    """The file the plot goes to, in a folder that exists and can be written to.
+    """Return the file the plot goes to, in a folder that exists and can be written to.
 
     Args:
         out: a .png file, or a folder.

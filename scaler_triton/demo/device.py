@@ -29,7 +29,7 @@ class Placement:
 
 
 def place(mode: str) -> Placement:
-    """The best placement that this machine allows.
+    """Return the best placement that this machine allows.
 
     Args:
         mode: "single", "ddp", "fsdp1" or "fsdp2"; single takes one process, the others two.
@@ -46,7 +46,7 @@ def place(mode: str) -> Placement:
 
 
 def why_not_one_gpu_gloo(mode: str) -> str:
-    """Trains with two gloo ranks on GPU 0 and gives what went wrong; empty if nothing did.
+    """Train with two gloo ranks on GPU 0 and return what went wrong; empty if nothing did.
 
     Args:
         mode: "ddp", "fsdp1" or "fsdp2".
@@ -62,7 +62,7 @@ def why_not_one_gpu_gloo(mode: str) -> str:
 
 
 def main() -> None:
-    """Prints what several ranks on one GPU can do on this machine."""
+    """Print what several ranks on one GPU can do on this machine."""
     if not torch.cuda.is_available():
         print("no GPU")
         return
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def use_device(device_type: str, rank: int) -> torch.device:
-    """This rank's device, made the current one.
+    """Make this rank's device the current one, and return it.
 
     Args:
         device_type: "cpu" or "cuda".

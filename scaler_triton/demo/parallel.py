@@ -14,7 +14,7 @@ from scaler_triton.demo.model import Block, CharTransformer
 
 
 def spread(model: CharTransformer, mode: str, ranks: int) -> nn.Module:
-    """The model as the mode trains it; FSDP shards each block and the rest.
+    """Return the model as the mode trains it; FSDP shards each block and the rest.
 
     Args:
         model: whole, on this rank's device, with the same values on every rank.
@@ -35,12 +35,12 @@ def spread(model: CharTransformer, mode: str, ranks: int) -> nn.Module:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the shard of a DTensor, else the tensor itself."""
+    """Return what this rank holds of a tensor: the shard of a DTensor, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_parameters(model: nn.Module) -> Tensor:
-    """All parameters of a spread model, gathered, as one fp32 vector on the CPU. A collective call."""
+    """Return all parameters of a spread model, gathered, as one fp32 vector on the CPU. A collective call."""
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)
     with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model) if is_fsdp1 else nullcontext():
         whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]

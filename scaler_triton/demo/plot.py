@@ -16,7 +16,7 @@ LOSS, SCALES, BAD = "#1f4e79", ("#2e8b57", "#d2691e", "#7b5ea7", "#8b7d2e"), "#b
 
 
 def save_plot(config: DemoConfig, ranks: Sequence[Trace], title: str, picture: Path) -> None:
-    """Draws a run and writes it as a PNG.
+    """Draw a run and write it as a PNG.
 
     Args:
         config: the run.

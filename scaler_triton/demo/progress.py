@@ -22,14 +22,14 @@ class NoBar:
         pass
 
     def update(self) -> None:
-        """Shows nothing."""
+        """Show nothing."""
 
     def set_postfix_str(self, text: str, refresh: bool) -> None:
-        """Shows nothing."""
+        """Show nothing."""
 
 
 def new_bar(title: str, total: int) -> Any:
-    """A bar that counts steps, where tqdm is installed.
+    """Return a bar that counts steps, where tqdm is installed.
 
     Args:
         title: what stands before the bar.
@@ -45,7 +45,7 @@ def new_bar(title: str, total: int) -> Any:
 
 @contextmanager
 def bar_fed_by_file(title: str, total: int) -> Iterator[str]:
-    """Shows a bar while the block runs and gives the path of its file: one line a step, shown beside the bar.
+    """Show a bar while the block runs, and yield the path of its file: one line a step, shown beside the bar.
 
     Args:
         title: what stands before the bar.

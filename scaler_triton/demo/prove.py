@@ -16,7 +16,7 @@ CASE_LIMIT = 60.0
 
 
 def prove(cases: Sequence[Case]) -> int:
-    """Runs and prints cases; 0 if in each of them torch is wrong and we are right.
+    """Run and print cases; return 0 if in each of them torch is wrong and we are right.
 
     Args:
         cases: what to run, in this order.
@@ -33,7 +33,7 @@ def prove(cases: Sequence[Case]) -> int:
 
 
 def prove_one(case: Case, pool: RankPool) -> list[str]:
-    """Runs one case with both and prints what each rank holds.
+    """Run one case with both and print what each rank holds.
 
     Args:
         case: what to run.
@@ -50,12 +50,12 @@ def prove_one(case: Case, pool: RankPool) -> list[str]:
 
 
 def new_pool() -> RankPool:
-    """Ranks that cases share, and whose hangs become errors."""
+    """Return ranks that cases share, and whose hangs become errors."""
     return RankPool(RANKS, group_timeout=COLLECTIVE_LIMIT)
 
 
 def run_on_ranks(case: Case, scaler: str, pool: RankPool) -> list[RankResult]:
-    """Runs a case on every rank; a hang is given as an error, too.
+    """Run a case on every rank; a hang is returned as an error, too.
 
     Args:
         case: what to run.
@@ -69,7 +69,7 @@ def run_on_ranks(case: Case, scaler: str, pool: RankPool) -> list[RankResult]:
 
 
 def run_case(rank: int, name: str, scaler: str) -> Outcome:
-    """What each rank executes.
+    """Execute what each rank does of a case.
 
     Args:
         rank: this process.
@@ -80,7 +80,7 @@ def run_case(rank: int, name: str, scaler: str) -> Outcome:
 
 
 def wrong(case: Case, results: Sequence[RankResult]) -> str:
-    """What went wrong, in words; empty if the case came out right.
+    """Return what went wrong, in words; empty if the case came out right.
 
     Args:
         case: what was run.

@@ -69,7 +69,7 @@ class _Rank:
     log: Path
 
     def log_tail(self) -> str:
-        """The end of what the rank printed."""
+        """Return the end of what the rank printed."""
         return self.log.read_text(errors="replace")[-LOG_TAIL:] if self.log.exists() else ""
 
 
@@ -160,7 +160,7 @@ class RankPool:
         return self._collect(timeout)
 
     def _collect(self, timeout: float) -> list[RankResult]:
-        """One answer from every rank, or the end of all of them."""
+        """Return one answer from every rank, or end all of them."""
         start = time.monotonic()
         deadline = start + timeout
         waiting = {rank.connection: rank for rank in self._ranks}
@@ -235,7 +235,7 @@ def limit_collectives(seconds: float, group: dist.ProcessGroup | None = None) ->
 
 
 def _serve(group: _Group, log: str, connection: Connection) -> None:
-    """The main function of a rank: join the group, then answer calls until the parent is gone."""
+    """Join the group, then answer calls until the parent is gone: the main function of a rank."""
     _end_with_parent()
     _redirect_output(log)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -248,7 +248,7 @@ def _serve(group: _Group, log: str, connection: Connection) -> None:
 
 
 def _load(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and arguments of a call; what cannot be loaded becomes a function that says so."""
+    """Return the function and arguments of a call; what cannot be loaded becomes a function that says so."""
     try:
         fn, args = pickle.loads(message)
     except Exception as error:
@@ -303,7 +303,7 @@ def _redirect_output(log: str) -> None:
 
 
 def _receive(rank: _Rank) -> RankResult:
-    """The rank's answer, or its death."""
+    """Return the rank's answer, or its death."""
     try:
         result = pickle.loads(rank.connection.recv_bytes())
     except (EOFError, OSError):
@@ -315,7 +315,7 @@ def _receive(rank: _Rank) -> RankResult:
 
 
 def _dump_stacks(hung: list[_Rank]) -> dict[int, str]:
-    """What each hung rank says about where it is."""
+    """Return what each hung rank says about where it is."""
     for rank in hung:
         if hasattr(signal, "SIGUSR1") and rank.process.pid is not None and rank.process.is_alive():
             os.kill(rank.process.pid, signal.SIGUSR1)
@@ -329,7 +329,7 @@ def _out_of_step(result: RankResult, check: RankResult) -> RankResult:
 
 
 def _rank_environment() -> dict[str, str]:
-    """One thread a rank, and no network but loopback."""
+    """Return the variables that leave a rank one thread, and no network but loopback."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     variables = {"OMP_NUM_THREADS": "1"}
     return variables | ({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})
@@ -337,7 +337,7 @@ def _rank_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the processes started inside."""
+    """Set environment variables for the processes started inside."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

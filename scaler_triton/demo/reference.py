@@ -12,7 +12,7 @@ from scaler_triton.demo.workload import Workload, new_optimizer
 
 
 def train_reference(config: DemoConfig, after_step: Callable[[], object] = lambda: None) -> Trace:
-    """Takes every rank's micro-batch in turn, averages the gradients, and skips the steps that are to be skipped.
+    """Take every rank's micro-batch in turn, average the gradients, and skip the steps that are to be skipped.
 
     Args:
         config: the run of the ranks.
@@ -44,7 +44,7 @@ class Reference:
         self.trace = Trace(True, start=whole_parameters(self.model).numpy())
 
     def train_step(self, step: int) -> None:
-        """One step over all micro-batches."""
+        """Take one step over all micro-batches."""
         self.trace.scales.append(self.scale)
         self.trace.losses.append(self._accumulate(step))
         skip = step in self.config.bad_shards or not self._unscale()
@@ -55,7 +55,7 @@ class Reference:
         self._update_scale(skip)
 
     def finish(self) -> Trace:
-        """The trace, completed with what is true at the end."""
+        """Return the trace, completed with what is true at the end."""
         self.trace.scales.append(self.scale)
         self.trace.step_counts = self.counter.counts()
         self.trace.end = whole_parameters(self.model).numpy()
@@ -84,7 +84,7 @@ class Reference:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums in the order of a rank, which has one thread too."""
+    """Sum in the order of a rank, which has one thread too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -21,7 +21,7 @@ class Scalers:
 
 
 def load_scalers(name: str) -> Scalers:
-    """The classes of "torch" or "ours"."""
+    """Return the classes of "torch" or "ours"."""
     if name == "torch":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

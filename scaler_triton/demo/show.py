@@ -20,7 +20,7 @@ SECONDS_TO_START, SECONDS_A_STEP = 120.0, 5.0  # far above what a slow machine t
 
 
 def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> int:
-    """Trains, reports and returns the exit status: 0 if every check holds.
+    """Train, report and return the exit status: 0 if every check holds.
 
     Args:
         scaler: "ours" or "torch".
@@ -48,7 +48,7 @@ def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> i
 
 
 def train_ranks(config: DemoConfig, placement: Placement) -> Sequence[RankResult]:
-    """Runs all ranks and gives what became of each, a hang included.
+    """Run all ranks and return what became of each, a hang included.
 
     Args:
         config: the run.
@@ -64,7 +64,7 @@ def train_ranks(config: DemoConfig, placement: Placement) -> Sequence[RankResult
 
 
 def scaler_name(config: DemoConfig) -> str:
-    """The class that is shown, for people."""
+    """Return the class that is shown, for people."""
     kind = "GradScaler" if config.mode == "single" else "ShardedGradScaler"
     return f"{kind} of {load_scalers(config.scaler).label}"
 

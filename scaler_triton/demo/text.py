@@ -19,7 +19,7 @@ class CharText:
     vocabulary: str
 
     def batch(self, step: int, rank: int, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Inputs and next-character targets of one micro-batch, the same ones whoever asks.
+        """Return inputs and next-character targets of one micro-batch, the same ones whoever asks.
 
         Args:
             step: the training step, from 0.
@@ -34,7 +34,7 @@ class CharText:
 
 
 def python_topics() -> CharText:
-    """The help topics of this Python (`help("LOOPING")` and the like), half a million characters."""
+    """Return the help topics of this Python (`help("LOOPING")` and the like), half a million characters."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[name] for name in sorted(topics))

@@ -48,7 +48,7 @@ class StepCounter:
         optimizer.register_step_post_hook(self._count_call)
 
     def counts(self) -> tuple[int, ...]:
-        """The step counters of all parameters, without repeats, sorted."""
+        """Return the step counters of all parameters, without repeats, sorted."""
         in_state = {int(state["step"]) for state in self._optimizer.state.values() if "step" in state}
         return tuple(sorted(in_state)) or (self._calls,)
 

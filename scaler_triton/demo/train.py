@@ -16,7 +16,7 @@ from scaler_triton.demo.workload import Workload, new_optimizer
 
 
 def train_rank(rank: int, config: DemoConfig, feed: str) -> Trace:
-    """Trains as one of the ranks and tells what happened.
+    """Train as one of the ranks and tell what happened.
 
     Args:
         rank: this process.
@@ -51,7 +51,7 @@ class Trainer:
         self.trace = Trace(self.scaler.is_enabled(), start=whole_parameters(self.model).numpy())
 
     def train_step(self, step: int) -> None:
-        """One step: forward, backward, maybe an inf, and the scaler decides."""
+        """Take one step: forward, backward, maybe an inf, and the scaler decides."""
         taken = self.counter.counts()
         self.trace.scales.append(self.scaler.get_scale())
         loss = self.workload.loss(self.model, step, self.rank)
@@ -65,7 +65,7 @@ class Trainer:
         self.trace.skipped.append(self.counter.counts() == taken)
 
     def finish(self) -> Trace:
-        """The trace, completed with what is true at the end."""
+        """Return the trace, completed with what is true at the end."""
         self.trace.scales.append(self.scaler.get_scale())
         self.trace.step_counts = self.counter.counts()
         self.trace.end = whole_parameters(self.model).numpy()
@@ -76,13 +76,13 @@ class Trainer:
 
 
 def new_scaler(config: DemoConfig, device: torch.device) -> GradScaler:
-    """The scaler that is shown, with settings that show growth and backoff in a short run."""
+    """Return the scaler that is shown, with settings that show growth and backoff in a short run."""
     scalers = load_scalers(config.scaler)
     chosen = scalers.plain if config.mode == "single" else scalers.sharded
     return chosen(device=device.type, init_scale=config.init_scale, growth_interval=config.growth_interval)
 
 
 def spoil_one_element(model: Module) -> None:
-    """Sets one element of this rank's own gradient shards to inf."""
+    """Set one element of this rank's own gradient shards to inf."""
     shards = (local(p.grad) for p in model.parameters() if p.grad is not None)
     next(shard for shard in shards if shard.numel()).view(-1)[0] = inf

@@ -32,7 +32,7 @@ class Check:
 
 
 def judge(ranks: Sequence[Trace], reference: Trace) -> list[Check]:
-    """All checks of a run.
+    """Return all checks of a run.
 
     Args:
         ranks: what each rank went through.
@@ -49,13 +49,13 @@ def judge(ranks: Sequence[Trace], reference: Trace) -> list[Check]:
 
 
 def scaler_enabled(ranks: Sequence[Trace]) -> Check:
-    """Is the scaler on? A disabled one would pass many of the other checks."""
+    """Check that the scaler is on: a disabled one would pass many of the other checks."""
     off = [str(rank) for rank, trace in enumerate(ranks) if not trace.enabled]
     return Check(not off, f"the scaler is disabled on rank {', '.join(off)}" if off else "the scaler is enabled")
 
 
 def scales_equal(ranks: Sequence[Trace]) -> Check:
-    """Do all ranks hold the same scale, bit for bit, at every step and at the end?"""
+    """Check that all ranks hold the same scale, bit for bit, at every step and at the end."""
     by_step = list(zip(*([scale.hex() for scale in trace.scales] for trace in ranks), strict=True))
     split = [step for step, scales in enumerate(by_step) if len(set(scales)) > 1]
     if split:
@@ -65,7 +65,7 @@ def scales_equal(ranks: Sequence[Trace]) -> Check:
 
 
 def step_counts_equal(ranks: Sequence[Trace]) -> Check:
-    """Have the optimizers of all ranks, and all their parameters, taken the same number of steps?"""
+    """Check that the optimizers of all ranks, and all their parameters, have taken the same number of steps."""
     counts = [trace.step_counts for trace in ranks]
     same = len(set(counts)) == 1 and len(counts[0]) == 1
     shown = str(counts[0][0]) if same else ", ".join("/".join(map(str, count)) for count in counts)
@@ -75,7 +75,7 @@ def step_counts_equal(ranks: Sequence[Trace]) -> Check:
 
 
 def same_decisions(ranks: Sequence[Trace], reference: Trace) -> Check:
-    """Did every rank skip the steps that had to be skipped, and move its scale as it had to?"""
+    """Check that every rank skipped the steps that had to be skipped, and moved its scale as it had to."""
     scales_right = all(trace.scales == reference.scales for trace in ranks)
     wrong = {step + 1 for trace in ranks for step in _differences(trace.skipped, reference.skipped)}
     if wrong:
@@ -85,7 +85,7 @@ def same_decisions(ranks: Sequence[Trace], reference: Trace) -> Check:
 
 
 def parameters_match(ranks: Sequence[Trace], reference: Trace) -> Check:
-    """Do the gathered parameters, as every rank sees them, match the single process's?"""
+    """Check that the gathered parameters, as every rank sees them, match the single process's."""
     ends = [trace.end.astype(np.float64) for trace in ranks]
     moved = np.linalg.norm(reference.end.astype(np.float64) - reference.start)
     distance = max(float(np.linalg.norm(end - reference.end) / moved) for end in ends)
@@ -96,7 +96,7 @@ def parameters_match(ranks: Sequence[Trace], reference: Trace) -> Check:
 
 
 def loss_fell(ranks: Sequence[Trace]) -> Check:
-    """Has the model learnt anything?"""
+    """Check that the model has learnt something."""
     losses = mean_losses(ranks)
     tail = losses[-max(1, len(losses) // 8) :]
     last = float(np.mean(tail))
@@ -105,7 +105,7 @@ def loss_fell(ranks: Sequence[Trace]) -> Check:
 
 
 def mean_losses(ranks: Sequence[Trace]) -> list[float]:
-    """The loss of each step, averaged over the ranks' micro-batches."""
+    """Return the loss of each step, averaged over the ranks' micro-batches."""
     return [float(np.mean(losses)) for losses in zip(*(trace.losses for trace in ranks), strict=True)]
 
 

@@ -25,12 +25,12 @@ class Workload:
         self.text = python_topics()
 
     def new_model(self) -> CharTransformer:
-        """A model with the same starting parameters in every process."""
+        """Return a model with the same starting parameters in every process."""
         torch.manual_seed(0)
         return CharTransformer(len(self.text.vocabulary), self.config.size).to(self.device)
 
     def loss(self, model: nn.Module, step: int, rank: int) -> Tensor:
-        """The loss of one rank's micro-batch under fp16 autocast, unscaled.
+        """Return the loss of one rank's micro-batch under fp16 autocast, unscaled.
 
         Args:
             model: the model, wrapped or not.
@@ -44,7 +44,7 @@ class Workload:
 
 
 def new_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer that `--optimizer` names.
+    """Return the optimizer that `--optimizer` names.
 
     Args:
         name: "adamw", "adamw-fused" or "sgd".
