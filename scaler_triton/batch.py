@@ -62,6 +62,11 @@ class Batch(NamedTuple):
             return self.tensors  # type: ignore[return-value]  # a cast is a call
         return [tensor for tensor in self.tensors if tensor is not None]
 
+    @property
+    def neighbours(self) -> Neighbours | None:
+        """What is known of the tensors from earlier steps; None if one is missing: the list is another each time."""
+        return self.layout.neighbours if self.complete else None
+
 
 def is_dtensor(tensor: object) -> bool:
     """Tell whether `tensor` is a DTensor, without importing DTensor: no instance can exist before that."""

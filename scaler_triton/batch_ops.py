@@ -13,7 +13,6 @@ from torch import Tensor
 from scaler_triton import reference
 from scaler_triton.batch import Batch, Layout
 from scaler_triton.dispatch import Backend, choose
-from scaler_triton.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
@@ -55,7 +54,7 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: 
     """
     if backend == "torch":
         if batch.layout.key.plain:
-            reference.check_nonfinite(batch.present, found_inf, neighbours_of(batch))
+            reference.check_nonfinite(batch.present, found_inf, batch.neighbours)
         else:
             _reference_unscale_(batch, torch.ones_like(found_inf), found_inf)
         return
@@ -106,11 +105,6 @@ def filled_table(layout: Layout, dense: Batch, mode: str) -> GradTable:
     return table
 
 
-def neighbours_of(batch: Batch) -> Neighbours | None:
-    """Return what is known of a batch's tensors from earlier steps, None for a batch that lacks some."""
-    return batch.layout.neighbours if batch.complete else None  # else the list is another one each time
-
-
 @functools.cache
 def kernels() -> Any:
     """Return the kernels' modules, imported when the first one is needed: triton is heavy, and not everywhere."""
@@ -128,7 +122,7 @@ def _backend(layout: Layout, requested: str, clips: bool) -> Backend:
 
 def _reference_unscale_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> None:
     if batch.layout.key.plain:
-        reference.unscale_(batch.present, inv_scale, found_inf, neighbours_of(batch))
+        reference.unscale_(batch.present, inv_scale, found_inf, batch.neighbours)
     else:  # a tensor subclass knows itself what torch's op means for it
         torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
 

@@ -51,7 +51,7 @@ ALLOWED = {
     "words": set(),
     "overflow_report": {"overflow_marks", "words"},
     "overflow": {"batch", "collectives", "naming", "overflow_report", "states", "stats"},
-    "batch_ops": {"batch", "dispatch", "neighbours", "reference"},
+    "batch_ops": {"batch", "dispatch", "reference"},
     "ops": {"batch", "batch_ops", "clipping/norms", "clipping/reference_norm", "dispatch", "policy", "reference"},
     "unscaling": {
         "agreeing",

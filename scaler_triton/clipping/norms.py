@@ -158,7 +158,7 @@ def _reference_totals(
 
 def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:
     if batch.layout.key.plain:
-        reference_norm.clip_(batch.present, inv_scale, coef, batch_ops.neighbours_of(batch))
+        reference_norm.clip_(batch.present, inv_scale, coef, batch.neighbours)
     else:
         tensors = list(batch.present)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros_like(inv_scale), inv_scale)
