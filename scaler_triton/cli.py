@@ -5,6 +5,8 @@ imports torch before `run`, so that `--help` answers at once.
 """
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from scaler_triton import info, tune
@@ -30,13 +32,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 good, 1 a failed check, 2 wrong usage.
+    """Run one command and return its exit status: 0 good, 1 a failed check, 2 wrong usage, 141 nobody read on.
 
     Args:
         arguments: the words after the program's name; those of this process by default.
     """
     parsed = build_parser().parse_args(arguments)
     try:
-        return int(parsed.run(parsed))
+        status = int(parsed.run(parsed))
+        print(end="", flush=True)
+        return status
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has seen enough; 1 would be a failed check
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush must not fail, too
+        return 141

@@ -96,6 +96,20 @@ def test_an_interrupted_command_says_so_by_its_status(monkeypatch: pytest.Monkey
     assert cli.main(["demo"]) == 130
 
 
+@pytest.mark.parametrize("buffering", [[], ["-u"]])
+def test_output_that_nobody_reads_is_no_failed_check(buffering: list[str], tmp_path: Path) -> None:
+    words = [sys.executable, *buffering, "-m", "scaler_triton", "audit", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    environment.pop("PYTHONUNBUFFERED", None)
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("word", ["fused-clip", "all"])
 def test_prove_runs_what_was_named(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tabulate")
