@@ -426,10 +426,11 @@ def test_an_optimizer_that_is_gone_leaves_no_clipping_to_wait_for() -> None:
     assert scaler.get_scale() == 2 * SCALE
 
 
+@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("options", [{}, {"parameters": []}, {"norm_type": 1.0}])
-def test_an_optimizer_is_clipped_once(options: dict[str, Any]) -> None:
+def test_an_optimizer_is_clipped_once(options: dict[str, Any], enabled: bool) -> None:
     optimizer = sgd([torch.full((3,), 24.0)])
-    scaler = scaler_on(Place("cpu", "torch"))
+    scaler = scaler_on(Place("cpu", "torch"), enabled=enabled)
     for several, text in (([], "got 0"), ([optimizer, optimizer], "got 2")):
         with pytest.raises(ValueError, match=f"^optimizers must be one or more, none of them twice, {text}$"):
             scaler.clip_grad_norm_(several, 1.0, **options)

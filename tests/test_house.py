@@ -109,7 +109,7 @@ ALLOWED = {
         "clipping/reference_norm",
         "collectives",
     },
-    "clipping/arguments": {"callers", "clipping/norms"},
+    "clipping/arguments": {"callers", "clipping/norms", "optimizers"},
     "clipping/copies": {"batch", "collectives"},
     "clipping/parts": {
         "clipping/copies",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from scaler_triton import callers
 from scaler_triton.clipping import norms
+from scaler_triton.optimizers import unwrap
 
 
 class Request(NamedTuple):
@@ -37,7 +38,7 @@ class Request(NamedTuple):
 def checked_optimizers(optimizers: Any) -> list[Any]:
     """Return one optimizer or several as a list.
 
-    Raises: TypeError naming `optimizers` for what has no `param_groups`.
+    Raises: TypeError naming `optimizers` for what has no `param_groups`; ValueError for none, or one of them twice.
     """
     if hasattr(optimizers, "param_groups"):
         return [optimizers]
@@ -45,6 +46,8 @@ def checked_optimizers(optimizers: Any) -> list[Any]:
     for each in several:
         if not hasattr(each, "param_groups"):
             raise TypeError(f"optimizers must be an optimizer or several of them, got {type(each).__name__}")
+    if len({id(unwrap(each)) for each in several}) != len(several) or not several:
+        raise ValueError(f"optimizers must be one or more, none of them twice, got {len(several)}")
     return several
 
 

@@ -88,14 +88,12 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
 
     def _check_order(self, optimizers: Sequence[Any], *, again: bool) -> None:
         """Raise errors of order, before any reduction."""
-        states = [self._state(optimizer) for optimizer in optimizers]
-        for state in states:
+        for optimizer in optimizers:
+            state = self._state(optimizer)
             if state["stage"] is OptState.STEPPED:
                 raise RuntimeError("unscale_() is being called after step().")
             if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
                 raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if len({id(state) for state in states}) != len(optimizers) or not states:
-            raise ValueError(f"optimizers must be one or more, none of them twice, got {len(states)}")
 
     def _require_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
         """Raise torch's error if there is no scale, once the ranks that wait for this one are told.

@@ -229,7 +229,7 @@ MUTANTS = [
     Mutant(_S + "clipping/at_once.py", "1.0 / copies[slot]", "1.0", CLIPPED),
     Mutant(_S + "clipping/at_once.py", "agreement.sum_(totals)", "pass", CLIPPED),
     Mutant(_S + "clipping/at_once.py", "part.plan.verdict = None  # what an earlier", "pass  # what an earlier", CLIP),
-    Mutant(_S + "clipping/clip.py", "!= len(optimizers) or not states", "== 0", CLIP),
+    Mutant(_S + "clipping/arguments.py", "!= len(several) or not several", "== 0", CLIP),
     Mutant(_S + "clipping/at_once.py", "totals[reference_norm.FLAG] = 1.0", "pass", CLIP),
     Mutant(_S + "updating.py", 'if waits and state["owner"]() is not None:', "if waits:", CLIP),
     Mutant(_S + "clipping/at_once.py", " and sum(len(each.pairs) for each in measured) != 1", "", CLIP),
