@@ -346,6 +346,7 @@ class AnyNumber:
         ({"norm_type": None}, "^norm_type must be a number, got None$"),
         ({"model": "net"}, "^model must be a module, got str$"),
         ({"parameters": [("weight", torch.ones(3))]}, "^parameters must be tensors, got tuple$"),
+        ({"parameters": 2.0}, "^parameters must be tensors, got float$"),
         ({"optimizers": [torch.ones(3)]}, "^optimizers must be an optimizer or several of them, got Tensor$"),
     ],
 )

@@ -74,7 +74,8 @@ def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None
         return None
     if isinstance(parameters, nn.Module):
         raise TypeError(f"parameters must be tensors, such as those of {type(parameters).__name__}.parameters()")
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
+    chosen: list[Any] = list(parameters) if several else [parameters]
     for each in chosen:
         if not isinstance(each, Tensor):  # such as the pairs of named_parameters()
             raise TypeError(f"parameters must be tensors, got {type(each).__name__}")
