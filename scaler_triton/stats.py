@@ -28,8 +28,8 @@ class ScalerStats:
         updates: calls of `update`; of `update(new_scale)` those after a check of gradients, which it does not need.
         skipped: those with an overflow, after which a step was skipped.
         consecutive_skips: how many of them came last, without another between; 0 after a good one.
-        growths: those that multiplied the scale and made it larger.
-        backoffs: those that multiplied the scale and made it smaller.
+        growths: those after which the scale was larger, also if a limit made it so; none by `update(new_scale)`.
+        backoffs: those after which it was smaller, the same way.
         last_skip: which update skipped last, the first one being 1; None if none did.
     """
 
