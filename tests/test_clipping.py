@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -244,6 +245,18 @@ def test_deferred_clipping_is_done_by_the_step(place: Place) -> None:
     scaler.update()
     stepped = [-0.5 * value / norm.item() for value in (3.0, 4.0)]
     assert [p[0].item() for p in optimizer.param_groups[0]["params"]] == pytest.approx(stepped, rel=1e-5)
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize(("gradient", "stepped"), [(24.0, -1.5), (math.inf, 0.0)])
+def test_deferred_clipping_is_done_by_the_step_of_a_wrapper_that_does_not_tell(gradient: float, stepped: float) -> None:
+    optimizer = sgd([torch.full((3,), gradient)], fused=True)
+    wrapper = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups, step=optimizer.step)
+    scaler = scaler_on(Place("cpu", "torch"))
+    scaler.clip_grad_norm_(optimizer, 1e3, defer=True)
+    scaler.step(wrapper)
+    scaler.update()
+    assert optimizer.param_groups[0]["params"][0].tolist() == [stepped] * 3
     assert not hasattr(optimizer, "grad_scale")
 
 
