@@ -471,6 +471,14 @@ def test_a_disabled_scaler_clips_as_torch() -> None:
     assert grads(optimizer)[0].tolist() == pytest.approx([0.5] * 4, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_disabled_scalers_norm_is_torchs(dtype: torch.dtype) -> None:
+    ours, theirs = (sgd([torch.ones(3, dtype=dtype)]) for _ in range(2))
+    norm = GradScaler("cpu", enabled=False).clip_grad_norm_(ours, 1.0)
+    assert_same(norm, torch.nn.utils.clip_grad_norm_(theirs.param_groups[0]["params"], 1.0))
+    assert_same(grads(ours)[0], grads(theirs)[0])
+
+
 def test_a_disabled_scaler_clips_only_what_was_chosen() -> None:
     optimizer = sgd([torch.full((4,), 2.0), torch.full((4,), 2.0)])
     chosen = optimizer.param_groups[0]["params"][1]

@@ -57,7 +57,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 scaled until then, and unscaling, clipping or updating before it raises. For optimizers that take
                 `grad_scale` (`fused=True`).
 
-        Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks; NaN if another rank failed.
+        Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks; NaN if another rank failed. A
+            disabled scaler, which only clips, gives torch's, in torch's dtype, wherever torch can clip.
 
         Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
             `parameters`; TypeError naming one of these, but `defer`, if it is of a wrong type.
