@@ -5,6 +5,7 @@ imports torch before `run`, so that `--help` answers at once.
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the program's name; those of this process by default.
     """
     parsed = build_parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: no name of a file may end a command
     try:
         status = int(parsed.run(parsed))
         print(end="", flush=True)

@@ -110,6 +110,16 @@ def test_output_that_nobody_reads_is_no_failed_check(buffering: list[str], tmp_p
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_name_that_the_terminal_cannot_show_ends_no_command(tmp_path: Path) -> None:
+    folder = tmp_path / "modèle"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "scaler_triton", "audit", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "mod\\xe8le" in done.stdout
+
+
 @pytest.mark.parametrize("word", ["fused-clip", "all"])
 def test_prove_runs_what_was_named(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tabulate")
