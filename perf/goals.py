@@ -47,12 +47,12 @@ class Goal:
 
 
 # Causes, each from a measurement of its own.
-FIXED = "what a step costs whatever the number of gradients"
-FEW = f"{FIXED}: 50 make up for it, 10 do not; nor would torch's op in the kernel's place, as on the CPU"
+FIXED = "a fixed cost per step, whatever the number of gradients"
+FEW = f"{FIXED}: it pays from 50 on, with 10 it does not; torch's op instead of the kernel would not help, as on the CPU"
 CALLS = "torch has no call that only reads a list of tensors: small ones are copied together and summed"
 LARGE = "large gradients cost their bytes, merged or not"
-WALK = "both walk every parameter and gradient; that is most of what is left of ours, and longer where caches are slow"
-EXACT = "gradients of 16 bits are converted for an exact norm, where torch's is rounded to 16 bits"
+WALK = "both walk every parameter and gradient; this walk is most of our time, and takes longer where caches are slow"
+EXACT = "16-bit gradients are converted to fp32 for an exact norm; torch's norm is rounded to 16 bits"
 
 HOST, WHOLE = "unscale_", r"unscale_ + step + update"
 CLIP, CLIPPED_STEP = "unscale + clip", "unscale + clip + fused AdamW"

@@ -96,7 +96,7 @@ CASES = {
         ),
         Case(
             "tp-first-replicated",
-            "GradScaler on DTensors: the first parameter replicated, another one's shard overflows on one rank",
+            "GradScaler on DTensors: the first parameter is replicated, the shard of another overflows on one rank",
             "the ranks split: one skips, the other steps",
             "every rank skips the step",
             steps.tp_first_replicated,
@@ -112,7 +112,7 @@ CASES = {
         ),
         Case(
             "rank-without-grads",
-            "fused AdamW, ShardedGradScaler; one rank got no gradients, another one's overflow",
+            "fused AdamW, ShardedGradScaler; one rank got no gradients, those of another overflow",
             "the ranks split: their scales differ from here on",
             "every rank skips the step",
             steps.rank_without_grads,
@@ -120,7 +120,7 @@ CASES = {
         ),
         Case(
             "rank-without-grads-dtensor",
-            "GradScaler on sharded experts; one rank's got no gradients, another one's overflow",
+            "GradScaler on sharded experts; those of one rank got no gradients, those of another overflow",
             "one rank raises AssertionError, the other hangs in a collective",
             "every rank skips the step",
             steps.rank_without_grads_dtensor,
