@@ -48,7 +48,7 @@ class Goal:
 
 # Causes, each from a measurement of its own.
 FIXED = "a fixed cost per step, whatever the number of gradients"
-FEW = f"{FIXED}: it pays from 50 on, with 10 it does not; torch's op instead of the kernel would not help, as on the CPU"
+FEW = f"{FIXED}: it pays off with 50, not with 10; torch's op instead of the kernel would not help, as on the CPU"
 CALLS = "torch has no call that only reads a list of tensors: small ones are copied together and summed"
 LARGE = "large gradients cost their bytes, merged or not"
 WALK = "both walk every parameter and gradient; this walk is most of our time, and takes longer where caches are slow"
