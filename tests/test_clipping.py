@@ -471,18 +471,6 @@ def test_a_disabled_scaler_clips_as_torch() -> None:
     assert grads(optimizer)[0].tolist() == pytest.approx([0.5] * 4, rel=1e-5)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0])
-def test_a_disabled_scaler_clips_sparse_gradients_which_torch_refuses(norm_type: float) -> None:
-    embedding, bias = torch.nn.EmbeddingBag(4, 2, mode="sum", sparse=True), torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([*embedding.parameters(), bias], lr=1.0)
-    (3.0 * (embedding(torch.tensor([[1, 1, 2]])) + bias)).sum().backward()  # rows of 6 and 3; a bias of 3
-    norm = GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 1.0, norm_type)
-    numbers = [0.0, 0.0, 6.0, 6.0, 3.0, 3.0, 0.0, 0.0, 3.0, 3.0]
-    assert norm.item() == pytest.approx(sum(n**norm_type for n in numbers) ** (1 / norm_type), rel=1e-6)
-    clipped = torch.cat([embedding.weight.grad.to_dense().flatten(), bias.grad]).tolist()
-    assert clipped == pytest.approx([n / norm.item() for n in numbers], rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_disabled_scalers_norm_is_torchs(dtype: torch.dtype) -> None:
     ours, theirs = (sgd([torch.ones(3, dtype=dtype)]) for _ in range(2))

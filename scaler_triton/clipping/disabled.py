@@ -32,11 +32,10 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) ->
     Raises: ValueError naming `model` as `copies_of`; torch's RuntimeError for a norm that is not finite.
     """
     max_norm, norm_type, error_if_nonfinite, model, chosen = request
-    clipped = [p for p in parameters if chosen is None or id(p) in chosen]
-    knows_all = _torch_knows_all(parameters)
-    if knows_all and not any(p.grad is not None and p.grad.is_sparse for p in clipped):
+    if _torch_can_clip(parameters):
+        clipped = [p for p in parameters if chosen is None or id(p) in chosen]
         return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
-    agreement = None if knows_all else _agreement(parameters, group)  # other ranks need not hold sparse gradients
+    agreement = _agreement(parameters, group)
     with torch.no_grad():
         copies = copies_of(parameters, agreement, model)
         gradients, counts = held_gradients(parameters, copies, chosen)
@@ -48,8 +47,8 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) ->
     return norm
 
 
-def _torch_knows_all(parameters: Sequence[Tensor]) -> bool:
-    """Tell whether torch's clipping takes the norm of all: not of DTensors of several meshes, or beside others."""
+def _torch_can_clip(parameters: Sequence[Tensor]) -> bool:
+    """Tell whether torch's clipping finds the norm of all: not of DTensors of several meshes, or beside others."""
     if collectives.has_fsdp1(parameters):
         return not collectives.several_ranks()
     placed = [placing(parameter) for parameter in parameters]
