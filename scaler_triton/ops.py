@@ -91,13 +91,7 @@ def grad_norm(
     Raises: as `unscale_`; TypeError or ValueError for a `norm_type` that is no number, or 0.
     """
     if torch.compiler.is_compiling():
-        from scaler_triton import compiled
-
-        shards = _shards(grads)
-        if found_inf is None:  # inductor takes no None where an op that returns something may write
-            found_inf = torch.zeros((), dtype=torch.float32, device=batching.home_of(shards))
-        norm: Tensor = compiled.grad_norm(shards, found_inf, inv_scale, norm_type, backend)
-        return norm
+        return _compiled_norm(grads, found_inf, inv_scale, norm_type, backend)
     order = _checked_order(norm_type)
     for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
         if scalar is not None:
@@ -172,6 +166,18 @@ def update_scale_(
     on_torch = choose(scale.device, scale.dtype, check_backend(backend)) == "torch"
     update = reference.update_scale_ if on_torch else batch_ops.kernels().update_scale.launch_update_scale
     update(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+
+
+def _compiled_norm(
+    grads: Sequence[Tensor], found_inf: Tensor | None, inv_scale: Tensor | None, norm_type: float, backend: str | None
+) -> Tensor:
+    from scaler_triton import compiled
+
+    shards = _shards(grads)
+    if found_inf is None:  # inductor takes no None where an op that returns something may write
+        found_inf = torch.zeros((), dtype=torch.float32, device=batching.home_of(shards))
+    norm: Tensor = compiled.grad_norm(shards, found_inf, inv_scale, norm_type, backend)
+    return norm
 
 
 def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
