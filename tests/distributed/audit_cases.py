@@ -121,10 +121,12 @@ def ignored_by_ddp(rank: int) -> Said:
     return said(new_optimizer("sgd", model.parameters()), new_scaler("grad"), model)
 
 
-def ddp_of_pairs(rank: int, bad: int) -> Said:
+def ddp_of_pairs(rank: int, bad: int, listed: bool) -> Said:
     """DDP over pairs of ranks that differ from each other, as under tensor parallelism."""
     torch.manual_seed(rank % 2)
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=square()["dp"].get_group())
+    if not listed:
+        del model._module_parameters  # torch's own name, not promised
     if rank == bad:
         flip(model.module.weight)
     return said(new_optimizer("sgd", model.parameters()), new_scaler("grad"), model)

@@ -140,8 +140,9 @@ def test_what_ddp_ignores_is_not_taken_for_a_replica(two):
 
 
 @pytest.mark.parametrize("bad", [NOBODY, 3])
-def test_ddp_of_some_ranks_is_compared_among_them(four, bad):
-    answer = agreed_on(four.run(audit_cases.ddp_of_pairs, bad))
+@pytest.mark.parametrize("listed", [True, False])
+def test_ddp_of_some_ranks_is_compared_among_them(four, bad, listed):
+    answer = agreed_on(four.run(audit_cases.ddp_of_pairs, bad, listed))
     assert answer.verdict == ("agree" if bad == NOBODY else "split")
     if bad != NOBODY:
         assert answer.differences[-1] == "  module.weight: rank 1 | rank 3"
