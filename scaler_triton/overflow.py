@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from scaler_triton.naming import named_parameters
 from scaler_triton.overflow_report import BadGradient, OverflowReport, from_bytes, to_bytes, words_of
 from scaler_triton.states import StatesMixin
 from scaler_triton.stats import LAST_SKIP, SKIPPED
+from scaler_triton.words import one_line
 
 # What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -36,21 +38,29 @@ class OverflowMixin(StatesMixin):
 
         Returns: a report whose `str` is a table.
 
-        Raises: TypeError naming `model` for what is neither, such as parameters without names; with `gather`,
-            ValueError naming `process_group` if pickling lost it or this rank is not in it.
+        Raises: TypeError naming `model` for what is neither, such as parameters without names: with `gather` on this
+            rank only, the others' reports tell of it. With `gather`, ValueError naming `process_group` if pickling lost
+            it or this rank is not in it.
         """
         group = self._group_to_ask() if gather else None
+        try:
+            own = self._own_report(model)
+        except Exception as error:
+            if group is not None:  # the other ranks wait for this one
+                rank = collectives.own_rank(self.process_group)
+                _gathered(OverflowReport(None, (), False, (f"rank {rank} raised {_said(error)}",)), group)
+            raise
+        return replace(own if group is None else _gathered(own, group), gathered=gather)
+
+    def _own_report(self, model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> OverflowReport:
         counters = self._counters.read()
         checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
         pending = any(self._flag(state).item() for state in checked)
         epoch = counters[SKIPPED] if pending else counters[SKIPPED] - 1
-        bad = list(self._marked(epoch, dict(_names(model))))
+        bad = tuple(self._marked(epoch, dict(_names(model))))
         untold = sorted({text for plan in self._plans.plans() for text in plan.marks.untold()})
-        if group is not None:
-            told = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(bad, untold), group)]
-            bad, untold = [each for found, _ in told for each in found], sorted({text for _, ts in told for text in ts})
         update = None if pending else counters[LAST_SKIP] or None
-        return OverflowReport(update, tuple(bad), gather, tuple(untold))
+        return OverflowReport(update, bad, False, tuple(untold), pending)
 
     def _group_to_ask(self) -> Any:
         """Return the ranks that gather, None for a process that is alone."""
@@ -64,6 +74,17 @@ class OverflowMixin(StatesMixin):
                 parameter = plan.parameters[index]
                 name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
                 yield BadGradient(name, words_of(kinds), local_tensor(parameter).numel(), rank)
+
+
+def _gathered(own: OverflowReport, group: Any) -> OverflowReport:
+    """Return the report with what every rank of `group` found; all of them must call this."""
+    told = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(own.bad, own.untold), group)]
+    bad = tuple(each for found, _ in told for each in found)
+    return replace(own, bad=bad, untold=tuple(sorted({text for _, untold in told for text in untold})))
+
+
+def _said(error: Exception) -> str:
+    return one_line(f"{type(error).__name__}: {error}")
 
 
 def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[tuple[int, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from scaler_triton.overflow_marks import INF, NAN
-from scaler_triton.words import count_of, table
+from scaler_triton.words import count_of, one_line, table
 
 _WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
 
@@ -34,19 +34,21 @@ class OverflowReport:
     """What `overflow_report` found of the last skip.
 
     Args:
-        update: which update that was, the first one being 1; None: none was skipped, or not yet updated for.
+        update: which update that was, the first one being 1; None: none was skipped, or its update is yet to come.
         bad: the gradients, by rank, each rank's in the order of its parameters.
         gathered: whether all ranks were asked, or only this one.
         untold: what could not be looked into, in words.
+        pending: whether it is a skip whose update is yet to come.
     """
 
     update: int | None
     bad: tuple[BadGradient, ...]
     gathered: bool
     untold: tuple[str, ...] = ()
+    pending: bool = False
 
     def __str__(self) -> str:
-        if self.update is None and not self.bad:
+        if self.update is None and not self.pending:
             return "No step was skipped."
         when = "The last skip" if self.update is None else f"The last skip, at update {self.update}"
         lines = [f"{when}: {self._summary()}", *_table(self.bad)]
@@ -77,5 +79,5 @@ def from_bytes(data: bytes) -> tuple[list[BadGradient], list[str]]:
 
 
 def _table(bad: Sequence[BadGradient]) -> list[str]:
-    rows = [(str(each.rank), each.name, each.kinds, str(each.numel)) for each in bad]
+    rows = [(str(each.rank), one_line(each.name), each.kinds, str(each.numel)) for each in bad]
     return table([("rank", "parameter", "holds", "numel"), *rows], "><<>") if bad else []

@@ -8,7 +8,7 @@ BAD = BadGradient("weight", "NaN", 3, rank=1)
 
 
 def test_a_step_that_is_not_yet_counted_is_told_without_a_number() -> None:
-    assert str(OverflowReport(None, (BAD,), gathered=True)).splitlines() == [
+    assert str(OverflowReport(None, (BAD,), gathered=True, pending=True)).splitlines() == [
         "The last skip: 1 bad gradient on rank 1.",
         "rank  parameter  holds  numel",
         "----  ---------  -----  -----",
@@ -18,3 +18,13 @@ def test_a_step_that_is_not_yet_counted_is_told_without_a_number() -> None:
 
 def test_without_a_skip_there_is_no_table() -> None:
     assert str(OverflowReport(None, (), gathered=True)) == "No step was skipped."
+
+
+def test_a_pending_skip_of_which_nothing_is_known_is_told() -> None:
+    told = str(OverflowReport(None, (), gathered=False, pending=True))
+    assert told == "The last skip: nothing known on this rank; ask with gather=True."
+
+
+def test_a_name_is_printed_on_one_line() -> None:
+    bad = BadGradient("up\x1b[2J\nweight", "NaN", 3, rank=1)
+    assert "   1  up?[2J weight  NaN        3" in str(OverflowReport(3, (bad,), gathered=True)).splitlines()

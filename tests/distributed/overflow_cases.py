@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import cases
 import dtensor_cases
@@ -29,6 +30,21 @@ def reported(rank: int, kind: str, layout: str, faults: Sequence[Fault]) -> tupl
     reports: list[str] = []
     count = collectives_of(lambda: reports.append(str(scaler.overflow_report(names, gather=True))))
     return str(scaler.overflow_report(names)), reports[0], count
+
+
+def reported_before_the_update(rank: int) -> tuple[str, str]:
+    """A skipped step that is not counted yet; the report of this rank and that of all, which rank 1 gets wrong."""
+    scaler, params = cases.new_scaler("sharded"), dtensor_cases.LAYOUTS["line-shards"]()
+    optimizer = cases.new_optimizer("adamw", params)
+    cases.give_grads(scaler, params, 0)
+    cases.plant([Fault(0, 1)], rank, 0, params)
+    scaler.step(optimizer)
+    model: Any = params if rank == 1 else None  # parameters without names
+    try:
+        whole = str(scaler.overflow_report(model, gather=True))
+    except TypeError as error:
+        whole = str(error)
+    return str(scaler.overflow_report()), whole
 
 
 def told(rank: int, lengths: Sequence[int]) -> tuple[list[bytes], int]:

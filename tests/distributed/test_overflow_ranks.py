@@ -30,6 +30,14 @@ def test_a_rank_with_good_gradients_says_so(two):
     assert first[1] == second[1]
 
 
+def test_the_others_are_told_of_a_rank_that_cannot_report(two):
+    (local, whole), (_, raised) = two.run(overflow_cases.reported_before_the_update)
+    assert local == "The last skip: nothing known on this rank; ask with gather=True."
+    wrong = "model must be a module or what its named_parameters() gives, got DTensor for a name and a tensor"
+    assert raised == wrong
+    assert whole == f"The last skip: nothing known on any rank.\nNot told: rank 1 raised TypeError: {wrong}."
+
+
 @pytest.mark.parametrize(("lengths", "collectives"), [((0, 5), 1), ((1 << 14, 0), 1), ((3, (1 << 14) + 1), 2)])
 def test_what_ranks_tell_arrives_whole(two, lengths, collectives):
     whole = [bytes([rank + 1]) * length for rank, length in enumerate(lengths)]
