@@ -8,6 +8,7 @@ import argparse
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from scaler_triton import info, tune
@@ -33,7 +34,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 good, 1 a failed check, 2 wrong usage, 141 nobody read on.
+    """Run one command and return its exit status.
+
+    0 good, 1 a failed check, 2 wrong usage, 70 an error that nobody foresaw, 130 interrupted, 141 nobody read on.
 
     Args:
         arguments: the words after the program's name; those of this process by default.
@@ -50,3 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough; 1 would be a failed check
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush must not fail, too
         return 141
+    except Exception:  # Python's own status for it, 1, would be a failed check
+        traceback.print_exc()
+        return 70

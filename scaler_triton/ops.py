@@ -90,6 +90,7 @@ def grad_norm(
 
     Raises: as `unscale_`; TypeError or ValueError for a `norm_type` that is no number, or 0.
     """
+    grads = list(grads)  # their first tells where, and all are read below
     if torch.compiler.is_compiling():
         return _compiled_norm(grads, found_inf, inv_scale, norm_type, backend)
     order = _checked_order(norm_type)
@@ -188,6 +189,8 @@ def _run(
     grads: Sequence[Tensor], found_inf: Tensor, backend: str | None, op: Callable[[Batch, Tensor, Backend], None]
 ) -> None:
     """Check and group `grads`, run `op` on each batch with a flag on its device, gather the flags."""
+    if found_inf.is_meta:
+        raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
     requested = check_backend(backend)
     with torch.no_grad():
         batches = batch_ops.choose_backends(batching.group(_checked(grads)), requested)

@@ -20,6 +20,7 @@ from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
 from scaler_triton.step_state import StepState
 from scaler_triton.unstepped import has_first
 from scaler_triton.verdict import any_flag
+from scaler_triton.words import count_of
 
 
 class UpdatingMixin(SettingsMixin, OverflowMixin):
@@ -103,7 +104,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         seen = self._lagging.push(self._counters.where_they_are())
         if seen is not None and seen[STREAK] > limit:
             raise SkipStreakError(
-                f"{seen[STREAK]} updates in a row were skipped, more than max_consecutive_skips={limit}; "
+                f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
                 f"{Lagging.LAG} updates later the scale is {self.get_scale()}. {ScalerStats.of(seen)}\n"
                 f"{self.overflow_report()}"  # of this rank: not all need have come here
             )

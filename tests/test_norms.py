@@ -159,6 +159,10 @@ def test_nothing_has_no_norm(order: float) -> None:
         assert ops.grad_norm(grads, norm_type=order) == 0
 
 
+def test_gradients_may_come_one_by_one() -> None:
+    assert ops.grad_norm(torch.tensor([each]) for each in (3.0, 4.0)) == 5  # type: ignore[arg-type]
+
+
 @pytest.mark.gpu
 def test_devices_may_differ() -> None:
     grads = [values(700), values(300, torch.float16, 1)]
@@ -178,6 +182,7 @@ def test_devices_may_differ() -> None:
         ({"norm_type": 0}, ValueError, "norm_type must be a number other than 0, got 0"),
         ({"inv_scale": torch.ones(2)}, ValueError, "inv_scale must be one torch.float32 element"),
         ({"found_inf": 1.0}, TypeError, "found_inf must be a Tensor, got float"),
+        ({"found_inf": flag().to("meta")}, ValueError, "found_inf is on device meta, where it cannot be set"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
     ],
 )

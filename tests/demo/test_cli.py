@@ -96,6 +96,17 @@ def test_an_interrupted_command_says_so_by_its_status(monkeypatch: pytest.Monkey
     assert cli.main(["demo"]) == 130
 
 
+def test_an_unforeseen_error_is_no_failed_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> int:
+        raise AssertionError("a defect")
+
+    monkeypatch.setattr(command, "run", broken)
+    assert cli.main(["demo"]) == 70
+    assert capsys.readouterr().err.splitlines()[-1] == "AssertionError: a defect"
+
+
 @pytest.mark.parametrize("buffering", [[], ["-u"]])
 def test_output_that_nobody_reads_is_no_failed_check(buffering: list[str], tmp_path: Path) -> None:
     words = [sys.executable, *buffering, "-m", "scaler_triton", "audit", str(tmp_path)]

@@ -46,7 +46,8 @@ class TooManySkips(Refused):
 
     def __init__(self, streak: int, limit: int) -> None:
         departs(13)
-        ValueError.__init__(self, f"{streak} updates in a row were skipped, more than max_consecutive_skips={limit}")
+        skips = f"{streak} consecutive skip{'s' if streak > 1 else ''}"
+        ValueError.__init__(self, f"{skips}, more than max_consecutive_skips={limit}")
 
     def is_met_by(self, error: BaseException) -> bool:
         return type(error) is SkipStreakError and str(error).startswith(f"{self}; ")
