@@ -71,7 +71,7 @@ GOALS = (
     Goal("500 plain, unscale_, on the CPU", "host", r"500 plain, .*cpu", HOST, 0.5, needs=FULL, because=WALK),
     Goal("500 plain, a step, host", "host", r"500 plain, same.*(cuda|stub)", WHOLE, 0.4, needs=FULL, because=FIXED),
     Goal("10 to 2000 plain, a step, host", "host", r"\d+ plain, .*(cuda|stub)", WHOLE, EVEN, needs=FULL, because=FEW),
-    Goal("grads come and go, a step, host", "host", r"(MoE|LoRA).*(cuda|stub)", WHOLE, EVEN, needs=FULL),
+    Goal("grads come and go, a step, host", "host", r"(MoE|LoRA|GAN).*(cuda|stub)", WHOLE, EVEN, needs=FULL),
     Goal("2000 small, one unscale_, wall", "unscale", r"2000 x (64|1k) fp32", "wall", 1 / 3),
     Goal("check before fused, large", "check", r"(GPT-2|Llama|ViT|2000 x 100k).*", "device", 1 / 1.9),
     Goal("unscale + clip, any optimizer", "clip", r"\d+ x 5M fp32, cuda", f"{CLIP}, device", 1 / 1.6),

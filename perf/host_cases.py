@@ -20,6 +20,7 @@ NUMEL = 64  # so small that elements cost next to nothing
 COUNTS = (10, 50, 100, 500, 1000, 2000)
 EXPERTS, EXPERT_WEIGHTS = 64, 3
 LORA_TRAINABLE, LORA_FROZEN = 448, 4000
+GENERATOR, DISCRIMINATOR = 702, 12  # of Real-ESRGAN: basicsr's RRDBNet and UNetDiscriminatorSN
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Case:
         path: "cpu", "cuda" or "stub": the GPU's path over a driver that computes nothing.
         count: how many gradients.
         frozen: how many more parameters the optimizer has, which never get one.
+        second: how many of the gradients belong to a second optimizer.
     """
 
     what: str
@@ -41,6 +43,7 @@ class Case:
     path: str
     count: int
     frozen: int = 0
+    second: int = 0
 
     @property
     def name(self) -> str:
@@ -53,7 +56,8 @@ def cases(path: str, counts: Sequence[int] = COUNTS) -> list[Case]:
     kinds, moving = ("plain", "DTensor"), ("same addresses", "new addresses")
     every = [Case(str(n), kind, coming, path, n) for n in counts for kind in kinds for coming in moving]
     every += [Case("MoE", kind, "come and go", path, EXPERTS * EXPERT_WEIGHTS) for kind in kinds]
-    return [*every, Case("LoRA", "plain", "same addresses", path, LORA_TRAINABLE, LORA_FROZEN)]
+    every += [Case("LoRA", "plain", "same addresses", path, LORA_TRAINABLE, LORA_FROZEN)]
+    return [*every, Case("GAN", "plain", "new addresses", path, GENERATOR + DISCRIMINATOR, second=DISCRIMINATOR)]
 
 
 def split(every: Sequence[Case]) -> tuple[list[Case], list[Case]]:
@@ -61,38 +65,43 @@ def split(every: Sequence[Case]) -> tuple[list[Case], list[Case]]:
     return [case for case in every if case.kind == "plain"], [case for case in every if case.kind == "DTensor"]
 
 
-def unscale(scaler: Any, optimizer: Any) -> None:
+def unscale(scaler: Any, optimizers: Sequence[Any]) -> None:
     """Unscale, as before clipping."""
-    scaler.unscale_(optimizer)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
 
 
-def whole(scaler: Any, optimizer: Any) -> None:
+def whole(scaler: Any, optimizers: Sequence[Any]) -> None:
     """All that a step asks of the scaler but `scale`."""
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
     scaler.update()
 
 
-def forget(scaler: Any, optimizer: Any) -> None:
+def forget(scaler: Any, optimizers: Sequence[Any]) -> None:
     """End a step that only unscaled."""
     scaler.update()
 
 
-CALLS: dict[str, tuple[Callable[[Any, Any], None], Callable[[Any, Any], None]]] = {
+Call = Callable[[Any, Sequence[Any]], None]
+CALLS: dict[str, tuple[Call, Call]] = {
     "unscale_": (unscale, forget),
-    "unscale_ + step + update": (whole, lambda scaler, optimizer: None),
+    "unscale_ + step + update": (whole, lambda scaler, optimizers: None),
 }
 
 
 class Bench:
-    """A case with gradients, an optimizer that does nothing and both scalers."""
+    """A case with gradients, optimizers that do nothing and both scalers."""
 
     def __init__(self, case: Case, mesh: DeviceMesh | None) -> None:
         self.case = case
         self.device = "cuda" if case.path == "cuda" else "cpu"
         options = {} if mesh is None else {"wrap": sharded(mesh)}
         self.gradients = Gradients([NUMEL] * case.count, device=self.device, **options)
-        self.optimizer = Still([*self.gradients.parameters, *_frozen(case.frozen, self.device)])
+        first, second = _split_at(self.gradients.parameters, case.count - case.second)
+        first += _frozen(case.frozen, self.device)
+        self.optimizers = [Still(parameters) for parameters in (first, second) if parameters]
         self.scalers = scalers(self.device, backend="triton" if case.path == "stub" else None)
         self._draws = {name: random.Random(0) for name in self.scalers}
 
@@ -103,11 +112,12 @@ class Bench:
     def result(self, name: str) -> list[Tensor]:
         """Return what a scaler left: the gradients, its flags, scale and tracker."""
         scaler = self.scalers[name]
-        return [*self.gradients.locals, *(f.reshape(()) for f in flags(scaler, self.optimizer)), *state(scaler)]
+        found = [flag.reshape(()) for optimizer in self.optimizers for flag in flags(scaler, optimizer)]
+        return [*self.gradients.locals, *found, *state(scaler)]
 
-    def _subject(self, name: str, call: Callable[..., None], after: Callable[..., None]) -> Subject:
-        scaler, optimizer = self.scalers[name], self.optimizer
-        return Subject(lambda: call(scaler, optimizer), lambda: self.prepare(name), lambda: after(scaler, optimizer))
+    def _subject(self, name: str, call: Call, after: Call) -> Subject:
+        scaler, optimizers = self.scalers[name], self.optimizers
+        return Subject(lambda: call(scaler, optimizers), lambda: self.prepare(name), lambda: after(scaler, optimizers))
 
     def prepare(self, name: str) -> None:
         """Put the gradients in place for a scaler's next step."""
@@ -120,6 +130,10 @@ class Bench:
             self.gradients.choose(i for i in range(self.case.count) if i // EXPERT_WEIGHTS in chosen)
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+def _split_at(parameters: list[Tensor], index: int) -> tuple[list[Tensor], list[Tensor]]:
+    return parameters[:index], parameters[index:]
 
 
 def _frozen(count: int, device: str) -> list[Tensor]:

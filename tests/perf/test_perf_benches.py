@@ -132,6 +132,17 @@ def test_experts_come_and_go_alike_for_both() -> None:
     assert sum(present[0]) == 96
 
 
+def test_a_gan_has_two_optimizers_and_both_step() -> None:
+    (case,) = (case for case in host_cases.cases("cpu") if case.what == "GAN")
+    bench = host_cases.Bench(case, None)
+    assert [len(optimizer.param_groups[0]["params"]) for optimizer in bench.optimizers] == [702, 12]
+    for name, subject in bench.subjects("unscale_ + step + update").items():
+        subject.before()
+        subject.run()
+        assert bench.scalers[name]._growth_tracker == 1
+        assert all(p.grad.abs().max() < 1e-3 for p in bench.gradients.parameters)
+
+
 def test_the_stub_must_have_been_launched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.stub_driver.launches", lambda: 0)
     with pytest.raises(WrongResult, match="ours launched 0 kernels"):
