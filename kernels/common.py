@@ -20,8 +20,9 @@ _BF16_BY_BITS = tl.constexpr(launcher.INTERPRETED)
 
 SAW_NAN = tl.constexpr(1)
 SAW_INF = tl.constexpr(2)
-# Above the kinds stands the epoch in which they were seen.
+# Above the kinds stands the epoch in which they were seen. Every tensor has marks of so many epochs: a power of 2.
 KIND_BITS = tl.constexpr(2)
+EPOCHS = tl.constexpr(4)
 EPOCH_MASK = tl.constexpr((1 << 28) - 1)
 
 
@@ -55,14 +56,14 @@ def visit_chunk(
         # bits may be read after the stores, or between them, but for such a factor they are read before.
         keeps_kinds = (not WRITE) | ((tl.abs(inv) <= 1) & (inv != 0))
         if not keeps_kinds:
-            mark(bits_ptr + tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+            mark(bits_ptr, tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
         bad = _visit_body(body, inv, VEC, BLOCK_SIZE, UNROLL, WRITE)
         if has_edges:
             bad += _visit_edges(edges, inv, VEC, WRITE)
         if bad != bad:
             tl.store(found_inf_ptr, 1.0)  # all who store here store the same: no atomic
             if keeps_kinds:
-                mark(bits_ptr + tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+                mark(bits_ptr, tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
 
 
 @triton.jit
@@ -124,11 +125,19 @@ def edge_ptrs(edges, VEC: tl.constexpr):
 
 @triton.jit
 def mark(
-    bits_ptr, epoch_ptr, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr
+    bits_ptr,
+    tensor,
+    epoch_ptr,
+    body,
+    edges,
+    has_edges,
+    VEC: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Add what the chunk holds to its tensor's bits, and return it: the rare path, which reads the chunk once more.
 
-    Bits of an earlier epoch are forgotten: the epoch stands above them, so a larger one replaces both.
+    Bits of an epoch EPOCHS before are forgotten: it stands above them, so a larger one replaces both.
     """
     body_ptr, limit = body
     kinds = 0
@@ -139,9 +148,10 @@ def mark(
         ptrs, mask = edge_ptrs(edges, VEC)
         kinds |= _kinds(tl.load(ptrs, mask=mask, other=0.0))
     if kinds != 0:
-        epoch = (tl.load(epoch_ptr) & EPOCH_MASK) << KIND_BITS
-        tl.atomic_max(bits_ptr, epoch, sem="relaxed")
-        tl.atomic_or(bits_ptr, kinds, sem="relaxed")
+        epoch = tl.load(epoch_ptr) & EPOCH_MASK
+        place = bits_ptr + tensor * EPOCHS + (epoch & (EPOCHS - 1))
+        tl.atomic_max(place, epoch << KIND_BITS, sem="relaxed")
+        tl.atomic_or(place, kinds, sem="relaxed")
     return kinds
 
 

@@ -108,7 +108,7 @@ def _sum_squares_kernel(
         if DTYPE.is_bf16() or DTYPE.is_fp32():  # fp32 holds every square of fp16, and their sum
             total = _sum_lifted(total, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
         if total - total != 0:
-            kinds = mark(bits_ptr + tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+            kinds = mark(bits_ptr, tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
             if kinds != 0:  # else squares of finite fp64 elements overflowed
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.kernels import launcher
+from scaler_triton.kernels.common import EPOCHS
 from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 
 # A graph reads its tables at every replay, and nothing tells when it is gone.
@@ -23,8 +24,8 @@ class GradTable:
     the launches.
 
     Attributes:
-        bits: what was last seen in tensor `t`: bit 0 a NaN, bit 1 an Inf, and above them the epoch that it was seen
-            in (int32 `[N]`, on the device). Bits of an earlier epoch are forgotten with the first of a later one.
+        bits: what was seen in tensor `t` in epoch `e`, at `[t, e % EPOCHS]`: bit 0 a NaN, bit 1 an Inf, and above them
+            the epoch (int32 `[N, EPOCHS]`, on the device). The first bit of a later epoch replaces an earlier one's.
         epoch: the number of the epoch (int32, one element, on the device), 0 until somebody puts another tensor here.
         n_chunks: programs in a launch over this table; 0 where no tensor has elements.
     """
@@ -52,7 +53,7 @@ class GradTable:
         self.chunk_indices = torch.from_numpy(indices).to(device)
         self.numels = torch.tensor(numels, dtype=torch.int64, device=device)
         self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
-        self.bits = torch.zeros(len(numels), dtype=torch.int32, device=device)
+        self.bits = torch.zeros((len(numels), EPOCHS.value), dtype=torch.int32, device=device)
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self._last = [0] * len(numels)
         self._staging = None if device.type == "cpu" else _Staging(len(numels), device)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 NAN, INF = 1, 2
 # Kernels put the epoch above these bits.
 _KIND_BITS, _KINDS = 2, NAN | INF
-# How many epochs the host keeps: the last skip's, that of gradients left before it, and the one there is now.
-_EPOCHS = 3
+# How many epochs are kept, here as by kernels: the last skip's, that of gradients left before it, and those after.
+_EPOCHS = 4
 
 
 class OverflowMarks:
@@ -38,7 +38,7 @@ class OverflowMarks:
         self._counters: Tensor | None = None  # on the device: what kernels count epochs by
         self._epoch: Tensor | None = None  # a view of them: its number, int32, one element
         self._layouts: Sequence[Layout] = ()
-        self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: int32, one a parameter
+        self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: as of a table
         self._replayed: list[tuple[Sequence[int], Tensor]] = []  # as of tables, of such layouts: graphs mark on there
         self._unmarked: set[torch.device] = set()  # where kernels see gradients without marking which
         self._left: int | Tensor | None = None  # the epoch of gradients that an update left unscaled but not stepped
@@ -116,9 +116,10 @@ class OverflowMarks:
         for epoch in epochs:
             yield from self._on_host.get(epoch, {}).items()
         for slots, bits in self._marked():
-            for slot, each in zip(slots, bits.tolist(), strict=True):
-                if slot >= 0 and each & _KINDS and each >> _KIND_BITS in epochs:
-                    yield slot, each & _KINDS
+            for slot, row in zip(slots, bits.tolist(), strict=True):
+                for each in row:
+                    if slot >= 0 and each & _KINDS and each >> _KIND_BITS in epochs:
+                        yield slot, each & _KINDS
 
     def untold(self) -> Iterator[str]:
         """Yield in words which gradients were looked at without telling which was bad."""
@@ -157,7 +158,7 @@ class OverflowMarks:
         self._replayed += [([places.get(slot, -1) for slot in slots], bits) for slots, bits in other._in_graphs()]
 
     def _marked(self) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """Yield positions, below 0 nobody's, and the bits of each as tables have them."""
+        """Yield positions, below 0 nobody's, and the bits of each as tables have them, a row each."""
         for slots, table in self._tables():
             yield slots, table.bits
         for kept in self._kept.values():
@@ -179,7 +180,7 @@ class OverflowMarks:
         """Keep marks beyond their table; slots below 0 are nobody's."""
         refuse_capture(bits.device, "a step with gradients of a new form")
         if bits.device not in self._kept:
-            self._kept[bits.device] = torch.zeros(self._size, dtype=torch.int32, device=bits.device)
+            self._kept[bits.device] = bits.new_zeros(self._size, _EPOCHS)
         kept, ours = self._kept[bits.device], [place for place, slot in enumerate(slots) if slot >= 0]
         target = torch.tensor([slots[place] for place in ours], device=bits.device, dtype=torch.int64)
         source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]

@@ -241,6 +241,17 @@ def test_good_steps_mark_nothing(place: Place) -> None:
 
 
 @PLACES
+def test_an_overflow_that_skips_no_step_leaves_the_last_skip(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    step(scaler, model, optimizer, False, _0_bias=[math.inf])
+    for _ in range(2):
+        give_gradients(model, _0_bias=[math.nan], _1_bias=[math.nan])
+        scaler._check_inf_per_device(optimizer)
+        step(scaler, model, optimizer, False)  # with other gradients
+        assert told(scaler, model) == [("0.bias", "Inf", 7)]
+
+
+@PLACES
 @CLIPS
 def test_gradients_of_a_new_form_leave_the_last_skip(place: Place, clip: bool) -> None:
     scaler, model, optimizer = setup(place, fused=False)

@@ -94,10 +94,13 @@ class ReportRules:
         return unstepped
 
     def _recall(self, optimizer: Any) -> None:
-        before = self._per_optimizer_states[id(optimizer)]["stage"]
+        state = self._per_optimizer_states[id(optimizer)]
+        before = state["stage"]
         super()._recall(optimizer)
-        if before is OptState.READY and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
-            self._now().add(self._left.pop(id(optimizer), Seen()))
+        if before is OptState.READY and state["stage"] is OptState.UNSCALED:
+            left = self._left.pop(id(optimizer), Seen())
+            if any(flag.item() for flag in state["found_inf_per_device"].values()):  # else it explains no skip
+                self._now().add(left)
 
     def check_report(self, report: Any, named: Iterable[tuple[str, Tensor]]) -> None:
         """Assert that a report says what it must, and nothing else of these parameters."""

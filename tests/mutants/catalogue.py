@@ -222,7 +222,8 @@ MUTANTS = [
     Mutant("kernels/update_scale.py", "if strikes >= tl.load", "if strikes > tl.load", POLICY),
     Mutant("kernels/update_scale.py", "0, strikes)", "strikes, strikes)", POLICY),
     Mutant("kernels/update_scale.py", "tl.where(found != 0, streak + 1, 0)", "streak + 1", POLICY),
-    Mutant("kernels/common.py", 'tl.atomic_max(bits_ptr, epoch, sem="relaxed")', "pass", REPORT),
+    Mutant("kernels/common.py", 'tl.atomic_max(place, epoch << KIND_BITS, sem="relaxed")', "pass", REPORT),
+    Mutant("kernels/common.py", "+ (epoch & (EPOCHS - 1))", "", REPORT),
     # clipping
     Mutant(_S + "batch.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
     Mutant(_S + "clipping/copies.py", "return ranks // pieces", "return 1", CLIPPED),
@@ -332,7 +333,7 @@ MUTANTS = [
     Mutant(_S + "stats.py", "if values[UPDATES] >= self._known[UPDATES]:", "if True:", STATS),
     Mutant(_S + "updating.py", "seen[STREAK] > limit:", "seen[STREAK] >= limit:", EXTRAS),
     Mutant(_S + "overflow.py", "counters[SKIPPED] if pending else", "counters[SKIPPED] - 1 if pending else", REPORT),
-    Mutant(_S + "overflow_report.py", "if self.update is None and not self.bad:", "if self.update is None:", TEXT),
+    Mutant(_S + "overflow_report.py", "if self.update is None and not self.pending:", "if self.update is None:", TEXT),
     Mutant(_S + "limits.py", "return _as_fp32(policy.check_scale(value, name))", "return float(value)", EXTRAS),
     Mutant(_S + "states.py", 'and verdict.is_behind(state["found_inf_per_device"]) else', "else", CONTRACT),
     Mutant(_S + "stepped.py", "            self._states[key] = None", "            pass", STATS),
