@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaler_triton import collectives
-from scaler_triton.demo import ranks
+from scaler_triton.demo import rank_process
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_ranks_start_on_a_torch_that_cannot_lower_their_limit(monkeypatch: Any) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout", raising=False)
     monkeypatch.delattr(dist, "set_timeout", raising=False)
-    ranks.limit_collectives(1.0)
+    rank_process.limit_collectives(1.0)
 
 
 def test_without_a_root_mesh_the_whole_world_agrees(monkeypatch: Any) -> None:

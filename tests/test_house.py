@@ -50,7 +50,7 @@ ALLOWED = {
     "naming": set(),
     "words": set(),
     "overflow_report": {"overflow_marks", "words"},
-    "overflow": {"batch", "collectives", "naming", "overflow_report", "states", "stats"},
+    "overflow": {"batch", "collectives", "naming", "overflow_report", "states", "stats", "words"},
     "batch_ops": {"batch", "dispatch", "reference"},
     "ops": {"batch", "batch_ops", "clipping/norms", "clipping/reference_norm", "dispatch", "policy", "reference"},
     "unscaling": {
@@ -79,6 +79,7 @@ ALLOWED = {
         "step_state",
         "unstepped",
         "verdict",
+        "words",
     },
     "grad_scaler": {
         "attributes",

@@ -7,7 +7,8 @@ from tabulate import tabulate
 
 from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case
-from scaler_triton.demo.ranks import RankPool, RankResult, RankTimeout
+from scaler_triton.demo.rank_process import RankResult
+from scaler_triton.demo.ranks import RankPool, RankTimeout
 from scaler_triton.demo.scalers import load_scalers
 from scaler_triton.words import one_line
 

@@ -3,52 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
-import random
 import signal
-import socket
-import sys
 import tempfile
-import threading
 import time
-import traceback
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from scaler_triton.demo.rank_process import START_TIMEOUT, Group, RankResult, barrier, serve
+from scaler_triton.demo.spawning import quiet_start
 
-START_TIMEOUT = 120.0  # Importing torch on a busy machine takes its time.
 CHECK_TIMEOUT = 10.0  # A barrier among idle ranks takes well under a millisecond.
 CLOSE_TIMEOUT = 5.0  # An idle rank leaves within milliseconds.
 STACK_DUMP_WAIT = 0.5  # What a hung rank gets to write down where it hangs.
 LOG_TAIL = 4000  # Characters.
-SEED = 1234
-
-
-@dataclass(frozen=True)
-class RankResult:
-    """What one rank made of a call: a value, or an error as "Type: text"."""
-
-    rank: int
-    value: Any = None
-    error: str | None = None
-    traceback: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """True when the rank returned."""
-        return self.error is None
 
 
 class RankTimeout(RuntimeError):
@@ -135,7 +109,7 @@ class RankPool:
         """Spawn the ranks and wait until all of them are in the group."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
-        with _environment(_rank_environment()), _without_main(), _interrupts_ignored():
+        with quiet_start():
             self._ranks = [self._spawn(index, folder) for index in range(self.world_size)]
         failed = [result for result in self._collect(START_TIMEOUT) if not result.ok]
         if failed:
@@ -146,8 +120,8 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         log = folder / f"rank{index}.log"
-        group = _Group(index, self.world_size, self.backend, self.group_timeout, str(folder / "store"))
-        process = context.Process(target=_serve, args=(group, str(log), theirs), daemon=True)
+        group = Group(index, self.world_size, self.backend, self.group_timeout, str(folder / "store"))
+        process = context.Process(target=serve, args=(group, str(log), theirs), daemon=True)
         process.start()
         theirs.close()  # So that the death of the rank is an end of file here.
         return _Rank(index, process, ours, log)
@@ -193,113 +167,13 @@ class RankPool:
     def _check_in_step(self, results: list[RankResult]) -> list[RankResult]:
         """Meet in a barrier: a collective that one rank left open would hit the next case."""
         try:
-            checks = self._ask(pickle.dumps((_barrier, ())), CHECK_TIMEOUT)
+            checks = self._ask(pickle.dumps((barrier, ())), CHECK_TIMEOUT)
         except RankTimeout as late:
             checks = late.results
         if all(check.ok for check in checks):
             return results
         self.close()
         return [_out_of_step(*pair) for pair in zip(results, checks, strict=True)]
-
-
-# What follows runs in the ranks.
-
-
-@dataclass(frozen=True)
-class _Group:
-    """What a rank needs to join the group."""
-
-    rank: int
-    world_size: int
-    backend: str
-    timeout: float
-    store: str
-
-    def join(self) -> None:
-        """Make this process a member of the default group."""
-        dist.init_process_group(
-            self.backend,
-            init_method=f"file://{self.store}",
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=START_TIMEOUT),  # The others may still be importing torch.
-        )
-        limit_collectives(self.timeout)
-
-
-def limit_collectives(seconds: float, group: dist.ProcessGroup | None = None) -> None:
-    """Lower a group's limit, the default one's for None; a torch that offers no way to keeps the longer one."""
-    lower = getattr(dist, "set_timeout", None) or getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-    if lower is not None:
-        lower(timedelta(seconds=seconds), group)
-
-
-def _serve(group: _Group, log: str, connection: Connection) -> None:
-    """Join the group, then answer calls until the parent is gone: the main function of a rank."""
-    _end_with_parent()
-    _redirect_output(log)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    connection.send_bytes(_answer(group.rank, lambda _: group.join(), ()))
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            connection.send_bytes(_answer(group.rank, *_load(connection.recv_bytes())))
-    os._exit(0)  # The group's threads would wait for ranks that are gone.
-
-
-def _load(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function and arguments of a call; what cannot be loaded becomes a function that says so."""
-    try:
-        fn, args = pickle.loads(message)
-    except Exception as error:
-        return _raise, (error,)
-    return fn, args
-
-
-def _raise(_rank: int, error: Exception) -> None:
-    raise error
-
-
-def _answer(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Call `fn` from a fresh seed and pickle what it returned or raised."""
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    try:
-        return pickle.dumps(RankResult(rank, value=fn(rank, *args)))
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        return pickle.dumps(RankResult(rank, error=text, traceback=traceback.format_exc()))
-    finally:
-        gc.collect()  # A model that a case left in a cycle would keep its memory, and its hooks.
-        gc.freeze()  # What survives is modules and caches: looking through them every time costs 0.1 s.
-
-
-def _barrier(_rank: int) -> None:
-    dist.barrier()
-
-
-def _end_with_parent() -> None:
-    """Leave when the parent is gone, even from within a collective that never ends."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-
-        def leave() -> None:
-            parent.join()
-            os._exit(1)
-
-        threading.Thread(target=leave, daemon=True).start()
-
-
-def _redirect_output(log: str) -> None:
-    """Send this process's output to a file, and the stacks of its threads too when the parent asks."""
-    stream = open(log, "w", buffering=1)  # noqa: SIM115 (it lives as long as the process)
-    for fd in (1, 2):
-        os.dup2(stream.fileno(), fd)
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=stream, all_threads=False)
-
-
-# What follows runs in the parent.
 
 
 def _receive(rank: _Rank) -> RankResult:
@@ -326,49 +200,3 @@ def _dump_stacks(hung: list[_Rank]) -> dict[int, str]:
 def _out_of_step(result: RankResult, check: RankResult) -> RankResult:
     error = f"OutOfStep: the case returned, but the ranks no longer meet in a barrier ({check.error})"
     return RankResult(result.rank, value=result.value, error=error, traceback=check.traceback)
-
-
-def _rank_environment() -> dict[str, str]:
-    """Return the variables that leave a rank one thread, and no network but loopback."""
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    variables = {"OMP_NUM_THREADS": "1"}
-    return variables | ({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes started inside."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let processes that are started inside ignore Ctrl-C: each would print where in its imports it was."""
-    if threading.current_thread() is not threading.main_thread():  # the only one that may say so
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the running script: a spawned process would run it again on its way up."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

@@ -13,7 +13,8 @@ from scaler_triton.demo import prove as proving
 from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case, Right, cases_table, list_cases
 from scaler_triton.demo.prove import new_pool, prove, prove_one, run_on_ranks, wrong
-from scaler_triton.demo.ranks import RankPool, RankResult, RankTimeout
+from scaler_triton.demo.rank_process import RankResult
+from scaler_triton.demo.ranks import RankPool, RankTimeout
 
 README = Path(__file__).parents[2] / "README.md"
 WRITE_TABLE = 'python -c "from scaler_triton.demo.cases import cases_table; print(cases_table())"'

@@ -13,7 +13,8 @@ import torch
 
 from scaler_triton.demo import device
 from scaler_triton.demo.device import Placement, place
-from scaler_triton.demo.ranks import RankResult, RankTimeout
+from scaler_triton.demo.rank_process import RankResult
+from scaler_triton.demo.ranks import RankTimeout
 
 ROOT = Path(__file__).parents[2]
 

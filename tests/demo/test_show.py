@@ -19,7 +19,8 @@ from matplotlib.image import imread
 from scaler_triton.demo import show as showing
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.plot import save_plot
-from scaler_triton.demo.ranks import RankResult, RankTimeout
+from scaler_triton.demo.rank_process import RankResult
+from scaler_triton.demo.ranks import RankTimeout
 from scaler_triton.demo.table import steps_table
 from scaler_triton.demo.trace import Trace
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from scaler_triton.demo.ranks import RankPool, RankResult
+from scaler_triton.demo.rank_process import RankResult
+from scaler_triton.demo.ranks import RankPool
 
 HERE = Path(__file__).parent
 # The ranks import `fault_cases` and `cases` by these paths: a spawned process starts with its parent's sys.path.

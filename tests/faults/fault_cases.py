@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from scaler_triton.demo.ranks import limit_collectives
+from scaler_triton.demo.rank_process import limit_collectives
 
 LIMIT = 0.5  # Seconds that a collective may take here before torch gives up.
 

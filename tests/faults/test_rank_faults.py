@@ -14,7 +14,8 @@ from checks import scale_model
 from fault_cases import LIMIT, VARIANTS, Outcome, Variant
 from helpers import assert_same
 
-from scaler_triton.demo.ranks import RankPool, RankResult
+from scaler_triton.demo.rank_process import RankResult
+from scaler_triton.demo.ranks import RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -36,9 +36,9 @@ FORBIDDEN_ENDS = {
 HARMLESS = {"json.loads", "triton.language.load"}
 # The demo's pool of ranks speaks pickle with the processes that it has itself spawned, over pipes that nobody else
 # holds: what arrives was written by this program, run by this user, a moment ago. Nothing there reads a file.
-ALLOWED = {("demo/ranks.py", "pickle.loads"), ("demo/ranks.py", "pickle.dumps")}
+ALLOWED = {(f"demo/{file}.py", f"pickle.{what}") for file in ("ranks", "rank_process") for what in ("loads", "dumps")}
 # It looks up what the loopback interface is called, and opens no socket itself.
-ALLOWED |= {("demo/ranks.py", "socket.if_nameindex")}
+ALLOWED |= {("demo/spawning.py", "socket.if_nameindex")}
 # The audit reads what ranks have saved: by torch's loader of tensors and plain values, nothing else.
 SAFE_LOADER = "torch.load(path, map_location='cpu', weights_only=True, mmap=True)"
 ALLOWED |= {("auditing/saved_states.py", "torch.load")}
@@ -162,16 +162,16 @@ def test_what_is_allowed_is_there() -> None:
 
 
 def test_the_demos_pool_unpickles_what_its_own_pipes_bring_and_no_file() -> None:
-    tree = ast.parse((ROOT / "scaler_triton/demo/ranks.py").read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    trees = [ast.parse((ROOT / f"scaler_triton/demo/{file}.py").read_text()) for file in ("ranks", "rank_process")]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     readers = {f.name: f for f in functions if any(name == "pickle.loads" for name, _ in called(f))}
     assert set(readers) == PIPES
-    assert not any(name == "pickle.load" for name, _ in called(tree))
-    # _receive reads its pipe itself; _load gets what _serve has read from the other end.
+    assert not any(name == "pickle.load" for tree in trees for name, _ in called(tree))
+    # _receive reads its pipe itself; _load gets what serve has read from the other end.
     assert "pickle.loads(rank.connection.recv_bytes())" in ast.unparse(readers["_receive"])
     callers = [f.name for f in functions for name, call in called(f) if name == "_load"]
-    assert callers == ["_serve"]
-    assert "_load(connection.recv_bytes())" in ast.unparse(next(f for f in functions if f.name == "_serve"))
+    assert callers == ["serve"]
+    assert "_load(connection.recv_bytes())" in ast.unparse(next(f for f in functions if f.name == "serve"))
 
 
 def test_the_only_file_that_is_loaded_is_loaded_safely() -> None:
