@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, assert_same, flags, parameters, places, sgd, started
-from torch import Tensor
+from clipping_setup import PLACES, SCALE, grads, scaler_on, some_gradients, true_norm
+from helpers import Place, assert_same, flags, parameters, sgd, started
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler
-
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
-SCALE = 8.0
-
-
-def scaler_on(place: Place, **kwargs: Any) -> Any:
-    return started(GradScaler, place.device, **{"init_scale": SCALE, "backend": place.backend, **kwargs})
-
-
-def some_gradients(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(7,), (), (3, 5), (0,), (130,)]
-    return [(torch.randn(shape, generator=generator) * 3).to(dtype) for shape in shapes]
-
-
-def grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def true_norm(tensors: list[Tensor], scale: float = SCALE) -> float:
-    return math.sqrt(sum((t.double() / scale).square().sum().item() for t in tensors))
 
 
 @PLACES
@@ -89,23 +65,6 @@ def test_error_if_nonfinite_is_torchs_and_the_step_is_skipped(place: Place, valu
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
-
-
-@PLACES
-@pytest.mark.parametrize("steps", [False, True])
-@pytest.mark.parametrize("value", [math.nan, 1e38])
-def test_a_deferred_clip_that_is_refused_leaves_nothing_to_the_step(place: Place, value: float, steps: bool) -> None:
-    optimizer = sgd([torch.full((100,), value)], place.device, fused=True)
-    scaler = scaler_on(place, init_scale=1.0)
-    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
-        scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True, defer=True)
-    if steps:
-        scaler.step(optimizer)
-        assert scaler.was_skipped(optimizer)
-    scaler.update()
-    assert not optimizer.param_groups[0]["params"][0].detach().any()
-    assert scaler.stats().skipped == 1
-    assert scaler.get_scale() == 0.5
 
 
 @PLACES
@@ -235,162 +194,6 @@ def test_sparse_fp16_duplicates_are_summed_in_fp32(place: Place, norm_type: floa
 
 
 @PLACES
-def test_deferred_clipping_is_done_by_the_step(place: Place) -> None:
-    start = [torch.full((3,), 24.0), torch.full((1,), 32.0)]
-    optimizer = sgd(start, place.device, fused=True)
-    scaler = scaler_on(place)
-    norm = scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
-    assert grads(optimizer)[0].tolist() == [24.0] * 3  # scaled still
-    scaler.step(optimizer)
-    scaler.update()
-    stepped = [-0.5 * value / norm.item() for value in (3.0, 4.0)]
-    assert [p[0].item() for p in optimizer.param_groups[0]["params"]] == pytest.approx(stepped, rel=1e-5)
-    assert not hasattr(optimizer, "grad_scale")
-
-
-@pytest.mark.parametrize(("gradient", "stepped"), [(24.0, -1.5), (math.inf, 0.0)])
-def test_deferred_clipping_is_done_by_the_step_of_a_wrapper_that_does_not_tell(gradient: float, stepped: float) -> None:
-    optimizer = sgd([torch.full((3,), gradient)], fused=True)
-    wrapper = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups, step=optimizer.step)
-    scaler = scaler_on(Place("cpu", "torch"))
-    scaler.clip_grad_norm_(optimizer, 1e3, defer=True)
-    scaler.step(wrapper)
-    scaler.update()
-    assert optimizer.param_groups[0]["params"][0].tolist() == [stepped] * 3
-    assert not hasattr(optimizer, "grad_scale")
-
-
-@PLACES
-def test_a_deferred_overflow_skips(place: Place) -> None:
-    optimizer = sgd([torch.tensor([math.inf, 8.0])], place.device, fused=True)
-    scaler = scaler_on(place)
-    scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
-    scaler.step(optimizer)
-    scaler.update()
-    assert not optimizer.param_groups[0]["params"][0].detach().any()
-    assert scaler.get_scale() == SCALE / 2
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda scaler, optimizer: scaler.unscale_(optimizer), r"^unscale_\(\) has already been called"),
-        (lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0), r"^unscale_\(\) has already been called"),
-        (
-            lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0, parameters=[]),
-            r"^unscale_\(\) has already been called",
-        ),
-        (lambda scaler, optimizer: scaler.update(), r"^update\(\) is being called before the step\(\)"),
-    ],
-)
-def test_between_a_deferred_clip_and_its_step_nothing_else_is_allowed(call: Callable[..., Any], text: str) -> None:
-    optimizer = sgd([torch.full((3,), 24.0)], fused=True)
-    scaler = scaler_on(Place("cpu", "torch"))
-    scaler.clip_grad_norm_(optimizer, 1e3, defer=True)
-    with pytest.raises(RuntimeError, match=text):
-        call(scaler, optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert optimizer.param_groups[0]["params"][0].tolist() == [-1.5] * 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        ((-1.0,), {}, "^max_norm must be a number >= 0, got -1.0"),
-        ((math.nan,), {}, "^max_norm must be a number >= 0, got nan"),
-        ((1.0, 0.0), {}, "^norm_type must be > 0, got 0.0"),
-        ((1.0,), {"defer": True}, r"^defer=True needs optimizers that take grad_scale \(fused=True\), got SGD"),
-        ((1.0, 1.0), {"defer": True}, "^defer=True clips all gradients by norm_type 2.0"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_before_anything_changes(arguments: Any, options: Any, text: str) -> None:
-    optimizer = sgd([torch.full((3,), 24.0)])
-    scaler = scaler_on(Place("cpu", "torch"))
-    with pytest.raises(ValueError, match=text):
-        scaler.clip_grad_norm_(optimizer, *arguments, **options)
-    assert grads(optimizer)[0].tolist() == [24.0] * 3
-    scaler.step(optimizer)
-    assert optimizer.param_groups[0]["params"][0].tolist() == [-1.5] * 3
-
-
-class AsksTheScaler(torch.optim.SGD):
-    """Unscales by the scaler's own scale, as Transformer Engine's and capturable ones of apex do."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
-        del closure
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad.div_(grad_scaler._get_scale_async())
-        super().step()
-
-
-def test_a_step_that_asks_the_scaler_cannot_be_left_the_clipping() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.full((3,), 24.0)
-    optimizer = AsksTheScaler([parameter], lr=0.5)
-    scaler = scaler_on(Place("cpu", "torch"))
-    with pytest.raises(ValueError, match=r"^defer=True needs optimizers that take grad_scale \(fused=True\), got Asks"):
-        scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
-    assert parameter.grad.tolist() == [24.0] * 3
-    with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
-        scaler.step(optimizer)
-    assert parameter.tolist() == [-1.5] * 3
-
-
-class AnyNumber:
-    """Compares as a number and is none, as an array of one does with newer NumPy."""
-
-    def __ge__(self, other: object) -> bool:
-        return True
-
-    def __repr__(self) -> str:
-        return "<any number>"
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"max_norm": "1"}, "^max_norm must be a number, got '1'$"),
-        ({"max_norm": None}, "^max_norm must be a number, got None$"),
-        ({"max_norm": AnyNumber()}, "^max_norm must be a number, got <any number>$"),
-        ({"max_norm": torch.ones(2)}, r"^max_norm must be a number, got tensor\(\[1., 1.\]\)$"),
-        ({"norm_type": None}, "^norm_type must be a number, got None$"),
-        ({"model": "net"}, "^model must be a module, got str$"),
-        ({"parameters": [("weight", torch.ones(3))]}, "^parameters must be tensors, got tuple$"),
-        ({"parameters": 2.0}, "^parameters must be tensors, got float$"),
-        ({"optimizers": [torch.ones(3)]}, "^optimizers must be an optimizer or several of them, got Tensor$"),
-    ],
-)
-def test_what_is_of_no_use_is_refused_before_anything_changes(options: dict[str, Any], text: str) -> None:
-    optimizer = sgd([torch.full((3,), 24.0)])
-    scaler = scaler_on(Place("cpu", "torch"))
-    with pytest.raises(TypeError, match=text):
-        scaler.clip_grad_norm_(**{"optimizers": optimizer, "max_norm": 1.0, **options})
-    assert grads(optimizer)[0].tolist() == [24.0] * 3
-    assert not scaler._per_optimizer_states
-
-
-@pytest.mark.parametrize("options", [{}, {"norm_type": 1.0}], ids=["at once", "after unscaling"])
-def test_a_bound_that_no_float_holds_is_refused_before_anything_changes(options: dict[str, float]) -> None:
-    optimizer = sgd([torch.full((3,), 24.0)])
-    scaler = scaler_on(Place("cpu", "torch"))
-    with pytest.raises(OverflowError, match="int too large to convert to float"):
-        scaler.clip_grad_norm_(optimizer, 10**400, **options)
-    assert grads(optimizer)[0].tolist() == [24.0] * 3
-    assert not scaler._per_optimizer_states
-
-
-@PLACES
-@pytest.mark.parametrize("number", [torch.tensor(1.0), torch.ones(1, requires_grad=True), Fraction(1), 1, True])
-def test_a_bound_may_be_any_number(place: Place, number: Any) -> None:
-    optimizer = sgd([torch.full((4,), 16.0)], place.device)
-    assert scaler_on(place).clip_grad_norm_(optimizer, number).item() == 4.0
-    assert grads(optimizer)[0].tolist() == pytest.approx([0.5] * 4, rel=1e-5)
-
-
-@PLACES
 def test_the_order_of_calls_is_unscale_s(place: Place) -> None:
     optimizer = sgd([torch.full((3,), 24.0)], place.device)
     scaler = scaler_on(place)
@@ -429,39 +232,6 @@ def test_what_was_found_before_outlives_a_clip_that_fails() -> None:
     assert flags(scaler, checked) == [1.0]
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
-
-
-def test_an_optimizer_that_is_gone_leaves_no_clipping_to_wait_for() -> None:
-    optimizer = sgd([torch.full((3,), 24.0)], fused=True)
-    scaler = scaler_on(Place("cpu", "torch"), growth_interval=1)
-    scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
-    del optimizer
-    scaler.update()
-    assert scaler.get_scale() == 2 * SCALE
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("options", [{}, {"parameters": []}, {"norm_type": 1.0}])
-def test_an_optimizer_is_clipped_once(options: dict[str, Any], enabled: bool) -> None:
-    optimizer = sgd([torch.full((3,), 24.0)])
-    scaler = scaler_on(Place("cpu", "torch"), enabled=enabled)
-    for several, text in (([], "got 0"), ([optimizer, optimizer], "got 2")):
-        with pytest.raises(ValueError, match=f"^optimizers must be one or more, none of them twice, {text}$"):
-            scaler.clip_grad_norm_(several, 1.0, **options)
-    assert grads(optimizer)[0].tolist() == [24.0] * 3
-
-
-@pytest.mark.parametrize("norm_type", [3, "inf"])
-def test_orders_are_written_as_torchs(norm_type: Any) -> None:
-    optimizer = sgd([torch.tensor([math.inf])])
-    scaler = scaler_on(Place("cpu", "torch"))
-    with pytest.raises(RuntimeError) as ours:
-        scaler.clip_grad_norm_(optimizer, 1.0, norm_type, error_if_nonfinite=True)
-    with pytest.raises(RuntimeError) as torchs:
-        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0, norm_type, error_if_nonfinite=True)
-    assert str(ours.value) == str(torchs.value)
-    with pytest.raises(TypeError, match="^norm_type must be a number, got 'two'"):
-        scaler.clip_grad_norm_(optimizer, 1.0, "two")
 
 
 def test_a_disabled_scaler_clips_as_torch() -> None:
@@ -543,32 +313,6 @@ def test_a_norm_does_not_depend_on_where_gradients_lie(dtype: torch.dtype, numel
             parameter.grad = memory[order[index // 4]].view(4, numel)[index % 4].copy_(value)
         norms.add(started(GradScaler, "cpu", init_scale=1.0).clip_grad_norm_(optimizer, 1.0).item())
     assert len(norms) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((torch.nn.Linear(1, 1),), "optimizers must be an optimizer or several of them, got Linear"),
-        ((list(torch.nn.Linear(1, 1).parameters()),), "optimizers must be an optimizer .*, got Parameter"),
-        ((None,), "optimizers must be an optimizer or several of them, got NoneType"),
-    ],
-)
-def test_what_is_no_optimizer_is_named(arguments: tuple[Any, ...], text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        started(GradScaler, "cpu").clip_grad_norm_(*arguments, 1.0)
-
-
-def test_a_module_is_no_parameters() -> None:
-    with pytest.raises(TypeError, match=r"parameters must be tensors, such as those of Linear.parameters\(\)"):
-        started(GradScaler, "cpu").clip_grad_norm_(sgd([torch.ones(1)]), 1.0, parameters=torch.nn.Linear(1, 1))
-
-
-def test_a_generator_that_was_used_up_is_told_of_as_by_torch() -> None:
-    optimizer = sgd([torch.ones(1)])
-    used_up = (parameter for parameter in ())
-    with pytest.warns(UserWarning, match="is an empty generator, no gradient clipping will occur") as warned:
-        norm = started(GradScaler, "cpu").clip_grad_norm_(optimizer, 1.0, parameters=used_up)
-    assert (norm.item(), warned[0].filename) == (0.0, __file__)
 
 
 def test_after_a_failure_none_of_several_remembers_its_last_step() -> None:
