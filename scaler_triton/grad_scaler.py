@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.cuda.amp.common import amp_definitely_not_available
 
 from scaler_triton import attributes, callers, collectives, dispatch, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
@@ -42,9 +43,11 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         **extras: Any,
     ) -> None:
         self._backend = dispatch.check_backend(backend)
+        device = policy.device_type(device)
+        enabled = enabled and not _lacks_cuda(device)
         try:
             super().__init__(
-                device=policy.device_type(device),
+                device=device,
                 init_scale=init_scale,
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,
@@ -205,6 +208,15 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         clone.__setstate__(state)
         clone.process_group = self.process_group  # a group is shared, it cannot be copied
         return clone
+
+
+def _lacks_cuda(device: str) -> bool:
+    """Tell whether CUDA is asked for and is not there, and warn: torch's own warning would name a line of ours."""
+    lacks = device == "cuda" and amp_definitely_not_available()  # type: ignore[no-untyped-call]
+    if lacks:
+        text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+        warnings.warn(text, stacklevel=callers.stacklevel())
+    return lacks
 
 
 untraced.leave_alone(ScalerMixin)

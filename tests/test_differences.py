@@ -378,8 +378,10 @@ def test_wrong_order_has_torchs_words(cls: type, fused: bool) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables itself without CUDA only")
 @pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler, torch.amp.GradScaler])
 def test_without_cuda_the_default_disables_itself_with_torchs_warning(cls: type) -> None:
-    with pytest.warns(UserWarning, match=r"^torch.cuda.amp.GradScaler is enabled, but CUDA is not available"):
+    text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+    with pytest.warns(UserWarning, match=f"^{text}$") as warned:
         scaler = cls()
+    assert [each.filename for each in warned] == [__file__]
     assert not scaler.is_enabled()
 
 

@@ -58,7 +58,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 `grad_scale` (`fused=True`).
 
         Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks; NaN if another rank failed. A
-            disabled scaler, which only clips, gives torch's, in torch's dtype, wherever torch can clip.
+            disabled scaler, which only clips, gives torch's, in torch's dtype, of gradients that are not sharded.
 
         Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
             `parameters`; TypeError naming one of these, but `defer`, if it is of a wrong type.

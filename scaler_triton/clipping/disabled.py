@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import collectives
-from scaler_triton.batch import is_dtensor, placing
+from scaler_triton.batch import placing
 from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import copies_of
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) -> Tensor:
-    """Clip as torch does; by the norm of all ranks' what torch's clipping refuses, or takes for whole gradients.
+    """Clip as torch does; where ranks hold shards, by the norm of all ranks'.
 
     Args:
         parameters: all that the optimizers hold; their gradients are written.
         group: the scaler's process group.
 
-    Returns: the norm, `()`, as torch's clipping does; fp32 for what it cannot clip.
+    Returns: the norm, `()`, as torch's clipping does; fp32 of shards.
 
     Raises: ValueError naming `model` as `copies_of`; torch's RuntimeError for a norm that is not finite.
     """
@@ -48,12 +48,10 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) ->
 
 
 def _torch_can_clip(parameters: Sequence[Tensor]) -> bool:
-    """Tell whether torch's clipping finds the norm of all: not of DTensors of several meshes, or beside others."""
+    """Tell whether torch's clipping finds the norm of all, on every rank: only where each holds whole gradients."""
     if collectives.has_fsdp1(parameters):
         return not collectives.several_ranks()
-    placed = [placing(parameter) for parameter in parameters]
-    meshes = {None if each is None else each.device_mesh for each in placed}
-    return len(meshes) < 2 and all(each is None or is_dtensor(each) for each in placed)
+    return all(placing(parameter) is None for parameter in parameters)
 
 
 def _agreement(parameters: Sequence[Tensor], group: Any) -> Agreement | None:

@@ -164,6 +164,16 @@ def placed_otherwise(rank: int, kind: str, own: Placement, others: Sequence[Plac
     return Clipped(norms, [], [], 0.0, [param.grad.full_tensor().flatten().tolist()], scaler.get_scale())
 
 
+def disabled_on_uneven_shards(rank: int, size: int, order: float) -> tuple[str, float]:
+    """A disabled scaler's norm of 1 to `size`, sharded over the ranks: of which type, and what."""
+    mesh = cases.line()
+    param = torch.nn.Parameter(distribute_tensor(torch.zeros(size), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.arange(1.0, size + 1), mesh, [Shard(0)])
+    scaler = cases.new_scaler("grad", enabled=False)
+    norm = scaler.clip_grad_norm_(cases.new_optimizer("sgd", [param]), 1e9, order)
+    return type(norm).__name__, norm.item()
+
+
 def plain_beside_placed(rank: int, kind: str) -> list[float]:
     """Norms of a replicated parameter's gradient, all ones: cut, the local tensor alone, and cut as before."""
     mesh, scaler = cases.line(), cases.new_scaler(kind)

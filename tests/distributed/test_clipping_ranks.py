@@ -269,5 +269,13 @@ def test_a_disabled_scaler_clips_every_layout_by_the_norm_of_the_whole(four, kin
             assert values == pytest.approx([gradient(index) * min(1.0, MAX_NORM / norm)] * len(values), rel=1e-2)
 
 
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_disabled_scalers_norm_is_whole_on_every_rank(two, size, order):
+    numbers = range(1, size + 1)
+    norm = math.hypot(*numbers) if order == 2.0 else max(numbers)
+    assert two.run(clipping_cases.disabled_on_uneven_shards, size, order) == [("Tensor", pytest.approx(norm))] * 2
+
+
 def test_optimizers_clipped_together_keep_each_other_not_alive(two):
     assert two.run(clipping_cases.several_and_then_one) == [[False, False]] * 2

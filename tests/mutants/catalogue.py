@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(_S + "clipping/rank_norms.py", " if placed else count", " if False else count", CLIPPED),
     Mutant(_S + "plan.py", "if pieces != (", "if before is None and pieces != (", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "collectives.has_fsdp1(parameters)", "False", CLIPPED),
-    Mutant(_S + "clipping/disabled.py", "len(meshes) < 2", "True", CLIPPED),
+    Mutant(_S + "clipping/disabled.py", "placing(parameter) is None", "True", CLIPPED),
     Mutant(_S + "batch.py", "getattr(tensor, DDP_SPEC, None)", "None", CLIPPED),
     Mutant(
         _S + "clipping/reference_norm.py",
