@@ -31,7 +31,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # A chunk of a few hundred elements: many chunks and steps in tensors that the interpreter walks quickly.
 SMALL = LaunchConfig(num_warps=1, vectors=1, unroll=2)
 # What a program may be like. To compile all of that takes a minute: `make simulate` does.
-CONFIGS = CANDIDATES if os.environ.get("CONFIGS") == "all" else [DEFAULT]
+THOROUGH = os.environ.get("CONFIGS") == "all"
+CONFIGS = CANDIDATES if THOROUGH else [DEFAULT]
 GUARD = 16
 NAN, INF = float("nan"), float("inf")
 

@@ -7,7 +7,9 @@ from kernel_cases import (
     INF,
     NAN,
     NATIVE,
+    SIMULATED,
     SMALL,
+    THOROUGH,
     Guarded,
     assert_untouched,
     check_unscale,
@@ -25,7 +27,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 # Each config is compiled anew for a GPU; the interpreter takes any.
-CONFIGS = [SMALL] if NATIVE else [SMALL, LaunchConfig(1, 1, 1), LaunchConfig(1, 2, 2), LaunchConfig(2, 1, 3)]
+COMPILED = NATIVE or (SIMULATED is not None and not THOROUGH)
+CONFIGS = [SMALL] if COMPILED else [SMALL, LaunchConfig(1, 1, 1), LaunchConfig(1, 2, 2), LaunchConfig(2, 1, 3)]
+EXAMPLES = 150 if NATIVE or THOROUGH else 75
 
 positive_scales = st.floats(2.0**-126, 2.0**126, width=32)
 any_factors = st.floats(width=32)
@@ -48,19 +52,19 @@ def grad_lists(draw):
     return draw(st.lists(guarded_tensors(dtype), min_size=1, max_size=5))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(grad_lists(), positive_scales, st.sampled_from(CONFIGS))
 def test_unscale_by_a_scale(grads, scale, config):
     check_unscale(grads, torch.tensor(scale), inverse=False, config=config)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(grad_lists(), any_factors, st.sampled_from(CONFIGS))
 def test_unscale_by_any_factor(grads, inv_scale, config):
     check_unscale(grads, torch.tensor(inv_scale), inverse=True, config=config)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(grad_lists(), st.sampled_from(CONFIGS))
 def test_check_reads_and_never_writes(grads, config):
     table = make_table(grads, grads[0].tensor.dtype, config)
