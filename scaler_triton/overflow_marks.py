@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAN, INF = 1, 2
 # Kernels put the epoch above these bits.
 _KIND_BITS, _KINDS = 2, NAN | INF
-# How many epochs are kept, here as by kernels: the last skip's, that of gradients left before it, and those after.
+# How many epochs the host keeps: the last skip's, that of gradients left before it, and those after.
 _EPOCHS = 4
 
 
@@ -180,7 +180,7 @@ class OverflowMarks:
         """Keep marks beyond their table; slots below 0 are nobody's."""
         refuse_capture(bits.device, "a step with gradients of a new form")
         if bits.device not in self._kept:
-            self._kept[bits.device] = bits.new_zeros(self._size, _EPOCHS)
+            self._kept[bits.device] = bits.new_zeros(self._size, bits.shape[1])
         kept, ours = self._kept[bits.device], [place for place, slot in enumerate(slots) if slot >= 0]
         target = torch.tensor([slots[place] for place in ours], device=bits.device, dtype=torch.int64)
         source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]
