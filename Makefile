@@ -1,5 +1,5 @@
 # make demo    train a small transformer across two ranks, one of which overflows
-# make test    every test; without a GPU the kernels run under Triton's interpreter
+# make test    every test, in two processes; JOBS= says how many. Without a GPU the kernels run under Triton's interpreter
 # make test-frameworks   all tests with Accelerate, Transformers and Lightning, also those that take long
 # make test-oldest   the same with the oldest versions of them that are supported, in an environment of their own
 # make lint    ruff and mypy
@@ -17,6 +17,7 @@
 PYTHON ?= python3
 OUT ?= out
 PROGRAMS ?= 10000
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -28,7 +29,7 @@ demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 test-frameworks: $(VENV)/ready
 	HEAVY=1 $(BIN)/python -m pytest tests/frameworks --durations=20

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,11 +21,10 @@ def one_rank(device: str) -> Iterator[DeviceMesh]:
 
     On a GPU gloo serves the CPU's tensors and NCCL the GPU's; rank 0 has GPU 0.
     """
-    for _, name in socket.if_nameindex():
-        if name.startswith("lo"):  # a machine without a network has nothing else
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    with tempfile.TemporaryDirectory() as folder:
+    # A machine without a network has nothing else.
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")][:1]
+    variables = {variable: name for name in loopback for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {**variables, **os.environ}):
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:

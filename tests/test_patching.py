@@ -356,7 +356,7 @@ def test_threads_share_it() -> None:
 
     def work() -> None:
         inside.wait()
-        for _ in range(40):
+        for _ in range(20):
             with patch_torch():
                 if set(scaler_names().values()) & set(OURS):
                     wrong.append(scaler_names())

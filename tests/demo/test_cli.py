@@ -148,7 +148,11 @@ def test_prove_runs_what_was_named(word: str, monkeypatch: pytest.MonkeyPatch) -
 def test_an_interrupt_while_ranks_start_ends_them_without_a_word(seconds: float) -> None:
     words = [sys.executable, "-m", "scaler_triton", "demo", "--prove", "fsdp1-fused"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, **pipes, text=True, start_new_session=True) as demo:
+
+    def heed() -> None:  # a job in the background of a script ignores interrupts, and so would its children
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    with subprocess.Popen(words, **pipes, text=True, start_new_session=True, preexec_fn=heed) as demo:
         demo.stdout.readline()  # the ranks are started right after it
         time.sleep(seconds)
         os.killpg(demo.pid, signal.SIGINT)
