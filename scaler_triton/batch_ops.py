@@ -41,9 +41,7 @@ def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Bac
         return
     dense = dense_batch(batch)
     kernels().unscale.launch_unscale(filled_table(batch.layout, dense, "unscale"), factor, found_inf, inverse=inverse)
-    if dense is not batch:
-        for original, copy in zip(batch.present, dense.present, strict=True):
-            original.copy_(copy)
+    copy_back(dense, batch)
 
 
 def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: bool = False) -> None:
@@ -89,6 +87,13 @@ def dense_batch(batch: Batch) -> Batch:
     if batch.layout.key.dense:
         return batch
     return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
+
+
+def copy_back(dense: Batch, batch: Batch) -> None:
+    """Write into the batch what kernels wrote into `dense_batch` of it."""
+    if dense is not batch:
+        for original, copy in zip(batch.present, dense.present, strict=True):
+            original.copy_(copy)
 
 
 def filled_table(layout: Layout, dense: Batch, mode: str) -> GradTable:

@@ -68,6 +68,18 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
         return _chosen[key]
 
 
+def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False) -> Backend:
+    """As `choose`, for what takes the scale's address: torch for one of another dtype, put there by somebody, or fake.
+
+    Args:
+        scale: one element.
+        requested, clips: as `choose` takes them.
+    """
+    if scale.dtype is not torch.float32 or type(scale) is not torch.Tensor:
+        return "torch"
+    return choose(scale.device, scale.dtype, requested, clips=clips)
+
+
 def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> Backend:
     place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
     if requested == "auto" and device.type != "cuda":

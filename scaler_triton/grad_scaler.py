@@ -107,7 +107,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             return None
         if state["stage"] is OptState.READY:
             state["unscaled_flag"] = self._unstepped.recall(optimizer)
-        if getattr(optimizer, "_step_supports_amp_scaling", False) or "deferred" in state:  # then the one inside does
+        if optimizers.supports_amp_scaling(optimizer) or "deferred" in state:  # then the one inside does
             return self._step_with_scale(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)

@@ -116,9 +116,14 @@ def skip_would_corrupt(optimizer: Any) -> bool:
     )
 
 
+def supports_amp_scaling(optimizer: Any) -> bool:
+    """Tell whether `optimizer.step` unscales and skips by itself, as torch's fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def takes_factor(optimizer: Any) -> bool:
     """Tell whether `optimizer.step` divides gradients by whatever `grad_scale` it is lent; not by the scaler's own."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not takes_scaler(optimizer)
+    return supports_amp_scaling(optimizer) and not takes_scaler(optimizer)
 
 
 def takes_scaler(optimizer: Any) -> bool:

@@ -48,10 +48,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
             return
         scale = self._initialised_scale("unscale_", optimizer)
         state = self._state(optimizer)
-        if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
+        self._check_order(state)
 
         def unscale(found_inf: Tensor) -> Flags:
             inv_scale = reference.inverse(scale) if self._unscale_is_overridden() else None
@@ -59,8 +56,19 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
 
         verdict = self._examine(optimizer, state, unscale)
         self._enter_unscaled(state)
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not optimizers.supports_amp_scaling(optimizer):
             verdict.start_mirror()  # step will ask for the flag on the host
+
+    def _check_order(self, state: StepState, *, again: bool = False) -> None:
+        """Raise torch's errors of order, before any reduction.
+
+        Args:
+            again: gradients that are unscaled already may be clipped again, unless that is left to the step.
+        """
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool = True
@@ -184,9 +192,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         try:
             plan = self._plans.get(optimizer)
             agreement = self._agreement(plan)
-            if state["found_inf_per_device"]:
-                plan.verdict = None  # what an earlier check found must outlive a failure of this one
-            return plan, agreement, self._new_verdict(plan)
+            return plan, agreement, self._new_verdict(state, plan)
         except Exception:
             with suppress(Exception):  # such as that all ranks meet when they look who must agree
                 agreement = self._new_agreement(optimizers.parameters_of(optimizers.unwrap(optimizer)))
@@ -212,8 +218,10 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
                 assert self._scale is not None
                 tell_failure(agreement, self._scale.device)
 
-    def _new_verdict(self, plan: GradPlan) -> Verdict:
+    def _new_verdict(self, state: StepState, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device."""
+        if state["found_inf_per_device"]:
+            plan.verdict = None  # what an earlier check found must outlive a failure of this one
         home = self._home(plan)
         verdict = plan.verdict
         if verdict is None or verdict.device != home:

@@ -157,9 +157,9 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         reference.update_scale_(scale, growth_tracker, found_inf, *self._numbers(), self._limits, self._counters)
 
     def _update_backend(self, scale: Tensor, growth_tracker: Tensor) -> dispatch.Backend:
-        if scale.dtype is not torch.float32 or growth_tracker.dtype is not torch.int32 or type(scale) is not Tensor:
-            return "torch"  # assigned by somebody, or fake: the kernel takes addresses, and would not notice
-        return dispatch.choose(scale.device, scale.dtype, self._backend)
+        if growth_tracker.dtype is not torch.int32:  # put there by somebody
+            return "torch"
+        return dispatch.choose_for_scale(scale, self._backend)
 
     def _update_by_kernel(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
         """Update by one launch, which clears the flags for the next step if they are all in one buffer."""

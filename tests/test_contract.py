@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Place, flags, parameters, places, sgd, started
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
@@ -333,6 +333,19 @@ def test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_wait
             assert (optimizer.grad_scale, optimizer.found_inf) == (scale, found_inf)
         with optimizers.lent((optimizer,), None, found_inf, on_host=True):
             assert optimizer.grad_scale is None
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("defer", [False, True])
+def test_clipping_fake_gradients_reads_none(defer: bool, backend: str) -> None:
+    with FakeTensorMode():
+        optimizer = sgd([torch.ones(2)], fused=True)
+        scaler = started(GradScaler, "cpu", backend=backend)
+        for _ in range(2):
+            norm = scaler.clip_grad_norm_(optimizer, 1.0, defer=defer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert isinstance(norm, FakeTensor)
 
 
 @pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])

@@ -45,7 +45,7 @@ class AtOnceMixin(PartsMixin):
         for part in parts:
             self._stepped.forget(part.state)
         try:
-            backend = norms.choose_for_scale(self._scale, self._backend) if defer else None
+            backend = dispatch.choose_for_scale(self._scale, self._backend, clips=True) if defer else None
             measured = [self._measure(part, counts) for part, counts in zip(parts, copies, strict=True)]
             totals = self._totals(measured, agreement)
         except Exception:
@@ -80,9 +80,7 @@ class AtOnceMixin(PartsMixin):
         Args:
             copies: how many ranks hold each parameter's piece.
         """
-        if part.state["found_inf_per_device"]:
-            part.plan.verdict = None  # what an earlier check found must outlive a failure of this one
-        verdict = self._new_verdict(part.plan)
+        verdict = self._new_verdict(part.state, part.plan)
         flags: dict[torch.device, Tensor] = {}
         totals: list[Tensor] = []
 

@@ -70,7 +70,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 return clip_unscaled(all_parameters(together), request, self.process_group)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
             self._require_scale(together, request, at_once, defer)
-            self._check_order(together, again=request.chosen is not None)
+            for each in together:
+                self._check_order(self._state(each), again=request.chosen is not None)
             if defer:
                 self._check_deferrable(together, request)
             try:
@@ -87,15 +88,6 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 return self._clip_at_once(parts, agreement, copies, request, defer)
             return self._clip_after_unscaling(parts, agreement, copies, request)
 
-    def _check_order(self, optimizers: Sequence[Any], *, again: bool) -> None:
-        """Raise errors of order, before any reduction."""
-        for optimizer in optimizers:
-            state = self._state(optimizer)
-            if state["stage"] is OptState.STEPPED:
-                raise RuntimeError("unscale_() is being called after step().")
-            if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
-                raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-
     def _require_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
         """Raise torch's error if there is no scale, once the ranks that wait for this one are told.
 
@@ -109,7 +101,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         except AssertionError:
             with suppress(Exception):  # torch's error is the one to see; that of a wrong call all ranks meet
                 if self._new_agreement(all_parameters(optimizers)) is not None:  # else a look would leave a state
-                    self._check_order(optimizers, again=True)
+                    for optimizer in optimizers:
+                        self._check_order(self._state(optimizer), again=True)
                     if defer:
                         self._check_deferrable(optimizers, request)
                     self._tell_of_failure(optimizers, request, at_once)

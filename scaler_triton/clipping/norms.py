@@ -12,7 +12,7 @@ from torch import Tensor
 from scaler_triton import batch_ops, reference
 from scaler_triton.batch import Batch, Layout
 from scaler_triton.clipping import reference_norm
-from scaler_triton.dispatch import Backend, choose
+from scaler_triton.dispatch import Backend
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.norm import NormTable
@@ -94,16 +94,9 @@ def clip_batch_(
         batch_ops.kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *settled)
     else:
         norm = reference_norm.norm_of(totals)
-    if dense is not batch:
-        for original, copy in zip(batch.present, dense.present, strict=True):
-            original.copy_(copy)
+    batch_ops.copy_back(dense, batch)
     torch.autograd.graph.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
     return norm
-
-
-def choose_for_scale(scale: Tensor, requested: str) -> Backend:
-    """Return the backend for `deferred`."""
-    return choose(scale.device, scale.dtype, requested, clips=True) if scale.dtype is torch.float32 else "torch"
 
 
 def deferred(
@@ -115,7 +108,7 @@ def deferred(
         totals: fp64, [5]: as for `clip_batch_`, which tells norm and coef.
         scale: one element, on the same device.
         max_norm: >= 0.
-        backend: what `choose_for_scale` returned.
+        backend: what `dispatch.choose_for_scale` returned.
         verdict: settled by the kernel, if one is launched.
 
     Returns: fp32, `()`, twice.

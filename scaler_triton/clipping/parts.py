@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scaler_triton.clipping.copies import copies_of, copies_of_gradient
 from scaler_triton.clipping.rank_norms import held_gradients
-from scaler_triton.optimizers import parameters_of, unwrap
+from scaler_triton.optimizers import parameters_of, supports_amp_scaling, unwrap
 from scaler_triton.plan import GradPlan
 from scaler_triton.step_state import StepState
 from scaler_triton.unscaling import UnscalingMixin
@@ -36,7 +36,7 @@ class PartsMixin(UnscalingMixin):
     def _leave_flag(self, part: Part, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         """Keep the flag for the step, and start its copy if the step will ask for it on the host."""
         self._keep(part.state, verdict, devices)
-        if not getattr(part.optimizer, "_step_supports_amp_scaling", False):
+        if not supports_amp_scaling(part.optimizer):
             verdict.start_mirror()
 
     def _skip_together(self, optimizers: Sequence[Any], chosen: set[int] | None) -> None:

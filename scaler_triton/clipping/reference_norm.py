@@ -96,7 +96,7 @@ def coefficient(flag: Tensor, norm: Tensor, max_norm: float) -> Tensor:
 
 def norm_and_coefficient(totals: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
     """Return `norm_of(totals)`, and the coefficient for it and the totals' flag."""
-    if not totals.is_cpu:
+    if not totals.is_cpu or type(totals) is not Tensor:  # nobody can read torch's fake ones
         norm = norm_of(totals)
         return norm, coefficient(totals[FLAG], norm, max_norm)
     squares, flag, *_ = totals.tolist()  # numbers at hand need no ops

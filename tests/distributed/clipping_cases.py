@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.weak import TensorWeakRef
 
-from scaler_triton.clipping import at_once, norms
+from scaler_triton import dispatch
+from scaler_triton.clipping import at_once
 
 MAX_NORM = 0.05
 
@@ -268,7 +269,7 @@ def one_rank_has_no_kernel(rank: int, kind: str) -> list[str]:
     optimizer = cases.new_optimizer("sgd-fused", params)
     cases.give_grads(scaler, params, 0)
     before, said = local_of(params[0]).tolist(), ""
-    missing = mock.patch.object(norms, "choose_for_scale", side_effect=RuntimeError("no kernel"))
+    missing = mock.patch.object(dispatch, "choose_for_scale", side_effect=RuntimeError("no kernel"))
     with missing if rank == 1 else nullcontext():
         try:
             scaler.clip_grad_norm_(optimizer, 1.0, defer=True)
