@@ -9,7 +9,7 @@
 # make mutants   207 wrong versions of the code, each of which the tests must notice (20 minutes)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
 # make docs    docs/ as HTML in out/docs; a warning is an error
-# make perf    what it costs beside torch's scaler, as far as this machine can tell (3 minutes); fills perf/README.md
+# make perf    what it costs beside torch's scaler, as far as this machine can tell (3 minutes); fills perf/README.md and the README
 # make release   sdist and wheel into dist/, checked as an index would; the wheel in an empty environment runs the demo
 # make gpu     all of the next four, with the python3 and packages of a GPU machine; OUT names a folder
 #   gpu-tests, gpu-sanitize, gpu-perf, gpu-tune: the suite natively, the kernels under compute-sanitizer,

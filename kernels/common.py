@@ -20,10 +20,11 @@ _BF16_BY_BITS = tl.constexpr(launcher.INTERPRETED)
 
 SAW_NAN = tl.constexpr(1)
 SAW_INF = tl.constexpr(2)
-# Above the kinds stands the epoch in which they were seen. Every tensor has marks of so many epochs: a power of 2.
+# Above the kinds stands the generation in which they were seen: how many steps had been skipped before. A tensor has
+# marks of so many of them: a power of 2.
 KIND_BITS = tl.constexpr(2)
-EPOCHS = tl.constexpr(4)
-EPOCH_MASK = tl.constexpr((1 << 28) - 1)
+GENERATIONS = tl.constexpr(4)
+GENERATION_MASK = tl.constexpr((1 << 28) - 1)
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def visit_chunk(
     chunk_index_ptr,
     bits_ptr,
     found_inf_ptr,
-    epoch_ptr,
+    generation_ptr,
     inv,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -56,14 +57,14 @@ def visit_chunk(
         # bits may be read after the stores, or between them, but for such a factor they are read before.
         keeps_kinds = (not WRITE) | ((tl.abs(inv) <= 1) & (inv != 0))
         if not keeps_kinds:
-            mark(bits_ptr, tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+            mark(bits_ptr, tensor, generation_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
         bad = _visit_body(body, inv, VEC, BLOCK_SIZE, UNROLL, WRITE)
         if has_edges:
             bad += _visit_edges(edges, inv, VEC, WRITE)
         if bad != bad:
             tl.store(found_inf_ptr, 1.0)  # all who store here store the same: no atomic
             if keeps_kinds:
-                mark(bits_ptr, tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+                mark(bits_ptr, tensor, generation_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def edge_ptrs(edges, VEC: tl.constexpr):
 def mark(
     bits_ptr,
     tensor,
-    epoch_ptr,
+    generation_ptr,
     body,
     edges,
     has_edges,
@@ -137,7 +138,7 @@ def mark(
 ):
     """Add what the chunk holds to its tensor's bits, and return it: the rare path, which reads the chunk once more.
 
-    Bits of an epoch EPOCHS before are forgotten: it stands above them, so a larger one replaces both.
+    Bits of a generation GENERATIONS before are forgotten: it stands above them, so a larger one replaces both.
     """
     body_ptr, limit = body
     kinds = 0
@@ -148,9 +149,9 @@ def mark(
         ptrs, mask = edge_ptrs(edges, VEC)
         kinds |= _kinds(tl.load(ptrs, mask=mask, other=0.0))
     if kinds != 0:
-        epoch = tl.load(epoch_ptr) & EPOCH_MASK
-        place = bits_ptr + tensor * EPOCHS + (epoch & (EPOCHS - 1))
-        tl.atomic_max(place, epoch << KIND_BITS, sem="relaxed")
+        generation = tl.load(generation_ptr) & GENERATION_MASK
+        place = bits_ptr + tensor * GENERATIONS + (generation & (GENERATIONS - 1))
+        tl.atomic_max(place, generation << KIND_BITS, sem="relaxed")
         tl.atomic_or(place, kinds, sem="relaxed")
     return kinds
 

@@ -45,7 +45,7 @@ def is_capturing(device: torch.device) -> bool:
     return asked is not None and bool(asked())
 
 
-def refuse_capture(device: torch.device) -> None:
+def refuse_first_in_capture(device: torch.device) -> None:
     """Raise RuntimeError during a capture: what comes next allocates, compiles or waits."""
     if is_capturing(device):
         raise RuntimeError(
@@ -98,7 +98,7 @@ class Launch:
 
     def _dispatch(self, n_programs: int, args: Sequence[Tensor | int]) -> None:
         if self._compiled is None:
-            refuse_capture(self._device)
+            refuse_first_in_capture(self._device)
         with _on(self._device):
             compiled = self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
         if self._compiled is None:

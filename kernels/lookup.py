@@ -1,6 +1,6 @@
 """Which launch configuration a GPU gets: the user's own tuned file, else a shipped one, else the default.
 
-Asked for when a table is built, never in a step; nothing is ever tuned here. Imports triton for its version only,
+Asked for when a table is built, and kept; nothing is ever tuned here. Imports triton for its version only,
 and only where there is a GPU.
 """
 

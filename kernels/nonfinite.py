@@ -11,7 +11,7 @@ from scaler_triton.kernels.common import visit_chunk
 from scaler_triton.kernels.table import GradTable
 
 
-@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "epoch_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "generation_ptr"])
 def _check_nonfinite_kernel(
     address_ptr,
     numel_ptr,
@@ -19,7 +19,7 @@ def _check_nonfinite_kernel(
     chunk_index_ptr,
     bits_ptr,
     found_inf_ptr,
-    epoch_ptr,
+    generation_ptr,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -31,7 +31,7 @@ def _check_nonfinite_kernel(
         chunk_index_ptr,
         bits_ptr,
         found_inf_ptr,
-        epoch_ptr,
+        generation_ptr,
         1.0,
         DTYPE,
         BLOCK_SIZE,
@@ -49,4 +49,4 @@ def launch_check_nonfinite(table: GradTable, found_inf: Tensor) -> None:
         table: the gradients, read only; a tensor's `bits` gain what was seen in it.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
     """
-    table.launch(_check_nonfinite_kernel, found_inf, table.epoch)
+    table.launch(_check_nonfinite_kernel, found_inf, table.generation)

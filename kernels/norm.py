@@ -61,7 +61,7 @@ class NormTable(GradTable):
             return
         if weights is not None and len(weights) != len(self.weights):
             raise ValueError(f"weights: expected {len(self.weights)} of them, got {len(weights)}")
-        launcher.refuse_capture(self.device)
+        launcher.refuse_first_in_capture(self.device)
         wanted = [1.0] * len(self.weights) if weights is None else list(weights)
         self.weights.copy_(torch.tensor(wanted, dtype=torch.float64, device="cpu"))
         self._held = weights
@@ -80,7 +80,7 @@ class NormTable(GradTable):
         self._finishes[inverse](1, scale, found_inf, totals, self.n_chunks)
 
 
-@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "epoch_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr"])
 def _sum_squares_kernel(
     address_ptr,
     numel_ptr,
@@ -90,7 +90,7 @@ def _sum_squares_kernel(
     found_inf_ptr,
     weight_ptr,
     partial_ptr,
-    epoch_ptr,
+    generation_ptr,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -108,7 +108,7 @@ def _sum_squares_kernel(
         if DTYPE.is_bf16() or DTYPE.is_fp32():  # fp32 holds every square of fp16, and their sum
             total = _sum_lifted(total, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
         if total - total != 0:
-            kinds = mark(bits_ptr, tensor, epoch_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
+            kinds = mark(bits_ptr, tensor, generation_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
             if kinds != 0:  # else squares of finite fp64 elements overflowed
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)
@@ -191,5 +191,5 @@ def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, to
         totals: fp64, [5], on the table's device, overwritten; the sum of squares is 0 if there are no elements.
         inverse: `scale` holds the inverse scale.
     """
-    table.launch(_sum_squares_kernel, found_inf, table.weights, table.partials, table.epoch)
+    table.launch(_sum_squares_kernel, found_inf, table.weights, table.partials, table.generation)
     table.launch_finish(scale, found_inf, totals, inverse=inverse)

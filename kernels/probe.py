@@ -24,7 +24,7 @@ def probe(device: torch.device, dtype: torch.dtype) -> None:
 
     Args:
         device: a GPU; under TRITON_INTERPRET=1 the CPU.
-        dtype: of gradients; costs three compilations on a fresh machine.
+        dtype: of gradients; costs three compilations on a fresh machine, the first one five.
 
     Raises:
         RuntimeError: a kernel ran and was wrong, or the kernels do not take tensors on `device`.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.kernels import launcher
-from scaler_triton.kernels.common import EPOCHS
+from scaler_triton.kernels.common import GENERATIONS
 from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 
 # A graph reads its tables at every replay, and nothing tells when it is gone.
@@ -24,9 +24,10 @@ class GradTable:
     the launches.
 
     Attributes:
-        bits: what was seen in tensor `t` in epoch `e`, at `[t, e % EPOCHS]`: bit 0 a NaN, bit 1 an Inf, and above them
-            the epoch (int32 `[N, EPOCHS]`, on the device). The first bit of a later epoch replaces an earlier one's.
-        epoch: the number of the epoch (int32, one element, on the device), 0 until somebody puts another tensor here.
+        bits: what was seen in tensor `t` in generation `g`, at `[t, g % GENERATIONS]`: bit 0 a NaN, bit 1 an Inf, and
+            above them the generation (int32 `[N, GENERATIONS]`, on the device). The first bit of a later generation
+            replaces an earlier one's.
+        generation: its number (int32, one element, on the device), 0 until somebody puts another tensor here.
         n_chunks: programs in a launch over this table; 0 where no tensor has elements.
     """
 
@@ -42,7 +43,7 @@ class GradTable:
             device: where the tensors lie; a GPU without an index is the current one.
             config: the shape of one program.
         """
-        launcher.refuse_capture(device)
+        launcher.refuse_first_in_capture(device)
         device = launcher.indexed(device)
         self.dtype = dtype
         self.device = device
@@ -53,8 +54,8 @@ class GradTable:
         self.chunk_indices = torch.from_numpy(indices).to(device)
         self.numels = torch.tensor(numels, dtype=torch.int64, device=device)
         self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
-        self.bits = torch.zeros((len(numels), EPOCHS.value), dtype=torch.int32, device=device)
-        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self.bits = torch.zeros((len(numels), GENERATIONS.value), dtype=torch.int32, device=device)
+        self.generation = torch.zeros(1, dtype=torch.int32, device=device)
         self._last = [0] * len(numels)
         self._staging = None if device.type == "cpu" else _Staging(len(numels), device)
         self._launches: dict[Any, launcher.Launch] = {}
@@ -64,6 +65,8 @@ class GradTable:
 
         Args:
             addresses: `data_ptr()` of each tensor, or 0 for one that has no gradient: it is skipped.
+
+        Raises: ValueError for another number of addresses; RuntimeError in a capture that has no buffer left.
         """
         if len(addresses) != len(self._last):
             raise ValueError(f"addresses: expected {len(self._last)} of them, got {len(addresses)}")
@@ -116,13 +119,15 @@ class _Staging:
     captured reads its buffer at every replay: it gets one for itself, made beforehand, and for good.
     """
 
+    SPARE = 2  # for a captured step: gradients with gaps are copied twice when they are clipped, each time elsewhere
+
     def __init__(self, size: int, device: torch.device) -> None:
         self._size = size
         self._device = device
         self._module = torch.get_device_module(device)
         self.is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._slots = [self._new_slot() for _ in range(2)]
-        self._spare = [_pinned(size)]
+        self._spare = [_pinned(size) for _ in range(self.SPARE)]
         self.captured: list[Tensor] = []
 
     def send(self, values: Sequence[int], out: Tensor) -> None:
@@ -130,7 +135,7 @@ class _Staging:
         if self.is_capturing():
             self._send_captured(values, out)
             return
-        if not self._spare:
+        while len(self._spare) < self.SPARE:
             self._spare.append(_pinned(self._size))
         buffer, passed = self._idle_slot()
         buffer.numpy()[:] = values
@@ -141,8 +146,8 @@ class _Staging:
     def _send_captured(self, values: Sequence[int], out: Tensor) -> None:
         if not self._spare:
             raise RuntimeError(
-                "these gradients moved twice within one capture, or two captures followed each other: take one step "
-                "outside a capture before the next"
+                f"the addresses of these gradients were captured {self.SPARE} times in a row: capture one step, then "
+                "take one outside a capture before the next"
             )
         buffer = self._spare.pop()
         buffer.numpy()[:] = values

@@ -11,7 +11,7 @@ from scaler_triton.kernels.common import visit_chunk
 from scaler_triton.kernels.table import GradTable
 
 
-@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "scale_ptr", "epoch_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "scale_ptr", "generation_ptr"])
 def _unscale_kernel(
     address_ptr,
     numel_ptr,
@@ -20,7 +20,7 @@ def _unscale_kernel(
     bits_ptr,
     found_inf_ptr,
     scale_ptr,
-    epoch_ptr,
+    generation_ptr,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -36,7 +36,7 @@ def _unscale_kernel(
         chunk_index_ptr,
         bits_ptr,
         found_inf_ptr,
-        epoch_ptr,
+        generation_ptr,
         inv,
         DTYPE,
         BLOCK_SIZE,
@@ -58,4 +58,4 @@ def launch_unscale(table: GradTable, scale: Tensor, found_inf: Tensor, *, invers
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         inverse: `scale` holds the inverse scale.
     """
-    table.launch(_unscale_kernel, found_inf, scale, table.epoch, INVERSE=inverse)
+    table.launch(_unscale_kernel, found_inf, scale, table.generation, INVERSE=inverse)

@@ -1,4 +1,4 @@
-"""The scale after a step, in one program of one warp: nothing waits on the host, and no flag is left set."""
+"""The scale after a step, in one program of one warp: nothing waits on the host; flags are cleared if asked."""
 
 import functools
 from typing import Any
@@ -19,7 +19,7 @@ _MAX_TRACKER = tl.constexpr(2**31 - 1)
 
 # One lane of the only program for each flag.
 MAX_FLAGS = tl.constexpr(32)
-# What stands in a row beside its flag is the ranks' own affair, but for the failure behind it.
+# Of a row: flag, failure, and two that only the ranks' comparison uses.
 _COLUMNS = tl.constexpr(4)
 
 # Where the policy and the counters keep what.
@@ -198,7 +198,7 @@ def _launch_on(device: torch.device, clear: bool) -> launcher.Launch:
 
 @functools.lru_cache(maxsize=16)
 def _policy_on(device: torch.device, numbers: tuple[Any, ...]) -> Tensor:
-    launcher.refuse_capture(device)
+    launcher.refuse_first_in_capture(device)
     policy = DevicePolicy(device).hold(*numbers)
     torch.get_device_module(device).synchronize(device)  # who takes it next may be on another stream
     return policy

@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", type=_names, default=list(BENCHES), help=f"some of {','.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="see that all works; its numbers mean nothing")
-    parser.add_argument("--readme", action="store_true", help="only write the CSVs' results into perf/README.md")
+    parser.add_argument("--readme", action="store_true", help="only write the CSVs' results into the two READMEs")
     return parser
 
 

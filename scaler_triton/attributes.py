@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
+from scaler_triton.last_steps import LastSteps
+from scaler_triton.left_unscaled import LeftUnscaled
 from scaler_triton.plan import PlanCache
 from scaler_triton.stats import Counters, Lagging
-from scaler_triton.stepped import Stepped
-from scaler_triton.unstepped import Unstepped
 
 if TYPE_CHECKING:
     from scaler_triton.flag_buffer import FlagBuffer
@@ -45,23 +46,23 @@ class ScalerAttributes(_Base):
     _per_optimizer_states: Any  # of this step, a StepState each, by the optimizer's id
     _plans: PlanCache
     _flag_buffers: dict[torch.device, FlagBuffer]
-    _stepped: Stepped
-    _unstepped: Unstepped
+    _last_steps: LastSteps
+    _left_unscaled: LeftUnscaled
 
 
-def fresh(*counters: list[int]) -> dict[str, Any]:
+def fresh(counters: Sequence[int] | None = None) -> dict[str, Any]:
     """Return what a new scaler begins with, and a copy, which has its own optimizers.
 
     Args:
-        counters: what was counted so far, if it is not nothing.
+        counters: what was counted so far; None: nothing.
     """
     return {
-        "_counters": Counters(*counters),
+        "_counters": Counters() if counters is None else Counters(counters),
         "_lagging": Lagging(),
         "_device_policies": {},
         "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
         "_plans": PlanCache(),
         "_flag_buffers": {},
-        "_stepped": Stepped(),
-        "_unstepped": Unstepped(),
+        "_last_steps": LastSteps(),
+        "_left_unscaled": LeftUnscaled(),
     }

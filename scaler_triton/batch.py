@@ -40,10 +40,10 @@ class Layout:
 
     key: LayoutKey
     numels: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)  # the position of each one's parameter, where there is one
+    positions: list[int] = field(default_factory=list)  # the position of each one's parameter, where there is one
     backends: dict[tuple[str, bool], Backend] = field(default_factory=dict)  # by the last arguments of `choose`
     tables: dict[str, GradTable] = field(default_factory=dict)  # the kernels', by mode
-    epoch: Tensor | None = None  # the number that tables mark with what they see, on the device
+    generation: Tensor | None = None  # the number that tables mark with what they see, on the device
     weights: tuple[Any, list[float] | None] | None = None  # each tensor's share in a global norm, and of what copies
     neighbours: Neighbours = field(default_factory=Neighbours)  # of all its tensors
 
@@ -72,6 +72,11 @@ def is_dtensor(tensor: object) -> bool:
     """Tell whether `tensor` is a DTensor, without importing DTensor: no instance can exist before that."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fsdp1(parameter: Any) -> bool:
+    """Tell whether a parameter is a shard of `FullyShardedDataParallel`, which looks like a plain tensor."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def placing(tensor: Any) -> Any:
@@ -214,18 +219,18 @@ def summed(gradient: Tensor) -> Tensor:
     return result
 
 
-def group(tensors: Iterable[Tensor], slots_of: Iterable[int] | None = None) -> list[Batch]:
+def group(tensors: Iterable[Tensor], positions: Iterable[int] | None = None) -> list[Batch]:
     """Return `tensors` (local, already checked) as batches, one for each layout key, in order of appearance.
 
     Args:
-        slots_of: the position of the parameter that each belongs to; None: its own in the list.
+        positions: the position of the parameter that each belongs to; None: its own in the list.
     """
     groups: dict[LayoutKey, tuple[list[int], list[Tensor]]] = {}
-    for index, tensor in zip(itertools.count() if slots_of is None else slots_of, tensors, strict=False):
-        slots, members = groups.setdefault(layout_key(tensor), ([], []))
-        slots.append(index)
+    for index, tensor in zip(itertools.count() if positions is None else positions, tensors, strict=False):
+        places, members = groups.setdefault(layout_key(tensor), ([], []))
+        places.append(index)
         members.append(tensor)
-    return [Batch(Layout(key, [t.numel() for t in ts], slots), ts, True) for key, (slots, ts) in groups.items()]
+    return [Batch(Layout(key, [t.numel() for t in ts], places), ts, True) for key, (places, ts) in groups.items()]
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

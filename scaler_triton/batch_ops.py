@@ -65,23 +65,6 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: 
     kernels().nonfinite.launch_check_nonfinite(table, found_inf)
 
 
-def update_by_rows_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    flags: Tensor,
-    policy: Tensor,
-    counters: Tensor,
-    rows: int = 1,
-    *,
-    clear: bool = False,
-) -> None:
-    """`update_scale_` on Triton by several flags at once, within limits and counted.
-
-    Args: see `kernels.update_scale.launch_update_rows`; by default `flags` is one flag, which is left as it is.
-    """
-    kernels().update_scale.launch_update_rows(scale, growth_tracker, flags, policy, counters, rows, clear=clear)
-
-
 def dense_batch(batch: Batch) -> Batch:
     """Return the batch itself, or dense copies of tensors with gaps: kernels walk one span of memory a tensor."""
     if batch.layout.key.dense:
@@ -101,8 +84,8 @@ def filled_table(layout: Layout, dense: Batch, mode: str) -> GradTable:
     table = layout.tables.get(mode)
     if table is None:
         table = layout.tables[mode] = _new_table(layout, mode)
-    if layout.epoch is not None:
-        table.epoch = layout.epoch
+    if layout.generation is not None:
+        table.generation = layout.generation
     if dense.complete:
         table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
     else:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaler_triton.batch import placing
+from scaler_triton.batch import is_fsdp1, placing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,7 +45,7 @@ class Agreement:
         """Replace `signals` by their elementwise maximum over the ranks: an all-reduce a group, no host wait.
 
         Args:
-            signals: fp32, shape (n,), any device; written. It travels on a device the group's backend serves.
+            signals: fp32 or fp64, shape (n,), any device; written. It travels on a device the group's backend serves.
         """
         self._reduce_(signals, dist.ReduceOp.MAX)
 
@@ -163,7 +163,7 @@ def inferred_agreement(parameters: Iterable[Tensor]) -> Agreement | None:
 
 def has_fsdp1(parameters: Iterable[Tensor]) -> bool:
     """Tell whether parameters are shards of `FullyShardedDataParallel`, which look like plain tensors."""
-    return any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters)
+    return any(map(is_fsdp1, parameters))
 
 
 def several_ranks() -> bool:

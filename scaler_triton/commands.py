@@ -1,8 +1,13 @@
-"""What the commands share: how they find what is missing, and how they say that something is wrong."""
+"""What the commands share: what is missing here, how they say that something is wrong, a bar of steps."""
 
 import importlib.util
 import sys
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+REFRESH = 0.1  # seconds, on a terminal
+REFRESH_IN_LOG = 5.0
 
 
 def missing_packages(names: Iterable[str]) -> list[str]:
@@ -14,3 +19,44 @@ def complain(message: str, status: int = 2) -> int:
     """Print what is wrong and return the exit status: 2 for wrong usage, 1 for a failure."""
     print(f"scaler_triton: {message}", file=sys.stderr)
     return status
+
+
+def driver_version() -> str:
+    """Return the version of the GPU's kernel driver, or "unknown"."""
+    for module in ("nvidia", "amdgpu"):
+        try:
+            return Path(f"/sys/module/{module}/version").read_text().strip()
+        except OSError:
+            continue
+    return "unknown"
+
+
+class NoBar:
+    """Stands where a bar would be: work goes on without one."""
+
+    def __enter__(self) -> "NoBar":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def update(self) -> None:
+        """Show nothing."""
+
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        """Show nothing."""
+
+
+def new_bar(title: str, total: int) -> Any:
+    """Return a bar that counts steps, where tqdm is installed.
+
+    Args:
+        title: what stands before the bar.
+        total: steps.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return NoBar()
+    interval = REFRESH if sys.stderr.isatty() else REFRESH_IN_LOG
+    return tqdm(total=total, desc=title, unit="step", mininterval=interval, dynamic_ncols=True)

@@ -20,7 +20,7 @@ _CHOICES = ("auto", "triton", "torch")
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_chosen: dict[tuple[torch.device, torch.dtype, str, bool], Backend] = {}
+_chosen: dict[tuple[torch.device, torch.dtype, str, bool], tuple[Backend, str]] = {}  # with the reason
 _warned: set[torch.device] = set()
 
 
@@ -61,11 +61,16 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
     key = (device, dtype, requested, clips)
     known = _chosen.get(key)
     if known is not None:
-        return known
+        return known[0]
     with _lock:
         if key not in _chosen:
             _chosen[key] = _decide(*key)
-        return _chosen[key]
+        return _chosen[key][0]
+
+
+def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
+    """Return in words why `choose` chose for these as it did."""
+    return "asked for" if requested == "torch" else _chosen[device, dtype, requested, False][1]
 
 
 def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False) -> Backend:
@@ -80,7 +85,7 @@ def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False
     return choose(scale.device, scale.dtype, requested, clips=clips)
 
 
-def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> Backend:
+def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> tuple[Backend, str]:
     place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
     if requested == "auto" and device.type != "cuda":
         return _logged(place, "torch", "Triton is chosen for CUDA only")
@@ -104,6 +109,6 @@ def _warn_once(device: torch.device, text: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=callers.stacklevel())
 
 
-def _logged(place: str, backend: Backend, reason: str) -> Backend:
+def _logged(place: str, backend: Backend, reason: str) -> tuple[Backend, str]:
     _log.debug("%s is served by %s: %s", place, backend, reason)
-    return backend
+    return backend, reason

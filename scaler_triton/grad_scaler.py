@@ -106,7 +106,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             self._has_stepped(state)
             return None
         if state["stage"] is OptState.READY:
-            state["unscaled_flag"] = self._unstepped.recall(optimizer)
+            state["unscaled_flag"] = self._left_unscaled.recall(optimizer)
         if optimizers.supports_amp_scaling(optimizer) or "deferred" in state:  # then the one inside does
             return self._step_with_scale(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
@@ -121,7 +121,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         state["stage"] = OptState.STEPPED
         # What a weak reference holds cannot be swapped, as `model.cpu()` does under FSDP2.
         state.pop("first_gradient", None)
-        self._stepped.keep(state)
+        self._last_steps.keep(state)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:
         if self._host_flag(optimizer_state):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import platform
 import sys
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from scaler_triton._version import __version__
-from scaler_triton.commands import complain
-from scaler_triton.tune import driver_version
+from scaler_triton.commands import complain, driver_version
 from scaler_triton.words import count_of, one_line
 
 if TYPE_CHECKING:
@@ -167,41 +164,23 @@ def cache_line() -> str:
 
 
 def explain(device: torch.device, dtype: torch.dtype, requested: str) -> str:
-    """Return the backend of a dtype and the reason that the dispatch logs; Triton is tried out for it.
+    """Return the backend of a dtype and the reason; Triton is tried out for it.
 
     Args:
         device: with its index.
         dtype: of gradients.
         requested: the backend asked for.
     """
-    from scaler_triton.dispatch import choose
+    from scaler_triton.dispatch import choose, reason_for
 
-    with dispatch_log() as log, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a warning says what is shown here
         try:
             backend = choose(device, dtype, requested)
         except RuntimeError as error:
             cause = error.__cause__
             return f"none ({one_line(f'{type(cause).__name__}: {cause}' if cause else error)})"
-    reason = log[-1].partition(": ")[2] if log else "asked for"
-    return f"{backend} ({one_line(reason)})"
-
-
-@contextmanager
-def dispatch_log() -> Iterator[list[str]]:
-    """Yield what the dispatch logs during the block."""
-    logger = logging.getLogger("scaler_triton.dispatch")
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    return f"{backend} ({one_line(reason_for(device, dtype, requested))})"
 
 
 def grouped(pairs: Iterable[tuple[str, Group]]) -> list[tuple[Group, list[str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -93,7 +92,7 @@ def grad_norm(
     grads = list(grads)  # their first tells where, and all are read below
     if torch.compiler.is_compiling():
         return _compiled_norm(grads, found_inf, inv_scale, norm_type, backend)
-    order = _checked_order(norm_type)
+    order = policy.check_norm_type(norm_type, positive=False)
     for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
         if scalar is not None:
             _check_scalar(scalar, name)
@@ -223,10 +222,3 @@ def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32)
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.numel() != 1 or tensor.dtype is not dtype:
         raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")
-
-
-def _checked_order(norm_type: float) -> float:
-    order = norms.order_of(norm_type)
-    if math.isnan(order) or order == 0:  # of order 0 it counts elements, and does not scale with them
-        raise ValueError(f"norm_type must be a number other than 0, got {norm_type!r}")
-    return order

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from scaler_triton import collectives
 from scaler_triton.batch import local_tensor
 from scaler_triton.naming import named_parameters
-from scaler_triton.overflow_report import BadGradient, OverflowReport, from_bytes, to_bytes, words_of
+from scaler_triton.overflow_report import WORDS, BadGradient, OverflowReport, from_bytes, to_bytes
 from scaler_triton.states import StatesMixin
 from scaler_triton.stats import LAST_SKIP, SKIPPED
 from scaler_triton.words import one_line
@@ -56,8 +56,8 @@ class OverflowMixin(StatesMixin):
         counters = self._counters.read()
         checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
         pending = any(self._flag(state).item() for state in checked)
-        epoch = counters[SKIPPED] if pending else counters[SKIPPED] - 1
-        bad = tuple(self._marked(epoch, dict(_names(model))))
+        generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
+        bad = tuple(self._marked(generation, dict(_names(model))))
         untold = sorted({text for plan in self._plans.plans() for text in plan.marks.untold()})
         update = None if pending else counters[LAST_SKIP] or None
         return OverflowReport(update, bad, False, tuple(untold), pending)
@@ -67,13 +67,13 @@ class OverflowMixin(StatesMixin):
         alone = self.process_group is None and collectives.default_group() is None
         return None if alone else collectives.checked_group(self.process_group)
 
-    def _marked(self, epoch: int, names: dict[int, str]) -> Iterator[BadGradient]:
+    def _marked(self, generation: int, names: dict[int, str]) -> Iterator[BadGradient]:
         rank = collectives.own_rank(self.process_group)
         for number, plan in enumerate(self._plans.plans()):
-            for index, kinds in sorted(plan.marks.of(epoch).items()):
+            for index, kinds in sorted(plan.marks.of(generation).items()):
                 parameter = plan.parameters[index]
                 name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
-                yield BadGradient(name, words_of(kinds), local_tensor(parameter).numel(), rank)
+                yield BadGradient(name, WORDS[kinds], local_tensor(parameter).numel(), rank)
 
 
 def _gathered(own: OverflowReport, group: Any) -> OverflowReport:

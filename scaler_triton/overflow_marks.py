@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
 
 NAN, INF = 1, 2
-# Kernels put the epoch above these bits.
+# Kernels put the generation above these bits.
 _KIND_BITS, _KINDS = 2, NAN | INF
-# How many epochs the host keeps: the last skip's, that of gradients left before it, and those after.
-_EPOCHS = 4
+# How many generations the host keeps: the last skip's, that of gradients left before it, and those after.
+_GENERATIONS = 4
 
 
 class OverflowMarks:
-    """NaN and Inf in one optimizer's gradients, each with its epoch: the number of skips before.
+    """NaN and Inf in one optimizer's gradients, each with its generation: the number of skips before.
 
-    Kernels mark on the device, where they find the epoch in the counters; good steps write nothing. A parameter is
+    Kernels mark on the device, where they find the generation in the counters; good steps write nothing. A parameter is
     named by its position.
 
     Args:
@@ -34,24 +34,24 @@ class OverflowMarks:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._on_host: dict[int, dict[int, int]] = {}  # the kinds seen on the CPU: by epoch, by position
-        self._counters: Tensor | None = None  # on the device: what kernels count epochs by
-        self._epoch: Tensor | None = None  # a view of them: its number, int32, one element
+        self._on_host: dict[int, dict[int, int]] = {}  # the kinds seen on the CPU: by generation, by position
+        self._counters: Tensor | None = None  # on the device: what kernels count generations by
+        self._generation: Tensor | None = None  # a view of them: its number, int32, one element
         self._layouts: Sequence[Layout] = ()
         self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: as of a table
         self._replayed: list[tuple[Sequence[int], Tensor]] = []  # as of tables, of such layouts: graphs mark on there
         self._unmarked: set[torch.device] = set()  # where kernels see gradients without marking which
-        self._left: int | Tensor | None = None  # the epoch of gradients that an update left unscaled but not stepped
+        self._left: int | Tensor | None = None  # of gradients that an update left unscaled but not stepped
         self._again: Tensor | None = None  # that one, and the one in which they had a step skipped, or -1: int64, [2]
 
     def follow(self, layouts: Sequence[Layout]) -> None:
         """Have kernels mark in the tables of these layouts from now on; what they saw in others before is kept."""
         if self._layouts:
-            for slots, bits in [*self._marked()]:
-                self._keep(slots, bits)
+            for positions, bits in [*self._marked()]:
+                self._keep(positions, bits)
         self._replayed = [*self._in_graphs()]
         self._layouts = layouts
-        self._show_epoch()
+        self._show_generation()
 
     def expect(self, layout: Layout, counters: Tensor | None) -> None:
         """Prepare for a kernel that looks at a batch.
@@ -61,37 +61,40 @@ class OverflowMarks:
             counters: the scaler's, on the batch's device; None if they are on another.
         """
         if counters is not None and self._counters is not counters:
-            self._counters, self._epoch = counters, counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # low words
-            self._show_epoch()
-        if layout.epoch is None:
+            self._counters, self._generation = (
+                counters,
+                counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1],
+            )  # low words
+            self._show_generation()
+        if layout.generation is None:
             self._unmarked.add(layout.key.device)
 
-    def _show_epoch(self) -> None:
+    def _show_generation(self) -> None:
         for layout in self._layouts:
-            layout.epoch = None  # no kernel reads another GPU's memory
-            if self._epoch is not None and self._epoch.device == layout.key.device:
-                layout.epoch = self._epoch
+            layout.generation = None  # no kernel reads another GPU's memory
+            if self._generation is not None and self._generation.device == layout.key.device:
+                layout.generation = self._generation
                 for table in layout.tables.values():
-                    table.epoch = self._epoch
+                    table.generation = self._generation
 
-    def look(self, batch: Batch, epoch: int) -> None:
+    def look(self, batch: Batch, generation: int) -> None:
         """Mark what is not finite in a batch on the CPU."""
-        seen = self._on_host.setdefault(epoch, {})
-        if len(self._on_host) > _EPOCHS:
+        seen = self._on_host.setdefault(generation, {})
+        if len(self._on_host) > _GENERATIONS:
             del self._on_host[min(self._on_host)]
-        for slot, tensor in zip(batch.layout.slots, batch.tensors, strict=True):
+        for position, tensor in zip(batch.layout.positions, batch.tensors, strict=True):
             if tensor is not None and (kinds := _kinds_in(tensor)):
-                seen[slot] = seen.get(slot, 0) | kinds
+                seen[position] = seen.get(position, 0) | kinds
 
-    def leave(self, epoch: int | Tensor) -> None:
+    def leave(self, generation: int | Tensor) -> None:
         """Note that an update left these gradients unscaled but not stepped."""
-        self._left = epoch
+        self._left = generation
 
-    def count_again(self, epoch: int | Tensor, flag: Tensor) -> None:
-        """Note that a step in this epoch, if its flag is set, is skipped for what was seen when gradients were left."""
+    def count_again(self, generation: int | Tensor, flag: Tensor) -> None:
+        """Note that a step of this generation, if `flag` is set, is skipped for gradients left before."""
         if self._left is not None:
             again = self._again_on(flag.device)
-            both = torch.stack([_number_on(flag.device, number) for number in (self._left, epoch)])
+            both = torch.stack([_number_on(flag.device, number) for number in (self._left, generation)])
             torch.where(flag != 0, both, again, out=again)  # in place: replays go on from what those before them left
 
     @torch.inference_mode(False)
@@ -102,24 +105,24 @@ class OverflowMarks:
             self._again = never if self._again is None else self._again.to(device)
         return self._again
 
-    def of(self, epoch: int) -> dict[int, int]:
-        """Return the kinds that steps of this epoch were judged by, by position, waiting for the device."""
+    def of(self, generation: int) -> dict[int, int]:
+        """Return the kinds that steps of this generation were judged by, by position, waiting for the device."""
         left, again = (-1, -1) if self._again is None else self._again.tolist()
-        epochs = (epoch, left) if again == epoch else (epoch,)
+        generations = (generation, left) if again == generation else (generation,)
         kinds: dict[int, int] = {}
-        for slot, seen in self._seen_in(epochs):
-            kinds[slot] = kinds.get(slot, 0) | seen
+        for position, seen in self._seen_in(generations):
+            kinds[position] = kinds.get(position, 0) | seen
         return kinds
 
-    def _seen_in(self, epochs: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _seen_in(self, generations: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield positions and kinds; a position may come several times."""
-        for epoch in epochs:
-            yield from self._on_host.get(epoch, {}).items()
-        for slots, bits in self._marked():
-            for slot, row in zip(slots, bits.tolist(), strict=True):
+        for generation in generations:
+            yield from self._on_host.get(generation, {}).items()
+        for positions, bits in self._marked():
+            for position, row in zip(positions, bits.tolist(), strict=True):
                 for each in row:
-                    if slot >= 0 and each & _KINDS and each >> _KIND_BITS in epochs:
-                        yield slot, each & _KINDS
+                    if position >= 0 and each & _KINDS and each >> _KIND_BITS in generations:
+                        yield position, each & _KINDS
 
     def untold(self) -> Iterator[str]:
         """Yield in words which gradients were looked at without telling which was bad."""
@@ -128,7 +131,7 @@ class OverflowMarks:
             if "torch" in layout.backends.values() and (device.type != "cpu" or not layout.key.plain):
                 yield f"gradients on {device} that torch's own op serves"
         for device in self._unmarked:
-            if self._epoch is not None and self._epoch.device == device:
+            if self._generation is not None and self._generation.device == device:
                 yield f"sparse and Partial gradients on {device}"
             else:
                 yield f"gradients on {device}, where the scale is not"
@@ -148,19 +151,21 @@ class OverflowMarks:
             places: the position here of a position there; without those that are nowhere here.
         """
         self._on_host = {
-            epoch: {places[slot]: kinds for slot, kinds in seen.items() if slot in places}
-            for epoch, seen in other._on_host.items()
+            generation: {places[position]: kinds for position, kinds in seen.items() if position in places}
+            for generation, seen in other._on_host.items()
         }
         self._left, self._again = other._left, other._again
         self._unmarked |= other._unmarked
-        for slots, bits in other._marked():
-            self._keep([places.get(slot, -1) for slot in slots], bits)
-        self._replayed += [([places.get(slot, -1) for slot in slots], bits) for slots, bits in other._in_graphs()]
+        for positions, bits in other._marked():
+            self._keep([places.get(position, -1) for position in positions], bits)
+        self._replayed += [
+            ([places.get(position, -1) for position in positions], bits) for positions, bits in other._in_graphs()
+        ]
 
     def _marked(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield positions, below 0 nobody's, and the bits of each as tables have them, a row each."""
-        for slots, table in self._tables():
-            yield slots, table.bits
+        for positions, table in self._tables():
+            yield positions, table.bits
         for kept in self._kept.values():
             yield range(self._size), kept
         yield from self._replayed
@@ -168,25 +173,25 @@ class OverflowMarks:
     def _in_graphs(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield those of `_marked` that graphs mark at every replay, whatever is followed by then."""
         yield from self._replayed
-        yield from ((slots, table.bits) for slots, table in self._tables() if table.is_in_a_graph)
+        yield from ((positions, table.bits) for positions, table in self._tables() if table.is_in_a_graph)
 
     def _tables(self) -> Iterator[tuple[Sequence[int], GradTable]]:
         for layout in self._layouts:
             for table in {id(table): table for table in layout.tables.values()}.values():
-                yield layout.slots, table
+                yield layout.positions, table
 
     @torch.inference_mode(False)
-    def _keep(self, slots: Sequence[int], bits: Tensor) -> None:
-        """Keep marks beyond their table; slots below 0 are nobody's."""
+    def _keep(self, positions: Sequence[int], bits: Tensor) -> None:
+        """Keep marks beyond their table; positions below 0 are nobody's."""
         refuse_capture(bits.device, "a step with gradients of a new form")
         if bits.device not in self._kept:
             self._kept[bits.device] = bits.new_zeros(self._size, bits.shape[1])
-        kept, ours = self._kept[bits.device], [place for place, slot in enumerate(slots) if slot >= 0]
-        target = torch.tensor([slots[place] for place in ours], device=bits.device, dtype=torch.int64)
+        kept, ours = self._kept[bits.device], [place for place, position in enumerate(positions) if position >= 0]
+        target = torch.tensor([positions[place] for place in ours], device=bits.device, dtype=torch.int64)
         source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]
         held = kept[target]
-        same_epoch = (held ^ source) <= _KINDS
-        kept[target] = torch.where(same_epoch, held | source, torch.maximum(held, source))  # a later one is larger
+        same_generation = (held ^ source) <= _KINDS
+        kept[target] = torch.where(same_generation, held | source, torch.maximum(held, source))  # a later one is larger
 
 
 def _kinds_in(tensor: Tensor) -> int:

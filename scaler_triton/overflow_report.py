@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from scaler_triton.overflow_marks import INF, NAN
 from scaler_triton.words import count_of, one_line, table
 
-_WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
+WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,6 @@ class OverflowReport:
             return f"nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         return f"{count_of(len(self.bad), 'bad gradient')} on {where}{'' if self.gathered else ', the only one asked'}."
-
-
-def words_of(kinds: int) -> str:
-    """Return the words for NAN and INF bits."""
-    return _WORDS[kinds]
 
 
 def to_bytes(bad: Sequence[BadGradient], untold: Sequence[str]) -> bytes:

@@ -213,7 +213,7 @@ class GradPlan:
         layouts = [Layout(key) for key in dict.fromkeys(keys) if key is not None]
         members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in layouts]
         for layout, indices in zip(layouts, members, strict=True):
-            layout.slots = indices
+            layout.positions = indices
             layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]
@@ -269,7 +269,7 @@ class PlanCache:
         inner = unwrap(optimizer)
         parameters = parameters_of(inner)
         _, plan = self._plans.get(id(inner), (None, None))
-        if plan is None or not plan.matches(parameters):  # a plan is made of parameters: whose id it is does not matter
+        if plan is None or not plan.matches(parameters):  # another optimizer may have this id by now
             before, plan = plan, GradPlan(checked_parameters(parameters))
             if before is not None:
                 plan.take_marks(before)

@@ -73,6 +73,22 @@ def check_max_skips(value: Any, name: str = "max_consecutive_skips") -> int | No
     return number
 
 
+def check_norm_type(value: Any, *, positive: bool) -> float:
+    """Return a norm's order as a float, as torch takes it: "inf" is one, too.
+
+    Args:
+        value: what was passed as `norm_type`.
+        positive: whether it must be; else it must not be 0: that counts elements, and does not scale with them.
+    """
+    try:
+        order = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"norm_type must be a number, got {value!r}") from None
+    if math.isnan(order) or order == 0 or (positive and order < 0):
+        raise ValueError(f"norm_type must be {'> 0' if positive else 'a number other than 0'}, got {value!r}")
+    return order
+
+
 def check_bool(value: Any, name: str) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):

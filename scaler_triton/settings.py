@@ -1,4 +1,4 @@
-"""What a scaler goes by: getters, setters, checkpoints; a setter takes effect at the next update, replayed or not."""
+"""What a scaler goes by: getters, setters, checkpoints; a setter takes effect at the next update."""
 
 from __future__ import annotations
 
@@ -109,9 +109,10 @@ class SettingsMixin(ScalerAttributes):
         self._lagging = Lagging()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five fields, and `scaler_triton` with limits and counters if one of the extras is on.
+        """Return torch's five fields, and `scaler_triton` with limits and counters once they matter; `{}` if disabled.
 
-        torch's class loads it, too, and passes over that key.
+        That is once one of `min_scale` to `max_consecutive_skips` is not its default. torch's class loads it, too, and
+        passes over that key.
         """
         state = super().state_dict()
         extras = Extras(self._limits, self._max_consecutive_skips, [])

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton.attributes import ScalerAttributes
+from scaler_triton.left_unscaled import first_gradient
 from scaler_triton.optimizers import parameters_of, unwrap, weak
 from scaler_triton.step_state import StepState
-from scaler_triton.unstepped import first_gradient
 from scaler_triton.verdict import Verdict, any_flag, as_flag
 
 Flags = dict[torch.device, Tensor]
@@ -59,10 +59,7 @@ class StatesMixin(ScalerAttributes):
 
     def _host_flag(self, state: StepState) -> bool:
         verdict = self._verdict(state)
-        if verdict is not None:
-            skips = verdict.on_host()
-        else:
-            skips = any(flag.item() for flag in state["found_inf_per_device"].values())
+        skips = verdict.on_host() if verdict is not None else bool(self._flag(state).item())
         state["skips"] = skips
         return skips
 

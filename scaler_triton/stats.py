@@ -25,7 +25,7 @@ class ScalerStats:
     """What a scaler's updates did so far.
 
     Args:
-        updates: calls of `update`; of `update(new_scale)` those after a check of gradients, which it does not need.
+        updates: calls of `update`; `update(new_scale)` counts only if gradients were checked since the last update.
         skipped: those with an overflow, after which a step was skipped.
         consecutive_skips: how many of them came last, without another between; 0 after a good one.
         growths: those after which the scale was larger, also if a limit made it so; none by `update(new_scale)`.

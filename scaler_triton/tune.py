@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaler_triton._version import __version__
-from scaler_triton.commands import complain, missing_packages
+from scaler_triton.commands import complain, driver_version, missing_packages, new_bar
 from scaler_triton.words import one_line
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def why_not() -> str:
     if not torch.cuda.is_available():
         return "tune needs a GPU, and there is none here"
     if missing := missing_packages(["tabulate"]):
-        return f"tune needs {', '.join(missing)}: pip install 'scaler_triton[demo]'"
+        return f"tune needs {', '.join(missing)}: pip install {' '.join(missing)}"
     return ""
 
 
@@ -105,7 +105,6 @@ def tune(device: torch.device, origin: Origin, path: Path, workloads: Workloads,
         path: the file to write.
         workloads, timer: as `sweep` takes them.
     """
-    from scaler_triton.demo.progress import new_bar
     from scaler_triton.kernels import lookup, sweep, tuned_file
 
     try:
@@ -177,16 +176,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
         facts["l2_bytes"] = properties.L2_cache_size
         facts["multiprocessors"] = properties.multi_processor_count
     return facts
-
-
-def driver_version() -> str:
-    """Return the version of the GPU's kernel driver, or "unknown"."""
-    for module in ("nvidia", "amdgpu"):
-        try:
-            return Path(f"/sys/module/{module}/version").read_text().strip()
-        except OSError:
-            continue
-    return "unknown"
 
 
 def _row(figures: Figures, chosen: LaunchConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
 
         Whatever error `examine` raises, the other ranks are told, not left waiting.
         """
-        self._stepped.forget(state)
+        self._last_steps.forget(state)
         plan, agreement, verdict = self._begin(optimizer, state)
         unscaled = state.get("unscaled_flag")  # by a step before this one: its flag is all there is to say
         state.pop("written", None)
@@ -194,7 +194,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
             agreement = self._agreement(plan)
             return plan, agreement, self._new_verdict(state, plan)
         except Exception:
-            with suppress(Exception):  # such as that all ranks meet when they look who must agree
+            with suppress(Exception):  # such as an illegal process_group, which every rank meets by itself
                 agreement = self._new_agreement(optimizers.parameters_of(optimizers.unwrap(optimizer)))
                 if agreement is not None:
                     self._fail(state, agreement)
@@ -222,7 +222,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         """Return the plan's verdict, cleared, on the scale's device."""
         if state["found_inf_per_device"]:
             plan.verdict = None  # what an earlier check found must outlive a failure of this one
-        home = self._home(plan)
+        home = self._home(plan.devices)
         verdict = plan.verdict
         if verdict is None or verdict.device != home:
             if home not in self._flag_buffers:
@@ -235,10 +235,15 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         verdict.begin(captured)
         return verdict
 
-    def _home(self, plan: GradPlan) -> torch.device:
+    def _home(self, devices: Iterable[torch.device]) -> torch.device:
+        """Return where the scale is; without one, where that of the other ranks must be, as only there they meet.
+
+        Args:
+            devices: of the parameters, which may be offloaded.
+        """
         if self._scale is not None:
             return self._scale.device
-        return plan.devices[0] if plan.devices else torch.device(self._device)
+        return next((device for device in devices if device.type == self._device), torch.device(self._device))
 
     def _initialised_scale(self, funcname: str, optimizer: Any) -> Tensor:
         """Return the scale; without one, tell the ranks that wait for this one's flag before raising torch's error."""
@@ -257,5 +262,5 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         agreement = self._agreement(plan)
         if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
             # The others back off in update(): so must this rank, which therefore needs a scale.
-            self._lazy_init_scale_growth_tracker(self._home(plan))
+            self._lazy_init_scale_growth_tracker(self._home(plan.devices))
             self._fail(self._state(optimizer), agreement)

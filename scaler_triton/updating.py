@@ -14,11 +14,11 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import batch_ops, dispatch, limits, reference
 from scaler_triton.cuda_graphs import is_captured
+from scaler_triton.left_unscaled import has_first
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
 from scaler_triton.step_state import StepState
-from scaler_triton.unstepped import has_first
 from scaler_triton.verdict import any_flag
 from scaler_triton.words import count_of
 
@@ -55,7 +55,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         else:
             self._update_by_flags(scale, growth_tracker, checked)
         if unstepped:
-            self._unstepped.renew(unstepped)
+            self._left_unscaled.renew(unstepped)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if self._max_consecutive_skips is not None and new_scale is None:
             self._check_streak(self._max_consecutive_skips, scale)
@@ -83,7 +83,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         """
         if not self._enabled:
             return False
-        state = self._stepped.of(optimizer)
+        state = self._last_steps.of(optimizer)
         if state is None:
             raise ValueError(f"optimizer must have been stepped and not unscaled since, got {type(optimizer).__name__}")
         return self._skips(state)
@@ -118,9 +118,9 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                 )
 
     def _unstepped_flags(self, states: Sequence[StepState]) -> list[tuple[Callable[[], Any], Tensor | None]]:
-        """Return what `Unstepped.renew` takes; nothing if nothing was or is left unstepped."""
+        """Return what `LeftUnscaled.renew` takes; nothing if nothing was or is left unstepped."""
         left = [state for state in states if state["stage"] is OptState.UNSCALED]
-        if not left and not self._unstepped:
+        if not left and not self._left_unscaled:
             return []
         self._refuse_to_lose_clipping(left)
         begun = [state for state in states if "owner" in state and state["stage"] is not OptState.READY]
@@ -163,15 +163,16 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
 
     def _update_by_kernel(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
         """Update by one launch, which clears the flags for the next step if they are all in one buffer."""
+        launch = batch_ops.kernels().update_scale.launch_update_rows
         numbers, counters = self._device_policy(scale.device), self._counters.on(scale.device)
         buffer = self._flag_buffers.get(scale.device)
         verdicts = [self._verdict(state) for state in states]
         rows = None if buffer is None else buffer.rows(verdicts)
         if buffer is None or rows is None:
             found_inf = any_flag([self._flag(state) for state in states], scale.device)
-            batch_ops.update_by_rows_(scale, growth_tracker, found_inf, numbers, counters)
+            launch(scale, growth_tracker, found_inf, numbers, counters, 1, clear=False)
             return
-        batch_ops.update_by_rows_(scale, growth_tracker, buffer.signals, numbers, counters, rows, clear=True)
+        launch(scale, growth_tracker, buffer.signals, numbers, counters, rows, clear=True)
         captured = is_captured(scale)
         for verdict in verdicts:
             assert verdict is not None

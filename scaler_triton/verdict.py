@@ -106,8 +106,8 @@ class Verdict:
         self._mirror: HostMirror | None = None
         self._mirrored = False
         self._per_device = ServedFlags()
-        self._served: list[Tensor] = []  # keeps alive what the marks name
-        self._marks: list[int | None] = []
+        self._served: list[Tensor] = []  # keeps alive what the identities name
+        self._identities: list[int | None] = []
 
     def begin(self, captured: bool = False) -> None:
         """Forget the step before; in a graph whatever that will be: replays follow what the host has not foreseen."""
@@ -170,12 +170,13 @@ class Verdict:
             flags = {home: flag}
         else:
             flags = {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
-        self._per_device, self._served, self._marks = ServedFlags(flags), [*flags.values()], _marks(flags.values())
+        self._per_device, self._served = ServedFlags(flags), [*flags.values()]
+        self._identities = _identities(flags.values())
         return self._per_device
 
     def is_behind(self, flags: dict[torch.device, Tensor]) -> bool:
         """Tell whether `flags` are the ones served here, and nobody has written others or into them since."""
-        return flags is self._per_device and _marks(dict.values(flags)) == self._marks
+        return flags is self._per_device and _identities(dict.values(flags)) == self._identities
 
     def flag(self) -> Tensor:
         """Return the flag, 0.0 or 1.0, whatever somebody who took it wrote into it, such as a sum over ranks."""
@@ -225,7 +226,7 @@ class Verdict:
         return bool(flag.item())
 
 
-def _marks(flags: Collection[Tensor]) -> list[int | None]:
+def _identities(flags: Collection[Tensor]) -> list[int | None]:
     """Return what changes when one of `flags` is written, or another tensor stands in its place."""
     try:
         return [*map(id, flags), *map(_version_of, flags)]

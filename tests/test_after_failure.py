@@ -210,3 +210,13 @@ def test_a_check_without_a_scale_leaves_no_trace() -> None:
         with pytest.raises(AssertionError, match="Attempted _check_inf_per_device but _scale is None"):
             scaler._check_inf_per_device(optimizer)
         pickle.dumps(scaler)  # refused in the middle of a step
+
+
+@pytest.mark.parametrize("devices", [["cuda:1", "cpu"], ["cpu", "cuda:1"], ["cuda:1"], []])
+def test_a_rank_that_fails_without_a_scale_meets_the_others_where_theirs_is(devices: list[str]) -> None:
+    """Offloaded parameters lie elsewhere, and another backend may serve that place."""
+    scaler = GradScaler("cpu")
+    assert scaler._home(map(torch.device, devices)) == torch.device("cpu")
+    scaler._device = "cuda"
+    assert scaler._home(map(torch.device, devices)).type == "cuda"
+    assert scaler._home([torch.device("cpu"), torch.device("cuda:1")]) == torch.device("cuda:1")

@@ -24,21 +24,23 @@ BAD_STEPS = {3, 4, 40, 77, 99}
 class Run:
     """A small model trained in fp16 on batches that stay where they are, so that a graph can read them."""
 
-    def __init__(self, explicit: bool) -> None:
+    def __init__(self, first: str = "") -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True, capturable=True)
         self.scaler = GradScaler("cuda", init_scale=2.0**10, growth_interval=7)
         self.batch = torch.zeros(4, 64, device="cuda")
-        self.explicit = explicit
+        self.first = first
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         with torch.autocast("cuda", torch.float16):
             loss = self.model(self.batch).float().square().mean()
         self.scaler.scale(loss).backward()
-        if self.explicit:
+        if self.first == "unscale_":
             self.scaler.unscale_(self.optimizer)
+        elif self.first:
+            self.scaler.clip_grad_norm_(self.optimizer, 0.01, defer=self.first == "deferred clipping")
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -76,8 +78,8 @@ def assert_equal_runs(run: Run, other: Run, replay: Callable[[], None], steps: r
             assert_same(mine.detach(), theirs.detach())
 
 
-def eager_and_captured(explicit: bool) -> tuple[Run, Run, Callable[[], None]]:
-    eager, graphed = Run(explicit), Run(explicit)
+def eager_and_captured(first: str = "") -> tuple[Run, Run, Callable[[], None]]:
+    eager, graphed = Run(first), Run(first)
     replay = graphed.captured()
     for step in range(3):
         eager.load(step)
@@ -86,14 +88,14 @@ def eager_and_captured(explicit: bool) -> tuple[Run, Run, Callable[[], None]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("explicit", [False, True])
-def test_replayed_steps_equal_eager_ones_through_overflows(explicit: bool) -> None:
-    assert_equal_runs(*eager_and_captured(explicit), range(3, STEPS))
+@pytest.mark.parametrize("first", ["", "unscale_", "clipping", "deferred clipping"])
+def test_replayed_steps_equal_eager_ones_through_overflows(first: str) -> None:
+    assert_equal_runs(*eager_and_captured(first), range(3, STEPS))
 
 
 @pytest.mark.gpu
 def test_setters_and_writes_into_the_scale_take_effect_under_replay() -> None:
-    eager, graphed, replay = eager_and_captured(explicit=False)
+    eager, graphed, replay = eager_and_captured()
     assert_equal_runs(eager, graphed, replay, range(3, 12))
     for run in (eager, graphed):
         run.scaler.set_growth_factor(1.1)
@@ -105,7 +107,7 @@ def test_setters_and_writes_into_the_scale_take_effect_under_replay() -> None:
 
 @pytest.mark.gpu
 def test_eager_steps_between_replays_use_their_own_gradients() -> None:
-    eager, graphed, replay = eager_and_captured(explicit=True)
+    eager, graphed, replay = eager_and_captured("unscale_")
     for step in range(3, 30):
         assert_equal_runs(eager, graphed, replay if step % 3 else graphed.step, range(step, step + 1))
 
@@ -140,7 +142,7 @@ def test_replayed_steps_after_an_update_are_told_of(other_form: bool) -> None:
 @pytest.mark.gpu
 def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
     """What it would have left on the device was never done: the steps after it begin anew."""
-    eager, refused = Run(explicit=True), Run(explicit=True)
+    eager, refused = Run("unscale_"), Run("unscale_")
     for run in (eager, refused):
         run.load(0)
         with torch.autocast("cuda", torch.float16):  # cuBLAS must not set itself up in a capture

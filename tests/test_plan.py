@@ -154,7 +154,7 @@ def test_added_and_swapped_parameters_make_a_new_plan() -> None:
     assert swapped.grad.tolist() == [2.0] * 5
 
 
-def test_an_epoch_is_read_on_its_own_device_only() -> None:
+def test_a_generation_is_read_on_its_own_device_only() -> None:
     """A kernel that reads another GPU's memory ends the process."""
     plan = GradPlan(parameters([torch.ones(3)], "cpu"))
     (form,) = plan._forms
@@ -165,8 +165,8 @@ def test_an_epoch_is_read_on_its_own_device_only() -> None:
     for _ in range(2):
         counters = torch.zeros(len(NAMES), dtype=torch.int64)
         plan.marks.expect(here, counters)
-        epoch = here.epoch
-        assert epoch.data_ptr() == counters[SKIPPED].data_ptr()
-        assert there.epoch is None
+        generation = here.generation
+        assert generation.data_ptr() == counters[SKIPPED].data_ptr()
+        assert there.generation is None
     plan._place([away, form])
-    assert [layout.epoch for layout in plan.layouts] == [None, epoch]
+    assert [layout.generation for layout in plan.layouts] == [None, generation]

@@ -268,14 +268,15 @@ def test_a_graph_updates_by_the_numbers_that_were_loaded(place: Place, name: str
     """A replay is what an update launched, launched again."""
     numbers = {"init_scale": 64.0, "growth_interval": 1}
     scaler, other = at(place, **numbers), at(place, **{**numbers, name: value})
-    with mock.patch.object(batch_ops, "update_by_rows_", wraps=batch_ops.update_by_rows_) as launched:
+    module = batch_ops.kernels().update_scale
+    with mock.patch.object(module, "launch_update_rows", wraps=module.launch_update_rows) as launched:
         step(scaler, GOOD, device=place.device)
     launch = launched.call_args
     scaler.load_state_dict(other.state_dict())
     replayed = []
     for gradient in (GOOD, BAD, BAD):
         launch.args[2][:, 0] = float(gradient == BAD)  # the flags of all optimizers
-        batch_ops.update_by_rows_(*launch.args, **launch.kwargs)
+        module.launch_update_rows(*launch.args, **launch.kwargs)
         replayed.append(scaler.get_scale())
     assert replayed == steps(other, (GOOD, BAD, BAD), place.device)
 

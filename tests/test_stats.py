@@ -286,7 +286,7 @@ def test_optimizers_that_are_gone_are_forgotten_and_containers_are_kept_one_at_a
         scaler.step(sgd([torch.tensor([GOOD])]))
         scaler.update()
         gc.collect()
-        assert len(scaler._stepped._states) <= 2
+        assert len(scaler._last_steps._states) <= 2
 
 
 @pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])

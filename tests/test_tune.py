@@ -74,7 +74,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent", "said"), [("triton", "needs triton"), ("tabulate", "needs tabulate: pip install 'scaler_triton[demo]'")]
+    ("absent", "said"), [("triton", "needs triton"), ("tabulate", "needs tabulate: pip install tabulate")]
 )
 def test_a_missing_package_is_named(
     absent: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

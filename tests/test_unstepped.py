@@ -237,7 +237,7 @@ def test_18_only_the_next_step_counts_and_nothing_is_kept_alive() -> None:
     only(late).grad = torch.full((3,), 8.0)
     scaler.step(late)
     scaler.update()
-    assert len(scaler._unstepped._entries) == 0
+    assert len(scaler._left_unscaled._entries) == 0
 
 
 def test_18_an_entry_dies_with_its_optimizer() -> None:
@@ -249,7 +249,7 @@ def test_18_an_entry_dies_with_its_optimizer() -> None:
     only(early).grad = torch.ones(3)
     scaler.step(early)
     scaler.update()
-    assert len(scaler._unstepped._entries) == 0
+    assert len(scaler._left_unscaled._entries) == 0
 
 
 def test_18_optimizers_that_are_equal_are_two() -> None:
@@ -276,7 +276,7 @@ def test_18_an_optimizer_at_a_freed_id_starts_anew() -> None:
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
     scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
     postpone(scaler, late, early)
-    parameter, entries = only(late), scaler._unstepped._entries
+    parameter, entries = only(late), scaler._left_unscaled._entries
     entry = entries.pop(id(late))
     del late
     gc.collect()

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scaler_triton import batch_ops, ops, policy, reference
+from scaler_triton import ops, policy, reference
 from scaler_triton.limits import Limits
 from scaler_triton.stats import NAMES, Counters
 
@@ -47,10 +47,10 @@ def test_update_is_the_same_on_every_backend(
 
 
 def with_triton(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
-    from scaler_triton.kernels.update_scale import DevicePolicy
+    from scaler_triton.kernels.update_scale import DevicePolicy, launch_update_rows
 
     on_device = DevicePolicy(scale.device).hold(*numbers, *limits)
-    batch_ops.update_by_rows_(scale, tracker, flag, on_device, held.on(scale.device))
+    launch_update_rows(scale, tracker, flag, on_device, held.on(scale.device), 1, clear=False)
 
 
 def on_host(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:

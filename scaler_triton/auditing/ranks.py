@@ -50,7 +50,8 @@ def audit(
 
     Returns: the report, the same on all ranks: `.split`, `.ranks`, `.differences`, and `str()`, which is the table.
 
-    Raises: ValueError if this rank is not in `process_group`.
+    Raises: ValueError if this rank is not in `process_group`, torch's if there is no default group beside it; TypeError
+        if it is no group.
     """
     group, ranks = _group(process_group)
     rank = dist.get_rank() if group is not None else ranks[0]

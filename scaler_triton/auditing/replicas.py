@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scaler_triton.auditing.fingerprint import fingerprint
 from scaler_triton.auditing.state import UNKNOWN, Copy
-from scaler_triton.batch import is_dtensor, local_tensor
+from scaler_triton.batch import is_dtensor, is_fsdp1, local_tensor
 from scaler_triton.naming import named_parameters
 from scaler_triton.optimizers import unwrap
 from scaler_triton.words import one_line, ranges
@@ -72,7 +72,7 @@ def _among(parameter: Tensor, told: dict[int, str], everybody: str) -> str:
         return _among_mesh(parameter)
     if _opaque(parameter):
         return OPAQUE
-    if getattr(parameter, "_fsdp_flattened", False):
+    if is_fsdp1(parameter):
         return told.get(id(parameter), FSDP1_SHARD)
     return told.get(id(parameter), everybody)
 
@@ -114,7 +114,7 @@ def _told_by_no_shard(model: nn.Module) -> dict[int, str]:
     among = {_ranks_of(module) for module in wrapped}
     if len(among) != 1 or any(getattr(m.sharding_strategy, "name", "") != "NO_SHARD" for m in wrapped):
         return {}
-    return dict.fromkeys((id(p) for p in model.parameters() if getattr(p, "_fsdp_flattened", False)), among.pop())
+    return dict.fromkeys((id(p) for p in model.parameters() if is_fsdp1(p)), among.pop())
 
 
 def _ranks_of(module: Any) -> str:

@@ -14,7 +14,7 @@ from scaler_triton.clipping import reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
-from scaler_triton.unstepped import has_first
+from scaler_triton.left_unscaled import has_first
 from scaler_triton.verdict import any_flag
 
 if TYPE_CHECKING:

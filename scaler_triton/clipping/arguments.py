@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable
 from types import GeneratorType
@@ -10,8 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from scaler_triton import callers
-from scaler_triton.clipping import norms
+from scaler_triton import callers, policy
 from scaler_triton.optimizers import unwrap
 
 
@@ -63,7 +61,7 @@ def checked_request(
     Raises: ValueError or TypeError naming what cannot be.
     """
     chosen = _chosen_ids(parameters)
-    bound, order = _checked_bound(max_norm), _checked_order(norm_type)
+    bound, order = _checked_bound(max_norm), policy.check_norm_type(norm_type, positive=True)
     if not isinstance(model, nn.Module | None):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     return Request(bound, order, error_if_nonfinite, model, chosen)
@@ -95,10 +93,3 @@ def _checked_bound(max_norm: float) -> float:
     if not is_bound:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
     return bound
-
-
-def _checked_order(norm_type: float) -> float:
-    order = norms.order_of(norm_type)
-    if math.isnan(order) or order <= 0:
-        raise ValueError(f"norm_type must be > 0, got {norm_type!r}")
-    return order

@@ -43,7 +43,7 @@ class AtOnceMixin(PartsMixin):
     ) -> Tensor:
         assert self._scale is not None
         for part in parts:
-            self._stepped.forget(part.state)
+            self._last_steps.forget(part.state)
         try:
             backend = dispatch.choose_for_scale(self._scale, self._backend, clips=True) if defer else None
             measured = [self._measure(part, counts) for part, counts in zip(parts, copies, strict=True)]
@@ -59,9 +59,9 @@ class AtOnceMixin(PartsMixin):
                 _settle(measured, totals)
                 totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
             if backend is not None:
-                told = [self._leave_to_step(measured, totals, request.max_norm, backend)]
+                norms_found = [self._leave_to_step(measured, totals, request.max_norm, backend)]
             else:
-                told = [norm for each in measured for norm in self._write(each, totals, request.max_norm)]
+                norms_found = [norm for each in measured for norm in self._write(each, totals, request.max_norm)]
             _settle(measured, totals)
             for each in measured:
                 self._finish(each, agreement)
@@ -72,7 +72,7 @@ class AtOnceMixin(PartsMixin):
             if defer:
                 self._leave_nothing(parts, defer)
             raise RuntimeError(reference_norm.NONFINITE.format(2.0))
-        return told[0] if told else reference_norm.norm_of(totals)
+        return norms_found[0] if norms_found else reference_norm.norm_of(totals)
 
     def _measure(self, part: Part, copies: Sequence[int]) -> _Measured:
         """Check one optimizer's gradients and sum their squares, each piece's share of the global sum.
@@ -137,14 +137,14 @@ class AtOnceMixin(PartsMixin):
 
     def _write(self, each: _Measured, totals: Tensor, max_norm: float) -> list[Tensor]:
         """Unscale and clip; return the norm as it came to be known on the scale's device."""
-        told = []
+        found = []
         for batch, backend in each.pairs:
             device = batch.layout.key.device
             at_home = device == totals.device
             local = totals if at_home else totals.to(device, non_blocking=device.type != "cpu")
             scale, verdict = self._scale_on(device), each.verdict if at_home else None
-            told.append(norms.clip_batch_(batch, scale, local, max_norm, backend, measured=True, verdict=verdict))
-        return [norm for norm in told if norm.device == totals.device]
+            found.append(norms.clip_batch_(batch, scale, local, max_norm, backend, measured=True, verdict=verdict))
+        return [norm for norm in found if norm.device == totals.device]
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
         part = each.part
@@ -181,6 +181,6 @@ def _weights(batch: Batch, copies: Sequence[int]) -> list[float] | None:
     """Return each gradient's share in the global sum, the same list as long as `copies` is; None: 1 for all."""
     layout = batch.layout
     if layout.weights is None or layout.weights[0] is not copies:
-        weights = [1.0 / copies[slot] for slot in layout.slots]
+        weights = [1.0 / copies[position] for position in layout.positions]
         layout.weights = (copies, None if set(weights) <= {1.0} else weights)
     return layout.weights[1]

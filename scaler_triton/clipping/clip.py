@@ -60,8 +60,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks; NaN if another rank failed. A
             disabled scaler, which only clips, gives torch's, in torch's dtype, of gradients that are not sharded.
 
-        Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model`, `defer` or
-            `parameters`; TypeError naming one of these, but `defer`, if it is of a wrong type.
+        Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type`, `model` or `defer`; TypeError
+            naming `parameters` or one of the first four, if it is of a wrong type.
         """
         together = checked_optimizers(optimizers)
         with torch.no_grad():
@@ -115,8 +115,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         if agreement is None:
             return
         # The others back off in update(): so must this rank, which therefore needs a scale.
-        device = next((each.device for each in parameters if isinstance(each, Tensor)), torch.device(self._device))
-        self._lazy_init_scale_growth_tracker(device)
+        devices = [each.device for each in parameters if isinstance(each, Tensor)]
+        self._lazy_init_scale_growth_tracker(self._home(devices))
         if at_once:
             self._fail_together(optimizers, agreement)
             return

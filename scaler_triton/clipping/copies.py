@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaler_triton.batch import cut_into, placing
+from scaler_triton.batch import cut_into, is_fsdp1, placing
 from scaler_triton.collectives import has_fsdp1, several_ranks
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int
     placed = placing(parameter)
     if placed is not None:
         return max(1, ranks // cut_into(placed))
-    if not getattr(parameter, "_fsdp_flattened", False):
+    if not is_fsdp1(parameter):
         return ranks
     if id(parameter) not in shards:
         raise ValueError(

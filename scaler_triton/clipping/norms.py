@@ -167,11 +167,3 @@ def _norm_table(layout: Layout, dense: Batch) -> NormTable:
         config = config_for(device, "check", dtype.itemsize)  # a norm reads as a check does
         layout.tables["norm"] = batch_ops.kernels().norm.NormTable(layout.numels, dtype, device, config)
     return cast("NormTable", batch_ops.filled_table(layout, dense, "norm"))
-
-
-def order_of(norm_type: float | str) -> float:
-    """Return a norm's order as a float, as torch takes it: "inf" is one, too."""
-    try:
-        return float(norm_type)
-    except (TypeError, ValueError):
-        raise TypeError(f"norm_type must be a number, got {norm_type!r}") from None

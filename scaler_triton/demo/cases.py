@@ -54,7 +54,7 @@ class Case:
         ours: what we do, in one line.
         run: runs on every rank, `run(rank, scalers) -> Outcome`.
         right: what must come out.
-        thread: address of torch's own issue, where there is one.
+        issue: address of torch's own issue, where there is one.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Case:
     ours: str
     run: Callable[[int, Scalers], Outcome]
     right: Right
-    thread: str = ""
+    issue: str = ""
 
 
 CASES = {
@@ -92,7 +92,7 @@ CASES = {
             "every rank steps",
             steps.fused_adam_unscale,
             Right(stepped=True, scale=START),
-            thread="https://github.com/pytorch/pytorch/issues/140514",
+            issue="https://github.com/pytorch/pytorch/issues/140514",
         ),
         Case(
             "tp-first-replicated",
@@ -164,6 +164,6 @@ def cases_table() -> str:
     """Return the registry as a Markdown table: the case, what happens with torch, with ours."""
     rows = ["| case | with torch | with scaler_triton |", "| --- | --- | --- |"]
     for case in CASES.values():
-        known = f" ([known]({case.thread}))" if case.thread else ""
+        known = f" ([known]({case.issue}))" if case.issue else ""
         rows.append(f"| `{case.name}`: {case.summary} | {case.torch}{known} | {case.ours} |")
     return "\n".join(rows)

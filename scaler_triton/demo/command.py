@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments: what `add_arguments` declared, parsed.
     """
     if missing := missing_packages(["tabulate"] if arguments.prove else ["matplotlib", "tabulate", "tqdm"]):
-        return complain(f"the demo needs {', '.join(missing)}: pip install 'scaler_triton[demo]'")
+        return complain(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if arguments.prove:
         return _prove(arguments.prove)
     try:

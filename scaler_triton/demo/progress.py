@@ -1,6 +1,5 @@
 """A live bar for what a rank does: the rank has no terminal, so it writes lines and this process shows them."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,39 +7,7 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
 
-REFRESH = 0.1  # seconds, on a terminal
-REFRESH_IN_LOG = 5.0
-
-
-class NoBar:
-    """Stands where a bar would be: work goes on without one."""
-
-    def __enter__(self) -> "NoBar":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-    def update(self) -> None:
-        """Show nothing."""
-
-    def set_postfix_str(self, text: str, refresh: bool) -> None:
-        """Show nothing."""
-
-
-def new_bar(title: str, total: int) -> Any:
-    """Return a bar that counts steps, where tqdm is installed.
-
-    Args:
-        title: what stands before the bar.
-        total: steps.
-    """
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return NoBar()
-    interval = REFRESH if sys.stderr.isatty() else REFRESH_IN_LOG
-    return tqdm(total=total, desc=title, unit="step", mininterval=interval, dynamic_ncols=True)
+from scaler_triton.commands import REFRESH, new_bar
 
 
 @contextmanager

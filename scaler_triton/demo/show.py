@@ -4,10 +4,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from scaler_triton.commands import new_bar
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.device import Placement, place
 from scaler_triton.demo.plot import save_plot
-from scaler_triton.demo.progress import bar_fed_by_file, new_bar
+from scaler_triton.demo.progress import bar_fed_by_file
 from scaler_triton.demo.rank_process import RankResult
 from scaler_triton.demo.ranks import RankPool, RankTimeout
 from scaler_triton.demo.reference import train_reference

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.unstepped import marks_of, unchanged_since
+from scaler_triton.left_unscaled import snapshots_of, unchanged_since
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def refused_between_unscaling_and_step(scaler: Any) -> Iterator[None]:
 
     Raises: RuntimeError naming the optimizer that waits for its step; its gradients are written then.
     """
-    waiting = [(optimizer, marks_of(optimizer)) for optimizer in _unscaled_optimizers(scaler)]
+    waiting = [(optimizer, snapshots_of(optimizer)) for optimizer in _unscaled_optimizers(scaler)]
     yield
     for optimizer, marks in waiting:
         if not unchanged_since(marks, optimizer):

@@ -72,7 +72,7 @@ class _Plugin:
         """Unscale what is not; another optimizer's step, which updates the scale, makes nothing scaled again."""
         state = self.scaler._state(optimizer)
         if state["stage"] is not OptState.UNSCALED:
-            state["unscaled_flag"] = self.scaler._unstepped.recall(optimizer)  # with it nothing is divided
+            state["unscaled_flag"] = self.scaler._left_unscaled.recall(optimizer)  # with it nothing is divided
             self.scaler.unscale_(optimizer)
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:

@@ -68,6 +68,10 @@ def patch_torch(*, strict: bool = False) -> AbstractContextManager[None]:
         strict: True: as long as this call lasts, a `GradScaler` without `process_group` that meets FSDP1
             parameters in a world of several ranks raises a RuntimeError naming the fix; False: it warns once.
 
+    Returns: the context manager.
+
+    Raises: TypeError for another `strict`.
+
     Warns: UserWarning naming the modules outside torch that have taken torch's classes already; they keep them.
     """
     hold = _Hold(policy.check_bool(strict, "strict"))

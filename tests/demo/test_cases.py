@@ -67,7 +67,7 @@ def test_the_registry_is_consistent() -> None:
     for case in CASES.values():
         texts = (case.summary, case.torch, case.ours)
         assert all(text and "\n" not in text and "|" not in text for text in texts)
-        assert not case.thread or case.thread.startswith("https://github.com/pytorch/pytorch/issues/")
+        assert not case.issue or case.issue.startswith("https://github.com/pytorch/pytorch/issues/")
 
 
 def test_the_list_and_the_table_have_a_line_for_every_case() -> None:

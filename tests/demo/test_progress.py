@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from scaler_triton.demo.progress import NoBar, bar_fed_by_file, new_bar
+from scaler_triton.commands import NoBar, new_bar
+from scaler_triton.demo.progress import bar_fed_by_file
 
 
 def test_without_tqdm_there_is_no_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ with warnings.catch_warnings(record=True) as caught:
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-chosen = sorted({backend for backend in dispatch._chosen.values()})
+chosen = sorted({backend for backend, _ in dispatch._chosen.values()})
 warned = [str(w.message) for w in caught if "Triton does not work" in str(w.message)]
 print(json.dumps([parameter.detach().unique().tolist(), chosen, warned]))
 """

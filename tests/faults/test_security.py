@@ -236,7 +236,7 @@ def test_a_pickled_scaler_asks_for_its_own_classes_only(cls: Any) -> None:
         ("scaler_triton.plan", "PlanCache"),
         ("scaler_triton.stats", "Counters"),
         ("scaler_triton.stats", "Lagging"),
-        ("scaler_triton.stepped", "Stepped"),
-        ("scaler_triton.unstepped", "Unstepped"),
+        ("scaler_triton.last_steps", "LastSteps"),
+        ("scaler_triton.left_unscaled", "LeftUnscaled"),
         (cls.__module__, cls.__name__),
     } - ({("copyreg", "_reconstructor"), ("builtins", "object")} - recorder.asked)

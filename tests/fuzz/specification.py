@@ -93,10 +93,10 @@ class Specification(torch.amp.GradScaler):
             self._growth_interval = growth_interval
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._optimizers: dict[int, Any] = {}
-        self._unstepped: dict[int, tuple[Tensor, list[Any]] | None] = {}
+        self._left_unscaled: dict[int, tuple[Tensor, list[Any]] | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_optimizers": {}, "_unstepped": {}}
+        state = {**super().__getstate__(), "_optimizers": {}, "_left_unscaled": {}}
         if not self._enabled:
             departs(6)  # a disabled one has states at all; they name optimizers by id, which a copy cannot keep
             state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
@@ -140,7 +140,7 @@ class Specification(torch.amp.GradScaler):
             self._update_by_flags()
         else:
             self._update_by_value(new_scale)
-        self._unstepped |= unstepped
+        self._left_unscaled |= unstepped
 
     def _now_unstepped(self) -> dict[int, Any]:
         kept = {}  # made before the update, which adds up the flags in one of them
@@ -159,7 +159,7 @@ class Specification(torch.amp.GradScaler):
 
     def _recall(self, optimizer: Any) -> None:
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY and (kept := self._unstepped.pop(id(optimizer), None)):
+        if state["stage"] is OptState.READY and (kept := self._left_unscaled.pop(id(optimizer), None)):
             flag, writes = kept
             if _same(writes, _writes(optimizer)):
                 departs(18)  # torch unscales them a second time

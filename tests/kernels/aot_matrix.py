@@ -46,7 +46,7 @@ TYPES = {
     "flags_ptr": "*fp32",
     "policy_ptr": "*i64",
     "counters_ptr": "*i64",
-    "epoch_ptr": "*i32",
+    "generation_ptr": "*i32",
     "weight_ptr": "*fp64",
     "partial_ptr": "*fp64",
     "totals_ptr": "*fp64",

@@ -54,7 +54,7 @@ def test_bodies_move_by_128_bits_only(kernels, target, dtype, op):
     assert accesses.pop(f"st.global.{wide}", 0) == (DEFAULT.unroll if writes else 0)
 
     # What is left is one narrow access an edge step, the table's two int32 and two int64, the scale, the flag, and
-    # the epoch in each rare path.
+    # the generation in each rare path.
     want = {"ld.global.b32": 2 + writes + marks, "ld.global.b64": 2, "st.global.b32": 1}
     want[f"ld.global.{narrow}"] = want.get(f"ld.global.{narrow}", 0) + 1 + marks
     if writes:
@@ -73,7 +73,7 @@ def test_norms_read_by_128_bits_only(kernels, target, dtype):
     assert DEFAULT.unroll + visits - 1 <= accesses.pop(wide) <= DEFAULT.unroll * visits
 
     # What is left is one narrow access an edge step, the table's two int32 and two int64, the weight, sum and flag,
-    # and the epoch where bits are marked.
+    # and the generation where bits are marked.
     want = {"ld.global.b32": 3, "ld.global.b64": 3, "st.global.b32": 1, "st.global.b64": 1}
     want[narrow] = want.get(narrow, 0) + visits
     assert accesses == want

@@ -125,7 +125,7 @@ def test_a_buffer_whose_copy_has_passed_is_used_again(staging):
 
 def test_a_captured_copy_has_a_buffer_for_itself_and_for_good(staging):
     out = torch.zeros(2, dtype=torch.int64)
-    before = staging._spare[0]
+    before = staging._spare[-1]
     staging_is_captured[0] = True
     staging.send([7, 7], out)
     staging_is_captured[0] = False
@@ -133,16 +133,18 @@ def test_a_captured_copy_has_a_buffer_for_itself_and_for_good(staging):
         staging.send([step, step], out)
     assert [buffer.tolist() for buffer in staging.captured] == [[7, 7]]
     assert staging.captured[0] is before  # nothing is allocated in a capture
-    assert len(staging._spare) == 1
+    assert len(staging._spare) == staging.SPARE
 
 
-def test_a_second_captured_copy_without_a_step_between_is_refused(staging):
+def test_a_third_captured_copy_without_a_step_between_is_refused(staging):
     out = torch.zeros(2, dtype=torch.int64)
     staging_is_captured[0] = True
+    staging.send([6, 6], out)
     staging.send([7, 7], out)
-    with pytest.raises(RuntimeError, match="take one step outside a capture"):
+    with pytest.raises(RuntimeError, match="captured 2 times in a row: capture one step, then take one outside"):
         staging.send([8, 8], out)
     assert out.tolist() == [7, 7]
+    assert [buffer.tolist() for buffer in staging.captured] == [[6, 6], [7, 7]]
 
 
 def test_after_a_capture_addresses_are_always_sent():

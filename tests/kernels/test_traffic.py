@@ -69,8 +69,8 @@ def test_a_scale_of_one_writes_nothing(moved):
 def test_only_a_chunk_that_overflowed_is_read_again(moved):
     table, size = table_of(torch.float16, last=INF)
     launch_check_nonfinite(table, torch.zeros(()))
-    again, epoch = 64 * 2, 4
-    assert moved() == {"_check_nonfinite_kernel": {"loaded": size + 3 * MAP + again + epoch, "stored": FLAG}}
+    again, generation = 64 * 2, 4
+    assert moved() == {"_check_nonfinite_kernel": {"loaded": size + 3 * MAP + again + generation, "stored": FLAG}}
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from kernel_cases import DEVICE, INF, NAN, launched
 
-from scaler_triton import stats
+from scaler_triton import overflow_marks, policy, stats, verdict
 from scaler_triton.flag_buffer import FlagBuffer
-from scaler_triton.kernels import update_scale
+from scaler_triton.kernels import common, update_scale
 from scaler_triton.kernels.update_scale import DevicePolicy, launch_update_rows, launch_update_scale
 
 GUARD = -7
@@ -49,6 +49,14 @@ def test_counters_lie_where_the_host_looks_for_them():
     assert len(stats.NAMES) == update_scale.N_COUNTERS
     for name in ("UPDATES", "SKIPPED", "STREAK", "GROWTHS", "BACKOFFS", "LAST_SKIP", "STRIKES"):
         assert getattr(update_scale, f"_{name}").value == getattr(stats, name)
+
+
+def test_kernels_and_host_lay_out_what_they_share_the_same_way():
+    assert (update_scale.MAX_FLAGS.value, update_scale._COLUMNS.value) == (FlagBuffer.ROWS, verdict.COLUMNS)
+    assert (policy.MIN_SCALE, policy.MAX_SCALE) == (update_scale.MIN_SCALE, update_scale.MAX_SCALE)
+    assert (common.SAW_NAN.value, common.SAW_INF.value) == (overflow_marks.NAN, overflow_marks.INF)
+    assert common.KIND_BITS.value == overflow_marks._KIND_BITS
+    assert common.GENERATIONS.value == overflow_marks._GENERATIONS
 
 
 @pytest.mark.parametrize(

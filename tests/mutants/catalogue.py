@@ -110,18 +110,20 @@ MUTANTS = [
     Mutant(_S + "settings.py", "plan.marks.forget()", "pass", REPORT),
     Mutant(_S + "overflow_marks.py", "self._unmarked.add(layout.key.device)", "pass", REPORT),
     Mutant(_S + "overflow_marks.py", "torch.where(flag != 0, both,", "torch.where(flag == flag, both,", REPORT),
-    Mutant(_S + "overflow_marks.py", "(epoch, left) if again == epoch", "(left,) if again == epoch", REPORT),
+    Mutant(
+        _S + "overflow_marks.py", "(generation, left) if again == generation", "(left,) if again == generation", REPORT
+    ),
     Mutant(_S + "updating.py", 'if state.get("unscaled_flag") is None:', "if True:", REPORT),
     # what a capture must not take for done
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if not self.cleared:", CAPTURED),
     Mutant(_S + "updating.py", "verdict.cleared = True, not captured", "verdict.cleared = True, True", CAPTURED),
     Mutant(_S + "batch_ops.py", "if unscaled and dense is batch and", "if False and", CAPTURED),
     Mutant(_S + "plan.py", "self._known.forget()", "pass", "tests/test_known_forms.py"),
-    Mutant(_S + "unstepped.py", "self._entries.get(id(inner))", "self._entries.pop(id(inner), None)", UNSTEPPED),
+    Mutant(_S + "left_unscaled.py", "self._entries.get(id(inner))", "self._entries.pop(id(inner), None)", UNSTEPPED),
     # what is left of a step after its update
-    Mutant(_S + "unstepped.py", "self.gradient() is gradient and ", "", UNSTEPPED),
-    Mutant(_S + "unstepped.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
-    Mutant(_S + "unstepped.py", "if any(marks):", "if True:", UNSTEPPED),
+    Mutant(_S + "left_unscaled.py", "self.gradient() is gradient and ", "", UNSTEPPED),
+    Mutant(_S + "left_unscaled.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
+    Mutant(_S + "left_unscaled.py", "if any(snapshots):", "if True:", UNSTEPPED),
     Mutant(_S + "updating.py", 'if state.get("must_skip") else flag', "if False else flag", UNSTEPPED),
     Mutant(_S + "updating.py", 'or ("first_gradient" in state and', "or (False and", UNSTEPPED),
     Mutant(
@@ -131,7 +133,10 @@ MUTANTS = [
         "tests/test_overflow_report.py",
     ),
     Mutant(
-        _S + "unstepped.py", "first is not None and now is not None and first() is now()", "now is not None", UNSTEPPED
+        _S + "left_unscaled.py",
+        "first is not None and now is not None and first() is now()",
+        "now is not None",
+        UNSTEPPED,
     ),
     Mutant(_S + "clipping/after_unscaling.py", "self._enter_unscaled(part.state)", "pass", UNSTEPPED),
     # the flag and who agrees on it
@@ -172,7 +177,7 @@ MUTANTS = [
     Mutant(_S + "plan.py", "and all(map(is_, self.parameters, parameters))", "", PLAN),
     Mutant(_S + "plan.py", "if isinstance(reference, weakref.ref):", "if True:", CONTRACT),
     Mutant(_S + "plan.py", "_unrecorded(gradient) for", "gradient for", GRADIENTS),
-    Mutant(_S + "updating.py", "if not left and not self._unstepped:", "if not left:", UNSTEPPED),
+    Mutant(_S + "updating.py", "if not left and not self._left_unscaled:", "if not left:", UNSTEPPED),
     Mutant(_S + "plan.py", "(terms := batching.partial_terms(gradient)) > 1:", "(terms := 0):", MESHES),
     Mutant(_S + "known_forms.py", "(check is None or not check(gradient))", "(check is None)", PLAN),
     Mutant(
@@ -222,14 +227,14 @@ MUTANTS = [
     Mutant("kernels/update_scale.py", "if strikes >= tl.load", "if strikes > tl.load", POLICY),
     Mutant("kernels/update_scale.py", "0, strikes)", "strikes, strikes)", POLICY),
     Mutant("kernels/update_scale.py", "tl.where(found != 0, streak + 1, 0)", "streak + 1", POLICY),
-    Mutant("kernels/common.py", 'tl.atomic_max(place, epoch << KIND_BITS, sem="relaxed")', "pass", REPORT),
-    Mutant("kernels/common.py", "+ (epoch & (EPOCHS - 1))", "", REPORT),
+    Mutant("kernels/common.py", 'tl.atomic_max(place, generation << KIND_BITS, sem="relaxed")', "pass", REPORT),
+    Mutant("kernels/common.py", "+ (generation & (GENERATIONS - 1))", "", REPORT),
     # clipping
     Mutant(_S + "batch.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
     Mutant(_S + "clipping/copies.py", "return ranks // pieces", "return 1", CLIPPED),
-    Mutant(_S + "clipping/at_once.py", "1.0 / copies[slot]", "1.0", CLIPPED),
+    Mutant(_S + "clipping/at_once.py", "1.0 / copies[position]", "1.0", CLIPPED),
     Mutant(_S + "clipping/at_once.py", "agreement.sum_(totals)", "pass", CLIPPED),
-    Mutant(_S + "clipping/at_once.py", "part.plan.verdict = None  # what an earlier", "pass  # what an earlier", CLIP),
+    Mutant(_S + "unscaling.py", "    plan.verdict = None  # what an earlier", "    pass  # what an earlier", CLIP),
     Mutant(_S + "clipping/arguments.py", "!= len(several) or not several", "== 0", CLIP),
     Mutant(_S + "clipping/at_once.py", "totals[reference_norm.FLAG] = 1.0", "pass", CLIP),
     Mutant(_S + "updating.py", 'if waits and state["owner"]() is not None:', "if waits:", CLIP),
@@ -261,7 +266,7 @@ MUTANTS = [
         "tl.store(totals_ptr + FLAG, (0.0 * n_partials)",
         CLIPS,
     ),
-    Mutant(_S + "clipping/clip.py", 'or "deferred" in state', "", CLIP),
+    Mutant(_S + "unscaling.py", 'or "deferred" in state', "", CLIP),
     Mutant(_S + "clipping/clip.py", "self._fail_together(optimizers, agreement)", "pass", CLIPPED),
     Mutant(_S + "updating.py", "self._refuse_to_lose_clipping(left)\n", "pass\n", CLIP),
     Mutant(_S + "clipping/rank_norms.py", "torch.where(terms[1] != 0, math.nan, terms[0])", "terms[0]", CLIPPED),
@@ -299,7 +304,9 @@ MUTANTS = [
     Mutant(_S + "integrations/accelerate.py", "model=_fsdp1_model(accelerator)", "model=None", ACCELERATED),
     Mutant(_S + "integrations/accelerate.py", "    _check_unprepared(accelerator)\n", "", ACCELERATE),
     Mutant(_S + "integrations/lightning.py", 'if state["stage"] is not OptState.UNSCALED:', "if True:", LIGHTNING),
-    Mutant(_S + "integrations/lightning.py", "self.scaler._unstepped.recall(optimizer)  # with", "None  #", LIGHTNING),
+    Mutant(
+        _S + "integrations/lightning.py", "self.scaler._left_unscaled.recall(optimizer)  # with", "None  #", LIGHTNING
+    ),
     Mutant(_S + "integrations/backwards.py", "if not unchanged_since(marks, optimizer):", "if False:", LIGHTNING),
     Mutant(_S + "integrations/lightning.py", "self.scaler._per_optimizer_states.clear()", "pass", LIGHTNING),
     Mutant(_S + "integrations/lightning.py", "model=self._clip_model, ", "", LIGHTNING_RANKS),
@@ -324,7 +331,7 @@ MUTANTS = [
         "pass",
         CLIPPED,
     ),
-    Mutant(_S + "unstepped.py", "self.owner() is optimizer and ", "", UNSTEPPED),
+    Mutant(_S + "left_unscaled.py", "self.owner() is optimizer and ", "", UNSTEPPED),
     Mutant(_S + "mirror.py", "except RuntimeError:", "except KeyError:", UNSTEPPED),
     Mutant(_S + "reference.py", "elif after < before:", "elif after <= before:", "tests/test_stats.py"),
     Mutant(_S + "auditing/checkpoints.py", "if missing else []", "if True else []", AUDIT),
@@ -336,7 +343,7 @@ MUTANTS = [
     Mutant(_S + "overflow_report.py", "if self.update is None and not self.pending:", "if self.update is None:", TEXT),
     Mutant(_S + "limits.py", "return _as_fp32(policy.check_scale(value, name))", "return float(value)", EXTRAS),
     Mutant(_S + "states.py", 'and verdict.is_behind(state["found_inf_per_device"]) else', "else", CONTRACT),
-    Mutant(_S + "stepped.py", "            self._states[key] = None", "            pass", STATS),
+    Mutant(_S + "last_steps.py", "            self._states[key] = None", "            pass", STATS),
     Mutant(_S + "ops.py", " * local.double().reshape(())", "", NORMS),
     Mutant(_S + "clipping/arguments.py", "self.chosen is None and self.norm_type", "self.norm_type", CLIP),
     Mutant(_S + "auditing/comparison.py", "and (among != UNKNOWN) is known", "", AUDITED),

@@ -13,7 +13,7 @@ from scaler_triton.mirror import version
 from scaler_triton.optimizers import parameters_of, unwrap
 
 
-class Mark(NamedTuple):
+class Snapshot(NamedTuple):
     """A gradient as it was: the same object, which nobody has written since if its versions are the same."""
 
     gradient: TensorWeakRef
@@ -26,13 +26,13 @@ class Mark(NamedTuple):
 class _Entry(NamedTuple):
     owner: Callable[[], Any]
     found_inf: Tensor
-    marks: list[Mark | None]
+    snapshots: list[Snapshot | None]
 
     def fits(self, optimizer: Any) -> bool:
-        return self.owner() is optimizer and unchanged_since(self.marks, optimizer)
+        return self.owner() is optimizer and unchanged_since(self.snapshots, optimizer)
 
 
-class Unstepped:
+class LeftUnscaled:
     """The optimizers whose step is still to come although `update` ended the step that unscaled them.
 
     It cannot be asked of the user whether he skipped that step or postponed it. The gradients tell: new ones, or ones
@@ -61,9 +61,9 @@ class Unstepped:
         optimizer = owner()
         if optimizer is None:
             return
-        marks = marks_of(optimizer)
-        if any(marks):  # nothing tells an absence of gradients from the next
-            self._entries[id(optimizer)] = _Entry(owner, found_inf, marks)
+        snapshots = snapshots_of(optimizer)
+        if any(snapshots):  # nothing tells an absence of gradients from the next
+            self._entries[id(optimizer)] = _Entry(owner, found_inf, snapshots)
 
     def _forget(self, owner: Callable[[], Any]) -> None:
         """Drop what is kept of an optimizer, and of those that are gone."""
@@ -81,7 +81,7 @@ class Unstepped:
 def first_gradient(optimizer: Any) -> TensorWeakRef | None:
     """Return a reference to an optimizer's first gradient, None if it has none.
 
-    It stands for all of them: `zero_grad()`, which drops it, drops them all. To mark each would cost every step.
+    It stands for all of them: `zero_grad()`, which drops it, drops them all. To snapshot each would cost every step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -96,22 +96,22 @@ def has_first(optimizer: Any, first: TensorWeakRef | None) -> bool:
     return first is not None and now is not None and first() is now()
 
 
-def marks_of(optimizer: Any) -> list[Mark | None]:
+def snapshots_of(optimizer: Any) -> list[Snapshot | None]:
     """Return an optimizer's gradients as they are now; None where there is none. No gradient is kept alive."""
-    return [_mark(parameter.grad) for parameter in parameters_of(optimizer)]
+    return [_snapshot(parameter.grad) for parameter in parameters_of(optimizer)]
 
 
-def unchanged_since(marks: list[Mark | None], optimizer: Any) -> bool:
-    """Tell whether an optimizer has the gradients that `marks_of` saw, and nobody has written them since."""
+def unchanged_since(snapshots: list[Snapshot | None], optimizer: Any) -> bool:
+    """Tell whether an optimizer has the gradients that `snapshots_of` saw, and nobody has written them since."""
     gradients = [parameter.grad for parameter in parameters_of(optimizer)]
-    return len(gradients) == len(marks) and all(
-        gradient is None if mark is None else mark.is_of(gradient)
-        for gradient, mark in zip(gradients, marks, strict=True)
+    return len(gradients) == len(snapshots) and all(
+        gradient is None if snapshot is None else snapshot.is_of(gradient)
+        for gradient, snapshot in zip(gradients, snapshots, strict=True)
     )
 
 
-def _mark(gradient: Tensor | None) -> Mark | None:
-    return None if gradient is None else Mark(TensorWeakRef(gradient), _versions(gradient))
+def _snapshot(gradient: Tensor | None) -> Snapshot | None:
+    return None if gradient is None else Snapshot(TensorWeakRef(gradient), _versions(gradient))
 
 
 def _versions(gradient: Tensor) -> tuple[int | None, int | None]:

@@ -9,7 +9,7 @@ from scaler_triton.optimizers import unwrap
 from scaler_triton.step_state import StepState
 
 
-class Stepped:
+class LastSteps:
     """The states of the last steps, each until its optimizer's next one begins or the optimizer is gone."""
 
     def __init__(self) -> None:
