@@ -64,7 +64,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert absent in said
-    assert "pip install tabulate" in said
+    assert f"pip install {absent}" in said
 
 
 def test_a_plot_that_cannot_be_written_is_refused_before_the_training(
