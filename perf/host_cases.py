@@ -99,8 +99,9 @@ class Bench:
         self.device = "cuda" if case.path == "cuda" else "cpu"
         options = {} if mesh is None else {"wrap": sharded(mesh)}
         self.gradients = Gradients([NUMEL] * case.count, device=self.device, **options)
-        first, second = _split_at(self.gradients.parameters, case.count - case.second)
-        first += _frozen(case.frozen, self.device)
+        parameters, first_count = self.gradients.parameters, case.count - case.second
+        first = parameters[:first_count] + _frozen(case.frozen, self.device)
+        second = parameters[first_count:]
         self.optimizers = [Still(parameters) for parameters in (first, second) if parameters]
         self.scalers = scalers(self.device, backend="triton" if case.path == "stub" else None)
         self._draws = {name: random.Random(0) for name in self.scalers}
@@ -130,10 +131,6 @@ class Bench:
             self.gradients.choose(i for i in range(self.case.count) if i // EXPERT_WEIGHTS in chosen)
         if self.device == "cuda":
             torch.cuda.synchronize()
-
-
-def _split_at(parameters: list[Tensor], index: int) -> tuple[list[Tensor], list[Tensor]]:
-    return parameters[:index], parameters[index:]
 
 
 def _frozen(count: int, device: str) -> list[Tensor]:
