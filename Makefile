@@ -1,5 +1,6 @@
 # make demo    train a small transformer across two ranks, one of which overflows
-# make test    every test, in two processes; JOBS= says how many. Without a GPU the kernels run under Triton's interpreter
+# make test    every test, in two processes (JOBS= says how many; 11 minutes on two cores); without a GPU the kernels run
+#   under Triton's interpreter
 # make test-frameworks   all tests with Accelerate, Transformers and Lightning, also those that take long
 # make test-oldest   the same with the oldest versions of them that are supported, in an environment of their own
 # make lint    ruff and mypy

@@ -59,7 +59,7 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: 
     dense = dense_batch(batch)  # kept until the launch: an address keeps nothing alive
     tables = batch.layout.tables
     if unscaled and dense is batch and tables.get("check") is tables["unscale"]:
-        table = tables["check"]  # a capture has room for one copy of its addresses
+        table = tables["check"]  # a capture has room for few copies of addresses
     else:
         table = filled_table(batch.layout, dense, "check")
     kernels().nonfinite.launch_check_nonfinite(table, found_inf)
