@@ -41,10 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def shards_of(items: list[pytest.Item], count: int) -> dict[pytest.Item, int]:
-    """Return each test's shard: the first for what uses a GPU, the others in turn for the files of the rest."""
+    """Return each test's shard: the first for what uses a GPU; of three or more the second for processes that do.
+
+    The others are in turn for the files of the rest.
+    """
+    on_gpu = min(2, count - 1)
     files = dict.fromkeys(item.path for item in items if turn(item) == LAST)
-    others = {path: 1 + index % (count - 1) for index, path in enumerate(files)}
-    return {item: others[item.path] if turn(item) == LAST else 0 for item in items}
+    others = {path: on_gpu + index % (count - on_gpu) for index, path in enumerate(files)}
+    return {item: others[item.path] if turn(item) == LAST else min(turn(item) // 2, on_gpu - 1) for item in items}
 
 
 def pytest_configure() -> None:

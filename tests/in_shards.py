@@ -1,4 +1,4 @@
-"""Runs the tests in several processes of pytest side by side: what uses the GPU in the first, the rest in the others.
+"""Runs the tests in several processes of pytest side by side: what uses the GPU in the first two, the rest beside it.
 
 tests/conftest.py tells by SHARD which tests are whose. OUT names a folder for logs and reports; all arguments but
 --shards go to pytest.

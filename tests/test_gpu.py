@@ -141,7 +141,7 @@ def test_a_fused_step_of_offloaded_parameters_reads_no_scale_or_flag_too_early(b
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    assert [p[0].item() for p in params] == pytest.approx([0.0 if bad else -1.0] * 2)
+    assert [p[0].item() for p in params] == pytest.approx([0.0 if bad else -1.0] * 2, rel=1e-4)  # powf of 0.999
     assert [optimizer.state[p]["step"].item() for p in params] == [float(not bad)] * 2
     assert [optimizer.state[p]["exp_avg"][0].item() for p in params] == pytest.approx([0.0 if bad else 0.2] * 2)
 

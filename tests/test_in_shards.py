@@ -52,7 +52,7 @@ def reported(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("shards", "split"),
-    [(2, [["test_gpu"], ["test_a", "test_b"]]), (4, [["test_gpu"], ["test_a"], ["test_b"], []])],
+    [(2, [["test_gpu"], ["test_a", "test_b"]]), (4, [["test_gpu"], [], ["test_a"], ["test_b"]])],
 )
 def test_every_test_is_in_one_shard(shards: int, split: list[list[str]], tmp_path: Path) -> None:
     sound = TEST.format("pass")
@@ -78,9 +78,9 @@ def test_a_shard_that_fails_is_shown_and_is_the_status(tmp_path: Path) -> None:
 def test_an_interrupt_ends_all_and_loses_no_report(tmp_path: Path) -> None:
     """As `timeout` sends it: twice."""
     slow = "import time\n" + TEST.format("print('slow', flush=True); time.sleep(600)")
-    process = start(tmp_path, 4, grace=4.0, gpu=STUCK, a=TEST.format("pass"), b=TEST.format("pass"), c=slow)
-    logs = [tmp_path / f"out/tests-{number}.log" for number in range(4)]
-    wanted = ["stuck", "1 passed", "1 passed", "slow"]
+    process = start(tmp_path, 5, grace=4.0, gpu=STUCK, a=TEST.format("pass"), b=TEST.format("pass"), c=slow)
+    logs = [tmp_path / f"out/tests-{number}.log" for number in range(5)]
+    wanted = ["stuck", "deselected", "1 passed", "1 passed", "slow"]
     end = time.monotonic() + 40
     while not all(log.exists() and text in log.read_text() for log, text in zip(logs, wanted, strict=True)):
         assert time.monotonic() < end
@@ -89,8 +89,8 @@ def test_an_interrupt_ends_all_and_loses_no_report(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "shard 0/4, status -9: " in said
-    assert (tmp_path / "out/junit-3.xml").exists()
+    assert "shard 0/5, status -9: " in said
+    assert (tmp_path / "out/junit-4.xml").exists()
     assert f"no report in {tmp_path / 'out/junit-0.xml'}: " in said
     assert {"test_a", "test_b"} <= set(reported(tmp_path / "out/junit.xml"))
 

@@ -55,7 +55,7 @@ def test_a_streak_raises_a_fixed_lag_later(backend: str) -> None:
 
 
 def captured(**settings: Any) -> tuple[Run, Run, Any]:
-    runs = Run(explicit=False), Run(explicit=False)
+    runs = Run(), Run()
     for run in runs:
         for name, value in settings.items():
             getattr(run.scaler, f"set_{name}")(value)

@@ -19,7 +19,7 @@ from typing import Any
 from scaler_triton.demo.rank_process import START_TIMEOUT, Group, RankResult, barrier, serve
 from scaler_triton.demo.spawning import quiet_start
 
-CHECK_TIMEOUT = 10.0  # A barrier among idle ranks takes well under a millisecond.
+CHECK_TIMEOUT = 30.0  # A barrier among idle ranks takes under a millisecond, but NCCL may set itself up in it.
 CLOSE_TIMEOUT = 5.0  # An idle rank leaves within milliseconds.
 STACK_DUMP_WAIT = 0.5  # What a hung rank gets to write down where it hangs.
 LOG_TAIL = 4000  # Characters.

@@ -22,8 +22,8 @@ def quiet_start() -> Iterator[None]:
 def _rank_environment() -> dict[str, str]:
     """Return the variables that leave a rank one thread, and no network but loopback."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    variables = {"OMP_NUM_THREADS": "1"}
-    return variables | ({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})
+    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
+    return {"OMP_NUM_THREADS": "1", **dict.fromkeys(interfaces, loopback[0])}
 
 
 @contextlib.contextmanager

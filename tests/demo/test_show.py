@@ -37,8 +37,8 @@ SPLIT = replace(TRACE, scales=[8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0], skipped=[Fals
 
 
 def run_demo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs the demo as a user does."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    """Runs the demo as a user without a GPU does."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "scaler_triton", "demo", "--steps", "6", "--out", str(folder), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=folder, env=environment)
 

@@ -45,7 +45,10 @@ class Recipe:
         filters = [option for known in self.ignored for option in ("-W", f"ignore:{known}")]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         command = [sys.executable, *STRICT, *filters, *(launcher if self.ranks else ())]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+        if torch.cuda.is_available():  # other packages are there, and what they use may be deprecated
+            filters += ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
         done = subprocess.run(
             [*command, str(DOCS / "recipes" / name), *self.arguments],
             cwd=folder,
