@@ -94,9 +94,10 @@ class GradTable:
         if self.n_chunks == 0:
             return
         key = (id(kernel), *constants.values())  # to hash the kernel itself takes Triton longer than the launch
-        if key not in self._launches:
-            self._launches[key] = self._new_launch(kernel, constants)
-        self._launches[key](self.n_chunks, *args)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self._new_launch(kernel, constants)
+        launch(self.n_chunks, *args)
 
     def _new_launch(self, kernel: Any, constants: dict[str, Any]) -> launcher.Launch:
         return launcher.Launch(

@@ -49,7 +49,8 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Return each subject's times in seconds; in every round each has one turn, and another one begins.
 
-    Whatever the machine does meanwhile hits all of them, so a round's times may be compared with each other.
+    Whatever the machine does meanwhile hits all of them, so times of the same rounds may be compared. Who begins finds
+    its own code in the caches if it ended the round before: only rounds in which each began once are fair.
     """
     times: dict[str, list[float]] = {name: [] for name in subjects}
     with _no_collection():
@@ -62,10 +63,10 @@ def interleaved(
 
 
 def rotations(names: list[str], effort: Effort) -> Iterator[list[str]]:
-    """Give `names` once a round, each time with another one first."""
+    """Give `names` once a round, each time with another one first, until each was first as often as the others."""
     end = time.monotonic() + effort.seconds
     nth = 0
-    while nth < effort.least or (nth < effort.most and time.monotonic() < end):
+    while nth < effort.least or nth % len(names) or (nth < effort.most and time.monotonic() < end):
         first = nth % len(names)
         yield names[first:] + names[:first]
         nth += 1

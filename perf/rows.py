@@ -50,11 +50,18 @@ def row(bench: str, case: str, metric: str, subject: str, unit: str, values: Seq
 
 
 def time_rows(bench: str, case: str, metric: str, times: Mapping[str, Sequence[float]]) -> list[Row]:
-    """Return the rows of interleaved times in seconds: each subject's in us, and the ratios round by round."""
+    """Return the rows of interleaved times in seconds: each subject's in us, and ratios of fair rounds."""
     rows = [row(bench, case, metric, name, "us", np.multiply(values, 1e6)) for name, values in times.items()]
     pairs = [(over, under) for over, under in RATIOS if over in times and under in times]
-    ratios = {f"{over} / {under}": np.divide(times[over], times[under]) for over, under in pairs}
+    sums = {name: _sums(values, len(times)) for name, values in times.items()}
+    ratios = {f"{over} / {under}": np.divide(sums[over], sums[under]) for over, under in pairs}
     return rows + [row(bench, case, metric, name, "ratio", values) for name, values in ratios.items()]
+
+
+def _sums(values: Sequence[float], size: int) -> np.ndarray:
+    """Return the sums of every `size` values; what is left over at the end is left out, if it is not all."""
+    size = min(size, len(values))
+    return np.reshape(values[: len(values) // size * size], (-1, size)).sum(axis=1)
 
 
 def bandwidth_rows(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaler_triton.inverse import Inverse
 from scaler_triton.neighbours import Neighbours
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Layout:
     generation: Tensor | None = None  # the number that tables mark with what they see, on the device
     weights: tuple[Any, list[float] | None] | None = None  # each tensor's share in a global norm, and of what copies
     neighbours: Neighbours = field(default_factory=Neighbours)  # of all its tensors
+    inverse: Inverse = field(default_factory=Inverse)  # of the scale they are divided by
 
 
 class Batch(NamedTuple):
@@ -82,6 +84,11 @@ def is_fsdp1(parameter: Any) -> bool:
 def placing(tensor: Any) -> Any:
     """Return what tells a tensor's mesh and placements: itself, what DDP notes of a DTensor made plain, else None."""
     return tensor if is_dtensor(tensor) else getattr(tensor, DDP_SPEC, None)
+
+
+def is_placed(parameter: Any) -> bool:
+    """Tell whether a parameter is known to be a part of something that other ranks hold the rest of, or copies."""
+    return placing(parameter) is not None or is_fsdp1(parameter)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -36,8 +36,11 @@ def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Bac
         found_inf: fp32, one element, the batch's device.
     """
     if backend == "torch":
-        inv_scale = factor if inverse else reference.inverse(factor)
-        _reference_unscale_(batch, inv_scale, found_inf)
+        inv_scale = factor if inverse else batch.layout.inverse.of(factor)
+        if batch.layout.key.plain:
+            reference.unscale_(batch.present, inv_scale, found_inf, batch.neighbours)
+        else:
+            _unscale_subclasses_(batch, inv_scale, found_inf)
         return
     dense = dense_batch(batch)
     kernels().unscale.launch_unscale(filled_table(batch.layout, dense, "unscale"), factor, found_inf, inverse=inverse)
@@ -54,7 +57,7 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: 
         if batch.layout.key.plain:
             reference.check_nonfinite(batch.present, found_inf, batch.neighbours)
         else:
-            _reference_unscale_(batch, torch.ones_like(found_inf), found_inf)
+            _unscale_subclasses_(batch, torch.ones_like(found_inf), found_inf)
         return
     dense = dense_batch(batch)  # kept until the launch: an address keeps nothing alive
     tables = batch.layout.tables
@@ -108,11 +111,9 @@ def _backend(layout: Layout, requested: str, clips: bool) -> Backend:
     return backend
 
 
-def _reference_unscale_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> None:
-    if batch.layout.key.plain:
-        reference.unscale_(batch.present, inv_scale, found_inf, batch.neighbours)
-    else:  # a tensor subclass knows itself what torch's op means for it
-        torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
+def _unscale_subclasses_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> None:
+    # A tensor subclass knows itself what torch's op means for it.
+    torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
 
 
 def _new_table(layout: Layout, mode: str) -> GradTable:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+_AVAILABLE = dist.is_available()  # in this build of torch
 # What a rank has to tell goes in one all-gather, behind its length, up to so many bytes.
 _LENGTH, _AT_ONCE = 8, 1 << 14
 
@@ -66,7 +67,7 @@ class Agreement:
 
 def default_group() -> ProcessGroup | None:
     """Return the default process group of this moment, None before `init_process_group`."""
-    return dist.group.WORLD if dist.is_available() else None  # which is None unless it is initialised
+    return dist.group.WORLD if _AVAILABLE else None
 
 
 def gather_bytes(data: bytes, group: Any) -> list[bytes]:

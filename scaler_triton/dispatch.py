@@ -56,7 +56,7 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
 
     Raises: RuntimeError with the cause if "triton" was requested and does not work there.
     """
-    if requested == "torch" or (clips and choose(device, dtype, requested) == "torch"):
+    if _without_trial(device, requested) or (clips and choose(device, dtype, requested) == "torch"):
         return "torch"
     key = (device, dtype, requested, clips)
     known = _chosen.get(key)
@@ -70,7 +70,7 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
 
 def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
     """Return in words why `choose` chose for these as it did."""
-    return "asked for" if requested == "torch" else _chosen[device, dtype, requested, False][1]
+    return _without_trial(device, requested) or _chosen[device, dtype, requested, False][1]
 
 
 def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False) -> Backend:
@@ -85,10 +85,15 @@ def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False
     return choose(scale.device, scale.dtype, requested, clips=clips)
 
 
+def _without_trial(device: torch.device, requested: str) -> str:
+    """Return why torch is chosen before Triton is tried; "" where it is tried."""
+    if requested == "auto":
+        return "" if device.type == "cuda" else "Triton is chosen for CUDA only"
+    return "asked for" if requested == "torch" else ""
+
+
 def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> tuple[Backend, str]:
     place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
-    if requested == "auto" and device.type != "cuda":
-        return _logged(place, "torch", "Triton is chosen for CUDA only")
     refuse_capture(device, f"the first step with {place}")
     try:
         from scaler_triton.kernels import probe

@@ -42,8 +42,8 @@ class LeftUnscaled:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def __bool__(self) -> bool:
+        return bool(self._entries)
 
     def renew(self, flags: Iterable[tuple[Callable[[], Any], Tensor | None]]) -> None:
         """After an update, keep what it left unstepped of the optimizers it was for, and what the gradients look like.

@@ -30,6 +30,9 @@ class Neighbours:
 
     def merged(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the same memory in fewer tensors: neighbours in one storage become one flat view."""
+        if self._pause:
+            self._pause -= 1
+            return tensors
         if self._offsets is None and not self._first_few_touch(tensors):
             return tensors
         starts = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
@@ -44,11 +47,8 @@ class Neighbours:
             return tensors
 
     def _first_few_touch(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether there are neighbours among the first few; after a look without any, some calls do not look."""
-        if self._pause or len(tensors) < 2:
-            self._pause = max(self._pause - 1, 0)
-            return False
-        found = bool(_joints(sorted(tensors[:_FEW], key=Tensor.data_ptr)))
+        """Tell whether there are neighbours among the first few; without any, some calls will not look."""
+        found = len(tensors) > 1 and bool(_joints(sorted(tensors[:_FEW], key=Tensor.data_ptr)))
         self._pause = 0 if found else _PAUSE
         return found
 

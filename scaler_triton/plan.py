@@ -56,6 +56,7 @@ class GradPlan:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
+        self.is_placed = any(map(batching.is_placed, self.parameters))
         self.rebuilds = 0
         self.marks = OverflowMarks(len(self.parameters))
         # What others work out once and keep here; the last four with what they worked it out from.
@@ -100,7 +101,7 @@ class GradPlan:
         gradients: list[Tensor | None] = [parameter.grad for parameter in self.parameters]
         shards = self._whole_shards(gradients) if self._dtensors else gradients
         if self._known.all_there(shards):
-            if not allow_fp16:
+            if self._fp16 and not allow_fp16:
                 self._refuse_fp16(shards)
             batches = [Batch(layout, row(shards), True) for layout, row in zip(self.layouts, self._rows, strict=True)]
             return Gradients(batches, [])
@@ -124,7 +125,7 @@ class GradPlan:
 
     def _collect_each(self, gradients: list[Tensor | None], allow_fp16: bool) -> Gradients:
         bounds = self._localise(gradients)
-        if not allow_fp16:
+        if self._fp16 and not allow_fp16:
             self._refuse_fp16(gradients)
         loose: dict[int, Tensor] = {}
         if not self._known.hold(gradients):

@@ -69,11 +69,6 @@ def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor, neighbours: Ne
         torch._amp_foreach_non_finite_check_and_unscale_(small, found_inf, torch.ones_like(found_inf))
 
 
-def inverse(scale: Tensor) -> Tensor:
-    """Return float(1 / double(scale)): for fp32 the correctly rounded reciprocal, which one division gives."""
-    return scale.reciprocal()
-
-
 def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,

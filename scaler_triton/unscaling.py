@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import batch_ops, dispatch, optimizers, reference
+from scaler_triton import batch_ops, dispatch, optimizers
 from scaler_triton.agreeing import AgreeingMixin
 from scaler_triton.cuda_graphs import is_captured, refuse_capture
 from scaler_triton.flag_buffer import FlagBuffer
+from scaler_triton.inverse import inverse
 from scaler_triton.plan import GradPlan
 from scaler_triton.states import Flags, StatesMixin
 from scaler_triton.stats import SKIPPED
@@ -51,8 +52,9 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         self._check_order(state)
 
         def unscale(found_inf: Tensor) -> Flags:
-            inv_scale = reference.inverse(scale) if self._unscale_is_overridden() else None
-            return self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16)
+            if self._unscale_is_overridden():
+                return self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
+            return self._unscale_batches_(optimizer, state, None, found_inf, self._allow_fp16)
 
         verdict = self._examine(optimizer, state, unscale)
         self._enter_unscaled(state)
@@ -70,17 +72,20 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
 
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool = True
-    ) -> Flags:
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True) -> Flags:
         """Unscale on this rank only, and return a flag for each device that holds gradients.
 
         Args:
-            inv_scale: fp32, one element; None: take 1 / scale where the gradients are unscaled.
+            inv_scale: fp32, one element.
             found_inf: fp32, shape (), zero; becomes the flag of its own device.
             allow_fp16: False refuses fp16 gradients as torch does.
         """
-        state = self._state(optimizer)
+        return self._unscale_batches_(optimizer, self._state(optimizer), inv_scale, found_inf, allow_fp16)
+
+    def _unscale_batches_(
+        self, optimizer: Any, state: StepState, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
+    ) -> Flags:
+        """As `_unscale_grads_`; without `inv_scale` 1 / scale is taken where the gradients are unscaled."""
         state["written"] = False
         factor = self._scale if inv_scale is None else inv_scale
         assert factor is not None
@@ -138,15 +143,15 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         if looks and divides and self._unscaling_may_overflow():  # what is infinite then need not have been before
             found = torch.zeros_like(flag)
             batch_ops.check_batch(batch, found, backend)
-            self._look(plan, batch, found)
             looks = False
+            if found.item():
+                self._look(plan, batch)
         op(batch, flag, backend)
-        if looks:
-            self._look(plan, batch, flag)
+        if looks and flag.item():
+            self._look(plan, batch)
 
-    def _look(self, plan: GradPlan, batch: Batch, flag: Tensor) -> None:
-        if flag.item():
-            plan.marks.look(batch, self._counters.read()[SKIPPED])
+    def _look(self, plan: GradPlan, batch: Batch) -> None:
+        plan.marks.look(batch, self._counters.read()[SKIPPED])
 
     def _unscaling_may_overflow(self) -> bool:
         """Tell whether finite gradients may become infinite without counting as overflow; waits for the scale."""
@@ -222,8 +227,8 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         """Return the plan's verdict, cleared, on the scale's device."""
         if state["found_inf_per_device"]:
             plan.verdict = None  # what an earlier check found must outlive a failure of this one
-        home = self._home(plan.devices)
-        verdict = plan.verdict
+        assert self._scale is not None
+        home, verdict = self._scale.device, plan.verdict
         if verdict is None or verdict.device != home:
             if home not in self._flag_buffers:
                 refuse_capture(home, "a scaler's first step")

@@ -150,16 +150,12 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, checked: Sequence[StepState]) -> None:
         if not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
-        if self._update_backend(scale, growth_tracker) == "triton":
+        plain = growth_tracker.dtype is torch.int32  # another was put there by somebody
+        if plain and dispatch.choose_for_scale(scale, self._backend) == "triton":
             self._update_by_kernel(scale, growth_tracker, checked)
             return
         found_inf = any_flag([self._flag(state) for state in checked], scale.device)
         reference.update_scale_(scale, growth_tracker, found_inf, *self._numbers(), self._limits, self._counters)
-
-    def _update_backend(self, scale: Tensor, growth_tracker: Tensor) -> dispatch.Backend:
-        if growth_tracker.dtype is not torch.int32:  # put there by somebody
-            return "torch"
-        return dispatch.choose_for_scale(scale, self._backend)
 
     def _update_by_kernel(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
         """Update by one launch, which clears the flags for the next step if they are all in one buffer."""

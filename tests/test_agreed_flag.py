@@ -28,6 +28,12 @@ def fresh(buffer: FlagBuffer | None = None) -> Verdict:
     return verdict
 
 
+def as_on_a_gpu(verdict: Verdict) -> Verdict:
+    """Return a verdict on the CPU that does not read its signals where they are, but a copy of them."""
+    verdict._host_signals = None
+    return verdict
+
+
 def test_flags_are_its_own_until_somebody_writes() -> None:
     verdict = fresh()
     flags = verdict.serve([CPU])
@@ -59,8 +65,8 @@ def test_a_flag_replaced_or_added_is_noticed() -> None:
 def test_a_flag_written_by_a_collective_is_read_anew(
     take: Callable[[dict[torch.device, torch.Tensor]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scaler_triton.verdict.HostMirror", functools.partial(HostMirror, frozen=True))  # as on a GPU
-    verdict = fresh()
+    monkeypatch.setattr("scaler_triton.verdict.HostMirror", functools.partial(HostMirror, frozen=True))
+    verdict = as_on_a_gpu(fresh())
     flags = verdict.serve([CPU])
     verdict.start_mirror()
     take(flags).data.fill_(1.0)  # like dist.all_reduce, this moves no version on
@@ -79,7 +85,7 @@ def test_a_flag_that_somebody_summed_over_ranks_stays_one() -> None:
 
 
 def test_a_flag_is_not_copied_into_a_graph_and_can_be_read_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = fresh()
+    verdict = as_on_a_gpu(fresh())
     monkeypatch.setattr("scaler_triton.verdict.is_captured", lambda tensor: True)
     verdict.start_mirror()
     monkeypatch.undo()
@@ -154,8 +160,9 @@ def test_rows_come_back_cleared_and_one_too_many_lies_elsewhere() -> None:
     assert again.found_inf.item() == beyond.found_inf.item() == 0.0
 
 
-def test_a_new_step_begins_without_the_last_ones_flag() -> None:
-    verdict = fresh()
+@pytest.mark.parametrize("as_it_is", [lambda verdict: verdict, as_on_a_gpu], ids=["host", "copied"])
+def test_a_new_step_begins_without_the_last_ones_flag(as_it_is: Callable[[Verdict], Verdict]) -> None:
+    verdict = as_it_is(fresh())
     verdict.found_inf.fill_(1.0)
     verdict.start_mirror()
     verdict.begin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -170,7 +171,7 @@ def test_nothing_is_made_on_the_device_while_a_graph_is_captured(monkeypatch: py
     scaler, optimizer, counters = started(GradScaler, "cpu"), sgd([torch.ones(3)]), Counters([1] * 7)
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
-    monkeypatch.setattr(scaler, "_home", lambda plan: gpu)
+    monkeypatch.setattr(scaler, "_scale", SimpleNamespace(device=gpu))
     marks = OverflowMarks(1)
     for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu), lambda: marks._again_on(gpu)):
         with pytest.raises(RuntimeError, match="take one step like it before"):

@@ -23,12 +23,21 @@ CPU, FP32 = torch.device("cpu"), torch.float32
 ROOT = Path(__file__).parents[1]
 
 
-def test_cpu_is_torchs_unless_asked_otherwise_and_one_line_says_why(caplog: Any) -> None:
+def test_cpu_is_torchs_unless_asked_otherwise() -> None:
+    assert dispatch.choose(CPU, FP32, "auto") == "torch"
+    assert dispatch.reason_for(CPU, FP32, "auto") == "Triton is chosen for CUDA only"
+    assert dispatch.choose(CPU, FP32, "torch") == "torch"
+    assert dispatch.reason_for(CPU, FP32, "torch") == "asked for"
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_a_trial_is_made_once_and_one_line_says_how_it_went(place: Place, caplog: Any) -> None:
+    device = torch.zeros(0, device=place.device).device
     with caplog.at_level(logging.DEBUG, "scaler_triton"):
         for _ in range(3):
-            assert dispatch.choose(CPU, FP32, "auto") == "torch"
+            dispatch.choose(device, FP32, "triton")
     assert [record.getMessage() for record in caplog.records] == [
-        "float32 on cpu is served by torch: Triton is chosen for CUDA only"
+        f"float32 on {device} is served by triton: triton, and a trial run was right"
     ]
 
 
@@ -90,7 +99,7 @@ def test_every_dtype_is_tried_before_any_gradient_is_written(monkeypatch: Any, b
 
     monkeypatch.setattr(probe_module, "probe", probe)
     if backend == "auto":  # whose warning is an error here
-        monkeypatch.setattr(dispatch, "_decide", _as_on_a_gpu(dispatch._decide, served=FP32))
+        _as_on_a_gpu(monkeypatch, served=FP32)
     optimizer = sgd([torch.tensor([4.0]), torch.tensor([4.0], dtype=torch.float64)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -133,7 +142,7 @@ def test_a_clip_that_triton_cannot_do_is_torchs_to_the_bit(monkeypatch: Any) -> 
     for backend in ("auto", "torch"):
         optimizer, scaler = sgd(start), started(GradScaler, "cpu", backend=backend)
         if backend == "auto":
-            monkeypatch.setattr(dispatch, "_decide", _as_on_a_gpu(dispatch._decide))
+            _as_on_a_gpu(monkeypatch)
             with pytest.warns(RuntimeWarning, match="ptxas fatal") as warned:
                 norm = scaler.clip_grad_norm_(optimizer, 1e-3)
             assert len(warned) == 1
@@ -144,16 +153,18 @@ def test_a_clip_that_triton_cannot_do_is_torchs_to_the_bit(monkeypatch: Any) -> 
         assert_same(mine, theirs)
 
 
-def _as_on_a_gpu(decide: Any, served: torch.dtype | None = None) -> Any:
-    """Return `decide` for a CPU whose unscaling, or that of one dtype, Triton serves: with auto's leniency."""
+def _as_on_a_gpu(monkeypatch: Any, served: torch.dtype | None = None) -> None:
+    """Have auto try Triton on the CPU, which serves the unscaling there, or that of one dtype."""
+    decide = dispatch._decide
 
     def decided(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> Any:
         if not clips and served in (None, dtype):
-            return "triton"
+            return "triton", "it is served"
         with mock.patch.object(torch.cuda, "is_available", return_value=False):
             return decide(torch.device("cuda", 0), dtype, requested, clips)
 
-    return decided
+    monkeypatch.setattr(dispatch, "_without_trial", lambda device, requested: requested == "torch")
+    monkeypatch.setattr(dispatch, "_decide", decided)
 
 
 def test_argument_beats_environment_beats_auto(monkeypatch: Any) -> None:

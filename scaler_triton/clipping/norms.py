@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from scaler_triton import batch_ops, reference
+from scaler_triton import batch_ops
 from scaler_triton.batch import Batch, Layout
 from scaler_triton.clipping import reference_norm
 from scaler_triton.dispatch import Backend
@@ -84,7 +84,7 @@ def clip_batch_(
     """
     if backend == "torch":
         norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
-        _reference_clip_(batch, reference.inverse(scale), coef)
+        _reference_clip_(batch, batch.layout.inverse.of(scale), coef)
         return norm
     dense = batch_ops.dense_batch(batch)
     table = _clip_table(batch, dense, measured)
@@ -131,7 +131,7 @@ def _clip_table(batch: Batch, dense: Batch, measured: bool) -> GradTable:
 def _reference_totals(
     batch: Batch, factor: Tensor, found_inf: Tensor, weights: Sequence[float] | None, inverse: bool
 ) -> Tensor:
-    inv_scale = factor if inverse else reference.inverse(factor)
+    inv_scale = factor if inverse else batch.layout.inverse.of(factor)
     if weights is not None:
         weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
     if batch.layout.key.plain and inv_scale.is_cpu:

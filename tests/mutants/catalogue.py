@@ -24,7 +24,7 @@ DIFFERENCES = "tests/test_differences.py"
 GRADIENTS = "tests/test_gradients.py"
 PLAN = "tests/test_plan.py"
 REFERENCE = "tests/test_reference.py"
-DISPATCH = "tests/test_dispatch.py"
+DISPATCH, INVERSE = "tests/test_dispatch.py", "tests/test_inverse.py"
 STEPS = "tests/test_steps.py"
 RANKS = "tests/distributed/test_rank_local.py tests/distributed/test_failures.py"
 MESHES = "tests/distributed/test_dtensor.py"
@@ -70,7 +70,12 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", 'state["written"] = True', "pass", FAILURE),
     Mutant(_S + "unscaling.py", "if written or agreement is not None:", "if agreement is not None:", FAILURE),
     Mutant(_S + "states.py", 'states[("gone", id(state))] = state', "pass", CONTRACT),
-    Mutant(_S + "unscaling.py", "if self._unscale_is_overridden() else None", "if False else None", CONTRACT),
+    Mutant(
+        _S + "unscaling.py",
+        "return self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)",
+        "return self._unscale_batches_(optimizer, state, inverse(scale), found_inf, self._allow_fp16)",
+        CONTRACT,
+    ),
     Mutant(_S + "unscaling.py", "if self._unscale_is_overridden():  # the", "if False:  # the", CONTRACT),
     Mutant(_S + "unscaling.py", "tell_failure(agreement, self._scale.device)", "pass", RANKS),
     Mutant(_S + "unscaling.py", "self._lazy_init_scale_growth_tracker(self._home", "str(self._home", RANKS),
@@ -94,15 +99,17 @@ MUTANTS = [
     Mutant(_S + "clipping/disabled.py", "collectives.has_fsdp1(parameters)", "False", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "placing(parameter) is None", "True", CLIPPED),
     Mutant(_S + "batch.py", "getattr(tensor, DDP_SPEC, None)", "None", CLIPPED),
+    Mutant(_S + "batch.py", "is not None or is_fsdp1(parameter)", "is not None", PATCHED),
+    Mutant(_S + "agreeing.py", "(plan.is_placed or self._is_sharded)", "self._is_sharded", MESHES),
+    Mutant(_S + "agreeing.py", "(plan.is_placed or self._is_sharded)", "plan.is_placed", RANKS),
+    Mutant(_S + "agreeing.py", "_is_sharded) and self.process_group is None:", "_is_sharded):", GROUPS),
     Mutant(
         _S + "clipping/reference_norm.py",
         "_quick_sum(tensors)",
         "_quick_sum(sorted(tensors, key=Tensor.data_ptr))",
         CLIP,
     ),
-    Mutant(
-        _S + "verdict.py", "if self._compare is not None:\n            self._check(", "if False:\n            (", SPLIT
-    ),
+    Mutant(_S + "verdict.py", "            self._check(self._signals.tolist())", "            pass", SPLIT),
     # what a report tells
     Mutant(_S + "plan.py", "plan.take_marks(before)", "pass", REPORT),
     Mutant(_S + "overflow_marks.py", "in [*self._marked()]:", "in ():", REPORT),
@@ -320,6 +327,8 @@ MUTANTS = [
     Mutant(_S + "untraced.py", "                _mark(member)", "                pass", COMPILE),
     Mutant(_S + "compiled.py", 'mutates_args=("grads", "found_inf")', 'mutates_args=("grads",)', COMPILED),
     # the CPU's path
+    Mutant(_S + "inverse.py", "_LOW = 2.0**-126", "_LOW = 2.0**-149", INVERSE),
+    Mutant(_S + "verdict.py", "            self._host_signals.fill(0.0)", "            pass", AGREED),
     Mutant(_S + "reference.py", "tensor.nbytes < _LARGE_BYTES", "True", REFERENCE),
     Mutant(_S + "neighbours.py", "0 if found else _PAUSE", "_PAUSE * 10**6 * (not found)", REFERENCE),
     # what random mutants of all modules showed that no test saw

@@ -23,8 +23,8 @@ def test_subjects_take_turns_and_another_one_begins_each_round() -> None:
         return Subject(lambda: calls.append(name), lambda: calls.append("("), lambda: calls.append(")"))
 
     times = interleaved({"a": noting("a"), "b": noting("b")}, Effort(0.0, least=3), warmup=1)
-    assert "".join(calls) == "(a)(b)" + "(a)(b)" + "(b)(a)" + "(a)(b)"
-    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+    assert "".join(calls) == "(a)(b)" + "(a)(b)(b)(a)" + "(a)(b)(b)(a)"  # each begins as often as the others
+    assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4}
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 2), (3600.0, 7)])
@@ -52,12 +52,24 @@ def test_spread() -> None:
     assert (found.samples, found.p20, found.p50, found.p80, found.p90) == (101, 20, 50, 80, 90)
 
 
-def test_ratios_are_taken_round_by_round() -> None:
-    drifting = {"torch": [1e-6, 10e-6, 100e-6], "ours": [2e-6, 20e-6, 200e-6], "none": [1e-6, 1e-6, 1e-6]}
+def test_ratios_are_of_the_same_rounds() -> None:
+    drifting = {"torch": [1e-6, 10e-6, 100e-6] * 2, "ours": [2e-6, 20e-6, 200e-6] * 2, "none": [1e-6] * 6}
     rows = {found.subject: found for found in time_rows("b", "c", "m", drifting)}
     assert set(rows) == {"torch", "ours", "none", "ours / torch", "ours / none", "torch / none"}
     assert rows["torch"].p50 == pytest.approx(10.0)
-    assert (rows["ours / torch"].p20, rows["ours / torch"].p80) == (2.0, 2.0)
+    found = rows["ours / torch"]
+    assert (found.samples, found.p20, found.p80) == (2, pytest.approx(2.0), pytest.approx(2.0))
+
+
+def test_who_begins_may_be_quicker_and_the_ratio_is_the_same() -> None:
+    times = {"torch": [1.0, 3.0] * 9, "ours": [3.0, 1.0] * 9}
+    found = next(row for row in time_rows("b", "c", "m", times) if row.unit == "ratio")
+    assert (found.p20, found.p50, found.p90) == (1.0, 1.0, 1.0)
+
+
+def test_fewer_rounds_than_subjects_make_one_ratio() -> None:
+    found = next(row for row in time_rows("b", "c", "m", {"torch": [2.0], "ours": [3.0]}) if row.unit == "ratio")
+    assert (found.samples, found.p50) == (1, 1.5)
 
 
 def test_bandwidth() -> None:
