@@ -136,11 +136,13 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         self, plan: GradPlan, op: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend, *, divides: bool = False
     ) -> None:
         """Run an op on a batch, and have it marked whose gradients overflow."""
+        scale = self._scale
         if backend == "triton":
-            counted = self._scale is not None and flag.device == self._scale.device
+            counted = scale is not None and flag.device == scale.device
             plan.marks.expect(batch.layout, self._counters.on(flag.device) if counted else None)
         looks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # others know few ops
-        if looks and divides and self._unscaling_may_overflow():  # what is infinite then need not have been before
+        if looks and divides and scale is not None and scale.item() < 1.0 and not self._check_unscaled:
+            # What is infinite after the op need not have been before, nor count as overflow.
             found = torch.zeros_like(flag)
             batch_ops.check_batch(batch, found, backend)
             looks = False
@@ -152,10 +154,6 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
 
     def _look(self, plan: GradPlan, batch: Batch) -> None:
         plan.marks.look(batch, self._counters.read()[SKIPPED])
-
-    def _unscaling_may_overflow(self) -> bool:
-        """Tell whether finite gradients may become infinite without counting as overflow; waits for the scale."""
-        return self._scale is not None and not self._check_unscaled and self._scale.item() < 1.0
 
     def _unscale_is_overridden(self) -> bool:
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_
