@@ -48,7 +48,7 @@ class Goal:
 
 # Causes, each from a measurement of its own.
 FIXED = "a fixed cost per step, whatever the number of gradients"
-FEW = f"{FIXED}: it pays off with 50, not with 10, if torch's op and the launches of its small ones take no time"
+FEW = f"{FIXED}: it pays off with 50, not with 10; of torch's time its op, and a GPU's launches, are left out"
 CALLS = "torch has no call that only reads a list of tensors: small ones are copied together and summed"
 LARGE = "large gradients cost their bytes, merged or not"
 WALK = "both walk every parameter and gradient; this walk is most of our time, and takes longer where caches are slow"
