@@ -57,7 +57,9 @@ class GradTable:
         self.bits = torch.zeros((len(numels), GENERATIONS.value), dtype=torch.int32, device=device)
         self.generation = torch.zeros(1, dtype=torch.int32, device=device)
         self._last = [0] * len(numels)
-        self._staging = None if device.type == "cpu" else _Staging(len(numels), device)
+        # A view takes as long to make as to fill.
+        self._on_host: Any = self.addresses.numpy() if device.type == "cpu" else None
+        self._staging = _Staging(len(numels), device) if self._on_host is None else None
         self._launches: dict[Any, launcher.Launch] = {}
 
     def set_addresses(self, addresses: list[int]) -> None:
@@ -73,7 +75,7 @@ class GradTable:
         if addresses == self._last and not self._is_replayed():
             return
         if self._staging is None:
-            self.addresses.numpy()[:] = addresses
+            self._on_host[:] = addresses
         else:
             self._staging.send(addresses, self.addresses)
             if self._staging.captured and self not in _captured:
@@ -138,8 +140,8 @@ class _Staging:
             return
         while len(self._spare) < self.SPARE:
             self._spare.append(_pinned(self._size))
-        buffer, passed = self._idle_slot()
-        buffer.numpy()[:] = values
+        buffer, on_host, passed = self._idle_slot()
+        on_host[:] = values
         with self._module.device(self._device):
             out.copy_(buffer, non_blocking=True)
             passed.record()
@@ -155,15 +157,16 @@ class _Staging:
         out.copy_(buffer, non_blocking=True)
         self.captured.append(buffer)
 
-    def _idle_slot(self) -> tuple[Tensor, Any]:
+    def _idle_slot(self) -> tuple[Tensor, np.ndarray, Any]:
         for slot in self._slots:
-            if slot[1].query():
+            if slot[-1].query():
                 return slot
         self._slots.append(self._new_slot())
         return self._slots[-1]
 
-    def _new_slot(self) -> tuple[Tensor, Any]:
-        return _pinned(self._size), self._module.Event()
+    def _new_slot(self) -> tuple[Tensor, np.ndarray, Any]:
+        buffer = _pinned(self._size)
+        return buffer, buffer.numpy(), self._module.Event()
 
 
 def _pinned(size: int) -> Tensor:

@@ -105,11 +105,11 @@ class GradPlan:
                 self._refuse_fp16(shards)
             batches = [Batch(layout, row(shards), True) for layout, row in zip(self.layouts, self._rows, strict=True)]
             return Gradients(batches, [])
-        with torch.no_grad():
-            if summed:
-                self._sum_up(gradients)
-            return self._collect_each(gradients, allow_fp16)
+        if summed:
+            self._sum_up(gradients)
+        return self._collect_each(gradients, allow_fp16)
 
+    @torch.no_grad()
     def _sum_up(self, gradients: list[Tensor | None]) -> None:
         for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             if gradient is not None and batching.is_yet_a_sum(gradient):
@@ -148,7 +148,7 @@ class GradPlan:
                 if spec is not None and spec is self._whole_specs[index]:
                     continue  # gradients of one parameter mostly share one: it need not be read again
                 if batching.is_dtensor(gradient) and (terms := batching.partial_terms(gradient)) > 1:
-                    bounds[index] = local * terms
+                    bounds[index] = local.detach() * terms
                 else:
                     self._whole_specs[index] = spec
                     self._note_cut(index, gradient)

@@ -109,7 +109,7 @@ def test_a_buffer_in_flight_is_never_overwritten(staging):
     out = torch.zeros(2, dtype=torch.int64)
     for step in range(5):  # the device has not begun to copy: every step needs a buffer of its own
         staging.send([step, step], out)
-    assert [buffer.tolist() for buffer, _ in staging._slots] == [[step, step] for step in range(5)]
+    assert [buffer.tolist() for buffer, *_ in staging._slots] == [[step, step] for step in range(5)]
     assert out.tolist() == [4, 4]
 
 
@@ -118,7 +118,7 @@ def test_a_buffer_whose_copy_has_passed_is_used_again(staging):
     for step in range(9):
         staging.send([step, step], out)
         if step % 2:
-            for _, event in staging._slots:
+            for *_, event in staging._slots:
                 event.passed = True
     assert len(staging._slots) == 2
 
