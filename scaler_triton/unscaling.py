@@ -141,7 +141,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
             counted = scale is not None and flag.device == scale.device
             plan.marks.expect(batch.layout, self._counters.on(flag.device) if counted else None)
         looks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # others know few ops
-        if looks and divides and scale is not None and scale.item() < 1.0 and not self._check_unscaled:
+        if looks and divides and not self._check_unscaled and scale is not None and scale.item() < 1.0:
             # What is infinite after the op need not have been before, nor count as overflow.
             found = torch.zeros_like(flag)
             batch_ops.check_batch(batch, found, backend)

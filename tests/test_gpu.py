@@ -105,6 +105,23 @@ def test_offloaded_gradients_beside_device_ones(bad: str | None, clip: bool) -> 
     assert scaler.get_scale() == (2.0 if bad else 4.0)
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("check", [False, True])
+def test_offloaded_gradients_wait_for_the_scale_that_an_update_has_yet_to_set(clip: bool, check: bool) -> None:
+    """The CPU would divide by the scale before it, which a growth doubles."""
+    (parameter,) = parameters([torch.full((5,), 8.0)], "cpu")
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1, check_unscaled=check)
+    for scale in (4.0, 8.0, 16.0):
+        parameter.grad = torch.full_like(parameter, 2 * scale)
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 100.0)
+        scaler.step(optimizer)
+        torch.cuda._sleep(100_000_000)
+        scaler.update()
+    assert parameter[0].item() == -6.0
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("clip", [False, True])
