@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -43,5 +44,18 @@ def whole_parameters(model: nn.Module) -> Tensor:
     """Return all parameters of a spread model, gathered, as one fp32 vector on the CPU. A collective call."""
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)
     with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model) if is_fsdp1 else nullcontext():
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-        return torch.cat([p.detach().flatten().cpu() for p in whole])
+        return torch.cat([_whole(p).detach().flatten().cpu() for p in model.parameters()])
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if "gloo" in dist.get_backend():
+        parameter = _on_host(parameter)  # this collective has gloo read a GPU's memory as if it were the host's
+    return parameter.full_tensor()
+
+
+def _on_host(sharded: DTensor) -> DTensor:
+    mesh = init_device_mesh("cpu", sharded.device_mesh.shape)
+    local, shape, stride = sharded.to_local().cpu(), sharded.shape, sharded.stride()
+    return DTensor.from_local(local, mesh, sharded.placements, run_check=False, shape=shape, stride=stride)
