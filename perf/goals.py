@@ -89,7 +89,7 @@ GOALS = (
     Goal("added launches, one dtype", "launches", r"(plain|fused) AdamW", "launches", 3, "ours - none"),
     Goal("CPU: unscale", "cpu", r".*", "unscale", EVEN, needs=FULL),
     Goal("CPU: unscale_ + step + update", "host", r".*, cpu", WHOLE, EVEN, needs=FULL, because=FIXED),
-    Goal("CPU: adjacent gradients, small", "cpu", r"2000 x 64 .*", "unscale, adjacent", 0.5, needs=FULL),
+    Goal("CPU: adjacent gradients, small", "cpu", r"2000 x 64 .*", "unscale, adjacent", 0.5, needs=FULL, because=WALK),
     Goal("CPU: adjacent gradients, others", "cpu", r".*", "unscale, adjacent", EVEN, needs=FULL, because=LARGE),
     Goal("CPU: unscale + clip, plain", "clip", r"(?!.*DTensor).*, cpu", CLIP, 1 / 1.2, needs=FULL, because=EXACT),
     Goal("CPU: check, over 1 MB each", "cpu", r"20 x 1M.*", "check", 1 / 1.2, needs=FULL, because=CALLS),
