@@ -57,7 +57,7 @@ class GradTable:
         self.bits = torch.zeros((len(numels), GENERATIONS.value), dtype=torch.int32, device=device)
         self.generation = torch.zeros(1, dtype=torch.int32, device=device)
         self._last = [0] * len(numels)
-        # A view takes as long to make as to fill.
+        # Kept: of few tensors, a view takes longer to make than to fill.
         self._on_host: Any = self.addresses.numpy() if device.type == "cpu" else None
         self._staging = _Staging(len(numels), device) if self._on_host is None else None
         self._launches: dict[Any, launcher.Launch] = {}
