@@ -132,7 +132,7 @@ def require_no_skips(case: str, loop: Loop) -> None:
     for name, scaler in loop.scalers.items():
         require(
             not scaler.is_enabled() or scaler.get_scale() == SCALE,
-            f"{case}: {name} skipped a step, its scale is {scaler.get_scale()}",
+            f"{case}: {name} skipped a step of the model that all of them train, its scale is {scaler.get_scale()}",
         )
 
 
@@ -150,8 +150,9 @@ def require_equal_unscaling(case: str, loop: Loop) -> None:
     def subject(scaler: Any) -> Subject:
         return Subject(lambda: unscale_here(scaler, optimizer), lambda: torch._foreach_copy_(gradients, before))
 
-    both = {name: subject(loop.scalers[name]) for name in ("torch", "ours")}
-    require_same(case, both, lambda name: gradients)
+    # Gradients that are not where the scale is, torch's op may divide by a scale still on its way (pytorch#176429).
+    believed = scalers(gradients[0].device.type, scale=SCALE)["torch"]
+    require_same(case, {"torch": subject(believed), "ours": subject(loop.scalers["ours"])}, lambda name: gradients)
     loop.optimizer.zero_grad()
 
 
