@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scaler_triton.kernels import launcher
-from scaler_triton.kernels.common import edge_ptrs, find_chunk, narrow, widen
+from scaler_triton.kernels.common import edge_ptrs, find_chunk, load_body, narrow, read_table, widen
 from scaler_triton.kernels.norm import FAILED, FLAG, SCALES, SQUARES
 from scaler_triton.kernels.table import GradTable
 
@@ -42,21 +42,17 @@ def _clip_kernel(
     inv = tl.div_rn(1.0, tl.load(scale_ptr))  # plain `/` is approximate in fp32
     norm, coef = _norm_and_coefficient(totals_ptr, max_norm_bits)
 
-    pid = tl.program_id(0)
-    if pid == 0:
+    if tl.program_id(0) == 0:
         tl.store(norm_ptr, norm)
         _settle(totals_ptr, signals_ptr, ranks)
-    tensor = tl.load(chunk_tensor_ptr + pid)
-    address = tl.load(address_ptr + tensor)
+    _, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     if (address != 0) & ((inv != 1.0) | (coef != 1.0)):
-        n_elements = tl.load(numel_ptr + tensor)
-        start = tl.load(chunk_index_ptr + pid).to(tl.int64) * (BLOCK_SIZE * UNROLL)
-        body, edges, has_edges = find_chunk(address, n_elements, start, DTYPE, BLOCK_SIZE * UNROLL)
+        body, edges, has_edges = find_chunk(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
         body_ptr, limit = body
+        grads = load_body(body, BLOCK_SIZE, UNROLL)
         for step in tl.static_range(UNROLL):
             offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            grad = tl.load(body_ptr + offs, mask=offs < limit, other=0.0)
-            tl.store(body_ptr + offs, _clipped(grad, inv, coef), mask=offs < limit)
+            tl.store(body_ptr + offs, _clipped(grads[step], inv, coef), mask=offs < limit)
         if has_edges:
             ptrs, mask = edge_ptrs(edges, 128 // DTYPE.primitive_bitwidth)
             edge = tl.load(ptrs, mask=mask, other=0.0)

@@ -45,13 +45,9 @@ def visit_chunk(
     """Flag what is not finite in this program's chunk and, with WRITE, multiply the chunk by `inv`."""
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
 
-    pid = tl.program_id(0)
-    tensor = tl.load(chunk_tensor_ptr + pid)
-    address = tl.load(address_ptr + tensor)
+    tensor, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     if address != 0:
-        n_elements = tl.load(numel_ptr + tensor)
-        start = tl.load(chunk_index_ptr + pid).to(tl.int64) * (BLOCK_SIZE * UNROLL)
-        body, edges, has_edges = find_chunk(address, n_elements, start, DTYPE, BLOCK_SIZE * UNROLL)
+        body, edges, has_edges = find_chunk(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
 
         # A product is NaN, Inf or finite just as its gradient was, unless the factor is 0 or beyond 1: so the
         # bits may be read after the stores, or between them, but for such a factor they are read before.
@@ -68,11 +64,21 @@ def visit_chunk(
 
 
 @triton.jit
-def find_chunk(address, n_elements, start, DTYPE: tl.constexpr, CHUNK_SIZE: tl.constexpr):
-    """The body of the chunk from element `start` on, the edges of its tensor, and whether they are this chunk's."""
+def read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr):
+    """This program's tensor and chunk of it, the tensor's address (0 for none) and its elements: two waits in all."""
+    pid = tl.program_id(0)
+    tensor = tl.load(chunk_tensor_ptr + pid)
+    index = tl.load(chunk_index_ptr + pid)
+    return tensor, index, tl.load(address_ptr + tensor), tl.load(numel_ptr + tensor)
+
+
+@triton.jit
+def find_chunk(address, n_elements, index, DTYPE: tl.constexpr, CHUNK_SIZE: tl.constexpr):
+    """The body of a tensor's chunk `index`, the edges of the tensor, and whether they are this chunk's."""
     ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VEC: tl.constexpr = 16 // ITEMSIZE
 
+    start = index.to(tl.int64) * CHUNK_SIZE
     aligned = (address + 15) & -16
     head = tl.minimum((aligned - address) // ITEMSIZE, n_elements)
     tail = head + (n_elements - head) // VEC * VEC
@@ -85,19 +91,30 @@ def find_chunk(address, n_elements, start, DTYPE: tl.constexpr, CHUNK_SIZE: tl.c
 
 
 @triton.jit
+def load_body(body, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
+    """The chunk's body as UNROLL blocks: all are asked for before one is stored, so that many bytes are under way."""
+    body_ptr, limit = body
+    blocks = ()
+    for step in tl.static_range(UNROLL):
+        offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        blocks += (tl.load(body_ptr + offs, mask=offs < limit, other=0.0),)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
 def _visit_body(body, inv, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr, WRITE: tl.constexpr):
     """NaN if an element of the chunk's body is not finite, else 0; with WRITE the body times `inv`."""
     body_ptr, limit = body
     # A product with 1 need not be stored: no lane has anything to store then.
     store_limit = tl.where(inv == 1.0, 0, limit)
     acc = tl.zeros([BLOCK_SIZE], tl.float64 if VEC == 2 else tl.float32)
+    grads = load_body(body, BLOCK_SIZE, UNROLL)
     for step in tl.static_range(UNROLL):
-        offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-        grad = tl.load(body_ptr + offs, mask=offs < limit, other=0.0)
-        x = widen(grad)
+        x = widen(grads[step])
         acc += x * 0.0  # Inf * 0 is NaN, and NaN stays
         if WRITE:
-            tl.store(body_ptr + offs, narrow(x * inv, grad.dtype), mask=offs < store_limit)
+            offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            tl.store(body_ptr + offs, narrow(x * inv, grads[step].dtype), mask=offs < store_limit)
     return tl.sum(acc)
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scaler_triton.kernels import launcher
-from scaler_triton.kernels.common import edge_ptrs, find_chunk, mark, widen
+from scaler_triton.kernels.common import edge_ptrs, find_chunk, load_body, mark, read_table, widen
 from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 from scaler_triton.kernels.table import GradTable
 
@@ -34,7 +34,7 @@ class NormTable(GradTable):
     """A table with room for a sum of squares a chunk, and with a weight for each tensor.
 
     Attributes:
-        partials: fp64 `[n_chunks]`, on the device.
+        partials: fp64, on the device, one a chunk; zeros make whole blocks of them.
         weights: fp64 `[N]`, on the device; what the sum of squares of tensor `t` is multiplied by.
     """
 
@@ -44,7 +44,8 @@ class NormTable(GradTable):
     ) -> None:
         """As `GradTable`; all weights are 1."""
         super().__init__(numels, dtype, device, config)
-        self.partials = torch.zeros(self.n_chunks, dtype=torch.float64, device=device)
+        blocks = -(-self.n_chunks // _FINISH_BLOCK)
+        self.partials = torch.zeros(blocks * _FINISH_BLOCK, dtype=torch.float64, device=device)
         self.weights = torch.ones(len(numels), dtype=torch.float64, device=device)
         self._held: Sequence[float] | None = None
         self._finishes: dict[bool, launcher.Launch] = {}
@@ -77,7 +78,7 @@ class NormTable(GradTable):
                 INVERSE=inverse,
                 BLOCK_SIZE=_FINISH_BLOCK,
             )
-        self._finishes[inverse](1, scale, found_inf, totals, self.n_chunks)
+        self._finishes[inverse](1, scale, found_inf, totals, len(self.partials))
 
 
 @triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr"])
@@ -96,14 +97,10 @@ def _sum_squares_kernel(
     UNROLL: tl.constexpr,
 ):
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-    pid = tl.program_id(0)
-    tensor = tl.load(chunk_tensor_ptr + pid)
-    address = tl.load(address_ptr + tensor)
+    tensor, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     total = tl.zeros((), tl.float64)
     if address != 0:
-        n_elements = tl.load(numel_ptr + tensor)
-        start = tl.load(chunk_index_ptr + pid).to(tl.int64) * (BLOCK_SIZE * UNROLL)
-        body, edges, has_edges = find_chunk(address, n_elements, start, DTYPE, BLOCK_SIZE * UNROLL)
+        body, edges, has_edges = find_chunk(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
         total = _sum_squares(body, edges, has_edges, 1.0, VEC, BLOCK_SIZE, UNROLL)
         if DTYPE.is_bf16() or DTYPE.is_fp32():  # fp32 holds every square of fp16, and their sum
             total = _sum_lifted(total, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
@@ -112,17 +109,16 @@ def _sum_squares_kernel(
             if kinds != 0:  # else squares of finite fp64 elements overflowed
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)
-    tl.store(partial_ptr + pid, total)
+    tl.store(partial_ptr + tl.program_id(0), total)
 
 
 @triton.jit
 def _sum_squares(body, edges, has_edges, lift, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
     """The sum of (x * lift)^2 over the chunk in fp64; each square, and the sum of UNROLL of them, in fp32."""
-    body_ptr, limit = body
     acc = tl.zeros([BLOCK_SIZE], tl.float64 if VEC == 2 else tl.float32)
+    grads = load_body(body, BLOCK_SIZE, UNROLL)
     for step in tl.static_range(UNROLL):
-        offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-        x = widen(tl.load(body_ptr + offs, mask=offs < limit, other=0.0)) * lift
+        x = widen(grads[step]) * lift
         acc += x * x
     total = tl.sum(acc.to(tl.float64))
     if has_edges:
@@ -155,10 +151,9 @@ def _finish_kernel(
     INVERSE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    offs = tl.arange(0, BLOCK_SIZE).to(tl.int64)
     acc = tl.zeros([BLOCK_SIZE], tl.float64)
-    while n_partials > 0:
-        acc += tl.load(partial_ptr + offs, mask=offs < n_partials, other=0.0)
+    while n_partials > 0:  # whole blocks: without a mask one lane loads two numbers at once
+        acc += tl.load(partial_ptr + tl.arange(0, BLOCK_SIZE))
         partial_ptr += BLOCK_SIZE
         n_partials -= BLOCK_SIZE
     scale = tl.load(scale_ptr)

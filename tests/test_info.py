@@ -90,7 +90,7 @@ def test_a_gpu_on_which_triton_fails(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "\ncuda:0: Some GPU, capability 9.0, 80.0 GiB\n" in text
     assert "\n  float16, bfloat16, float32, float64: torch (RuntimeError: Failed to find C compiler. x x" in text
     assert max(map(len, text.splitlines())) < 250
-    assert "\n    unscale, 2, 4, 8 bytes: 8 x 1 x 4, the default\n" in text
+    assert "\n    unscale, 2, 4, 8 bytes: 8 x 2 x 2, the default\n" in text
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -130,9 +130,9 @@ def test_the_tuned_file_in_use_is_named() -> None:
     path.parent.mkdir(parents=True)
     tuned_file.write(path, TunedFile(ORIGIN, {("check", size): LaunchConfig(16, 1, 2) for size in (2, 8)}))
     assert info.config_lines(GPU)[1:] == [
-        "    unscale, 2, 4, 8 bytes: 8 x 1 x 4, the default",
+        "    unscale, 2, 4, 8 bytes: 8 x 2 x 2, the default",
         f"    check, 2, 8 bytes: 16 x 1 x 2, from {path}",
-        "    check, 4 bytes: 8 x 1 x 4, the default",
+        "    check, 4 bytes: 8 x 2 x 2, the default",
     ]
 
 

@@ -149,7 +149,7 @@ def test_every_candidate_is_shown(tuned: tuple[int, Path, str, str]) -> None:
     )
     assert len([line for line in lines if line.endswith("default, chosen")]) == 3
     assert len([line for line in lines if line.endswith("  chosen")]) == 3
-    assert "3 of 6 defaults replaced: what replaces the default, 8 x 1 x 4, is more than 2% faster" in printed
+    assert "3 of 6 defaults replaced: what replaces the default, 8 x 2 x 2, is more than 2% faster" in printed
     assert "tuning Some GPU" in bar
     assert "100%" in bar
 
@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_written_is_told(
     assert run_tune(tmp_path / "gone" / "gpu.json") == 1
     said = capsys.readouterr()
     assert "cannot write" in said.err
-    assert "8 x 1 x 4" in said.out  # the figures are not lost
+    assert "8 x 2 x 2" in said.out  # the figures are not lost
 
 
 @pytest.mark.gpu

@@ -143,9 +143,11 @@ def compile_for(target, kernel, constants, num_warps):
 def report_ptx(compiled):
     ptx = compiled.asm["ptx"]
     accesses = Counter(re.findall(r"\b((?:ld|st)\.global\.[\w.]+)", ptx))
+    wide_order = "".join(re.findall(r"\b([ls])[dt]\.global\.v", ptx))
     before_narrow_store = re.split(r"st\.global\.b(?:16|32|64)", ptx)[0].rpartition("ld.global")[2]
     return {
         "accesses": accesses,
+        "loads_between_stores": wide_order.strip("l").count("l"),
         "barrier_before_edge_store": "bar.sync" in before_narrow_store,
         "flushes": ".ftz" in ptx,
         "approximates": ".approx" in ptx or "div.full" in ptx,

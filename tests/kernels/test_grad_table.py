@@ -16,7 +16,7 @@ from scaler_triton.kernels.table import GradTable
 @pytest.mark.parametrize(("itemsize", "want"), [(2, 8192), (4, 4096), (8, 2048)])
 def test_default_chunk_is_16_kb(itemsize, want):
     assert DEFAULT.chunk_elements(itemsize) == want
-    assert LaunchConfig(num_warps=8, vectors=1, unroll=4) == DEFAULT
+    assert LaunchConfig(num_warps=8, vectors=2, unroll=2) == DEFAULT
 
 
 @pytest.mark.parametrize("numels", [[], [0], [1], [512], [513], [0, 1, 0, 1536, 511, 0], [5000, 0, 0, 1], [512] * 7])
