@@ -19,6 +19,7 @@ LABELS = {
     "check before fused, large": "the check before a fused optimizer",
     "unscale + clip + fused AdamW": "unscale, clip and fused AdamW on 1e9 elements",
     "CPU: adjacent gradients, small": "2000 adjacent small gradients: `unscale_` on the CPU",
+    "CPU: unscale + clip, plain": "unscale and clip at its worst, on the CPU",
 }
 
 

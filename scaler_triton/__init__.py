@@ -1,4 +1,4 @@
-"""A drop-in gradient scaler for fp16 training: every rank agrees on the flag, and it runs in Triton."""
+"""A drop-in gradient scaler for fp16 training: every rank agrees on whether a step is skipped."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -8,6 +8,8 @@ from typing import Any
 
 REFRESH = 0.1  # seconds, on a terminal
 REFRESH_IN_LOG = 5.0
+# tqdm's own without the rate: in 80 columns it leaves no bar, and cuts off the scale.
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 def missing_packages(names: Iterable[str]) -> list[str]:
@@ -59,4 +61,4 @@ def new_bar(title: str, total: int) -> Any:
     except ImportError:
         return NoBar()
     interval = REFRESH if sys.stderr.isatty() else REFRESH_IN_LOG
-    return tqdm(total=total, desc=title, unit="step", mininterval=interval, dynamic_ncols=True)
+    return tqdm(total=total, desc=title, mininterval=interval, dynamic_ncols=True, bar_format=BAR)

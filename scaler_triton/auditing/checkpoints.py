@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         files = find_files(arguments.folder, arguments.pattern)
     except (ValueError, NotImplementedError, IndexError) as error:
         return complain(one_line(f"--pattern must be a relative pattern of files, got {arguments.pattern!r}: {error}"))
-    report = audit_files(arguments.folder, files)
+    report = audit_files(arguments.folder, files, arguments.pattern)
     print(report)
     return STATUS[report.verdict]
 
@@ -81,12 +81,13 @@ def find_files(folder: Path, pattern: str) -> Files:
     return files | _numbered({path: name for path, name in names.items() if not by_word[path]})
 
 
-def audit_files(folder: Path, files: Files) -> AuditReport:
+def audit_files(folder: Path, files: Files, pattern: str = PATTERN) -> AuditReport:
     """Read and compare what the ranks saved.
 
     Args:
         folder: for the title.
         files: as `find_files` gives them.
+        pattern: by which they were found.
     """
     states: dict[int, RankState] = {}
     speaking = []
@@ -96,7 +97,8 @@ def audit_files(folder: Path, files: Files) -> AuditReport:
             speaking.append(name)
             states.update({rank: _joined(states.get(rank), state) for rank, state in found.items()})
     subject = f"{one_line(', '.join(speaking) or 'no states of ranks')} in {one_line(folder)}"
-    notes = _notes(states) if files else [NO_NUMBERS, ONE_FOR_ALL]
+    unnumbered = f"No file of torch.save matches {one_line(pattern)}." if "{rank}" in pattern else NO_NUMBERS
+    notes = _notes(states) if files else [unnumbered, ONE_FOR_ALL]
     return judge(_simply_named([states[rank] for rank in sorted(states)]), notes, subject)
 
 

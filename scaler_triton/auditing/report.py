@@ -15,7 +15,7 @@ TABLE = 120  # characters of columns: with more, as of several checkpoints, each
 
 VERDICTS = {
     "split": "SPLIT: the ranks no longer train one model. This does not heal; go back to a state in which they agree.",
-    "unknown": "UNKNOWN: not every rank could be read. Nothing differs among the others.",
+    "unknown": "UNKNOWN: not every rank could be read. Nothing differs among those that could.",
     "nothing": "NOTHING TO COMPARE: no two ranks hold a value of the same kind.",
     "agree": "AGREE: every rank holds the same",
 }
@@ -63,6 +63,8 @@ class AuditReport:
             if state.error:
                 errors.setdefault(state.error, []).append(state.rank)
         said = VERDICTS[self.verdict] + (f" {', '.join(self.compared)}." if self.verdict == "agree" else "")
+        if self.verdict == "nothing" and len(self.ranks) < 2:
+            said = f"NOTHING TO COMPARE: {'this is the only rank' if self.ranks else 'no rank was found'}."
         lines = [f"  {line}" for line in self.differences]
         failed = [f"{on(ranks)}: {error}" for error, ranks in errors.items()]
         held = [*_held(self.ranks), ""] if self.ranks else []

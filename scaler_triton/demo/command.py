@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for mode, what in MODES.items():
         modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=what)
     parser.set_defaults(mode="fsdp2")
-    parser.add_argument("--optimizer", choices=("adamw", "adamw-fused", "sgd"), default="adamw")
+    parser.add_argument("--optimizer", choices=("adamw", "adamw-fused", "sgd"), default="adamw", help="default: adamw")
     parser.add_argument("--steps", type=_step_count, default=48, metavar="N", help="6 to 128, default: 48")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the plot, a .png file or a folder for it")
-    parser.add_argument("--prove", metavar="CASE", help="only show a known defect of torch; or: list, all")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="a .png file or a folder, default: demo.png")
+    parser.add_argument("--prove", metavar="CASE", help="show a known defect of torch and nothing else; or: list, all")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     if missing := missing_packages(["tabulate"] if arguments.prove else ["matplotlib", "tabulate", "tqdm"]):
         return complain(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if arguments.prove:
+        if ignored := _given_beside(arguments, "prove"):
+            return complain(f"--prove takes no other option, got {', '.join(ignored)}")
         return _prove(arguments.prove)
     try:
         picture = picture_path(arguments.out)
@@ -72,6 +74,14 @@ def _prove(name: str) -> int:
     if name != "all" and name not in CASES:
         return complain(f"--prove {name}: no such case; one of {', '.join(CASES)}, list, all")
     return prove(list(CASES.values()) if name == "all" else [CASES[name]])
+
+
+def _given_beside(arguments: argparse.Namespace, name: str) -> list[str]:
+    """Return the demo's options that were given a value of their own, but for one."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    values = {key: getattr(arguments, key) for key in vars(parser.parse_args([])) if key != name}
+    return [f"--{value if key == 'mode' else key}" for key, value in values.items() if value != parser.get_default(key)]
 
 
 def _step_count(word: str) -> int:

@@ -34,7 +34,7 @@ def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> i
     placement = place(mode)
     config = DemoConfig(scaler, mode, optimizer, steps, placement.ranks, placement.device_type)
     title = f"{scaler_name(config)}, {mode}, {optimizer}, {placement.ranks} rank{'s' if placement.ranks > 1 else ''}"
-    print(f"{title}\n{placement.note}", flush=True)
+    print(f"{title}\n{placement.note}\n{_plan(config)}", flush=True)
     results = train_ranks(config, placement)
     if not all(result.ok for result in results):
         return _report_errors(results)
@@ -69,6 +69,13 @@ def scaler_name(config: DemoConfig) -> str:
     """Return the class that is shown, for people."""
     kind = "GradScaler" if config.mode == "single" else "ShardedGradScaler"
     return f"{kind} of {load_scalers(config.scaler).label}"
+
+
+def _plan(config: DemoConfig) -> str:
+    """Return what is going to happen, in one line of 80 columns."""
+    steps = ", ".join(str(step + 1) for step in sorted(config.bad_shards))
+    who = "every rank" if config.ranks > 1 else "it"
+    return f"steps {steps}: an inf in one rank's gradients; {who} must skip them\n"
 
 
 def _report_errors(results: Sequence[RankResult]) -> int:

@@ -101,7 +101,8 @@ def loss_fell(ranks: Sequence[Trace]) -> Check:
     tail = losses[-max(1, len(losses) // 8) :]
     last = float(np.mean(tail))
     ok = last < losses[0] * (1 - LOSS_MUST_FALL_BY)
-    return Check(ok, f"the loss {'fell' if ok else 'did NOT fall'}: {losses[0]:.2f} -> {last:.2f}")
+    of = f", the mean of the last {len(tail)}" if len(tail) > 1 else ""
+    return Check(ok, f"the loss {'fell' if ok else 'did NOT fall'}: {losses[0]:.2f} -> {last:.2f}{of}")
 
 
 def mean_losses(ranks: Sequence[Trace]) -> list[float]:

@@ -54,6 +54,18 @@ def test_prove_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None
     assert "fused-then-plain" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(["--fsdp1"], "--fsdp1"), (["--optimizer", "sgd"], "--optimizer"), (["--steps", "7"], "--steps")],
+)
+def test_prove_refuses_what_it_would_pass_over(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tabulate")
+    assert cli.main(["demo", "--prove", "list", *words]) == 2
+    assert capsys.readouterr().err == f"scaler_triton: --prove takes no other option, got {named}\n"
+
+
 @pytest.mark.parametrize(("words", "absent"), [([], "matplotlib"), (["--prove", "list"], "tabulate")])
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(
     words: list[str], absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
