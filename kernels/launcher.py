@@ -1,6 +1,6 @@
 """The one way to launch a kernel: the right backend, the right device, the same options for every op."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,15 +39,15 @@ def indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Tell whether the current stream of `device` is being captured into a graph."""
-    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return asked is not None and bool(asked())
+def capture_query(device: torch.device) -> Callable[[], bool]:
+    """Return what tells whether the current stream of `device` is being captured into a graph."""
+    asked: Callable[[], bool] = getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
+    return asked
 
 
 def refuse_first_in_capture(device: torch.device) -> None:
     """Raise RuntimeError during a capture: what comes next allocates, compiles or waits."""
-    if is_capturing(device):
+    if capture_query(device)():
         raise RuntimeError(
             "the first step of an optimizer or of a kind of gradients cannot be captured: take one step like it before"
         )

@@ -1,6 +1,6 @@
 """What a kernel needs to walk many tensors in one launch: their addresses, and a map of their chunks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,7 @@ class _Staging:
         self._size = size
         self._device = device
         self._module = torch.get_device_module(device)
-        self.is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
+        self.is_capturing = launcher.capture_query(device)
         self._slots = [self._new_slot() for _ in range(2)]
         self._spare = [_pinned(size) for _ in range(self.SPARE)]
         self.captured: list[Tensor] = []

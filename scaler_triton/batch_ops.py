@@ -51,7 +51,7 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: 
     """`check_nonfinite` for one batch, `found_inf` on its device.
 
     Args:
-        unscaled: `unscale_batch_` had it just now: a table that both share is filled.
+        unscaled: `unscale_batch_` has just run on it, so a table that both passes share holds its addresses already.
     """
     if backend == "torch":
         if batch.layout.key.plain:

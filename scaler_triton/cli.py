@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from scaler_triton import info, tune
 from scaler_triton._version import __version__
-from scaler_triton.auditing import checkpoints as checkpoint_audit
+from scaler_triton.auditing import command as audit
 from scaler_triton.demo import command as demo
 
-COMMANDS = {"demo": demo, "info": info, "tune": tune, "audit": checkpoint_audit}
+COMMANDS = {"demo": demo, "info": info, "tune": tune, "audit": audit}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaler_triton.batch import is_fsdp1, placing
+from scaler_triton.placement import is_fsdp1, placing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -74,7 +74,7 @@ def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
 
 
 def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False) -> Backend:
-    """As `choose`, for what takes the scale's address: torch for one of another dtype, put there by somebody, or fake.
+    """As `choose`, for kernels that read the scale itself: they take a real fp32 tensor, torch's ops any other, too.
 
     Args:
         scale: one element.

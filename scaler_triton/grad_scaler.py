@@ -27,7 +27,16 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         step:     optimizer.step() unless flag; a fused optimizer gets scale and flag and does both itself
         update:   scale *= backoff if any flag, scale *= growth after growth_interval steps without one
 
-    Mixed in before a torch scaler class, which supplies `scale`, `get_scale`, `state_dict` and the getters.
+    Mixed in before a torch scaler class, which supplies `scale`, `get_scale`, `state_dict` and the getters. The rest of
+    its methods are in the files of its bases, upwards:
+
+        clipping/clip.py           clip_grad_norm_, by at_once.py or after_unscaling.py
+        updating.py                update, stats, was_skipped
+        settings.py                getters, setters, state_dict, load_state_dict
+        overflow.py                overflow_report
+        unscaling.py               unscale_, _check_inf_per_device
+        agreeing.py, states.py     who must agree; an optimizer's state and its flag
+        attributes.py              every attribute, with its type
     """
 
     def __init__(

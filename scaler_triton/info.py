@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from scaler_triton._version import __version__
-from scaler_triton.commands import complain, driver_version
+from scaler_triton.console import complain, driver_version
 from scaler_triton.words import count_of, one_line
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from scaler_triton.batch import local_tensor
 from scaler_triton.mirror import version
 from scaler_triton.optimizers import parameters_of, unwrap
+from scaler_triton.placement import local_tensor
 
 
 class Snapshot(NamedTuple):
@@ -20,6 +20,7 @@ class Snapshot(NamedTuple):
     versions: tuple[int | None, int | None]
 
     def is_of(self, gradient: Tensor | None) -> bool:
+        """Tell whether this is a snapshot of `gradient`, which nobody has written since."""
         return gradient is not None and self.gradient() is gradient and self.versions == _versions(gradient)
 
 
@@ -46,7 +47,7 @@ class LeftUnscaled:
         return bool(self._entries)
 
     def renew(self, flags: Iterable[tuple[Callable[[], Any], Tensor | None]]) -> None:
-        """After an update, keep what it left unstepped of the optimizers it was for, and what the gradients look like.
+        """After an update, remember the optimizers that it left unscaled but not stepped, and forget the stepped ones.
 
         Args:
             flags: of each optimizer what returns it, None once it is gone; and a copy of its agreed flag, fp32, shape

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import batch as batching
-from scaler_triton import batch_ops, policy, reference
+from scaler_triton import batch_ops, placement, policy, reference
 from scaler_triton.batch import Batch
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.dispatch import Backend, check_backend, choose
@@ -181,7 +181,7 @@ def _compiled_norm(
 
 
 def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
-    return [batching.local_tensor(grad) for grad in grads]
+    return [placement.local_tensor(grad) for grad in grads]
 
 
 def _run(
@@ -208,7 +208,7 @@ def _checked(grads: Sequence[Tensor]) -> list[Tensor]:
     for index, grad in enumerate(grads):
         if not isinstance(grad, Tensor):
             raise TypeError(f"grads[{index}] must be a Tensor, got {type(grad).__name__}")
-        local = batching.local_tensor(grad)
+        local = placement.local_tensor(grad)
         batching.check_gradient(local, f"grads[{index}]")
         if local.layout is torch.sparse_coo:
             local = batching.sparse_values(local)

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from scaler_triton import collectives
-from scaler_triton.batch import local_tensor
 from scaler_triton.naming import named_parameters
 from scaler_triton.overflow_report import WORDS, BadGradient, OverflowReport, from_bytes, to_bytes
+from scaler_triton.placement import local_tensor
 from scaler_triton.states import StatesMixin
 from scaler_triton.stats import LAST_SKIP, SKIPPED
 from scaler_triton.words import one_line
@@ -29,7 +29,7 @@ class OverflowMixin(StatesMixin):
     ) -> OverflowReport:
         """Return which gradients made the last skipped step be skipped; it survives `zero_grad()` and good steps.
 
-        Steps without overflow pay nothing for it. Waits for the device.
+        Steps without overflow launch nothing for it. Waits for the device.
 
         Args:
             model: names the parameters: a module, or what its `named_parameters()` gives; None: they are numbered.

@@ -41,8 +41,9 @@ class OverflowMarks:
         self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: as of a table
         self._replayed: list[tuple[Sequence[int], Tensor]] = []  # as of tables, of such layouts: graphs mark on there
         self._unmarked: set[torch.device] = set()  # where kernels see gradients without marking which
-        self._left: int | Tensor | None = None  # of gradients that an update left unscaled but not stepped
-        self._again: Tensor | None = None  # that one, and the one in which they had a step skipped, or -1: int64, [2]
+        self._left: int | Tensor | None = None  # the generation of gradients left unscaled but not stepped
+        # int64 [2]: that generation, and the later one whose step was skipped for the same gradients; -1: none.
+        self._again: Tensor | None = None
 
     def follow(self, layouts: Sequence[Layout]) -> None:
         """Have kernels mark in the tables of these layouts from now on; what they saw in others before is kept."""
@@ -61,10 +62,8 @@ class OverflowMarks:
             counters: the scaler's, on the batch's device; None if they are on another.
         """
         if counters is not None and self._counters is not counters:
-            self._counters, self._generation = (
-                counters,
-                counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1],
-            )  # low words
+            self._counters = counters
+            self._generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # an int64's low word comes first
             self._show_generation()
         if layout.generation is None:
             self._unmarked.add(layout.key.device)

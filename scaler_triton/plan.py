@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import batch as batching
+from scaler_triton import placement
 from scaler_triton.batch import Batch, Layout
 from scaler_triton.known_forms import KnownForms
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
     from scaler_triton.verdict import Verdict
 
-_spec_of, _shard_of = attrgetter(batching.SPEC), attrgetter(batching.SHARD)
+_spec_of, _shard_of = attrgetter(placement.SPEC), attrgetter(placement.SHARD)
 _look = attrgetter("__class__", "layout", "dtype", "device", "shape")
 
 
@@ -56,7 +57,7 @@ class GradPlan:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
-        self.is_placed = any(map(batching.is_placed, self.parameters))
+        self.is_placed = any(map(placement.is_placed, self.parameters))
         self.rebuilds = 0
         self.marks = OverflowMarks(len(self.parameters))
         # What others work out once and keep here; the last four with what they worked it out from.
@@ -66,7 +67,7 @@ class GradPlan:
         self.copies: tuple[Any, Any, list[int]] | None = None  # how many ranks hold each parameter
         self.recounted: tuple[Any, Any, list[int]] | None = None  # how many hold each gradient
         self._known = KnownForms(len(self.parameters))
-        self._dtensors = [i for i, parameter in enumerate(self.parameters) if batching.is_dtensor(parameter)]
+        self._dtensors = [i for i, parameter in enumerate(self.parameters) if placement.is_dtensor(parameter)]
         self._whole_specs: list[Any] = [None] * len(self.parameters)  # of DTensors that are not Partial
         self.cut: dict[int, int] = {}  # whose gradient is not cut as the parameter is, and into how many pieces
         self.layouts: Sequence[Layout] = ()  # what the gradients' batches have in common from step to step
@@ -143,11 +144,11 @@ class GradPlan:
         for index in self._dtensors:
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = local = batching.local_tensor(gradient)
-                spec = getattr(gradient, batching.SPEC, None)
+                gradients[index] = local = placement.local_tensor(gradient)
+                spec = getattr(gradient, placement.SPEC, None)
                 if spec is not None and spec is self._whole_specs[index]:
                     continue  # gradients of one parameter mostly share one: it need not be read again
-                if batching.is_dtensor(gradient) and (terms := batching.partial_terms(gradient)) > 1:
+                if placement.is_dtensor(gradient) and (terms := placement.partial_terms(gradient)) > 1:
                     bounds[index] = local.detach() * terms
                 else:
                     self._whole_specs[index] = spec
@@ -156,8 +157,9 @@ class GradPlan:
 
     def _note_cut(self, index: int, gradient: Tensor) -> None:
         parameter, before = self.parameters[index], self.cut.get(index)
-        pieces = batching.cut_into(gradient if batching.is_dtensor(gradient) else parameter)  # else a shard of its own
-        if pieces != (batching.cut_into(parameter) if before is None else before):
+        # A plain gradient of a DTensor parameter is its shard, and cut as that is.
+        pieces = placement.cut_into(gradient if placement.is_dtensor(gradient) else parameter)
+        if pieces != (placement.cut_into(parameter) if before is None else before):
             self.cut = {**self.cut, index: pieces}  # another object: whoever knows the old one sees it
 
     def _refuse_fp16(self, gradients: list[Tensor | None]) -> None:
@@ -169,7 +171,7 @@ class GradPlan:
     def _admit(self, gradients: list[Tensor | None], allow_fp16: bool) -> dict[int, Tensor]:
         """Check gradients of a new form and make room for them; take out and return sparse ones, which have no slot."""
         strange = [
-            (index, batching.local_tensor(gradient))
+            (index, placement.local_tensor(gradient))
             for index, (gradient, form) in enumerate(zip(gradients, self._forms, strict=True))
             if gradient is not None
             and (form is None or _look(gradient) != form.look or gradient.stride() != form.stride)
@@ -203,7 +205,7 @@ class GradPlan:
         """Return the form of the gradient that a parameter has or is likely to get; None if none is to be expected."""
         if parameter.grad is None and (not parameter.requires_grad or torch.nn.parameter.is_lazy(parameter)):
             return None  # frozen, or of no shape yet: a slot would cost a launch's chunks for nothing
-        local = batching.local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
+        local = placement.local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
         return _form(local) if batching.is_acceptable(local) and local.layout is torch.strided else None
 
     def _place(self, forms: list[_Form | None]) -> None:

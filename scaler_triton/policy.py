@@ -1,4 +1,4 @@
-"""The rules of dynamic loss scaling: which numbers are legal, and the bounds of the scale."""
+"""What a scaler accepts as its numbers and its device, and how an illegal one is named."""
 
 from __future__ import annotations
 

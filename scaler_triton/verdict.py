@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from scaler_triton.collectives import Agreement
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.mirror import HostMirror, version
+from scaler_triton.scale_comparison import MAX, Comparison, compare_maxima, compare_sums, constants
 
 if TYPE_CHECKING:
     from scaler_triton.flag_buffer import FlagBuffer
@@ -24,14 +25,7 @@ if TYPE_CHECKING:
 _FLAG, _FAILED, _SCALES = range(3)
 COLUMNS = 4
 _NO_SCALE = -math.inf
-_MAX = torch.finfo(torch.float32).max
-# The fp64 sums of n equal scales and of their inverses miss their product by less than n times this, however they are
-# added up: each of 2n roundings is at most an eighth of it.
-_ROUNDING = 2.0**-50
 _version_of = attrgetter("_version")
-
-# Says from the last two signals how far the ranks' scales lie apart, "" where they are equal.
-Comparison = Callable[[float, float], str]
 
 
 def as_flag(flag: Tensor, device: torch.device) -> Tensor:
@@ -99,7 +93,7 @@ class Verdict:
         self.device = signals.device
         self.found_inf = signals[_FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
-        self.moved = False  # whether an update has taken the flag to the buffer's last ones
+        self.moved = False  # whether an update has copied the flag into `buffer.last`
         self._unsettled = 0  # the ranks whose sums it is yet to become
         self._signals, self._scales = signals, signals[_SCALES:]
         # Where they are on the host they are read and cleared as numbers: an op costs several times that.
@@ -129,25 +123,32 @@ class Verdict:
                 self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
 
     def join(self, flags: Tensor) -> None:
-        """Become the flag of several optimizers together: `flags` (one element, on this device) is not 0."""
+        """Become 1.0 if `flags` is not 0, else 0.0: the flag that optimizers clipped together share.
+
+        Args:
+            flags: the sum of their flags, one element, on this device.
+        """
         torch.ne(flags, 0, out=self.found_inf)
 
     def show_scale(self, scale: Tensor) -> None:
         """Have the ranks compare their scales (one element, on this device) when they agree."""
-        torch.mul(scale, _constants(scale, torch.float32, 1.0, -1.0), out=self._scales)
+        torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=self._scales)
 
     def agree(self, agreement: Agreement) -> None:
         """Become the maximum over the ranks that must agree, by one all-reduce."""
         agreement.maximum_(self._signals)
-        self._compare = _compare_maxima
+        self._compare = compare_maxima
 
     def expect_sums(self, ranks: int) -> None:
         """Announce sums over so many ranks, which a kernel or `settle` is to turn into signals."""
         self._unsettled = ranks
-        self._compare = functools.partial(_compare_sums, ranks)
+        self._compare = functools.partial(compare_sums, ranks)
 
     def leave_to_kernel(self) -> tuple[Tensor, int]:
-        """Return the signals and the ranks of the sums that the caller's kernel turns into them; 0: of none."""
+        """Return the signals that the caller's kernel is to write, and how many ranks its sums are of; 0: it need not.
+
+        `settle` does nothing afterwards.
+        """
         ranks, self._unsettled = self._unsettled, 0
         return self._signals, ranks
 
@@ -164,8 +165,8 @@ class Verdict:
         ranks = self.leave_to_kernel()[1]
         if not ranks:
             return
-        torch.clamp(sums, max=_constants(sums, torch.float64, 1.0, 1.0, _MAX, _MAX), out=self._signals)
-        below = _constants(sums, torch.float64, -1.0)
+        torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, MAX, MAX), out=self._signals)
+        below = constants(sums, torch.float64, -1.0)
         torch.addcmul(below, sums[2:3], sums[3:], value=1 / ranks**2, out=self._scales[1:])
 
     def serve(self, devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
@@ -241,40 +242,6 @@ def _identities(flags: Collection[Tensor]) -> list[int | None]:
         return [*map(id, flags), *map(_version_of, flags)]
     except RuntimeError:  # an inference tensor among them
         return [*map(id, flags), *map(version, flags)]
-
-
-def write_scales(rows: Tensor, scale: Tensor) -> None:
-    """Write into each row (fp64, [2] or [n, 2]) what ranks that take sums add up to compare their scales."""
-    torch.pow(scale, _constants(scale, torch.float64, 1.0, -1.0).expand_as(rows), out=rows)
-
-
-def _compare_maxima(scale: float, negative: float) -> str:
-    return "" if scale == -negative else f"from {-negative} to {scale}"
-
-
-def _compare_sums(ranks: int, scales: float, excess: float) -> str:
-    """Tell the scales' harmonic mean and, larger by `excess`, the arithmetic one: both lie between the scales."""
-    if not (excess > ranks * _ROUNDING or math.isnan(scales)):
-        return ""
-    mean = min(scales, _MAX) / ranks
-    return "some below {}, some above {}".format(*_told_apart(mean / (1 + min(excess, _MAX)), mean))
-
-
-def _told_apart(low: float, high: float) -> tuple[str, str]:
-    """Return two numbers with as many digits as it takes to see that they differ, six at least."""
-    digits = next((digits for digits in range(6, 17) if f"{low:.{digits}g}" != f"{high:.{digits}g}"), 6)
-    return f"{low:.{digits}g}", f"{high:.{digits}g}"
-
-
-def _constants(beside: Tensor, dtype: torch.dtype, *numbers: float) -> Tensor:
-    # Fake ones are good only in the mode that made them.
-    make = _kept_constants if type(beside) is Tensor else _kept_constants.__wrapped__
-    return make(beside.device, dtype, *numbers)
-
-
-@functools.cache
-def _kept_constants(device: torch.device, dtype: torch.dtype, *numbers: float) -> Tensor:
-    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 
 def tell_failure(agreement: Agreement, device: torch.device) -> None:

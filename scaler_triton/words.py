@@ -36,10 +36,12 @@ def one_line(text: object, width: int = WIDTH) -> str:
 
 
 def on(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-2, 5"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
 
 
 def some(names: Sequence[str]) -> str:
+    """Return the first few names, and how many more there are."""
     return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
 
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scaler_triton import GradScaler
 from scaler_triton.flag_buffer import FlagBuffer
 from scaler_triton.mirror import HostMirror
-from scaler_triton.verdict import Verdict, write_scales
+from scaler_triton.scale_comparison import write_scales
+from scaler_triton.verdict import Verdict
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 

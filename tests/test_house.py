@@ -26,7 +26,8 @@ ALLOWED = {
     "_version": set(),
     "neighbours": set(),
     "inverse": set(),
-    "batch": {"inverse", "neighbours"},
+    "placement": set(),
+    "batch": {"inverse", "neighbours", "placement"},
     "policy": set(),
     "mirror": set(),
     "cuda_graphs": set(),
@@ -38,12 +39,13 @@ ALLOWED = {
     "optimizers": set(),
     "dispatch": {"callers", "cuda_graphs"},
     "reference": {"limits", "neighbours", "policy", "stats"},
-    "collectives": {"batch"},
+    "collectives": {"placement"},
     "known_forms": set(),
     "overflow_marks": {"batch", "cuda_graphs", "stats"},
-    "plan": {"batch", "known_forms", "optimizers", "overflow_marks"},
-    "left_unscaled": {"batch", "mirror", "optimizers"},
-    "verdict": {"collectives", "cuda_graphs", "mirror"},
+    "plan": {"batch", "known_forms", "optimizers", "overflow_marks", "placement"},
+    "left_unscaled": {"mirror", "optimizers", "placement"},
+    "scale_comparison": set(),
+    "verdict": {"collectives", "cuda_graphs", "mirror", "scale_comparison"},
     "attributes": {"plan", "stats", "last_steps", "left_unscaled"},
     "agreeing": {"attributes", "callers", "collectives", "patching/stand_in"},
     "flag_buffer": {"verdict"},
@@ -51,9 +53,18 @@ ALLOWED = {
     "naming": set(),
     "words": set(),
     "overflow_report": {"overflow_marks", "words"},
-    "overflow": {"batch", "collectives", "naming", "overflow_report", "states", "stats", "words"},
+    "overflow": {"collectives", "naming", "overflow_report", "placement", "states", "stats", "words"},
     "batch_ops": {"batch", "dispatch", "reference"},
-    "ops": {"batch", "batch_ops", "clipping/norms", "clipping/reference_norm", "dispatch", "policy", "reference"},
+    "ops": {
+        "batch",
+        "batch_ops",
+        "clipping/norms",
+        "clipping/reference_norm",
+        "dispatch",
+        "placement",
+        "policy",
+        "reference",
+    },
     "unscaling": {
         "agreeing",
         "batch_ops",
@@ -100,19 +111,21 @@ ALLOWED = {
     "compiled": {"batch", "ops"},
     "migration": {"limits", "policy", "stats"},
     "sharded": {"grad_scaler"},
-    "clipping/reference_norm": {"neighbours", "reference"},
-    "clipping/norms": {"batch", "batch_ops", "clipping/reference_norm", "dispatch"},
-    "clipping/rank_norms": {"batch", "clipping/copies"},
+    "clipping/reference_norm": {"reference"},
+    "clipping/reference_clip": {"clipping/reference_norm", "neighbours", "reference"},
+    "clipping/norms": {"batch", "batch_ops", "clipping/reference_clip", "clipping/reference_norm", "dispatch"},
+    "clipping/rank_norms": {"batch", "clipping/copies", "placement"},
     "clipping/disabled": {
-        "batch",
         "clipping/arguments",
         "clipping/copies",
         "clipping/rank_norms",
+        "clipping/reference_clip",
         "clipping/reference_norm",
         "collectives",
+        "placement",
     },
     "clipping/arguments": {"callers", "optimizers", "policy"},
-    "clipping/copies": {"batch", "collectives"},
+    "clipping/copies": {"collectives", "placement"},
     "clipping/parts": {
         "clipping/copies",
         "clipping/rank_norms",
@@ -132,12 +145,14 @@ ALLOWED = {
         "clipping/reference_norm",
         "collectives",
         "dispatch",
+        "scale_comparison",
         "verdict",
     },
     "clipping/after_unscaling": {
         "clipping/arguments",
         "clipping/parts",
         "clipping/rank_norms",
+        "clipping/reference_clip",
         "clipping/reference_norm",
         "collectives",
         "left_unscaled",
@@ -155,18 +170,18 @@ ALLOWED = {
     "auditing/comparison": {"auditing/state", "words"},
     "auditing/report": {"auditing/comparison", "auditing/state", "words"},
     "auditing/fingerprint": set(),
-    "auditing/replicas": {"auditing/fingerprint", "auditing/state", "batch", "naming", "optimizers", "words"},
+    "auditing/replicas": {"auditing/fingerprint", "auditing/state", "naming", "optimizers", "placement", "words"},
     "auditing/ranks": {
         "auditing/replicas",
         "auditing/report",
         "auditing/state",
-        "batch",
         "collectives",
         "optimizers",
+        "placement",
         "words",
     },
     "auditing/saved_states": {"auditing/state", "words"},
-    "auditing/checkpoints": {"auditing/report", "auditing/state", "commands", "words"},
+    "auditing/command": {"auditing/report", "auditing/state", "console", "words"},
     "callers": set(),
     "patching/stand_in": set(),
     "patching/cuda_amp": {"grad_scaler"},
@@ -180,9 +195,9 @@ ALLOWED = {
         "policy",
         "sharded",
     },
-    "commands": set(),
-    "tune": {"_version", "commands", "words"},
-    "info": {"_version", "commands", "words"},
+    "console": set(),
+    "tune": {"_version", "console", "words"},
+    "info": {"_version", "console", "words"},
     "integrations/lightning": {"grad_scaler", "integrations/backwards", "integrations/versions"},
     "integrations/accelerate": {"grad_scaler", "integrations/backwards", "integrations/versions", "optimizers"},
     "integrations/backwards": {"left_unscaled"},
@@ -224,6 +239,14 @@ def test_every_module_is_in_the_list() -> None:
     known = set(ALLOWED) | {"__init__", "__main__", "cli"}
     found = {f"{folder}/{p.stem}" for folder in FOLDERS for p in PACKAGE.glob(f"{folder}/*.py")}
     assert {path.stem for path in PACKAGE.glob("*.py")} | found == known | {f"{folder}/__init__" for folder in FOLDERS}
+
+
+def test_contributing_says_of_every_module_what_the_module_says() -> None:
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    for path in PACKAGE.glob("*.py"):
+        if not path.stem.startswith("_"):
+            said = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0].rstrip(".")
+            assert f"| `{path.name}` | {said} |" in contributing
 
 
 def test_kernels_import_nothing_above_themselves() -> None:

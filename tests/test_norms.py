@@ -15,7 +15,7 @@ from torch import Tensor
 from scaler_triton import batch as batching
 from scaler_triton import batch_ops, dispatch, ops
 from scaler_triton.batch import Batch
-from scaler_triton.clipping import norms, reference_norm
+from scaler_triton.clipping import norms, reference_clip, reference_norm
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -298,14 +298,14 @@ def test_clipping_tensors_with_gaps_and_empty_slots(place: Place, dtype: torch.d
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_and_small_ones_are_clipped_in_blocks(dtype: torch.dtype, threads: int) -> None:
-    large = reference_norm._SPLIT_BYTES // dtype.itemsize + 5
+    large = reference_clip._SPLIT_BYTES // dtype.itemsize + 5
     tensors = [values(numel, dtype, seed) for seed, numel in enumerate((7, large, 30_000, 300_000, 11))]
     tensors.append(values(large, dtype)[: large // 3 * 3].view(-1, 3).t())
     want = torchs(tensors, 3.0, torch.tensor(0.3))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        reference_norm.clip_(tensors, torch.tensor(1 / 3), torch.tensor(0.3))
+        reference_clip.clip_(tensors, torch.tensor(1 / 3), torch.tensor(0.3))
     finally:
         torch.set_num_threads(before)
     for tensor, expected in zip(tensors, want, strict=True):

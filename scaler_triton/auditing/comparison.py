@@ -54,6 +54,7 @@ def compare_copies(groups: Groups) -> Compared:
 
 
 def told(states: Sequence[RankState], column: str) -> str:
+    """Return a column in one line: each value, and the ranks that hold it."""
     readings = [state.readings[column] for state in states if column in state.readings]
     shown = {reading.compared: reading.shown for reading in reversed(readings)}
     values = [f"{shown[value]} on {on(ranks)}" for value, ranks in _holders(states, column).items()]
@@ -61,12 +62,14 @@ def told(states: Sequence[RankState], column: str) -> str:
 
 
 def not_compared(states: Sequence[RankState]) -> Iterator[str]:
+    """Yield a line for each reason to leave parameters out, with the most that a rank left out for it."""
     reasons = dict.fromkeys(reason for state in states for reason in state.left_out)
     for reason in reasons:
         yield f"Not compared: {count_of(max(state.left_out.get(reason, 0) for state in states), reason)}."
 
 
 def columns(states: Sequence[RankState]) -> list[str]:
+    """Return the columns that any rank has, in the order in which they came."""
     return list(dict.fromkeys(column for state in states for column in state.readings))
 
 
@@ -89,6 +92,7 @@ def named(groups: Groups, *, known: bool) -> dict[str, list[Holders]]:
 
 
 def several(holders: Holders) -> bool:
+    """Tell whether more than one rank holds a value."""
     return sum(map(len, holders.values())) > 1
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from scaler_triton.auditing.replicas import hashed_copies
 from scaler_triton.auditing.report import AuditReport, judge
 from scaler_triton.auditing.state import NOTHING, RankState, Reading, scaler_readings, steps_reading
-from scaler_triton.batch import local_tensor
 from scaler_triton.collectives import checked_group, default_group, gather_bytes
 from scaler_triton.optimizers import parameters_of, unwrap
+from scaler_triton.placement import local_tensor
 from scaler_triton.words import one_line
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from scaler_triton.auditing.fingerprint import fingerprint
 from scaler_triton.auditing.state import UNKNOWN, Copy
-from scaler_triton.batch import is_dtensor, is_fsdp1, local_tensor
 from scaler_triton.naming import named_parameters
 from scaler_triton.optimizers import unwrap
+from scaler_triton.placement import is_dtensor, is_fsdp1, local_tensor
 from scaler_triton.words import one_line, ranges
 
 FSDP1_SHARD = "FSDP1 shard (nothing tells which ranks hold the same)"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.clipping import reference_norm
+from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
@@ -44,7 +44,7 @@ class AfterUnscalingMixin(PartsMixin):
                     self._take_flag(part, flag)
             refused = request.error_if_nonfinite and not math.isfinite(norm.item())
             if not refused:
-                multiply_(gradients, reference_norm.coefficient(flag, norm, request.max_norm))
+                multiply_(gradients, reference_clip.coefficient(flag, norm, request.max_norm))
         except BaseException:
             for part in parts:
                 self._skip(part.state)

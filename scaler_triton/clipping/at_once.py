@@ -12,8 +12,9 @@ from torch import Tensor
 from scaler_triton import batch_ops, dispatch
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.clipping.arguments import Request
-from scaler_triton.clipping.parts import Part, PartsMixin, as_cut
-from scaler_triton.verdict import Verdict, flag_on, fp32_on, write_scales
+from scaler_triton.clipping.parts import Part, PartsMixin, gradient_copies
+from scaler_triton.scale_comparison import write_scales
+from scaler_triton.verdict import Verdict, flag_on, fp32_on
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -90,7 +91,7 @@ class AtOnceMixin(PartsMixin):
             totals.append(total.to(verdict.device))
 
         gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
-        copies = as_cut(part.plan, copies)
+        copies = gradient_copies(part.plan, copies)
         pairs = batch_ops.choose_backends(gradients.batches, self._backend, clips=True)
         for batch, backend in pairs:
             flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)
@@ -105,7 +106,7 @@ class AtOnceMixin(PartsMixin):
     def _totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
         """Return the optimizers' totals, summed up over them, with the scale that the ranks compare."""
         totals = _sum_of([each.totals for each in measured], measured[0].verdict.device)
-        if agreement is not None and sum(len(each.pairs) for each in measured) != 1:  # one batch tells its own
+        if agreement is not None and sum(len(each.pairs) for each in measured) != 1:  # one batch's totals have it
             assert self._scale is not None
             write_scales(totals[reference_norm.SCALES :], self._scale)
         return totals

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from scaler_triton import collectives
-from scaler_triton.batch import placing
-from scaler_triton.clipping import reference_norm
+from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import copies_of
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm
+from scaler_triton.placement import placing
 
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
@@ -43,7 +43,7 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) ->
         norm, _ = norm_of_terms(terms_of_norm(gradients, counts, norm_type, nobody), norm_type, agreement)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise RuntimeError(reference_norm.NONFINITE.format(norm_type))
-        multiply_(gradients, reference_norm.coefficient(nobody, norm, max_norm))
+        multiply_(gradients, reference_clip.coefficient(nobody, norm, max_norm))
     return norm
 
 

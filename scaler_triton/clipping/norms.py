@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scaler_triton import batch_ops
 from scaler_triton.batch import Batch, Layout
-from scaler_triton.clipping import reference_norm
+from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.dispatch import Backend
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def clip_batch_(
     Returns: the norm, fp32, `()`, on the batch's device.
     """
     if backend == "torch":
-        norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
+        norm, coef = reference_clip.norm_and_coefficient(totals, max_norm)
         _reference_clip_(batch, batch.layout.inverse.of(scale), coef)
         return norm
     dense = batch_ops.dense_batch(batch)
@@ -114,7 +114,7 @@ def deferred(
     Returns: fp32, `()`, twice.
     """
     if backend == "torch":
-        norm, coef = reference_norm.norm_and_coefficient(totals, max_norm)
+        norm, coef = reference_clip.norm_and_coefficient(totals, max_norm)
         return norm, scale.reshape(()) / coef
     norm, factor = (torch.empty((), dtype=torch.float32, device=totals.device) for _ in range(2))
     batch_ops.kernels().clip.launch_defer(scale, totals, max_norm, norm, factor, *verdict.leave_to_kernel())
@@ -151,7 +151,7 @@ def _reference_totals(
 
 def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:
     if batch.layout.key.plain:
-        reference_norm.clip_(batch.present, inv_scale, coef, batch.neighbours)
+        reference_clip.clip_(batch.present, inv_scale, coef, batch.neighbours)
     else:
         tensors = list(batch.present)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros_like(inv_scale), inv_scale)

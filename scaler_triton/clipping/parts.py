@@ -54,6 +54,7 @@ def sum_partial(optimizers: Sequence[Any], chosen: set[int] | None) -> None:
 
 
 def all_parameters(optimizers: Sequence[Any]) -> list[Tensor]:
+    """Return the parameters of all optimizers, in order; one that two of them hold comes twice."""
     return [parameter for optimizer in optimizers for parameter in parameters_of(unwrap(optimizer))]
 
 
@@ -65,8 +66,14 @@ def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | 
     return plan.copies[2]
 
 
-def as_cut(plan: GradPlan, copies: Sequence[int]) -> Sequence[int]:
-    """Return `copies`, which are of a plan's parameters, for the gradients it collected last; a list stays the same."""
+def gradient_copies(plan: GradPlan, copies: Sequence[int]) -> Sequence[int]:
+    """Return how many ranks hold each gradient that the plan collected last: backward may cut it differently.
+
+    Args:
+        copies: how many ranks hold each parameter.
+
+    Returns: `copies` itself where all are cut alike; else the same list as long as nothing changes.
+    """
     if not plan.cut:
         return copies
     if plan.recounted is None or plan.recounted[0] is not copies or plan.recounted[1] is not plan.cut:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from scaler_triton.batch import cut_into, is_dtensor, is_yet_a_sum, local_tensor, sparse_values, summed
+from scaler_triton.batch import is_yet_a_sum, sparse_values, summed
 from scaler_triton.clipping.copies import copies_of_gradient
+from scaler_triton.placement import cut_into, is_dtensor, local_tensor
 
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement

@@ -2,12 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import frexp
 
 from scaler_triton.demo import case_steps as steps
 from scaler_triton.demo.case_steps import START, Outcome
 from scaler_triton.demo.scalers import Scalers
 
 HALVED = START / 2
+
+
+def shown(scale: float) -> str:
+    """Return a scale as people write it: 2^127, not 1.70141e+38."""
+    mantissa, exponent = frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and exponent > 20 else f"{scale:g}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class Right:
     scale: float
 
     def __str__(self) -> str:
-        return f"every rank {'steps' if self.stepped else 'skips the step'} and holds scale {self.scale:g}"
+        return f"every rank {'steps' if self.stepped else 'skips the step'} and holds scale {shown(self.scale)}"
 
     def wrong(self, outcomes: Sequence[Outcome]) -> str:
         """Return what is not so, in words; empty if all is right.
@@ -37,7 +44,7 @@ class Right:
         if bad := [str(rank) for rank, outcome in enumerate(outcomes) if not outcome.finite]:
             said.append(f"NaN or Inf in the weights of rank {', '.join(bad)}")
         if not said and outcomes[0].scale != self.scale:
-            said.append(f"the scale is {outcomes[0].scale:g} instead of {self.scale:g}")
+            said.append(f"the scale is {shown(outcomes[0].scale)} instead of {shown(self.scale)}")
         if not said and outcomes[0].stepped != self.stepped:
             said.append(f"the step was {'taken' if outcomes[0].stepped else 'skipped'}")
         return "; ".join(said)

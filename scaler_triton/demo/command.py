@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from scaler_triton.commands import complain, missing_packages
+from scaler_triton.console import complain, missing_packages
 
 HELP = "train a small transformer and check that every rank agrees, or prove one of torch's defects"
 MODES = {
@@ -13,7 +13,7 @@ MODES = {
     "fsdp2": "fully_shard (default)",
 }
 FEWEST_STEPS = 6  # three of them are skipped, and the loss must fall in the others
-MOST_STEPS = 128  # rounding alone drives two long runs apart (demo/verdict.py, TOLERANCE)
+MOST_STEPS = 128  # rounding alone drives two long runs apart (demo/checks.py, TOLERANCE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

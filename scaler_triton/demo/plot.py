@@ -8,9 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from scaler_triton.demo.checks import mean_losses
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.trace import Trace
-from scaler_triton.demo.verdict import mean_losses
 
 LOSS, SCALES, BAD = "#1f4e79", ("#2e8b57", "#d2691e", "#7b5ea7", "#8b7d2e"), "#b22222"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from scaler_triton.demo.case_steps import RANKS, Outcome
-from scaler_triton.demo.cases import CASES, Case
+from scaler_triton.demo.cases import CASES, Case, shown
 from scaler_triton.demo.rank_process import RankResult
 from scaler_triton.demo.ranks import RankPool, RankTimeout
 from scaler_triton.demo.scalers import load_scalers
@@ -14,6 +14,8 @@ from scaler_triton.words import one_line
 
 COLLECTIVE_LIMIT = 10.0  # seconds that a rank waits for the others: a hang becomes an error after that
 CASE_LIMIT = 60.0
+HEAD = ["rank", "scale", "optimizer", "its parameters, or its error"]
+ALIGNMENT = ["right", "right", "left", "left"]
 
 
 def prove(cases: Sequence[Case]) -> int:
@@ -95,7 +97,7 @@ def _run_and_print(case: Case, scaler: str, pool: RankPool) -> str:
     results = run_on_ranks(case, scaler, pool)
     said = wrong(case, results)
     print(load_scalers(scaler).label)
-    print(tabulate([_row(result) for result in results], ["rank", "scale", "optimizer", "its parameters"]))
+    print(tabulate([_row(result) for result in results], HEAD, disable_numparse=True, colalign=ALIGNMENT))
     print(f"{f'WRONG: {said}' if said else 'RIGHT'}\n", flush=True)
     return said
 
@@ -107,7 +109,7 @@ def _row(result: RankResult) -> list[object]:
     done = "stepped" if outcome.stepped else "skipped" if outcome.had_grads else "no grads"
     change = f"-> {outcome.after}" if outcome.stepped else "unchanged"
     broken = "" if outcome.finite else " (NaN or Inf)"
-    return [result.rank, f"{outcome.scale:g}", done, f"{outcome.before} {change}{broken}"]
+    return [result.rank, shown(outcome.scale), done, f"{outcome.before} {change}{broken}"]
 
 
 def _shortened(error: str) -> str:

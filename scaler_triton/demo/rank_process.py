@@ -110,6 +110,7 @@ def _answer(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def barrier(_rank: int) -> None:
+    """Wait for all ranks of the default group."""
     dist.barrier()
 
 

@@ -4,19 +4,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scaler_triton.commands import new_bar
+from scaler_triton.console import new_bar
+from scaler_triton.demo.checks import judge
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.device import Placement, place
 from scaler_triton.demo.plot import save_plot
 from scaler_triton.demo.progress import bar_fed_by_file
 from scaler_triton.demo.rank_process import RankResult
 from scaler_triton.demo.ranks import RankPool, RankTimeout
-from scaler_triton.demo.reference import train_reference
 from scaler_triton.demo.scalers import load_scalers
+from scaler_triton.demo.single_process import train_reference
 from scaler_triton.demo.table import steps_table
 from scaler_triton.demo.trace import Trace
 from scaler_triton.demo.train import train_rank
-from scaler_triton.demo.verdict import judge
 
 SECONDS_TO_START, SECONDS_A_STEP = 120.0, 5.0  # far above what a slow machine takes: only a hang reaches them
 

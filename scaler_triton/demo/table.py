@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
+from scaler_triton.demo.checks import mean_losses
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.trace import Trace
-from scaler_triton.demo.verdict import mean_losses
 
 FULL_TABLE = 16  # runs with more steps show only the rows in which something happens
 

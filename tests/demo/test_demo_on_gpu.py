@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("tabulate")
 
+from scaler_triton.demo.checks import judge
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.device import place
-from scaler_triton.demo.reference import train_reference
 from scaler_triton.demo.show import train_ranks
-from scaler_triton.demo.verdict import judge
+from scaler_triton.demo.single_process import train_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from scaler_triton.demo import train
+from scaler_triton.demo.checks import judge, parameters_match
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.model import CharTransformer, ModelSize
 from scaler_triton.demo.ranks import RankPool
-from scaler_triton.demo.reference import Reference, one_thread, train_reference
+from scaler_triton.demo.single_process import Reference, one_thread, train_reference
 from scaler_triton.demo.text import python_topics
 from scaler_triton.demo.trace import Trace
-from scaler_triton.demo.verdict import judge, parameters_match
 
 SMALL = ModelSize(layers=2, width=16, heads=2, context=16)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import scaler_triton
-from scaler_triton.batch import DDP_SPEC
+from scaler_triton.placement import DDP_SPEC
 
 PLACEMENTS = {
     "replicated": (Replicate(), Replicate()),

@@ -26,7 +26,7 @@ from cases import (
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from scaler_triton import batch
+from scaler_triton import placement
 
 
 def _line_shards() -> list[Tensor]:
@@ -232,7 +232,7 @@ def _under_way(local: Tensor) -> Tensor:
 def async_shards(rank: int) -> list[str]:
     """What torch holds of a gradient under way, and what an op is handed of it."""
     gradient: Any = _under_way(torch.ones(2, 3))
-    return [type(gradient._local_tensor).__name__, type(batch.local_tensor(gradient)).__name__]
+    return [type(gradient._local_tensor).__name__, type(placement.local_tensor(gradient)).__name__]
 
 
 def async_grads(rank: int, kind: str, name: str) -> tuple[Report, list[float]]:

@@ -44,7 +44,7 @@ SAFE_LOADER = "torch.load(path, map_location='cpu', weights_only=True, mmap=True
 ALLOWED |= {("auditing/saved_states.py", "torch.load")}
 # Modules of ours, or of a framework that is named in the code, when they are first wanted; is one there; which version.
 ALLOWED |= {(file, "importlib.import_module") for file in ("__init__.py", "integrations/lightning.py")}
-ALLOWED |= {("commands.py", "importlib.util.find_spec"), ("integrations/versions.py", "importlib.metadata.version")}
+ALLOWED |= {("console.py", "importlib.util.find_spec"), ("integrations/versions.py", "importlib.metadata.version")}
 ALLOWED |= {("integrations/versions.py", "importlib.metadata.PackageNotFoundError")}
 PIPES = {"_load", "_receive"}
 

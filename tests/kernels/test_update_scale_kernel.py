@@ -157,7 +157,10 @@ def test_new_numbers_are_waited_for_and_not_captured():
     """Whoever comes next with the same ones may be on another stream, and a graph's memory is its own."""
     module = torch.get_device_module(DEVICE)
     update_scale._policy_on.cache_clear()
-    with mock.patch.object(launcher, "is_capturing", return_value=True), pytest.raises(RuntimeError, match="captured"):
+    with (
+        mock.patch.object(launcher, "capture_query", return_value=lambda: True),
+        pytest.raises(RuntimeError, match="captured"),
+    ):
         update(64.0, 0, 0.0)
     with mock.patch.object(module, "synchronize", side_effect=module.synchronize) as waited:
         for _ in range(3):

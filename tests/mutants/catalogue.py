@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", "plan.marks.look(batch, self._counters.read()[SKIPPED])", "pass", REPORT),
     Mutant(_S + "verdict.py", "if apart:", "if False:", SPLIT),
     Mutant(_S + "verdict.py", "= False\n        self._compare = None\n", "= False\n", AGREED),
-    Mutant(_S + "verdict.py", "excess > ranks * _ROUNDING", "excess > 0", AGREED),
+    Mutant(_S + "scale_comparison.py", "excess > ranks * _ROUNDING", "excess > 0", AGREED),
     Mutant(_S + "clipping/at_once.py", "write_scales(totals[reference_norm.SCALES :], self._scale)", "pass", SPLIT),
     Mutant(_S + "clipping/at_once.py", "each.verdict.join(totals[reference_norm.FLAG])", "pass", CLIP),
     Mutant(_S + "clipping/after_unscaling.py", "self._take_flag(part, flag)", "pass", CLIP),
@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(_S + "plan.py", "if pieces != (", "if before is None and pieces != (", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "collectives.has_fsdp1(parameters)", "False", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "placing(parameter) is None", "True", CLIPPED),
-    Mutant(_S + "batch.py", "getattr(tensor, DDP_SPEC, None)", "None", CLIPPED),
-    Mutant(_S + "batch.py", "is not None or is_fsdp1(parameter)", "is not None", PATCHED),
+    Mutant(_S + "placement.py", "getattr(tensor, DDP_SPEC, None)", "None", CLIPPED),
+    Mutant(_S + "placement.py", "is not None or is_fsdp1(parameter)", "is not None", PATCHED),
     Mutant(_S + "agreeing.py", "(plan.is_placed or self._is_sharded)", "self._is_sharded", MESHES),
     Mutant(_S + "agreeing.py", "(plan.is_placed or self._is_sharded)", "plan.is_placed", RANKS),
     Mutant(_S + "agreeing.py", "_is_sharded) and self.process_group is None:", "_is_sharded):", GROUPS),
@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(_S + "plan.py", "if isinstance(reference, weakref.ref):", "if True:", CONTRACT),
     Mutant(_S + "plan.py", "_unrecorded(gradient) for", "gradient for", GRADIENTS),
     Mutant(_S + "updating.py", "if not left and not self._left_unscaled:", "if not left:", UNSTEPPED),
-    Mutant(_S + "plan.py", "(terms := batching.partial_terms(gradient)) > 1:", "(terms := 0):", MESHES),
+    Mutant(_S + "plan.py", "(terms := placement.partial_terms(gradient)) > 1:", "(terms := 0):", MESHES),
     Mutant(_S + "known_forms.py", "(check is None or not check(gradient))", "(check is None)", PLAN),
     Mutant(
         _S + "known_forms.py",
@@ -237,7 +237,7 @@ MUTANTS = [
     Mutant("kernels/common.py", 'tl.atomic_max(place, generation << KIND_BITS, sem="relaxed")', "pass", REPORT),
     Mutant("kernels/common.py", "+ (generation & (GENERATIONS - 1))", "", REPORT),
     # clipping
-    Mutant(_S + "batch.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
+    Mutant(_S + "placement.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
     Mutant(_S + "clipping/copies.py", "return ranks // pieces", "return 1", CLIPPED),
     Mutant(_S + "clipping/at_once.py", "1.0 / copies[position]", "1.0", CLIPPED),
     Mutant(_S + "clipping/at_once.py", "agreement.sum_(totals)", "pass", CLIPPED),
@@ -250,10 +250,10 @@ MUTANTS = [
     Mutant(_S + "verdict.py", "ranks, self._unsettled = self._unsettled, 0", "ranks = self._unsettled", AGREED),
     Mutant("kernels/clip.py", "(ratio - 1.0)", "(ratio.to(tl.float32) - 1.0)", CLIPS),
     Mutant("kernels/norm.py", "1.0 / scale.to(tl.float64)", "(1.0 / scale).to(tl.float64)", CLIPS),
-    Mutant(_S + "verdict.py", "torch.float64, 1.0, 1.0, _MAX", "torch.float64, 2.0, 2.0, _MAX", AGREED),
-    Mutant(_S + "clipping/reference_norm.py", "torch.ones_like(norm) if flag else", "", CLIP),
+    Mutant(_S + "verdict.py", "torch.float64, 1.0, 1.0, MAX", "torch.float64, 2.0, 2.0, MAX", AGREED),
+    Mutant(_S + "clipping/reference_clip.py", "torch.ones_like(norm) if flag else", "", CLIP),
     Mutant(
-        _S + "clipping/reference_norm.py", "torch.where(flag != 0, 1.0, _t", "torch.where(flag != flag, 1.0, _t", CLIP
+        _S + "clipping/reference_clip.py", "torch.where(flag != 0, 1.0, _t", "torch.where(flag != flag, 1.0, _t", CLIP
     ),
     Mutant(_S + "dispatch.py", "(probe.probe_clipping if clips else probe.probe)", "probe.probe", DISPATCH),
     Mutant("kernels/clip.py", "tl.where(bad | (coef > 1.0), 1.0, coef)", "tl.where(coef > 1.0, 1.0, coef)", CLIPS),
@@ -343,7 +343,7 @@ MUTANTS = [
     Mutant(_S + "left_unscaled.py", "self.owner() is optimizer and ", "", UNSTEPPED),
     Mutant(_S + "mirror.py", "except RuntimeError:", "except KeyError:", UNSTEPPED),
     Mutant(_S + "reference.py", "elif after < before:", "elif after <= before:", "tests/test_stats.py"),
-    Mutant(_S + "auditing/checkpoints.py", "if missing else []", "if True else []", AUDIT),
+    Mutant(_S + "auditing/command.py", "if missing else []", "if True else []", AUDIT),
     Mutant("kernels/probe.py", '_expect(f"bits of', 'print(f"bits of', "tests/kernels/test_probe.py"),
     # what is counted, bounded and kept; and modules whose tests no mutant above tries
     Mutant(_S + "stats.py", "if values[UPDATES] >= self._known[UPDATES]:", "if True:", STATS),

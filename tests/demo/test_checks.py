@@ -9,8 +9,8 @@ from math import nan
 import numpy as np
 import pytest
 
+from scaler_triton.demo.checks import TOLERANCE, judge
 from scaler_triton.demo.trace import Trace
-from scaler_triton.demo.verdict import TOLERANCE, judge
 
 REFERENCE = Trace(
     enabled=True,

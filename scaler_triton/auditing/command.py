@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scaler_triton.auditing.report import AuditReport, judge
 from scaler_triton.auditing.state import RankState
-from scaler_triton.commands import complain
+from scaler_triton.console import complain
 from scaler_triton.words import one_line, ranges
 
 HELP = "tell from the states that each rank saved whether their scales, trackers and step counters have split"
