@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from perf import models
+from perf.check import require
 from perf.context import Context, Section
 from perf.models import adamw, tokens, transformer
 from perf.rows import Row, row
@@ -34,8 +35,9 @@ def measure() -> Iterator[Row]:
 
 
 def counted(case: str, traces: dict[str, Trace]) -> Iterator[Row]:
-    """Give what each step did outside forward and backward, the optimizer's own work included, and what ours adds."""
+    """Give what each step did outside forward, backward and the optimizer's own step, and what ours adds."""
     counts = {name: trace.per_step("scaler") for name, trace in traces.items()}
+    require(counts["ours"]["launches"], f"{case}: the profiler saw none of our launches")
     for what in counts["none"]:
         for name, count in counts.items():
             yield row("launches", case, what, name, "count", [count[what]])

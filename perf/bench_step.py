@@ -19,7 +19,8 @@ from perf.trace import idle_gaps, record
 from perf.training import SCALE, Loop, require_equal_unscaling, require_no_skips, timed_steps
 from scaler_triton.demo.model import ModelSize
 
-PROFILED = 6  # steps
+PROFILED = 16  # steps
+PROFILED_FSDP2 = 6  # whose steps make a hundred thousand events
 TICK = 0.1  # us; no idle time is known to be shorter
 WORDS = 1000  # where the vocabulary does not matter
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "fused": {"fused": True}}
@@ -52,21 +53,21 @@ def effort(context: Context) -> Effort:
     return context.effort(6.0 if context.gpu else 4.0, 4)
 
 
-def measured(case: str, loop: Loop, effort: Effort) -> Iterator[Row]:
+def measured(case: str, loop: Loop, effort: Effort, profiled: int = PROFILED) -> Iterator[Row]:
     """Check a loop's unscaling, then time its steps; on a GPU also profile a few."""
     require_equal_unscaling(case, loop)
     for metric, times in timed_steps(loop, effort).items():
         yield from time_rows("step", case, metric, times)
     if loop.device == "cuda":
-        yield from idle(case, loop)
+        yield from idle(case, loop, profiled)
     require_no_skips(case, loop)
 
 
-def idle(case: str, loop: Loop) -> Iterator[Row]:
+def idle(case: str, loop: Loop, steps: int) -> Iterator[Row]:
     """Profile a few steps with each scaler: for how long is the GPU idle after the backward pass?"""
     gaps = {}
     for name, scaler in loop.scalers.items():
-        found = idle_gaps(record(partial(loop.step, scaler), PROFILED))
+        found = idle_gaps(record(partial(loop.step, scaler), steps))
         gaps[name] = [max(us, TICK) * 1e-6 for us in found]
         require(gaps[name], f"{case}: the profiler saw no step of {name}")
     shortest = min(map(len, gaps.values()))
@@ -119,7 +120,8 @@ def fsdp2(context: Context, device: str = "cuda") -> Iterator[Row]:
         loop = Loop(model, adamw(model.parameters(), fused=True), tokens(4, size.context, WORDS, device), clip=True)
         count = len(list(model.parameters()))
         where = ", cpu" if device == "cpu" else ""
-        yield from measured(f"FSDP2 of {count} parameters{where}, fused AdamW, clip", loop, effort(context))
+        case = f"FSDP2 of {count} parameters{where}, fused AdamW, clip"
+        yield from measured(case, loop, effort(context), PROFILED_FSDP2)
 
 
 def offload(context: Context) -> Iterator[Row]:
@@ -141,10 +143,10 @@ def shard(model: Any, **options: Any) -> None:
 
 def captured(context: Context, device: str = "cuda") -> Iterator[Row]:
     """A whole step in a CUDA graph, with every scaler that can be captured."""
-    size = ModelSize(layers=12, width=768, heads=12, context=256)
+    size, batch = ModelSize(layers=12, width=768, heads=12, context=256), 1 if context.quick else 32
     model = transformer(size, WORDS, device)
     optimizer = adamw(model.parameters(), fused=True, capturable=device == "cuda")
-    loop = Loop(model, optimizer, tokens(1, size.context, WORDS, device))
+    loop = Loop(model, optimizer, tokens(batch, size.context, WORDS, device))
     require_equal_unscaling("captured", loop)
     subjects = {}
     for name, scaler in loop.scalers.items():
@@ -155,7 +157,7 @@ def captured(context: Context, device: str = "cuda") -> Iterator[Row]:
             context.leave_out(f"captured step, {name}", f"{type(error).__name__}: {reason}")
     require_skips(loop, subjects)
     times = interleaved(subjects, effort(context), clock=ColdClock(device_only=False))
-    yield from time_rows("step", "12 layers, batch 1, captured", "step", times)
+    yield from time_rows("step", f"12 layers, batch {batch}, captured", "step", times)
     require_no_skips("captured", loop)
 
 

@@ -38,10 +38,16 @@ def unscaling(gradients: Gradients) -> Trial:
     trial = Trial({}, {}, writes=True)
 
     def add(name: str, scaler: Any) -> None:
-        def run() -> None:
-            found[name] = list(unscale_here(scaler, optimizer).values())
+        cleared = torch.zeros((), device=scaler._scale.device)
 
-        trial.subjects[name] = Subject(run, gradients.restore)
+        def before() -> None:
+            gradients.restore()
+            cleared.zero_()
+
+        def run() -> None:
+            found[name] = list(unscale_here(scaler, optimizer, cleared).values())
+
+        trial.subjects[name] = Subject(run, before)
         trial.flags[name] = lambda: found[name]
 
     for name, scaler in scalers(gradients.values.device.type).items():

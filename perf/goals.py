@@ -61,7 +61,7 @@ GOALS = (
     Goal("whole step, captured, over none", "step", r".*captured", "step", 1.001, "ours / none"),
     Goal("whole step, CPU offload", "step", r"CPU offload.*", "step", EVEN),
     Goal("whole step, small, on the CPU", "step", r".*cpu.*", "step", EVEN, needs=FULL),
-    Goal("GPU idle, backward to forward", "step", r".*AdamW.*", "idle", 1.0),
+    Goal("GPU idle, backward to forward", "step", r".*AdamW.*", "idle", EVEN),
     Goal("500 FSDP2, unscale_, host", "host", r"500 DTensor, .*(cuda|stub)", HOST, 0.25, needs=FULL),
     Goal("the same on the CPU, as a whole", "host", r"500 DTensor, .*cpu", HOST, 0.25, needs=FULL, because=WALK),
     Goal("500 FSDP2, unscale + clip, host", "clip", r"500 DTensor, .*(cuda|stub)", CLIP, 0.1, needs=FULL),

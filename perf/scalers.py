@@ -37,13 +37,18 @@ def flags(scaler: Any, optimizer: Any) -> list[Tensor]:
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
-def unscale_here(scaler: Any, optimizer: Any) -> dict[torch.device, Tensor]:
+def unscale_here(scaler: Any, optimizer: Any, cleared: Tensor) -> dict[torch.device, Tensor]:
     """Do what `unscale_` does on this rank, for fp16 gradients too, and return the flags.
 
-    Frameworks call this by its private name, so both classes have it; ours takes the inverse in the kernel.
+    Frameworks call this by its private name, so both classes have it. torch's makes an inverse and a flag for each
+    step; ours takes the inverse in the kernel, and a flag that its last update has cleared.
+
+    Args:
+        cleared: ours, fp32, `()`, on the scale's device, 0.
     """
-    is_ours = isinstance(scaler, scaler_triton.GradScaler)
-    inverse = None if is_ours else scaler._scale.double().reciprocal().float()
-    found_inf = torch.zeros((), device=scaler._scale.device)
+    if isinstance(scaler, scaler_triton.GradScaler):
+        inverse, found_inf = None, cleared
+    else:
+        inverse, found_inf = scaler._scale.double().reciprocal().float(), torch.zeros_like(cleared)
     flags: dict[torch.device, Tensor] = scaler._unscale_grads_(optimizer, inverse, found_inf, True)
     return flags

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from perf.check import require
 
-PHASES = ("forward", "backward", "scaler")
+PHASES = ("forward", "backward", "scaler", "optimizer")  # the last within the one before
 WORK = {"kernel": "launches", "gpu_memset": "launches", "gpu_memcpy": "copies"}
 CALLS = ("cuda_runtime", "cuda_driver")
 Event = Mapping[str, Any]
@@ -115,5 +115,6 @@ def _correlation(event: Event) -> Any:
 
 
 def _phase_at(phases: Sequence[Span], moment: float) -> str:
-    index = bisect_right(phases, float(moment), key=lambda span: span.begin) - 1
-    return phases[index].phase if index >= 0 and float(moment) <= phases[index].end else ""
+    behind = bisect_right(phases, float(moment), key=lambda span: span.begin)
+    begun = reversed(phases[max(0, behind - 2) : behind])  # the inner one first
+    return next((span.phase for span in begun if float(moment) <= span.end), "")

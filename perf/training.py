@@ -36,6 +36,7 @@ class Loop:
         self.device = batch[0].device.type
         self.scalers = {"none": torch.amp.GradScaler(self.device, enabled=False), **scalers(self.device, scale=SCALE)}
         self._in_optimizer = self._entered = 0.0
+        self._mark = record_function("optimizer")
         optimizer.register_step_pre_hook(self._enter)
         optimizer.register_step_post_hook(self._leave)
 
@@ -78,9 +79,12 @@ class Loop:
             nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def _enter(self, *args: Any) -> None:
+        self._mark = record_function("optimizer")
+        self._mark.__enter__()
         self._entered = time.perf_counter()
 
     def _leave(self, *args: Any) -> None:
+        self._mark.__exit__(None, None, None)
         self._in_optimizer += time.perf_counter() - self._entered
 
 
@@ -148,7 +152,8 @@ def require_equal_unscaling(case: str, loop: Loop) -> None:
     optimizer = Still(parameters)
 
     def subject(scaler: Any) -> Subject:
-        return Subject(lambda: unscale_here(scaler, optimizer), lambda: torch._foreach_copy_(gradients, before))
+        flag = torch.zeros_like(scaler._scale)
+        return Subject(lambda: unscale_here(scaler, optimizer, flag), lambda: torch._foreach_copy_(gradients, before))
 
     # Gradients that are not where the scale is, torch's op may divide by a scale still on its way (pytorch#176429).
     believed = scalers(gradients[0].device.type, scale=SCALE)["torch"]

@@ -21,6 +21,10 @@ _ON_FSDP1 = (
     "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
     "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=."
 )
+_APART = (
+    "GradScaler's optimizers are on meshes over different ranks, here {} and {}: an overflow in one of them may leave "
+    "ranks with different scales. Use scaler_triton.ShardedGradScaler, or pass process_group=."
+)
 
 
 class AgreeingMixin(ScalerAttributes):
@@ -33,6 +37,7 @@ class AgreeingMixin(ScalerAttributes):
         group, default = self.process_group, collectives.default_group()
         if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:
             plan.agreement = (group, default, self._new_agreement(plan.parameters))
+            self._warn_of_other_ranks(plan)
         return plan.agreement[2]
 
     def _joint_agreement(self, plans: Sequence[GradPlan]) -> Agreement | None:
@@ -60,3 +65,16 @@ class AgreeingMixin(ScalerAttributes):
         if not self._warned_fsdp1:
             self._warned_fsdp1 = True
             warnings.warn(_ON_FSDP1, UserWarning, stacklevel=callers.stacklevel())
+
+    def _warn_of_other_ranks(self, plan: GradPlan) -> None:
+        """Warn if another optimizer's flag reaches other ranks than this one's: they share one scale."""
+        assert plan.agreement is not None
+        *where, mine = plan.agreement
+        for other in self._plans.plans():
+            if mine is None or other.agreement is None or [*other.agreement[:2]] != where or self._warned_apart:
+                continue
+            theirs = other.agreement[2]
+            if theirs is not None and theirs.ranks != mine.ranks:
+                self._warned_apart = True
+                text = _APART.format(list(theirs.ranks), list(mine.ranks))
+                warnings.warn(text, UserWarning, stacklevel=callers.stacklevel())

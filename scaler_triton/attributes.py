@@ -36,6 +36,7 @@ class ScalerAttributes(_Base):
     _max_consecutive_skips: int | None
     _check_unscaled: bool
     _warned_fsdp1: bool
+    _warned_apart: bool
 
     _scale: Tensor | None  # fp32, one element; None until it is first used
     _growth_tracker: Tensor | None  # int32, one element

@@ -36,11 +36,16 @@ class Agreement:
     Args:
         groups: their process group; or several that reach all of them one after the other, as those of a mesh's
             dimensions do.
-        size: how many they are.
+        ranks: theirs, in ascending order; in a bare group its own ones.
     """
 
     groups: tuple[ProcessGroup, ...]
-    size: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
 
     def maximum_(self, signals: Tensor) -> None:
         """Replace `signals` by their elementwise maximum over the ranks: an all-reduce a group, no host wait.
@@ -136,19 +141,20 @@ def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agree
     """
     group = checked_group(process_group)
     if is_bare(group):
-        return Agreement((group,), group.size()) if group.size() > 1 else None
+        return Agreement((group,), tuple(range(group.size()))) if group.size() > 1 else None
     return _covering((group,), dist.get_process_group_ranks(group), _meshes(parameters))
 
 
 def inferred_agreement(parameters: Iterable[Tensor]) -> Agreement | None:
     """Return who must agree as the parameters' meshes tell: nobody without DTensors, else all who hold a part.
 
-    One 1-D mesh: its group. Otherwise the ranks of the root mesh, since no smaller set is the same on all ranks: by the
-    default group if they are all there are, else by the root's own groups, one a dimension. A group made here would be
-    one that not all ranks make, after which torch's names of groups can differ between ranks, and making one hangs.
+    One 1-D mesh: its group. Otherwise the ranks of the root mesh, of several roots the one with the others' ranks, as
+    no smaller set is the same on all ranks: by the default group if they are all there are, else by the root's own
+    groups, one a dimension. A group made here would be one that not all ranks make, after which torch's names of groups
+    can differ between ranks, and making one hangs.
 
-    Raises: ValueError if there are several root meshes over different ranks: only the caller knows then; or if this
-        rank is not in the mesh.
+    Raises: ValueError if there are several root meshes and none holds the ranks of all: only the caller knows then; or
+        if this rank is not in the mesh.
     """
     meshes = _meshes(parameters)
     if not meshes:
@@ -200,18 +206,19 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh whose ranks are those of all meshes' roots; None, which means all ranks, if a root is unknown."""
+    """Return the root that reaches all ranks of all meshes' roots; None, which means all ranks, if one is unknown."""
     roots = [_root_of(mesh) for mesh in meshes]
     known = [root for root in roots if root is not None]
     if len(known) < len(roots):
         return None
     ranks = {_mesh_ranks(root) for root in known}
-    if len(ranks) > 1:
+    widest = [root for root in known if set().union(*ranks) <= set(_mesh_ranks(root))]
+    if not widest:
         raise ValueError(
             f"process_group is needed: the parameters' meshes span different ranks {sorted(map(list, ranks))}, "
             "so which ranks must agree cannot be told from one of them"
         )
-    return min(known, key=lambda root: root.ndim)  # fewest reductions
+    return min(widest, key=lambda root: root.ndim)  # fewest reductions
 
 
 def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[DeviceMesh]) -> Agreement | None:
@@ -223,7 +230,7 @@ def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[
                 f"process_group must contain every rank of {mesh}, which shards a parameter, "
                 f"got a group of ranks {sorted(members)} without {missing}"
             )
-    return Agreement(groups, len(members)) if len(members) > 1 else None
+    return Agreement(groups, tuple(sorted(members))) if len(members) > 1 else None
 
 
 def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:

@@ -83,7 +83,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         self._init_growth_tracker = 0
         self._scale = None
         self._growth_tracker = None
-        self._warned_fsdp1 = False
+        self._warned_fsdp1 = self._warned_apart = False
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.

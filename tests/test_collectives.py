@@ -61,6 +61,6 @@ def test_what_was_reduced_elsewhere_comes_back(monkeypatch: Any) -> None:
     # "cpu:0" is not "cpu": as another device, as far as this code can tell.
     monkeypatch.setattr(collectives, "_serving_device", lambda group, device: torch.device("cpu", 0))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    collectives.Agreement(("the group",), 2).maximum_(signals)  # type: ignore[arg-type]
+    collectives.Agreement(("the group",), (0, 1)).maximum_(signals)  # type: ignore[arg-type]
     assert sent == [([0.0, 1.0], False, dist.ReduceOp.MAX, "the group")]
     assert signals.tolist() == [1.0, 1.0]

@@ -116,6 +116,7 @@ ALLOWED = {
     "clipping/norms": {"batch", "batch_ops", "clipping/reference_clip", "clipping/reference_norm", "dispatch"},
     "clipping/rank_norms": {"batch", "clipping/copies", "placement"},
     "clipping/disabled": {
+        "batch",
         "clipping/arguments",
         "clipping/copies",
         "clipping/rank_norms",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import assert_same
 
-from scaler_triton import GradScaler, batch, plan
+from scaler_triton import GradScaler, placement, plan
 from scaler_triton.plan import GradPlan
 
 STEPS = 1000
@@ -103,7 +103,7 @@ def test_shards_are_found_without_dtensors_private_names(name: str, monkeypatch:
     made = GradPlan([parameter])
     layered: Any = Layered(torch.ones(3))
     made.parameters, made._dtensors = [layered], [0]
-    monkeypatch.setattr(batch, "is_dtensor", lambda tensor: isinstance(tensor, Layered))
+    monkeypatch.setattr(placement, "is_dtensor", lambda tensor: isinstance(tensor, Layered))
     for _ in range(3):
         shard = torch.ones(3)
         gradients: list[Any] = [Layered(shard)]

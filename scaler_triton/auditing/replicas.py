@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from scaler_triton.placement import is_dtensor, is_fsdp1, local_tensor
 from scaler_triton.words import one_line, ranges
 
 FSDP1_SHARD = "FSDP1 shard (nothing tells which ranks hold the same)"
-DTENSOR_SHARD = "DTensor shard (no other rank holds a copy)"
+DTENSOR_SHARD = "DTensor shard (no other rank of its mesh holds a copy)"
 OPAQUE = "parameter (on meta, sparse, or of a class of its own: no bits to read)"
 
 Named = tuple[str, Tensor]
@@ -110,9 +111,10 @@ def _parameters_of(module: nn.parallel.DistributedDataParallel) -> Iterator[Tens
 
 def _told_by_no_shard(model: nn.Module) -> dict[int, str]:
     """Return the ranks of FSDP1's parameters if nothing is sharded; with several strategies nobody is asked."""
-    wrapped = [module for module in model.modules() if hasattr(module, "sharding_strategy")]
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody imported it, no module is one of its
+    wrapped = [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
     among = {_ranks_of(module) for module in wrapped}
-    if len(among) != 1 or any(getattr(m.sharding_strategy, "name", "") != "NO_SHARD" for m in wrapped):
+    if len(among) != 1 or any(m.sharding_strategy.name != "NO_SHARD" for m in wrapped):
         return {}
     return dict.fromkeys((id(p) for p in model.parameters() if is_fsdp1(p)), among.pop())
 

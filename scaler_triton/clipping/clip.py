@@ -67,7 +67,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         with torch.no_grad():
             request = checked_request(max_norm, norm_type, error_if_nonfinite, model, parameters)
             if not self._enabled:
-                return clip_unscaled(all_parameters(together), request, self.process_group)
+                parameters = all_parameters(together)
+                return clip_unscaled(parameters, request, self.process_group, sharded=self._is_sharded)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
             self._require_scale(together, request, at_once, defer)
             for each in together:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import collectives
+from scaler_triton.batch import home_of
 from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import copies_of
@@ -20,26 +21,28 @@ if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
 
 
-def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any) -> Tensor:
+def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, *, sharded: bool) -> Tensor:
     """Clip as torch does; where ranks hold shards, by the norm of all ranks'.
 
     Args:
         parameters: all that the optimizers hold; their gradients are written.
         group: the scaler's process group.
+        sharded: all ranks of it share the norm, whatever their parameters are; None is the default group then.
 
-    Returns: the norm, `()`, as torch's clipping does; fp32 of shards.
+    Returns: the norm, `()`, as torch's clipping does; fp32 where ranks share it.
 
     Raises: ValueError naming `model` as `copies_of`; torch's RuntimeError for a norm that is not finite.
     """
     max_norm, norm_type, error_if_nonfinite, model, chosen = request
-    if _torch_can_clip(parameters):
+    together = (sharded or group is not None) and collectives.several_ranks()
+    if not together and _torch_can_clip(parameters):
         clipped = [p for p in parameters if chosen is None or id(p) in chosen]
         return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
-    agreement = _agreement(parameters, group)
+    agreement = _agreement(parameters, group, together)
     with torch.no_grad():
         copies = copies_of(parameters, agreement, model)
         gradients, counts = held_gradients(parameters, copies, chosen)
-        nobody = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
+        nobody = torch.zeros((), dtype=torch.float32, device=home_of(parameters))
         norm, _ = norm_of_terms(terms_of_norm(gradients, counts, norm_type, nobody), norm_type, agreement)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise RuntimeError(reference_norm.NONFINITE.format(norm_type))
@@ -54,7 +57,7 @@ def _torch_can_clip(parameters: Sequence[Tensor]) -> bool:
     return all(placing(parameter) is None for parameter in parameters)
 
 
-def _agreement(parameters: Sequence[Tensor], group: Any) -> Agreement | None:
-    if group is not None or collectives.has_fsdp1(parameters):
+def _agreement(parameters: Sequence[Tensor], group: Any, together: bool) -> Agreement | None:
+    if together or group is not None or collectives.has_fsdp1(parameters):
         return collectives.sharded_agreement(parameters, group)
     return collectives.inferred_agreement(parameters)

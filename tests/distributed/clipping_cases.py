@@ -175,6 +175,13 @@ def disabled_on_uneven_shards(rank: int, size: int, order: float) -> tuple[str, 
     return type(norm).__name__, norm.item()
 
 
+def stages(rank: int, kind: str, enabled: bool, order: float) -> float:
+    """The norm of a parameter of rank + 1 that no other rank has, and that tells of none."""
+    scaler, param = cases.new_scaler(kind, enabled=enabled), cases.plain_param(1)
+    param.grad = scaler.scale(torch.full_like(param, rank + 1.0))
+    return scaler.clip_grad_norm_(cases.new_optimizer("sgd", [param]), 1e9, order).item()
+
+
 def plain_beside_placed(rank: int, kind: str) -> list[float]:
     """Norms of a replicated parameter's gradient, all ones: cut, the local tensor alone, and cut as before."""
     mesh, scaler = cases.line(), cases.new_scaler(kind)

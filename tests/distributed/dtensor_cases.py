@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -13,12 +14,14 @@ from cases import (
     Habits,
     Report,
     dtensor_param,
+    give_grads,
     giving,
     line,
     local_of,
     mesh,
     new_optimizer,
     new_scaler,
+    params_of,
     plain_param,
     square,
     train,
@@ -148,6 +151,30 @@ def one_slice(rank: int, kind: str, name: str, faults: Sequence[Fault]) -> Repor
     params = [dtensor_param(square()["tp"], [Shard(0)])]
     optimizer = new_optimizer(name, params)
     return train(rank, scaler, [optimizer], giving(scaler, params), faults)
+
+
+def world_beside_a_pair(rank: int, name: str, faults: Sequence[Fault], unscale: bool, holders: Sequence[int]) -> Report:
+    """Dense layers on a mesh of all ranks, and on some of them experts on one of two, which knows no larger one."""
+    scaler = new_scaler("grad")
+    pairs = [mesh((2,), ("pair",), order) for order in ((0, 2), (1, 3))]
+    params = [dtensor_param(on, [Shard(0)]) for on in (line(), pairs[rank % 2])]
+    params = params if rank in holders else params[:1]
+    optimizer = new_optimizer(name, params)
+    return train(rank, scaler, [optimizer], giving(scaler, params), faults, habits=Habits(unscale=unscale))
+
+
+def an_optimizer_each(rank: int, kind: str, layout: str) -> list[str]:
+    """Two steps with an optimizer for each parameter of a layout; what is warned of."""
+    scaler = new_scaler(kind)
+    optimizers = [new_optimizer("sgd", [param]) for param in LAYOUTS[layout]()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            for optimizer in optimizers:
+                give_grads(scaler, params_of(optimizer), step)
+                scaler.step(optimizer)
+            scaler.update()
+    return [str(each.message) for each in caught]
 
 
 def part_of_the_world(rank: int, name: str, faults: Sequence[Fault]) -> Report | None:

@@ -334,9 +334,10 @@ def group_too_small(rank: int, kind: str, name: str, layout: str, method: str) -
 
 
 def roots_over_different_ranks(rank: int, kind: str, name: str, method: str) -> Attempt:
-    """Parameters on a mesh of the whole world and on one of two ranks: no mesh tells who must agree."""
-    pairs = [cases.mesh((2,), ("pair",), order) for order in ((0, 1), (2, 3))]
-    params = [cases.dtensor_param(on, [Shard(0)]) for on in (cases.line(), pairs[rank // 2])]
+    """Parameters on two meshes of two ranks, this one's row and column: neither tells who must agree."""
+    rows = [cases.mesh((2,), ("row",), order) for order in ((0, 1), (2, 3))]
+    columns = [cases.mesh((2,), ("column",), order) for order in ((0, 2), (1, 3))]
+    params = [cases.dtensor_param(on, [Shard(0)]) for on in (rows[rank // 2], columns[rank % 2])]
     scaler = cases.new_scaler(kind)
     optimizer = cases.new_optimizer(name, params)
     cases.give_grads(scaler, params, 0)

@@ -277,5 +277,13 @@ def test_a_disabled_scalers_norm_is_whole_on_every_rank(two, size, order):
     assert two.run(clipping_cases.disabled_on_uneven_shards, size, order) == [("Tensor", pytest.approx(norm))] * 2
 
 
+@pytest.mark.parametrize("kind", ["sharded", "world", "grad"])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_disabled_scalers_norm_is_that_of_the_ranks_that_agree(two, kind, order):
+    on, off = (two.run(clipping_cases.stages, kind, enabled, order) for enabled in (True, False))
+    assert off == pytest.approx(on, rel=1e-6)
+    assert (off[0] == off[1]) == (kind != "grad")
+
+
 def test_optimizers_clipped_together_keep_each_other_not_alive(two):
     assert two.run(clipping_cases.several_and_then_one) == [[False, False]] * 2

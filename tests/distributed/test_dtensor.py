@@ -91,6 +91,23 @@ def test_one_1d_mesh_asks_its_own_group_only(four, name):
     assert_agreed(reports[2:], [])
 
 
+@UNSCALE
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+@pytest.mark.parametrize("holders", [range(4), [0, 2]])
+def test_a_mesh_of_all_ranks_tells_for_a_smaller_one_beside_it(four, name, holders, unscale):
+    faults = [Fault(1, 2, -1)]
+    assert_agreed(four.run(dtensor_cases.world_beside_a_pair, name, faults, unscale, holders), [1])
+
+
+def test_optimizers_that_agree_over_other_ranks_are_warned_of_once(four):
+    for rank, texts in enumerate(four.run(dtensor_cases.an_optimizer_each, "grad", "expert-parallel-slice")):
+        (text,) = texts
+        assert "Use scaler_triton.ShardedGradScaler, or pass process_group=" in text
+        assert f"here {[[0, 2], [1, 3]][rank % 2]} and [0, 1, 2, 3]:" in text
+    for kind, layout in (("sharded", "expert-parallel-slice"), ("world", "two-slices"), ("grad", "expert-parallel")):
+        assert four.run(dtensor_cases.an_optimizer_each, kind, layout) == [[]] * 4
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_process_group_overrides_the_mesh(four, name):
     assert_agreed(four.run(dtensor_cases.one_slice, "world", name, [Fault(1, 1)]), [1])

@@ -48,7 +48,7 @@ def test_what_ranks_tell_arrives_whole(two, lengths, collectives):
 def test_fsdp2_parameters_have_their_names_while_they_are_gathered(two, reshard):
     for name, seen in two.run(overflow_cases.named_while_gathered, reshard):
         assert name == "up.bias"
-        assert seen.endswith("Not compared: 6 DTensor shards (no other rank holds a copy).")
+        assert seen.endswith("Not compared: 6 DTensor shards (no other rank of its mesh holds a copy).")
 
 
 def test_a_gradient_that_is_yet_a_sum_is_told_for_itself(two):

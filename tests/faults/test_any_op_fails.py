@@ -44,7 +44,7 @@ class OutOfMemoryAt(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def two_pretended_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "sharded_agreement", lambda parameters, group: Agreement((None,), 2))
+    monkeypatch.setattr(collectives, "sharded_agreement", lambda parameters, group: Agreement((None,), (0, 1)))
 
 
 def each(method: str) -> Callable[[Any, list[Any]], None]:

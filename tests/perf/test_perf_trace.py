@@ -18,6 +18,13 @@ def test_work_counts_for_the_phase_that_launched_it() -> None:
     assert trace().per_step("backward") == {"launches": 1, "copies": 0, "waits": 0}
 
 
+def test_an_optimizers_launches_are_not_the_scalers() -> None:
+    marks = [event("user_annotation", "scaler", 0, 10), event("user_annotation", "optimizer", 3, 4)]
+    calls = [event("cuda_runtime", "launch", at, 0, at) for at in (1, 5, 8, 11)]
+    kernels = [event("kernel", "some", at, 1, at) for at in (1, 5, 8, 11)]
+    assert [span.phase for span in parse([*marks, *calls, *kernels], 1).work] == ["scaler", "optimizer", "scaler", ""]
+
+
 @pytest.mark.parametrize("idle", [0.0, 5.0])
 def test_idle_is_what_nothing_covers_between_backward_and_forward(idle: float) -> None:
     # backward ends at 40; 10 us of the optimizer, 1 us of a copy; the next forward pass starts at 102
