@@ -13,8 +13,8 @@
 # make perf    what it costs beside torch's scaler, as far as this machine can tell (3 minutes); fills perf/README.md and the README
 # make release   sdist and wheel into dist/, checked as an index would; the wheel in an empty environment runs the demo
 # make gpu     all of the next four, with the python3 and packages of a GPU machine; OUT names a folder
-#   gpu-tests, gpu-sanitize, gpu-perf, gpu-tune: the suite natively, the kernels under compute-sanitizer,
-#   measurements, tuned launch configurations; under 10 minutes each
+#   gpu-tests, gpu-tune, gpu-perf, gpu-sanitize: the suite natively, tuned launch configurations, measurements, the
+#   kernels under compute-sanitizer; under 10 minutes each
 PYTHON ?= python3
 OUT ?= out
 PROGRAMS ?= 10000
@@ -22,7 +22,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-GPU_PARTS := gpu-tests gpu-sanitize gpu-perf gpu-tune
+GPU_PARTS := gpu-tests gpu-tune gpu-perf gpu-sanitize
 
 .PHONY: demo test test-frameworks test-oldest docs lint style fuzz soak simulate mutants coverage perf release gpu $(GPU_PARTS) sanitize clean
 

@@ -1,7 +1,7 @@
 """Runs the tests in several processes of pytest side by side: what uses the GPU in the first two, the rest beside it.
 
-tests/conftest.py tells by SHARD which tests are whose. OUT names a folder for logs and reports; all arguments but
---shards go to pytest.
+tests/conftest.py tells by SHARD which tests are whose. OUT names a folder for the log and the report, which take in
+those of the processes; all arguments but --shards go to pytest.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(words: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGINT, note)
     count = max(2, options.shards)
-    print(f"{count} shards, each with a log: {out}/tests-*.log", flush=True)
+    print(f"{count} shards, each with a log until all have ended: {out}/tests-*.log", flush=True)
     shards = [Shard(number, count, out, arguments) for number in range(count)]
     wait_for(shards)
     for shard in shards:
@@ -115,19 +115,21 @@ def wait_for(shards: Iterable[Shard], seconds: float | None = None) -> None:
 
 
 def write_log(path: Path, shards: Iterable[Shard]) -> None:
-    """Write all logs into one."""
+    """Move all logs into one."""
     with path.open("wb") as log:
         for shard in shards:
             log.write(f"\n== shard {shard.name}, status {shard.status}\n".encode())
             log.write(shard.log.read_bytes())
+            shard.log.unlink()
 
 
 def write_report(path: Path, parts: Iterable[Path]) -> None:
-    """Write those reports into one that are there and whole."""
+    """Move those reports into one that are there and whole."""
     whole = ElementTree.Element("testsuites", name="pytest tests")
     for part in parts:
         try:
             whole.extend(ElementTree.parse(part).getroot())
+            part.unlink()
         except (OSError, ElementTree.ParseError) as error:
             print(f"no report in {part}: {error}", flush=True)
     ElementTree.ElementTree(whole).write(path, encoding="utf-8", xml_declaration=True)

@@ -14,7 +14,7 @@ import pytest
 from helpers import Place
 
 ROOT = Path(__file__).parents[1]
-PARTS = ["gpu-tests", "gpu-sanitize", "gpu-perf", "gpu-tune"]
+PARTS = ["gpu-tests", "gpu-tune", "gpu-perf", "gpu-sanitize"]
 LIMIT = 600  # seconds for each part
 
 # Stands for the GPU machine's python3: writes down what it was to run, and fails where it is told to.
