@@ -162,7 +162,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             stacklevel=callers.stacklevel(),
         )
         try:
-            return optimizer.step(*args, **kwargs, grad_scaler=self)
+            return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         except Exception:
             if not state["found_inf_per_device"]:  # it never asked for the flag that the other ranks wait for
                 with suppress(Exception):  # the optimizer's error is the one to see
@@ -180,7 +180,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
             optimizers.take_back(both)
             return None
-        scale = self._scale
+        scale = self._get_scale_async()
         assert scale is not None
         factor = state.get("deferred")
         if ready and state["unscaled_flag"] is None:

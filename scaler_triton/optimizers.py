@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,10 @@ _takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary(
 
 def unwrap(optimizer: Any) -> Any:
     """Return the optimizer behind wrappers that keep it as `.optimizer` and share its `param_groups`."""
-    inner = getattr(optimizer, "optimizer", None)
+    try:
+        inner = getattr(optimizer, "optimizer", None)
+    except Exception:  # a property of another meaning
+        return optimizer
     return optimizer if inner is None else _innermost(optimizer)
 
 
@@ -69,8 +73,8 @@ def lent(
 
     Args:
         optimizers: the one that is stepped and, if that is a wrapper, the one inside: either may look.
-        scale: fp32, shape (), lent itself and not to be written; None if the gradients are unscaled already.
-        found_inf: fp32, shape (), 0.0 or 1.0.
+        scale: fp32, shape (); None if the gradients are unscaled already.
+        found_inf: fp32, shape (), 0.0 or 1.0. Like `scale` lent itself only to who does not write into it.
         on_host: lend copies on the CPU, waited for, as an optimizer with parameters there needs them: torch's fused
             ones copy both to every device they step on, and their CPU kernels read before such a copy is there.
     """
@@ -79,6 +83,8 @@ def lent(
     product = _product(factors)
     if on_host:
         product, found_inf = None if product is None else product.cpu(), found_inf.cpu()
+    elif not _only_reads(optimizers[-1]):
+        product, found_inf = None if product is None else product.clone(), found_inf.clone()
     _set(optimizers, grad_scale=product, found_inf=found_inf)
     try:
         yield
@@ -88,6 +94,19 @@ def lent(
             optimizers[-1].grad_scale = own
         raise
     take_back(optimizers)
+
+
+def _only_reads(optimizer: Any) -> bool:
+    """Tell whether a fused step leaves what it is lent as it is: one of torch's own, without anybody's hooks."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    everywhere = sys.modules["torch.optim.optimizer"]  # its name in torch.optim is something else
+    return not (  # torch promises none of these names: without one nobody knows
+        getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or getattr(everywhere, "_global_optimizer_pre_hooks", True)
+        or getattr(everywhere, "_global_optimizer_post_hooks", True)
+    )
 
 
 def take_back(optimizers: Sequence[Any]) -> None:

@@ -49,7 +49,7 @@ class GradPlan:
     """What one optimizer's gradients look like.
 
     A gradient that is absent leaves its slot empty; only a new shape, stride, dtype or device plans anew. The
-    plan keeps parameters and layouts, never a gradient.
+    plan keeps parameters and layouts, no gradient by itself; parameters that are replaced, until the next step.
 
     Args:
         parameters: the optimizer's, in order; DTensors enter as their local shards.

@@ -114,9 +114,11 @@ class SettingsMixin(ScalerAttributes):
         That is once one of `min_scale` to `max_consecutive_skips` is not its default. torch's class loads it, too, and
         passes over that key.
         """
+        if not self._enabled:
+            return {}
         state = super().state_dict()
         extras = Extras(self._limits, self._max_consecutive_skips, [])
-        if state and extras != (NO_LIMITS, None, []):
+        if extras != (NO_LIMITS, None, []):
             state[limits.KEY] = limits.to_checkpoint(extras._replace(counters=self._counters.read()), NAMES)
         return state
 
@@ -128,8 +130,10 @@ class SettingsMixin(ScalerAttributes):
         Raises: torch's RuntimeError for an empty dict and KeyError for a missing field; ValueError or TypeError
             naming a wrong field and its value; TypeError for what is no dict. The scaler is as before then.
         """
+        if not self._enabled:
+            return
         extras = Extras(self._limits, self._max_consecutive_skips, [0] * len(NAMES))
-        if self._enabled and limits.check_dict(state_dict, "state_dict"):  # an empty one is left to torch's error
+        if limits.check_dict(state_dict, "state_dict"):  # an empty one is left to torch's error
             if limits.KEY in state_dict:
                 extras = limits.from_checkpoint(state_dict[limits.KEY], NAMES)
             state_dict = policy.check_state_dict(state_dict)

@@ -29,10 +29,12 @@ class StatesMixin(ScalerAttributes):
         owner = state.get("owner")
         if owner is None:
             state["owner"] = weak(inner)
-        elif owner() is not inner:
+        elif (before := owner()) is None:
             states[("gone", id(state))] = state  # its flag still counts in update()
             del states[id(inner)]
             return self._state(inner)
+        elif before is not inner:
+            state["owner"] = weak(inner)  # somebody put another one's here, as hivemind does
         return state
 
     def _is_known(self, optimizer: Any) -> bool:

@@ -101,18 +101,25 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients, read-only, and agree with the other ranks; once a step.
 
+        Where no other rank must agree, gradients that are unscaled are looked at again each time.
+
         Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
         """
         stage = self._state(optimizer)["stage"] if self._is_known(optimizer) else OptState.READY
         try:
             self._initialised_scale("_check_inf_per_device", optimizer)
             state = self._state(optimizer)
-            if not state["found_inf_per_device"]:
+            unscaled = stage is OptState.UNSCALED
+            if not state["found_inf_per_device"] or (unscaled and self._may_look_again(optimizer, state)):
                 self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, state, found_inf))
         finally:
             if self._is_known(optimizer):
                 self._state(optimizer)["stage"] = stage  # after a failure, too: the step checks afresh, as other ranks
         return state["found_inf_per_device"]
+
+    def _may_look_again(self, optimizer: Any, state: StepState) -> bool:
+        """Tell whether a check keeps no other rank waiting, nor overrules a failure."""
+        return self._verdict(state) is not None and self._agreement(self._plans.get(optimizer)) is None
 
     def _check_grads(self, optimizer: Any, state: StepState, found_inf: Tensor) -> Flags:
         if self._unscale_is_overridden():  # the override may know gradients that we do not

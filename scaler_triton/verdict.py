@@ -105,6 +105,10 @@ class Verdict:
         self._served: list[Tensor] = []  # keeps alive what the identities name
         self._identities: list[int | None] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Verdict:
+        """Return itself: a copied state has its own flags, which are not the ones served here."""
+        return self
+
     def begin(self, captured: bool = False) -> None:
         """Forget the step before; in a graph whatever that will be: replays follow what the host has not foreseen."""
         if captured or not self.cleared:

@@ -223,8 +223,9 @@ class Specification(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         optimizer = self._unwrapped(optimizer)
         self._check_scale_growth_tracker("_check_inf_per_device")
-        known = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        if known:
+        state = self._per_optimizer_states[id(optimizer)]
+        known = state["found_inf_per_device"]
+        if known and (state["stage"] is not OptState.UNSCALED or state.get("must_skip")):
             departs(1)
             return known
         return super()._check_inf_per_device(optimizer)

@@ -1,0 +1,178 @@
+"""What hooks, subclasses and frameworks do to a scaler's own things: all of it ends as with torch's class."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, places
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import scaler_triton
+from scaler_triton import GradScaler, optimizers
+
+BOTH = [torch.amp.GradScaler, GradScaler]
+
+
+def trained(cls: Any, optimizer_class: Any, prepare: Callable[[Any], object], place: Place) -> list[Any]:
+    """Three steps; the parameter and the scale after each of them."""
+    parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
+    optimizer = optimizer_class([parameter], lr=0.5, fused=True)
+    options = {"backend": place.backend} if cls is GradScaler else {}
+    scaler = cls(place.device, init_scale=4.0, growth_interval=2, **options)
+    prepare(optimizer)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((parameter.tolist(), scaler.get_scale()))
+    return seen
+
+
+def averaging(optimizer: Any, *args: Any) -> None:
+    optimizer.grad_scale *= 4
+
+
+def dropping(optimizer: Any, *args: Any) -> None:
+    optimizer.found_inf.fill_(1.0)
+
+
+class Averaging(torch.optim.SGD):
+    """A fused optimizer of somebody's own."""
+
+    def step(self, closure: Any = None) -> Any:
+        averaging(self)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+@pytest.mark.parametrize("hook", [averaging, dropping])
+@pytest.mark.parametrize("way", ["pre", "post", "global"])
+def test_what_a_hook_writes_into_what_was_lent_stays_there(hook: Any, way: str, place: Place) -> None:
+    handles = []
+
+    def register(optimizer: Any) -> None:
+        if way == "global":
+            handles.append(register_optimizer_step_pre_hook(hook))
+        else:
+            handles.append(getattr(optimizer, f"register_step_{way}_hook")(hook))
+
+    try:
+        theirs = trained(torch.amp.GradScaler, torch.optim.SGD, register, place)
+        handles.pop().remove()
+        assert trained(GradScaler, torch.optim.SGD, register, place) == theirs
+    finally:
+        handles.pop().remove()
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_what_an_optimizer_of_somebodys_own_writes_stays_there(place: Place) -> None:
+    theirs, ours = (trained(cls, Averaging, lambda optimizer: None, place) for cls in BOTH)
+    assert ours == theirs
+
+
+def test_torchs_own_optimizers_are_lent_the_scale_itself() -> None:
+    """A copy would be a launch more in every step."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
+    scale, found_inf = torch.ones(()), torch.zeros(())
+    with optimizers.lent((optimizer,), scale, found_inf):
+        assert optimizer.grad_scale is scale
+        assert optimizer.found_inf is found_inf
+    optimizer.register_step_pre_hook(averaging)
+    with optimizers.lent((optimizer,), scale, found_inf):
+        assert optimizer.grad_scale is not scale
+        assert optimizer.found_inf is not found_inf
+    with optimizers.lent((optimizer,), None, found_inf):
+        assert optimizer.grad_scale is None
+
+
+@pytest.mark.parametrize("bad", [1.0, math.inf])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_a_state_that_was_put_under_another_optimizers_id_is_its_state(bad: float, place: Place) -> None:
+    """As hivemind does: it unscales an outer optimizer and steps the one within."""
+    ended = []
+    for cls in BOTH:
+        parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
+        outer, inner = (torch.optim.SGD([parameter], lr=0.5) for _ in range(2))
+        scaler = cls(place.device, init_scale=4.0, **({"backend": place.backend} if cls is GradScaler else {}))
+        scaler.scale(parameter.sum() * bad).backward()
+        scaler.unscale_(outer)
+        scaler._per_optimizer_states[id(inner)] = copy.deepcopy(scaler._per_optimizer_states[id(outer)])
+        scaler.step(inner)
+        scaler.update()
+        ended.append((parameter.tolist(), scaler.get_scale()))
+    assert ended[0] == ended[1]
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_gradients_are_looked_at_again_when_asked_for(place: Place) -> None:
+    """After unscaling somebody divides them by a count of tokens, which is 0."""
+    parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    assert parameter.grad is not None
+    for divisor, found in ((0.0, 1.0), (math.inf, 1.0)):  # inf / inf is NaN
+        parameter.grad.div_(divisor)
+        assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [found]
+    scaler.step(optimizer)
+    scaler.update()
+    assert (parameter.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0)
+
+
+def test_a_look_does_not_overrule_a_failure() -> None:
+    """Gradients may be half unscaled: the step is skipped, whatever they hold."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler._skip(scaler._state(optimizer))
+    assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [1.0]
+
+
+def test_a_keyword_that_the_older_step_gets_from_the_scaler_is_the_scalers() -> None:
+    class Older(torch.optim.SGD):
+        def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+            taken.append(grad_scaler)
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    for cls in BOTH:
+        taken: list[Any] = []
+        optimizer = Older([parameter], lr=0.5)
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        scaler = cls("cpu")
+        parameter.grad = scaler.scale(torch.ones(2))
+        with pytest.warns(FutureWarning, match="stop passing itself"):
+            scaler.step(optimizer, grad_scaler="mine")
+        assert taken == [scaler]
+
+
+def test_an_optimizer_whose_attribute_optimizer_means_something_else_is_stepped() -> None:
+    class Odd(torch.optim.SGD):
+        @property
+        def optimizer(self) -> Any:
+            raise RuntimeError("not built yet")
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    scaler, optimizer = GradScaler("cpu", init_scale=4.0), Odd([parameter], lr=0.5)
+    parameter.grad = scaler.scale(torch.ones(2))
+    scaler.step(optimizer)
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+def test_a_subclass_that_only_passes_through_has_an_empty_state() -> None:
+    class PassThrough(scaler_triton.GradScaler):
+        def __init__(self) -> None:
+            self._enabled = False
+
+    scaler = PassThrough()
+    assert scaler.state_dict() == {}
+    scaler.load_state_dict({})
