@@ -34,7 +34,7 @@ TABLE = "tests/kernels/test_grad_table.py tests/kernels/test_launcher.py"
 UPDATE = "tests/kernels/test_update_scale_kernel.py"
 POLICY = "tests/kernels/test_update_policy_kernel.py"
 LAUNCHES = "tests/kernels/test_launch_paths.py"
-UNSTEPPED = "tests/test_unstepped.py"
+UNSTEPPED, TOUCHED = "tests/test_unstepped.py", "tests/test_what_others_touch.py"
 CLIP = " ".join(f"tests/test_clipping{part}.py" for part in ("", "_deferred", "_arguments", "_launches"))
 CLIPS = "tests/kernels/test_clip_kernel.py tests/kernels/test_norm_kernel.py"
 CLIPPED = "tests/distributed/test_clipping_ranks.py"
@@ -176,7 +176,14 @@ MUTANTS = [
     Mutant(_S + "collectives.py", "if len(members) > 1 else None", "", GROUPS),
     Mutant(_S + "collectives.py", "len(meshes) == 1 and meshes[0].ndim == 1", "meshes[0].ndim == 1", MESHES),
     Mutant(_S + "collectives.py", "        if missing:", "        if False:", GROUPS),
-    Mutant(_S + "collectives.py", "if len(ranks) > 1:", "if False:", GROUPS),
+    Mutant(_S + "collectives.py", "if not widest:", "if False:", GROUPS),
+    Mutant(_S + "collectives.py", "if set().union(*ranks) <= set(_mesh_ranks(root))", "", MESHES),
+    Mutant(_S + "agreeing.py", "theirs.ranks != mine.ranks", "False", MESHES),
+    Mutant(_S + "clipping/disabled.py", "together = (sharded or", "together = (False or", CLIPPED),
+    Mutant(_S + "optimizers.py", "elif not _only_reads(optimizers[-1]):", "elif False:", TOUCHED),
+    Mutant(_S + "states.py", "elif (before := owner()) is None:", "elif (before := owner()) is not inner:", TOUCHED),
+    Mutant(_S + "unscaling.py", "or (unscaled and self._may_look_again(optimizer, state))", "", TOUCHED),
+    Mutant(_S + "unscaling.py", "self._verdict(state) is not None and self._agreement(", "self._agreement(", TOUCHED),
     Mutant(_S + "collectives.py", "if longest > _AT_ONCE:", "if len(data) > _AT_ONCE:", REPORTED),
     # plans and batches
     Mutant(_S + "plan.py", "or gradient.stride() != form.stride", "", PLAN),
