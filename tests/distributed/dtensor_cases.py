@@ -157,8 +157,8 @@ def world_beside_a_pair(rank: int, name: str, faults: Sequence[Fault], unscale: 
     """Dense layers on a mesh of all ranks, and on some of them experts on one of two, which knows no larger one."""
     scaler = new_scaler("grad")
     pairs = [mesh((2,), ("pair",), order) for order in ((0, 2), (1, 3))]
-    params = [dtensor_param(on, [Shard(0)]) for on in (line(), pairs[rank % 2])]
-    params = params if rank in holders else params[:1]
+    params = [dtensor_param(on, [Shard(0)]) for on in (pairs[rank % 2], line())]
+    params = params if rank in holders else params[1:]
     optimizer = new_optimizer(name, params)
     return train(rank, scaler, [optimizer], giving(scaler, params), faults, habits=Habits(unscale=unscale))
 
