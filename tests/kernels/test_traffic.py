@@ -7,7 +7,7 @@ from kernel_cases import DEVICE, DTYPES, INF, SIMULATED, Guarded
 from scaler_triton.kernels.clip import launch_clip
 from scaler_triton.kernels.launch_config import DEFAULT
 from scaler_triton.kernels.nonfinite import launch_check_nonfinite
-from scaler_triton.kernels.norm import NormTable, launch_sum_of_squares
+from scaler_triton.kernels.norm import _FINISH_BLOCK, NormTable, launch_sum_of_squares
 from scaler_triton.kernels.unscale import launch_unscale
 
 pytestmark = [
@@ -84,6 +84,6 @@ def test_clipping_reads_twice_and_writes_once(moved, dtype, offset):
     launch_clip(table, scale, totals, 1e-3, norm)
     assert moved() == {
         "_sum_squares_kernel": {"loaded": size + 3 * (MAP + WEIGHT), "stored": 3 * PARTIAL},
-        "_finish_kernel": {"loaded": 3 * PARTIAL + SCALE + FLAG, "stored": 5 * 8},
+        "_finish_kernel": {"loaded": _FINISH_BLOCK * PARTIAL + SCALE + FLAG, "stored": 5 * 8},
         "_clip_kernel": {"loaded": size + 3 * (MAP + SCALE + TOTALS), "stored": size + 4},
     }
