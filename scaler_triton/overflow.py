@@ -50,7 +50,7 @@ class OverflowMixin(StatesMixin):
                 rank = collectives.own_rank(self.process_group)
                 _gathered(OverflowReport(None, (), False, (f"rank {rank} raised {_said(error)}",)), group)
             raise
-        return replace(own if group is None else _gathered(own, group), gathered=gather)
+        return replace(own if group is None else _gathered(own, group), gathered=gather or not collectives.several_ranks())
 
     def _own_report(self, model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> OverflowReport:
         counters = self._counters.read()

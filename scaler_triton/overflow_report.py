@@ -36,7 +36,7 @@ class OverflowReport:
     Args:
         update: which update that was, the first one being 1; None: none was skipped, or its update is yet to come.
         bad: the gradients, by rank, each rank's in the order of its parameters.
-        gathered: whether all ranks were asked, or only this one.
+        gathered: whether all ranks were asked, or only this one of several.
         untold: what could not be looked into, in words.
         pending: whether it is a skip whose update is yet to come.
     """

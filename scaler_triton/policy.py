@@ -50,8 +50,8 @@ def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
 
 
 def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
-    """Return `value` as an int if it can be a count of good steps, which is kept in int32."""
-    number = _as_int(value, name)
+    """Return `value` as an int if it can be a count of good steps, which is kept in int32; torch loads 2.0, too."""
+    number = int(value) if isinstance(value, float) and value.is_integer() else _as_int(value, name)
     if not 0 <= number <= MAX_TRACKER:
         raise ValueError(f"{name} must be an int in [0, {MAX_TRACKER}], got {value!r}")
     return number

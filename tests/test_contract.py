@@ -58,7 +58,7 @@ def test_has_every_name_that_torchs_instance_has(ours: type, theirs: type) -> No
 
 def test_accelerate_initialises_lazily_with_a_string_and_twice() -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 3})
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 3.0})
     for _ in range(2):
         scaler._lazy_init_scale_growth_tracker("cpu")
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 3)
