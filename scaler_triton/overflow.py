@@ -50,7 +50,8 @@ class OverflowMixin(StatesMixin):
                 rank = collectives.own_rank(self.process_group)
                 _gathered(OverflowReport(None, (), False, (f"rank {rank} raised {_said(error)}",)), group)
             raise
-        return replace(own if group is None else _gathered(own, group), gathered=gather or not collectives.several_ranks())
+        asked_all = gather or not collectives.several_ranks()
+        return replace(own if group is None else _gathered(own, group), gathered=asked_all)
 
     def _own_report(self, model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> OverflowReport:
         counters = self._counters.read()

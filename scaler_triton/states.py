@@ -78,6 +78,7 @@ class StatesMixin(ScalerAttributes):
         """Set the flag on every device of the parameters, whatever was found; a verdict or a plan need not exist."""
         self._enter_unscaled(state)  # first: even without a flag it tells that gradients were written
         state["found_inf_per_device"] = {}
+        state.pop("verdict", None)  # what was looked at before says nothing now
         assert self._scale is not None
         owner = state["owner"]()
         held = () if owner is None else parameters_of(owner)

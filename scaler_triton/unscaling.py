@@ -119,7 +119,8 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
 
     def _may_look_again(self, optimizer: Any, state: StepState) -> bool:
         """Tell whether a check keeps no other rank waiting, nor overrules a failure."""
-        return self._verdict(state) is not None and self._agreement(self._plans.get(optimizer)) is None
+        failed = "verdict" not in state or state.get("must_skip")
+        return not failed and self._agreement(self._plans.get(optimizer)) is None
 
     def _check_grads(self, optimizer: Any, state: StepState, found_inf: Tensor) -> Flags:
         if self._unscale_is_overridden():  # the override may know gradients that we do not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -65,19 +66,13 @@ def out_of_memory_at(failing: int, optimizer: Any) -> Iterator[None]:
     What a half-done optimizer leaves is its own affair, and a launch allocates under Triton's interpreter only.
     """
     mode = Allocations(failing)
-    hooks = [
-        optimizer.register_step_pre_hook(lambda *args: setattr(mode, "paused", True)),
-        optimizer.register_step_post_hook(lambda *args: setattr(mode, "paused", False)),
-    ]
-    try:
-        with mock.patch.object(launcher.Launch, "__call__", paused(mode, launcher.Launch.__call__)), mode:
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    step = mock.patch.object(optimizer, "step", paused(mode, optimizer.step))  # no hooks: it would be lent copies
+    with step, mock.patch.object(launcher.Launch, "__call__", paused(mode, launcher.Launch.__call__)), mode:
+        yield
 
 
 def paused(mode: Allocations, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         before, mode.paused = mode.paused, True
         result = function(*args, **kwargs)

@@ -78,6 +78,8 @@ class ExtrasRules:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        if not self._enabled:
+            return
         extras = state_dict.get("scaler_triton", {})
         self._counters = dict(extras.get("counters", dict.fromkeys(COUNTERS, 0)))
         self._limits = {name: extras.get(name, limit) for name, limit in self._limits.items()}

@@ -54,7 +54,8 @@ class ReportRules:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._seen, self._left = {}, {}
+        if self._enabled:
+            self._seen, self._left = {}, {}
 
     def _now(self) -> Seen:
         return self._seen.setdefault(self._counters["skipped"], Seen())
