@@ -246,7 +246,8 @@ class ClippingRules:
         if refused or overflow:
             coefficient = torch.ones(())
         try:
-            self._multiply(optimizers, chosen, coefficient, defer)
+            if defer or not refused:  # as torch: nothing is written
+                self._multiply(optimizers, chosen, coefficient, defer)
         except RuntimeError:
             self._skip_all(optimizers)
             raise
