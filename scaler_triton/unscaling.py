@@ -109,8 +109,10 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         try:
             self._initialised_scale("_check_inf_per_device", optimizer)
             state = self._state(optimizer)
-            unscaled = stage is OptState.UNSCALED
-            if not state["found_inf_per_device"] or (unscaled and self._may_look_again(optimizer, state)):
+            again = stage is OptState.UNSCALED and self._may_look_again(optimizer, state)
+            if again:
+                state["unscaled_flag"] = None  # of a step before: these are looked at anew
+            if again or not state["found_inf_per_device"]:
                 self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, state, found_inf))
         finally:
             if self._is_known(optimizer):
