@@ -22,9 +22,14 @@ class StatesMixin(ScalerAttributes):
     """Finds an optimizer's state, reads its flag, on the device and on the host, and writes it."""
 
     def _state(self, optimizer: Any) -> StepState:
-        """Return the optimizer's state of this step; one left by a dead optimizer at the same id is set aside."""
+        """Return the optimizer's state of this step; one left by a dead optimizer at the same id is set aside.
+
+        That of an optimizer in a wrapper is found under both ids: whoever looks for it knows the one he passed.
+        """
         inner = unwrap(optimizer)
         states = self._per_optimizer_states
+        if inner is not optimizer and id(optimizer) in states and "owner" not in states[id(optimizer)]:
+            states[id(inner)] = states[id(optimizer)]  # somebody made it, before the first call or to begin anew
         state: StepState = states[id(inner)]
         owner = state.get("owner")
         if owner is None:
@@ -32,14 +37,16 @@ class StatesMixin(ScalerAttributes):
         elif (before := owner()) is None:
             states[("gone", id(state))] = state  # its flag still counts in update()
             del states[id(inner)]
-            return self._state(inner)
+            return self._state(optimizer)
         elif before is not inner:
             state["owner"] = weak(inner)  # somebody put another one's here, as hivemind does
+        if inner is not optimizer:
+            states[id(optimizer)] = state
         return state
 
     def _is_known(self, optimizer: Any) -> bool:
         """Tell whether this step has a state of the optimizer."""
-        return id(unwrap(optimizer)) in self._per_optimizer_states
+        return any(id(each) in self._per_optimizer_states for each in (optimizer, unwrap(optimizer)))
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Return the flags that this step's check of the optimizer left, by device; empty before it."""

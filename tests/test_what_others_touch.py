@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Place, places
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import scaler_triton
@@ -107,6 +108,66 @@ def test_a_state_that_was_put_under_another_optimizers_id_is_its_state(bad: floa
         scaler.step(inner)
         scaler.update()
         ended.append((parameter.tolist(), scaler.get_scale()))
+    assert ended[0] == ended[1]
+
+
+class Lookahead:
+    """As its many implementations are: the optimizer inside is `.optimizer`, and its groups are shared."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def by_its_flags(scaler: Any, wrapper: Lookahead) -> None:
+    scaler.unscale_(wrapper)
+    state = scaler._per_optimizer_states[id(wrapper)]
+    scaler._maybe_opt_step(wrapper, state)
+    state["stage"] = OptState.STEPPED
+
+
+def by_torchs_step(scaler: Any, wrapper: Lookahead) -> None:
+    """As a subclass does that has copied it, or a profiler that wraps what it found."""
+    torch.amp.GradScaler.step(scaler, wrapper)
+
+
+def after_another_look(scaler: Any, wrapper: Lookahead) -> None:
+    scaler.unscale_(wrapper)
+    scaler._per_optimizer_states[id(wrapper)] = _refresh_per_optimizer_state()
+    scaler.unscale_(wrapper)
+    scaler.step(wrapper)
+
+
+def with_flags_of_ones_own(scaler: Any, wrapper: Lookahead) -> None:
+    state = scaler._per_optimizer_states[id(wrapper)]
+    flag = torch.zeros((), device=scaler._scale.device)
+    state["found_inf_per_device"] = scaler._unscale_grads_(wrapper, flag + 1, flag, False)
+    state["stage"] = OptState.UNSCALED
+    scaler._check_inf_per_device(wrapper)
+    scaler.step(wrapper)
+
+
+@pytest.mark.parametrize("bad", [1.0, math.inf])
+@pytest.mark.parametrize("step", [by_its_flags, by_torchs_step, after_another_look, with_flags_of_ones_own])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_a_wrappers_state_is_found_under_its_own_id(place: Place, step: Any, bad: float) -> None:
+    ended = []
+    for cls in BOTH:
+        parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
+        wrapper = Lookahead(torch.optim.SGD([parameter], lr=0.5))
+        scaler = cls(place.device, init_scale=4.0, **({"backend": place.backend} if cls is GradScaler else {}))
+        seen = []
+        for factor in (bad, 1.0):
+            parameter.grad = None
+            scaler.scale(parameter.sum() * factor).backward()
+            step(scaler, wrapper)
+            stage = scaler._per_optimizer_states[id(wrapper)]["stage"]
+            scaler.update()
+            seen.append((parameter.tolist(), scaler.get_scale(), stage))
+        ended.append(seen)
     assert ended[0] == ended[1]
 
 
