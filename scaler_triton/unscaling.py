@@ -80,7 +80,10 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
             found_inf: fp32, shape (), zero; becomes the flag of its own device.
             allow_fp16: False refuses fp16 gradients as torch does.
         """
-        return self._unscale_batches_(optimizer, self._state(optimizer), inv_scale, found_inf, allow_fp16)
+        # Who calls it by hand, perhaps for a few parameters only, begins no step by that.
+        passing: StepState = {"stage": OptState.READY, "found_inf_per_device": {}}
+        state = self._state(optimizer) if self._is_known(optimizer) else passing
+        return self._unscale_batches_(optimizer, state, inv_scale, found_inf, allow_fp16)
 
     def _unscale_batches_(
         self, optimizer: Any, state: StepState, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool

@@ -172,6 +172,20 @@ def test_a_wrappers_state_is_found_under_its_own_id(place: Place, step: Any, bad
 
 
 @pytest.mark.parametrize("place", places(), ids=str)
+def test_unscaling_some_parameters_by_hand_begins_no_step(place: Place) -> None:
+    """As a backward pass does that steps each parameter at once: every one in an optimizer made for it alone."""
+    parameters = [torch.nn.Parameter(torch.ones(2, device=place.device)) for _ in range(3)]
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    scaler.scale(torch.stack([*parameters]).sum()).backward()
+    inverse, flag = torch.full((), 0.25, device=place.device), torch.zeros((), device=place.device)
+    for parameter in parameters:
+        scaler._unscale_grads_(torch.optim.SGD([parameter]), inverse, flag, False)
+    assert all(parameter.grad is not None and parameter.grad.tolist() == [1.0, 1.0] for parameter in parameters)
+    assert not scaler._per_optimizer_states
+    copy.deepcopy(scaler)  # refused within a step
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
 def test_gradients_are_looked_at_again_when_asked_for(place: Place) -> None:
     """After unscaling somebody divides them by a count of tokens, which is 0."""
     parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
