@@ -150,6 +150,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, checked: Sequence[StepState]) -> None:
         if not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
+        if scale.dtype not in (torch.float32, torch.float64):  # integers would back off to 0
+            raise RuntimeError("current_scale must be a float tensor.")
         plain = growth_tracker.dtype is torch.int32  # another was put there by somebody
         if plain and dispatch.choose_for_scale(scale, self._backend) == "triton":
             self._update_by_kernel(scale, growth_tracker, checked)
