@@ -102,9 +102,9 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         return self._for_each_batch(optimizer, state, found_inf, allow_fp16, unscale)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
-        """Check the optimizer's gradients, read-only, and agree with the other ranks; once a step.
+        """Check the optimizer's gradients, read-only, and agree with the other ranks; then once a step.
 
-        Where no other rank must agree, gradients that are unscaled are looked at again each time.
+        Where no other rank must agree, gradients are looked at again each time until they are stepped.
 
         Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
         """
@@ -112,8 +112,8 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         try:
             self._initialised_scale("_check_inf_per_device", optimizer)
             state = self._state(optimizer)
-            again = stage is OptState.UNSCALED and self._may_look_again(optimizer, state)
-            if again:
+            again = self._may_look_again(optimizer, state)
+            if again and stage is OptState.UNSCALED:
                 state["unscaled_flag"] = None  # of a step before: these are looked at anew
             if again or not state["found_inf_per_device"]:
                 self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, state, found_inf))
@@ -123,9 +123,10 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         return state["found_inf_per_device"]
 
     def _may_look_again(self, optimizer: Any, state: StepState) -> bool:
-        """Tell whether a check keeps no other rank waiting, nor overrules a failure."""
-        failed = "verdict" not in state or state.get("must_skip")
-        return not failed and self._agreement(self._plans.get(optimizer)) is None
+        """Tell whether a check after one of ours keeps no other rank waiting, nor overrules a step or a failure."""
+        if state["stage"] is OptState.STEPPED or "verdict" not in state or state.get("must_skip"):
+            return False
+        return self._agreement(self._plans.get(optimizer)) is None
 
     def _check_grads(self, optimizer: Any, state: StepState, found_inf: Tensor) -> Flags:
         if self._unscale_is_overridden():  # the override may know gradients that we do not

@@ -186,6 +186,20 @@ def test_unscaling_some_parameters_by_hand_begins_no_step(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", places(), ids=str)
+def test_every_micro_batch_may_be_looked_at(place: Place) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    for factor in (1.0, math.inf):
+        scaler.scale(parameter.sum() * factor).backward()
+        found = [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()]
+        assert found == [float(factor == math.inf)]
+    scaler.step(optimizer)
+    scaler.update()
+    assert (parameter.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0)
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
 def test_gradients_are_looked_at_again_when_asked_for(place: Place) -> None:
     """After unscaling somebody divides them by a count of tokens, which is 0."""
     parameter = torch.nn.Parameter(torch.ones(2, device=place.device))

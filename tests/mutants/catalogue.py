@@ -183,7 +183,7 @@ MUTANTS = [
     Mutant(_S + "optimizers.py", "elif not _only_reads(optimizers[-1]):", "elif False:", TOUCHED),
     Mutant(_S + "states.py", "elif (before := owner()) is None:", "elif (before := owner()) is not inner:", TOUCHED),
     Mutant(_S + "unscaling.py", "self._may_look_again(optimizer, state)", "False", TOUCHED),
-    Mutant(_S + "unscaling.py", 'failed = "verdict" not in state or', "failed =", TOUCHED),
+    Mutant(_S + "unscaling.py", 'or "verdict" not in state or', "or", TOUCHED),
     Mutant(_S + "collectives.py", "if longest > _AT_ONCE:", "if len(data) > _AT_ONCE:", REPORTED),
     # plans and batches
     Mutant(_S + "plan.py", "or gradient.stride() != form.stride", "", PLAN),
