@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 class AfterUnscalingMixin(PartsMixin):
     """Unscales and checks optimizers one by one, then clips what was chosen of them under one norm."""
 
-    def _clip_after_unscaling(
-        self, parts: Sequence[Part], agreement: Agreement | None, copies: Sequence[Sequence[int]], request: Request
-    ) -> Tensor:
+    def _clip_after_unscaling(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> Tensor:
         failure = self._unscale_each(parts, agreement)
         try:
             if failure is not None:
                 raise failure
-            gradients, terms = self._measure_unscaled(parts, [*chain.from_iterable(copies)], request)
+            gradients, terms = self._measure_unscaled(parts, request)
         except Exception:
             if agreement is not None:
                 self._skip_together([part.optimizer for part in parts], request.chosen)
@@ -53,14 +51,13 @@ class AfterUnscalingMixin(PartsMixin):
             raise RuntimeError(reference_norm.NONFINITE.format(request.norm_type))
         return norm
 
-    def _measure_unscaled(
-        self, parts: Sequence[Part], copies: Sequence[int], request: Request
-    ) -> tuple[list[Tensor], Tensor]:
+    def _measure_unscaled(self, parts: Sequence[Part], request: Request) -> tuple[list[Tensor], Tensor]:
         """Return the gradients that were chosen, and this rank's terms of their norm."""
         assert self._scale is not None
         flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
         unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first_gradient"))]
-        gradients, counts = held_gradients(all_parameters([part.optimizer for part in parts]), copies, request.chosen)
+        parameters, copies = all_parameters([part.optimizer for part in parts]), chain(*(part.copies for part in parts))
+        gradients, counts = held_gradients(parameters, copies, request.chosen)
         for part in unscaled:
             self._enter_unscaled(part.state)  # a sum may stand in its first gradient's place
         return gradients, terms_of_norm(gradients, counts, request.norm_type, flag)

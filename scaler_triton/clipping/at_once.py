@@ -12,7 +12,8 @@ from torch import Tensor
 from scaler_triton import batch_ops, dispatch
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.clipping.arguments import Request
-from scaler_triton.clipping.parts import Part, PartsMixin, gradient_copies
+from scaler_triton.clipping.copies import gradient_copies
+from scaler_triton.clipping.parts import Part, PartsMixin
 from scaler_triton.scale_comparison import write_scales
 from scaler_triton.verdict import Verdict, flag_on, fp32_on
 
@@ -35,19 +36,14 @@ class AtOnceMixin(PartsMixin):
     """Checks, measures and clips optimizers under one norm, with one reduction."""
 
     def _clip_at_once(
-        self,
-        parts: Sequence[Part],
-        agreement: Agreement | None,
-        copies: Sequence[Sequence[int]],
-        request: Request,
-        defer: bool,
+        self, parts: Sequence[Part], agreement: Agreement | None, request: Request, defer: bool
     ) -> Tensor:
         assert self._scale is not None
         for part in parts:
             self._last_steps.forget(part.state)
         try:
             backend = dispatch.choose_for_scale(self._scale, self._backend, clips=True) if defer else None
-            measured = [self._measure(part, counts) for part, counts in zip(parts, copies, strict=True)]
+            measured = [self._measure(part) for part in parts]
             totals = self._totals(measured, agreement)
         except Exception:
             if agreement is not None:
@@ -75,12 +71,8 @@ class AtOnceMixin(PartsMixin):
             raise RuntimeError(reference_norm.NONFINITE.format(2.0))
         return norms_found[0] if norms_found else reference_norm.norm_of(totals)
 
-    def _measure(self, part: Part, copies: Sequence[int]) -> _Measured:
-        """Check one optimizer's gradients and sum their squares, each piece's share of the global sum.
-
-        Args:
-            copies: how many ranks hold each parameter's piece.
-        """
+    def _measure(self, part: Part) -> _Measured:
+        """Check one optimizer's gradients and sum their squares, each piece's share of the global sum."""
         verdict = self._new_verdict(part.state, part.plan)
         flags: dict[torch.device, Tensor] = {}
         totals: list[Tensor] = []
@@ -91,7 +83,7 @@ class AtOnceMixin(PartsMixin):
             totals.append(total.to(verdict.device))
 
         gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
-        copies = gradient_copies(part.plan, copies)
+        copies = gradient_copies(part.plan, part.copies)
         pairs = batch_ops.choose_backends(gradients.batches, self._backend, clips=True)
         for batch, backend in pairs:
             flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)

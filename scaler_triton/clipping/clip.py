@@ -13,8 +13,9 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton.clipping.after_unscaling import AfterUnscalingMixin
 from scaler_triton.clipping.arguments import Request, checked_optimizers, checked_request
 from scaler_triton.clipping.at_once import AtOnceMixin
+from scaler_triton.clipping.copies import plan_copies
 from scaler_triton.clipping.disabled import clip_unscaled
-from scaler_triton.clipping.parts import Part, all_parameters, plan_copies
+from scaler_triton.clipping.parts import Part, all_parameters
 from scaler_triton.optimizers import takes_factor
 
 
@@ -76,9 +77,10 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             if defer:
                 self._check_deferrable(together, request)
             try:
-                parts = [Part(each, self._state(each), self._plans.get(each)) for each in together]
-                agreement = self._joint_agreement([part.plan for part in parts])
-                copies = [plan_copies(part.plan, agreement, request.model) for part in parts]
+                plans = [self._plans.get(each) for each in together]
+                agreement = self._joint_agreement(plans)
+                copies = [plan_copies(plan, agreement, request.model) for plan in plans]
+                parts = [*map(Part, together, map(self._state, together), plans, copies)]
             except ValueError:  # of what was passed, or of the ranks: all of them meet it
                 raise
             except Exception:
@@ -86,8 +88,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                     self._tell_of_failure(together, request, at_once)
                 raise
             if at_once:
-                return self._clip_at_once(parts, agreement, copies, request, defer)
-            return self._clip_after_unscaling(parts, agreement, copies, request)
+                return self._clip_at_once(parts, agreement, request, defer)
+            return self._clip_after_unscaling(parts, agreement, request)
 
     def _require_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
         """Raise torch's error if there is no scale, once the ranks that wait for this one are told.

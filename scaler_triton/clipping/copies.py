@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from scaler_triton.placement import cut_into, is_fsdp1, placing
 
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
+    from scaler_triton.plan import GradPlan
 
 
 def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: nn.Module | None) -> list[int]:
@@ -36,6 +38,32 @@ def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: 
         return [1] * len(parameters)
     shards = _fsdp1_shards(model)
     return [_copies_of_one(index, parameter, ranks, shards) for index, parameter in enumerate(parameters)]
+
+
+def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:
+    """`copies_of` for a plan, which keeps the answer."""
+    if plan.copies is None or plan.copies[0] is not agreement or plan.copies[1]() is not model:
+        seen = (lambda: None) if model is None else weakref.ref(model)
+        plan.copies = (agreement, seen, copies_of(plan.parameters, agreement, model))
+    return plan.copies[2]
+
+
+def gradient_copies(plan: GradPlan, copies: Sequence[int]) -> Sequence[int]:
+    """Return how many ranks hold each gradient that the plan collected last: backward may cut it differently.
+
+    Args:
+        copies: how many ranks hold each parameter.
+
+    Returns: `copies` itself where all are cut alike; else the same list as long as nothing changes.
+    """
+    if not plan.cut:
+        return copies
+    if plan.recounted is None or plan.recounted[0] is not copies or plan.recounted[1] is not plan.cut:
+        counts = list(copies)
+        for index, pieces in plan.cut.items():
+            counts[index] = copies_of_gradient(copies[index], plan.parameters[index], pieces)
+        plan.recounted = (copies, plan.cut, counts)
+    return plan.recounted[2]
 
 
 def copies_of_gradient(count: int, parameter: Tensor, pieces: int) -> int:

@@ -93,7 +93,7 @@ MUTANTS = [
     Mutant(_S + "clipping/after_unscaling.py", "self._take_flag(part, flag)", "pass", CLIP),
     Mutant(_S + "clipping/after_unscaling.py", "first = first or error", "raise", CLIPPED),
     Mutant(_S + "clipping/copies.py", "if pieces > ranks:", "if False:", CLIPPED),
-    Mutant(_S + "clipping/parts.py", "    if not plan.cut:", "    if True:", CLIPPED),
+    Mutant(_S + "clipping/copies.py", "    if not plan.cut:", "    if True:", CLIPPED),
     Mutant(_S + "clipping/rank_norms.py", " if placed else count", " if False else count", CLIPPED),
     Mutant(_S + "plan.py", "if pieces != (", "if before is None and pieces != (", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "collectives.has_fsdp1(parameters)", "False", CLIPPED),
