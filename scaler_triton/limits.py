@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from scaler_triton import policy
+from scaler_triton import policy, stats
 
 # The one key of a checkpoint that torch's class does not know, and passes over.
 KEY = "scaler_triton"
@@ -36,7 +36,7 @@ class Extras(NamedTuple):
     Args:
         limits: see there.
         max_consecutive_skips: updates; None: no limit.
-        counters: in the order of their names.
+        counters: in the order of `stats.NAMES`.
     """
 
     limits: Limits
@@ -85,13 +85,13 @@ def check(min_scale: Any, max_scale: Any, hysteresis: Any, consecutive_hysteresi
     return check_order(limits)
 
 
-def to_checkpoint(extras: Extras, counter_names: Sequence[str]) -> dict[str, Any]:
+def to_checkpoint(extras: Extras) -> dict[str, Any]:
     """Return `extras` as plain numbers by name."""
-    counters = dict(zip(counter_names, extras.counters, strict=True))
+    counters = dict(zip(stats.NAMES, extras.counters, strict=True))
     return {**extras.limits._asdict(), "max_consecutive_skips": extras.max_consecutive_skips, "counters": counters}
 
 
-def from_checkpoint(fields: Any, counter_names: Sequence[str]) -> Extras:
+def from_checkpoint(fields: Any) -> Extras:
     """Return the extras that `to_checkpoint` made `fields` of; other keys are left out.
 
     Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
@@ -100,7 +100,7 @@ def from_checkpoint(fields: Any, counter_names: Sequence[str]) -> Extras:
     limits = check(*(fields[name] for name in Limits._fields))
     max_skips = policy.check_max_skips(fields["max_consecutive_skips"])
     counters = check_dict(fields["counters"], "counters")
-    return Extras(limits, max_skips, [policy.check_count(counters[name], name) for name in counter_names])
+    return Extras(limits, max_skips, [policy.check_count(counters[name], name) for name in stats.NAMES])
 
 
 def check_dict(value: Any, name: str) -> Mapping[str, Any]:

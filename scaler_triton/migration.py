@@ -106,7 +106,7 @@ def _state_dict(
         "backoff_factor": factors[1],
         "growth_interval": interval,
         "_growth_tracker": tracker,
-        limits.KEY: limits.to_checkpoint(Extras(bounds, None, counters), NAMES),
+        limits.KEY: limits.to_checkpoint(Extras(bounds, None, counters)),
     }
 
 

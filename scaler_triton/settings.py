@@ -119,7 +119,7 @@ class SettingsMixin(ScalerAttributes):
         state = super().state_dict()
         extras = Extras(self._limits, self._max_consecutive_skips, [])
         if extras != (NO_LIMITS, None, []):
-            state[limits.KEY] = limits.to_checkpoint(extras._replace(counters=self._counters.read()), NAMES)
+            state[limits.KEY] = limits.to_checkpoint(extras._replace(counters=self._counters.read()))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ class SettingsMixin(ScalerAttributes):
         extras = Extras(self._limits, self._max_consecutive_skips, [0] * len(NAMES))
         if limits.check_dict(state_dict, "state_dict"):  # an empty one is left to torch's error
             if limits.KEY in state_dict:
-                extras = limits.from_checkpoint(state_dict[limits.KEY], NAMES)
+                extras = limits.from_checkpoint(state_dict[limits.KEY])
             state_dict = policy.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
         self._limits, self._max_consecutive_skips = extras.limits, extras.max_consecutive_skips

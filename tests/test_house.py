@@ -31,7 +31,7 @@ ALLOWED = {
     "policy": set(),
     "mirror": set(),
     "cuda_graphs": set(),
-    "limits": {"policy"},
+    "limits": {"policy", "stats"},
     "stats": {"cuda_graphs", "mirror"},
     "step_state": set(),
     "last_steps": {"optimizers", "step_state"},
