@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ class StatesMixin(ScalerAttributes):
             return verdict.flag()
         device = self._scale.device
         return any_flag([as_flag(flag, device) for flag in state["found_inf_per_device"].values()], device)
+
+    def _any_flag(self, states: Iterable[StepState]) -> Tensor:
+        """Return fp32 `()` on the scale's device: 1.0 if the flag of any of these optimizers is set."""
+        assert self._scale is not None
+        return any_flag([self._flag(state) for state in states], self._scale.device)
 
     def _host_flag(self, state: StepState) -> bool:
         verdict = self._verdict(state)

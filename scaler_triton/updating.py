@@ -19,7 +19,6 @@ from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
 from scaler_triton.step_state import StepState
-from scaler_triton.verdict import any_flag
 from scaler_triton.words import count_of
 
 
@@ -144,8 +143,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _count(self, scale: Tensor, checked: Sequence[StepState]) -> None:
         """Count an update that sets the scale, whatever the flags are; there may be none."""
         if checked:
-            found_inf = any_flag([self._flag(state) for state in checked], scale.device)
-            reference.count_(scale, found_inf, self._limits, self._counters)
+            reference.count_(scale, self._any_flag(checked), self._limits, self._counters)
 
     def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, checked: Sequence[StepState]) -> None:
         if not checked:
@@ -156,8 +154,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if plain and dispatch.choose_for_scale(scale, self._backend) == "triton":
             self._update_by_kernel(scale, growth_tracker, checked)
             return
-        found_inf = any_flag([self._flag(state) for state in checked], scale.device)
-        reference.update_scale_(scale, growth_tracker, found_inf, *self._numbers(), self._limits, self._counters)
+        found_inf, numbers = self._any_flag(checked), self._numbers()
+        reference.update_scale_(scale, growth_tracker, found_inf, *numbers, self._limits, self._counters)
 
     def _update_by_kernel(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
         """Update by one launch, which clears the flags for the next step if they are all in one buffer."""
@@ -167,8 +165,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         verdicts = [self._verdict(state) for state in states]
         rows = None if buffer is None else buffer.rows(verdicts)
         if buffer is None or rows is None:
-            found_inf = any_flag([self._flag(state) for state in states], scale.device)
-            launch(scale, growth_tracker, found_inf, numbers, counters, 1, clear=False)
+            launch(scale, growth_tracker, self._any_flag(states), numbers, counters, 1, clear=False)
             return
         launch(scale, growth_tracker, buffer.signals, numbers, counters, rows, clear=True)
         captured = is_captured(scale)

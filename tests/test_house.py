@@ -90,7 +90,6 @@ ALLOWED = {
         "stats",
         "step_state",
         "left_unscaled",
-        "verdict",
         "words",
     },
     "grad_scaler": {
@@ -149,7 +148,6 @@ ALLOWED = {
         "clipping/reference_norm",
         "collectives",
         "left_unscaled",
-        "verdict",
     },
     "clipping/clip": {
         "clipping/after_unscaling",

@@ -15,7 +15,6 @@ from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
 from scaler_triton.left_unscaled import has_first
-from scaler_triton.verdict import any_flag
 
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
@@ -53,8 +52,7 @@ class AfterUnscalingMixin(PartsMixin):
 
     def _measure_unscaled(self, parts: Sequence[Part], request: Request) -> tuple[list[Tensor], Tensor]:
         """Return the gradients that were chosen, and this rank's terms of their norm."""
-        assert self._scale is not None
-        flag = any_flag([self._flag(part.state) for part in parts], self._scale.device)
+        flag = self._any_flag(part.state for part in parts)
         unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first_gradient"))]
         parameters, copies = all_parameters([part.optimizer for part in parts]), chain(*(part.copies for part in parts))
         gradients, counts = held_gradients(parameters, copies, request.chosen)
