@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from scaler_triton._version import __version__
 from scaler_triton.console import complain, driver_version
-from scaler_triton.words import count_of, one_line
+from scaler_triton.words import count_of, error_line, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def triton_version() -> str:
     try:
         import triton
     except Exception as error:  # a broken one is no reason not to answer
-        return f"none ({one_line(f'{type(error).__name__}: {error}')}): torch's own ops are used"
+        return f"none ({error_line(error)}): torch's own ops are used"
     interprets = ", which interprets: TRITON_INTERPRET is set" if triton.knobs.runtime.interpret else ""
     return f"{triton.__version__}{interprets}"
 
@@ -178,8 +178,7 @@ def explain(device: torch.device, dtype: torch.dtype, requested: str) -> str:
         try:
             backend = choose(device, dtype, requested)
         except RuntimeError as error:
-            cause = error.__cause__
-            return f"none ({one_line(f'{type(cause).__name__}: {cause}' if cause else error)})"
+            return f"none ({error_line(error.__cause__) if error.__cause__ else one_line(error)})"
     return f"{backend} ({one_line(reason_for(device, dtype, requested))})"
 
 

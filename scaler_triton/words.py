@@ -35,6 +35,11 @@ def one_line(text: object, width: int = WIDTH) -> str:
     return textwrap.shorten("".join(c if c.isprintable() else "?" for c in line), width, placeholder=" ...")
 
 
+def error_line(error: BaseException) -> str:
+    """Return an error's kind and text on one line of bounded length."""
+    return one_line(f"{type(error).__name__}: {error}")
+
+
 def on(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 0-2, 5"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"

@@ -16,7 +16,7 @@ from scaler_triton.auditing.state import NOTHING, RankState, Reading, scaler_rea
 from scaler_triton.collectives import checked_group, default_group, gather_bytes, is_bare
 from scaler_triton.optimizers import parameters_of, unwrap
 from scaler_triton.placement import local_tensor
-from scaler_triton.words import one_line
+from scaler_triton.words import error_line
 
 
 def audit(
@@ -58,7 +58,7 @@ def audit(
     try:
         state = _read(rank, ranks, optimizer, scaler, model, replicated)
     except Exception as error:  # the others wait in the gather
-        state = RankState(rank, error=one_line(f"{type(error).__name__}: {error}"))
+        state = RankState(rank, error=error_line(error))
     report = judge(_of_all_ranks(state, group) if group is not None and len(ranks) > 1 else [state])
     if rank == ranks[0]:
         print(report, file=file or sys.stdout, flush=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.auditing.state import Reading, scaler_readings, steps_reading
-from scaler_triton.words import one_line
+from scaler_triton.words import error_line, one_line
 
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 OPTIMIZER = {"state", "param_groups"}
@@ -123,4 +123,4 @@ def _reason(error: Exception) -> str:
         return one_line(f"holds {refused[1]}, not only tensors and plain values, so nothing of it was read")
     if "weights_only" in str(error):
         return "holds more than tensors and plain values, so nothing of it was read"
-    return one_line(f"{type(error).__name__}: {error}")
+    return error_line(error)
