@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+
+# What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_NO_NAMES = "model must be a module or what its named_parameters() gives"
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -20,6 +24,31 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     shards = _shards(model) if "torch.distributed.fsdp" in sys.modules else {}
     for name, parameter in model.named_parameters():
         yield name, shards.get(id(parameter), parameter)
+
+
+def names_by_id(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> dict[int, str]:
+    """Return parameters' names by their ids, without what wrappers have put into them.
+
+    Args:
+        model: a module, or what its `named_parameters()` gives; None: nobody has a name.
+
+    Raises: TypeError naming `model` for what is neither.
+    """
+    named = named_parameters(model) if isinstance(model, nn.Module) else () if model is None else model
+    if not isinstance(named, Iterable):
+        raise TypeError(f"{_NO_NAMES}, got {type(named).__name__}")
+    return dict(map(_checked_pair, named))
+
+
+def _checked_pair(pair: Any) -> tuple[int, str]:
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+        raise TypeError(f"{_NO_NAMES}, got {type(pair).__name__} for a name and a tensor")
+    name, parameter = pair
+    if not isinstance(name, str):  # such as a number, of `enumerate`
+        raise TypeError(f"{_NO_NAMES}, got {type(name).__name__} for a name")
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return id(parameter), name
 
 
 def _shards(model: nn.Module) -> dict[int, Tensor]:

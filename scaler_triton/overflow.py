@@ -9,16 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from scaler_triton import collectives
-from scaler_triton.naming import named_parameters
+from scaler_triton.naming import names_by_id
 from scaler_triton.overflow_report import WORDS, BadGradient, OverflowReport, from_bytes, to_bytes
 from scaler_triton.placement import local_tensor
 from scaler_triton.states import StatesMixin
 from scaler_triton.stats import LAST_SKIP, SKIPPED
-from scaler_triton.words import one_line
-
-# What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-_NO_NAMES = "model must be a module or what its named_parameters() gives"
+from scaler_triton.words import error_line
 
 
 class OverflowMixin(StatesMixin):
@@ -48,7 +44,7 @@ class OverflowMixin(StatesMixin):
         except Exception as error:
             if group is not None:  # the other ranks wait for this one
                 rank = collectives.own_rank(self.process_group)
-                _gathered(OverflowReport(None, (), False, (f"rank {rank} raised {_said(error)}",)), group)
+                _gathered(OverflowReport(None, (), False, (f"rank {rank} raised {error_line(error)}",)), group)
             raise
         asked_all = gather or not collectives.several_ranks()
         return replace(own if group is None else _gathered(own, group), gathered=asked_all)
@@ -58,7 +54,7 @@ class OverflowMixin(StatesMixin):
         checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
         pending = any(self._flag(state).item() for state in checked)
         generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
-        bad = tuple(self._marked(generation, dict(_names(model))))
+        bad = tuple(self._marked(generation, names_by_id(model)))
         untold = sorted({text for plan in self._plans.plans() for text in plan.marks.untold()})
         update = None if pending else counters[LAST_SKIP] or None
         return OverflowReport(update, bad, False, tuple(untold), pending)
@@ -82,22 +78,3 @@ def _gathered(own: OverflowReport, group: Any) -> OverflowReport:
     told = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(own.bad, own.untold), group)]
     bad = tuple(each for found, _ in told for each in found)
     return replace(own, bad=bad, untold=tuple(sorted({text for _, untold in told for text in untold})))
-
-
-def _said(error: Exception) -> str:
-    return one_line(f"{type(error).__name__}: {error}")
-
-
-def _names(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> Iterator[tuple[int, str]]:
-    named = named_parameters(model) if isinstance(model, nn.Module) else () if model is None else model
-    if not isinstance(named, Iterable):
-        raise TypeError(f"{_NO_NAMES}, got {type(named).__name__}")
-    for pair in named:
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-            raise TypeError(f"{_NO_NAMES}, got {type(pair).__name__} for a name and a tensor")
-        name, parameter = pair
-        if not isinstance(name, str):  # such as a number, of `enumerate`
-            raise TypeError(f"{_NO_NAMES}, got {type(name).__name__} for a name")
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        yield id(parameter), name
