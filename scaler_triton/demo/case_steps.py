@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
-from scaler_triton.demo.parallel import local
 from scaler_triton.demo.scalers import Scalers
+from scaler_triton.placement import local_tensor
 
 START = 8.0  # the scale before the step: 4 after one backoff
 RANKS = 2
@@ -59,12 +59,12 @@ class Watch:
 
     def outcome(self, scaler: GradScaler) -> Outcome:
         """Return what became of the parameters and the scale."""
-        finite = all(bool(local(p.detach()).isfinite().all()) for p in self._parameters)
+        finite = all(bool(local_tensor(p.detach()).isfinite().all()) for p in self._parameters)
         had_grads = any(p.grad is not None for p in self._parameters)
         return Outcome(scaler.get_scale(), self._before, self._hash(), finite, had_grads)
 
     def _hash(self) -> str:
-        values = [local(p.detach()).contiguous().numpy().tobytes() for p in self._parameters]
+        values = [local_tensor(p.detach()).contiguous().numpy().tobytes() for p in self._parameters]
         return sha256(b"".join(values)).hexdigest()[:8]
 
 

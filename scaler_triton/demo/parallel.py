@@ -35,11 +35,6 @@ def spread(model: CharTransformer, mode: str, ranks: int) -> nn.Module:
     return model
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: the shard of a DTensor, else the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def whole_parameters(model: nn.Module) -> Tensor:
     """Return all parameters of a spread model, gathered, as one fp32 vector on the CPU. A collective call."""
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)

@@ -9,10 +9,11 @@ from torch.nn import Module
 
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.device import use_device
-from scaler_triton.demo.parallel import local, spread, whole_parameters
+from scaler_triton.demo.parallel import spread, whole_parameters
 from scaler_triton.demo.scalers import load_scalers
 from scaler_triton.demo.trace import StepCounter, Trace
 from scaler_triton.demo.workload import Workload, new_optimizer
+from scaler_triton.placement import local_tensor
 
 
 def train_rank(rank: int, config: DemoConfig, feed: str) -> Trace:
@@ -84,5 +85,5 @@ def new_scaler(config: DemoConfig, device: torch.device) -> GradScaler:
 
 def spoil_one_element(model: Module) -> None:
     """Set one element of this rank's own gradient shards to inf."""
-    shards = (local(p.grad) for p in model.parameters() if p.grad is not None)
+    shards = (local_tensor(p.grad) for p in model.parameters() if p.grad is not None)
     next(shard for shard in shards if shard.numel()).view(-1)[0] = inf
