@@ -55,11 +55,6 @@ def lookup(origin: Origin, mode: str, itemsize: int) -> Found:
     """Return the configuration for a GPU, and where it comes from.
 
     A user's file must have been made with just this origin; a shipped one for a GPU of this name.
-
-    Args:
-        origin: the GPU and what compiles for it.
-        mode: "unscale" or "check".
-        itemsize: bytes an element: 2, 4 or 8.
     """
     for path, same in ((user_file(origin), operator.eq), (shipped_file(origin), _same_device)):
         tuned = tuned_file.read(path) if path else None
@@ -73,11 +68,7 @@ def lookup(origin: Origin, mode: str, itemsize: int) -> Found:
 
 
 def origin_of(device: torch.device) -> Origin:
-    """Return what is measured with on a GPU, in this process.
-
-    Args:
-        device: a GPU; without an index the current one.
-    """
+    """Return what is measured with on a GPU, in this process."""
     import triton
 
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))

@@ -43,22 +43,12 @@ class Scratch:
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
 
     def launch_of(self, mode: str, config: LaunchConfig) -> Callable[[], None]:
-        """Return a launch on the buffer, to be repeated at will: with a scale of -1 all is stored and nothing fades.
-
-        Args:
-            mode: "unscale" or "check".
-            config: the shape of a program.
-        """
+        """Return a launch on the buffer, to be repeated at will: with a scale of -1 all is stored and nothing fades."""
         self.reset(-1.0)
         return functools.partial(self._launch, mode, self._table(config))
 
     def problem(self, mode: str, config: LaunchConfig) -> str:
-        """Return what a launch does otherwise than torch, in words; empty if nothing.
-
-        Args:
-            mode: "unscale" or "check".
-            config: the shape of a program.
-        """
+        """Return what a launch does otherwise than torch, in words; empty if nothing."""
         table = self._table(config)
         self.reset(3.0)  # a third: every product is rounded
         self._launch(mode, table)

@@ -68,11 +68,7 @@ class Figures:
 
 
 def gpu_workloads(l2_bytes: int) -> Workloads:
-    """Return one span four times as large as the L2 cache, and 2000 tensors from 16 to 262,144 elements.
-
-    Args:
-        l2_bytes: the size of the card's L2 cache.
-    """
+    """Return one span four times as large as the L2 cache, and 2000 tensors from 16 to 262,144 elements."""
     span_bytes = max(4 * l2_bytes, 64 * 2**20)
     draw = random.Random(0)
     mixed = [int(2 ** draw.uniform(4, 18)) for _ in range(2000)]
@@ -131,11 +127,7 @@ def choose(figures: Sequence[Figures]) -> LaunchConfig:
 
 
 def choose_all(figures: Iterable[Figures]) -> dict[tuple[str, int], LaunchConfig]:
-    """Return the choice for each mode and element size in bytes.
-
-    Args:
-        figures: as `sweep` gives them.
-    """
+    """Return the choice for each mode and element size in bytes."""
     passes: dict[tuple[str, int], list[Figures]] = {}
     for each in figures:
         passes.setdefault((each.mode, each.itemsize), []).append(each)
@@ -143,11 +135,7 @@ def choose_all(figures: Iterable[Figures]) -> dict[tuple[str, int], LaunchConfig
 
 
 def gpu_timer(trial: Trial) -> float:
-    """Return the milliseconds that a trial takes on the current GPU, the L2 cache emptied before: a median of many.
-
-    Args:
-        trial: what is timed.
-    """
+    """Return the milliseconds that a trial takes on the current GPU, the L2 cache emptied before: a median of many."""
     from triton.testing import do_bench
 
     ms: float = do_bench(trial.launch, warmup=5, rep=30, return_mode="median")

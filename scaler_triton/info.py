@@ -29,11 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print everything and return the exit status.
-
-    Args:
-        arguments: none.
-    """
+    """Print everything and return the exit status."""
     import torch
 
     from scaler_triton.dispatch import check_backend
@@ -94,12 +90,7 @@ def find_gpus() -> tuple[list[torch.device], str]:
 
 
 def device_lines(device: torch.device, requested: str) -> str:
-    """Return what serves each dtype on a device, and why.
-
-    Args:
-        device: with its index.
-        requested: the backend asked for.
-    """
+    """Return what serves each dtype on a device, and why."""
     from scaler_triton.batch import DTYPES
 
     reasons = [(str(dtype).removeprefix("torch."), explain(device, dtype, requested)) for dtype in DTYPES]
@@ -107,12 +98,7 @@ def device_lines(device: torch.device, requested: str) -> str:
 
 
 def gpu_lines(device: torch.device, requested: str) -> str:
-    """Return a GPU, what serves it, and the launch configurations of its kernels.
-
-    Args:
-        device: with its index.
-        requested: the backend asked for.
-    """
+    """Return a GPU, what serves it, and the launch configurations of its kernels."""
     import torch
 
     properties = torch.cuda.get_device_properties(device)
@@ -123,11 +109,7 @@ def gpu_lines(device: torch.device, requested: str) -> str:
 
 
 def config_lines(device: torch.device) -> list[str]:
-    """Return the launch configuration of each mode and element size, and the file that it comes from.
-
-    Args:
-        device: a GPU.
-    """
+    """Return the launch configuration of each mode and element size, and the file that it comes from."""
     from scaler_triton.kernels import lookup
     from scaler_triton.kernels.launch_config import ITEMSIZES, MODES
     from scaler_triton.kernels.tuned_file import file_stem
@@ -145,11 +127,7 @@ def config_lines(device: torch.device) -> list[str]:
 
 
 def source(found: Found) -> str:
-    """Return a launch configuration and where it comes from, in words.
-
-    Args:
-        found: as `lookup` gives it.
-    """
+    """Return a launch configuration and where it comes from, in words."""
     return f"{found.config}, {f'from {found.file}' if found.file else 'the default'}"
 
 
@@ -164,13 +142,7 @@ def cache_line() -> str:
 
 
 def explain(device: torch.device, dtype: torch.dtype, requested: str) -> str:
-    """Return the backend of a dtype and the reason; Triton is tried out for it.
-
-    Args:
-        device: with its index.
-        dtype: of gradients.
-        requested: the backend asked for.
-    """
+    """Return the backend of a dtype and the reason; Triton is tried out for it."""
     from scaler_triton.dispatch import choose, reason_for
 
     with warnings.catch_warnings():
@@ -183,11 +155,7 @@ def explain(device: torch.device, dtype: torch.dtype, requested: str) -> str:
 
 
 def grouped(pairs: Iterable[tuple[str, Group]]) -> list[tuple[Group, list[str]]]:
-    """Return the names that share a value, in the order in which they came.
-
-    Args:
-        pairs: names and their values.
-    """
+    """Return the names that share a value, in the order in which they came."""
     groups: dict[Group, list[str]] = {}
     for name, value in pairs:
         groups.setdefault(value, []).append(name)

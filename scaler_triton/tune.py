@@ -35,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune, show all figures and write the file; return the exit status.
-
-    Args:
-        arguments: what `add_arguments` declared, parsed.
-    """
+    """Tune, show all figures and write the file; return the exit status."""
     if refusal := why_not():
         return complain(refusal)
     import torch
@@ -97,14 +93,7 @@ def output_path(out: Path | None, origin: Origin) -> Path:
 
 
 def tune(device: torch.device, origin: Origin, path: Path, workloads: Workloads, timer: Timer) -> int:
-    """Sweep, show all figures, write the file and return the exit status.
-
-    Args:
-        device: where the kernels run.
-        origin: what is tuned.
-        path: the file to write.
-        workloads, timer: as `sweep` takes them.
-    """
+    """Sweep, show all figures, write the file and return the exit status."""
     from scaler_triton.kernels import lookup, sweep, tuned_file
 
     try:
@@ -125,12 +114,7 @@ def tune(device: torch.device, origin: Origin, path: Path, workloads: Workloads,
 
 
 def figures_table(figures: Sequence[Figures], chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:
-    """Return every candidate with its bandwidth, beside what torch's copy reached.
-
-    Args:
-        figures: as `sweep` gives them.
-        chosen: the configuration for each mode and element size.
-    """
+    """Return every candidate with its bandwidth, beside what torch's copy reached."""
     from tabulate import SEPARATING_LINE, tabulate
 
     rows: list[Any] = []
@@ -141,11 +125,7 @@ def figures_table(figures: Sequence[Figures], chosen: Mapping[tuple[str, int], L
 
 
 def summary(chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:
-    """Return what comes of it, in one sentence.
-
-    Args:
-        chosen: the configuration for each mode and element size.
-    """
+    """Return what comes of it, in one sentence."""
     from scaler_triton.kernels.launch_config import DEFAULT
     from scaler_triton.kernels.sweep import MARGIN
 
@@ -155,11 +135,7 @@ def summary(chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Return where and when the figures were taken.
-
-    Args:
-        device: a GPU, or what stands for one in a test.
-    """
+    """Return where and when the figures were taken."""
     import torch
 
     facts: dict[str, Any] = {

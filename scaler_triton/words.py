@@ -10,11 +10,7 @@ WIDTH = 160  # characters of an error: a compiler's has no end
 
 
 def ranges(ranks: Iterable[int]) -> str:
-    """Return numbers as people write them: "0-2, 5".
-
-    Args:
-        ranks: in any order.
-    """
+    """Return numbers as people write them: "0-2, 5"."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and rank == spans[-1][1] + 1:
@@ -25,12 +21,7 @@ def ranges(ranks: Iterable[int]) -> str:
 
 
 def one_line(text: object, width: int = WIDTH) -> str:
-    """Return one line of bounded length that a terminal can only print: no control characters.
-
-    Args:
-        text: what is said, as `str` gives it.
-        width: the most characters there may be.
-    """
+    """Return one line of bounded length that a terminal can only print: no control characters."""
     line = " ".join(str(text)[: 10 * width].split())
     return textwrap.shorten("".join(c if c.isprintable() else "?" for c in line), width, placeholder=" ...")
 

@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and return the exit status.
-
-    Args:
-        arguments: what `add_arguments` declared, parsed.
-    """
+    """Print the table and return the exit status."""
     try:
         os.scandir(arguments.folder).close()
     except OSError as error:
@@ -66,12 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_files(folder: Path, pattern: str) -> Files:
-    """Return the files whose names tell a rank.
-
-    Args:
-        folder: where to look.
-        pattern: as `--pattern`.
-    """
+    """Return the files whose names tell a rank."""
     paths = [path for path in sorted(folder.glob(_glob(pattern))) if path.is_file()]
     names = {path: path.relative_to(folder).as_posix() for path in paths if path.suffix.lower() in SUFFIXES}
     if "{rank}" in pattern:
@@ -82,13 +73,7 @@ def find_files(folder: Path, pattern: str) -> Files:
 
 
 def audit_files(folder: Path, files: Files, pattern: str = PATTERN) -> AuditReport:
-    """Read and compare what the ranks saved.
-
-    Args:
-        folder: for the title.
-        files: as `find_files` gives them.
-        pattern: by which they were found.
-    """
+    """Read and compare what the ranks saved."""
     states: dict[int, RankState] = {}
     speaking = []
     for name, by_rank in files.items():

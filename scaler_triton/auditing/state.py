@@ -52,11 +52,7 @@ class RankState:
 
     @staticmethod
     def from_bytes(data: bytes) -> RankState:
-        """Return the state that `to_bytes` wrote.
-
-        Args:
-            data: JSON.
-        """
+        """Return the state that `to_bytes` wrote."""
         fields = json.loads(data)
         fields["readings"] = {name: Reading(*pair) for name, pair in fields["readings"].items()}
         fields["copies"] = [Copy(*entry) for entry in fields["copies"]]
@@ -64,11 +60,7 @@ class RankState:
 
 
 def number(value: float) -> str:
-    """Return a number without a needless fraction, with all its digits.
-
-    Args:
-        value: any float.
-    """
+    """Return a number without a needless fraction, with all its digits."""
     return repr(float(value)).removesuffix(".0")
 
 

@@ -47,11 +47,7 @@ class Outcome:
 
 
 class Watch:
-    """Looks at the parameters now, and again at the outcome.
-
-    Args:
-        parameters: those of this rank.
-    """
+    """Looks at the parameters now, and again at the outcome."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)

@@ -33,11 +33,7 @@ class Right:
         return f"every rank {'steps' if self.stepped else 'skips the step'} and holds scale {shown(self.scale)}"
 
     def wrong(self, outcomes: Sequence[Outcome]) -> str:
-        """Return what is not so, in words; empty if all is right.
-
-        Args:
-            outcomes: of every rank.
-        """
+        """Return what is not so, in words; empty if all is right."""
         said = []
         if len({(outcome.scale, outcome.stepped) for outcome in outcomes}) > 1:
             said.append("the ranks split")

@@ -20,24 +20,14 @@ LOSS_MUST_FALL_BY = 0.1
 
 @dataclass(frozen=True)
 class Check:
-    """One question and its answer.
-
-    Args:
-        ok: whether all is well.
-        text: the question, and what was found.
-    """
+    """One question and its answer."""
 
     ok: bool
     text: str
 
 
 def judge(ranks: Sequence[Trace], reference: Trace) -> list[Check]:
-    """Return all checks of a run.
-
-    Args:
-        ranks: what each rank went through.
-        reference: the same training in a single process.
-    """
+    """Return all checks of a run."""
     return [
         scaler_enabled(ranks),
         scales_equal(ranks),

@@ -30,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo or the proof and return the exit status.
-
-    Args:
-        arguments: what `add_arguments` declared, parsed.
-    """
+    """Run the demo or the proof and return the exit status."""
     if missing := missing_packages(["tabulate"] if arguments.prove else ["matplotlib", "tabulate", "tqdm"]):
         return complain(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if arguments.prove:
@@ -51,11 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def picture_path(out: Path) -> Path:
-    """Return the file the plot goes to, in a folder that exists and can be written to.
-
-    Args:
-        out: a .png file, or a folder.
-    """
+    """Return the file the plot goes to, `out` or one in it; its folder exists then and can be written to."""
     picture = out if out.suffix.lower() == ".png" else out / "demo.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     picture.open("ab").close()

@@ -46,11 +46,7 @@ def place(mode: str) -> Placement:
 
 
 def why_not_one_gpu_gloo(mode: str) -> str:
-    """Train with two gloo ranks on GPU 0 and return what went wrong; empty if nothing did.
-
-    Args:
-        mode: "ddp", "fsdp1" or "fsdp2".
-    """
+    """Train with two gloo ranks on GPU 0 and return what went wrong; empty if nothing did."""
     try:
         with RankPool(RANKS, backend="gloo") as pool:
             results = pool.run(_train_a_little, mode, timeout=TRIAL_LIMIT)

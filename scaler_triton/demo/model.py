@@ -53,12 +53,7 @@ class Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """Predicts the next character.
-
-    Args:
-        vocabulary: how many characters there are.
-        size: the dimensions.
-    """
+    """Predicts the next character."""
 
     def __init__(self, vocabulary: int, size: ModelSize) -> None:
         super().__init__()

@@ -16,14 +16,7 @@ LOSS, SCALES, BAD = "#1f4e79", ("#2e8b57", "#d2691e", "#7b5ea7", "#8b7d2e"), "#b
 
 
 def save_plot(config: DemoConfig, ranks: Sequence[Trace], title: str, picture: Path) -> None:
-    """Draw a run and write it as a PNG.
-
-    Args:
-        config: the run.
-        ranks: what each rank went through.
-        title: what stands above.
-        picture: the file.
-    """
+    """Draw a run and write it as a PNG."""
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     FigureCanvasAgg(figure)
     loss, scale = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

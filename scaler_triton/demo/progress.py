@@ -12,12 +12,7 @@ from scaler_triton.console import REFRESH, new_bar
 
 @contextmanager
 def bar_fed_by_file(title: str, total: int) -> Iterator[str]:
-    """Show a bar while the block runs, and yield the path of its file: one line a step, shown beside the bar.
-
-    Args:
-        title: what stands before the bar.
-        total: steps.
-    """
+    """Show a bar while the block runs, and yield the path of its file: one line a step, shown beside the bar."""
     with TemporaryDirectory(prefix="progress-") as folder, new_bar(title, total) as bar:
         feed = Path(folder) / "steps"
         feed.touch()

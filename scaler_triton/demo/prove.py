@@ -19,11 +19,7 @@ ALIGNMENT = ["right", "right", "left", "left"]
 
 
 def prove(cases: Sequence[Case]) -> int:
-    """Run and print cases; return 0 if in each of them torch is wrong and we are right.
-
-    Args:
-        cases: what to run, in this order.
-    """
+    """Run and print cases; return 0 if in each of them torch is wrong and we are right."""
     unexpected = []
     with new_pool() as pool:
         for case in cases:
@@ -58,13 +54,7 @@ def new_pool() -> RankPool:
 
 
 def run_on_ranks(case: Case, scaler: str, pool: RankPool) -> list[RankResult]:
-    """Run a case on every rank; a hang is returned as an error, too.
-
-    Args:
-        case: what to run.
-        scaler: "torch" or "ours".
-        pool: where to run it.
-    """
+    """Run a case on every rank; a hang is returned as an error, too."""
     try:
         return pool.run(run_case, case.name, scaler, timeout=CASE_LIMIT)
     except RankTimeout as late:
@@ -72,23 +62,12 @@ def run_on_ranks(case: Case, scaler: str, pool: RankPool) -> list[RankResult]:
 
 
 def run_case(rank: int, name: str, scaler: str) -> Outcome:
-    """Execute what each rank does of a case.
-
-    Args:
-        rank: this process.
-        name: the case.
-        scaler: "torch" or "ours".
-    """
+    """Execute what each rank does of a case."""
     return CASES[name].run(rank, load_scalers(scaler))
 
 
 def wrong(case: Case, results: Sequence[RankResult]) -> str:
-    """Return what went wrong, in words; empty if the case came out right.
-
-    Args:
-        case: what was run.
-        results: what became of each rank.
-    """
+    """Return what went wrong, in words; empty if the case came out right."""
     errors = [f"rank {result.rank} {_error_kind(result)}" for result in results if not result.ok]
     return "; ".join(errors) or case.right.wrong([result.value for result in results])
 

@@ -22,15 +22,7 @@ SECONDS_TO_START, SECONDS_A_STEP = 120.0, 5.0  # far above what a slow machine t
 
 
 def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> int:
-    """Train, report and return the exit status: 0 if every check holds.
-
-    Args:
-        scaler: "ours" or "torch".
-        mode: "single", "ddp", "fsdp1" or "fsdp2".
-        optimizer: "adamw", "adamw-fused" or "sgd".
-        steps: training steps.
-        picture: where the plot goes.
-    """
+    """Train, report and return the exit status: 0 if every check holds."""
     placement = place(mode)
     config = DemoConfig(scaler, mode, optimizer, steps, placement.ranks, placement.device_type)
     title = f"{scaler_name(config)}, {mode}, {optimizer}, {placement.ranks} rank{'s' if placement.ranks > 1 else ''}"
@@ -50,12 +42,7 @@ def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> i
 
 
 def train_ranks(config: DemoConfig, placement: Placement) -> Sequence[RankResult]:
-    """Run all ranks and return what became of each, a hang included.
-
-    Args:
-        config: the run.
-        placement: where it runs.
-    """
+    """Run all ranks and return what became of each, a hang included."""
     limit = SECONDS_TO_START + SECONDS_A_STEP * config.steps
     title = f"{config.ranks} ranks, {config.mode}" if config.ranks > 1 else config.mode
     with RankPool(config.ranks, backend=placement.backend) as pool, bar_fed_by_file(title, config.steps) as feed:

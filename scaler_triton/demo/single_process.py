@@ -12,12 +12,7 @@ from scaler_triton.demo.workload import Workload, new_optimizer
 
 
 def train_reference(config: DemoConfig, after_step: Callable[[], object] = lambda: None) -> Trace:
-    """Take every rank's micro-batch in turn, average the gradients, and skip the steps that are to be skipped.
-
-    Args:
-        config: the run of the ranks.
-        after_step: called after each step.
-    """
+    """Take every rank's micro-batch in turn, average the gradients, and skip the steps that are to be skipped."""
     with one_thread():
         reference = Reference(config)
         for step in range(config.steps):
@@ -27,11 +22,7 @@ def train_reference(config: DemoConfig, after_step: Callable[[], object] = lambd
 
 
 class Reference:
-    """Mixed precision by hand, from torch's description of it rather than from anyone's scaler.
-
-    Args:
-        config: the run of the ranks.
-    """
+    """Mixed precision by hand, from torch's description of it rather than from anyone's scaler."""
 
     def __init__(self, config: DemoConfig) -> None:
         self.config = config

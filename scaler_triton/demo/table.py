@@ -12,12 +12,7 @@ FULL_TABLE = 16  # runs with more steps show only the rows in which something ha
 
 
 def steps_table(config: DemoConfig, ranks: Sequence[Trace]) -> str:
-    """Step, the first being 1, loss, scale, skipped and the rank whose shard was bad; `a / b` where the ranks differ.
-
-    Args:
-        config: the run.
-        ranks: what each rank went through.
-    """
+    """Return each step, from 1 on, with its loss, scale, skips and whose shard was bad; `a / b` where ranks differ."""
     losses = mean_losses(ranks)
     rows = [
         (step + 1, f"{losses[step]:.3f}", _scale(ranks, step), _skipped(ranks, step), config.bad_shards.get(step, ""))

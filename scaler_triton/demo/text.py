@@ -19,14 +19,7 @@ class CharText:
     vocabulary: str
 
     def batch(self, step: int, rank: int, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and next-character targets of one micro-batch, the same ones whoever asks.
-
-        Args:
-            step: the training step, from 0.
-            rank: whose micro-batch this is.
-            batch_size: snippets in the batch.
-            context: characters in a snippet.
-        """
+        """Return inputs and next-character targets of one micro-batch, the same ones whoever asks."""
         generator = torch.Generator().manual_seed(1_000_003 * step + rank)
         starts = torch.randint(len(self.codes) - context - 1, (batch_size, 1), generator=generator)
         snippets = self.codes[starts + torch.arange(context + 1)]  # [batch_size, context + 1]

@@ -37,9 +37,6 @@ class StepCounter:
 
     A fused optimizer is called on skipped steps too and tells only in its state; SGD has no such state, but is
     only called when a step is taken.
-
-    Args:
-        optimizer: the one to count.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

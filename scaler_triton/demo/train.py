@@ -33,12 +33,7 @@ def train_rank(rank: int, config: DemoConfig, feed: str) -> Trace:
 
 
 class Trainer:
-    """The model, optimizer and scaler of one rank.
-
-    Args:
-        rank: this process.
-        config: the run.
-    """
+    """The model, optimizer and scaler of one rank."""
 
     def __init__(self, rank: int, config: DemoConfig) -> None:
         self.rank = rank

@@ -12,12 +12,7 @@ from scaler_triton.demo.text import python_topics
 
 
 class Workload:
-    """The text, the model at its start and the loss of any rank's micro-batch.
-
-    Args:
-        config: the run.
-        device: where it runs.
-    """
+    """The text, the model at its start and the loss of any rank's micro-batch."""
 
     def __init__(self, config: DemoConfig, device: torch.device) -> None:
         self.config = config
@@ -30,13 +25,7 @@ class Workload:
         return CharTransformer(len(self.text.vocabulary), self.config.size).to(self.device)
 
     def loss(self, model: nn.Module, step: int, rank: int) -> Tensor:
-        """Return the loss of one rank's micro-batch under fp16 autocast, unscaled.
-
-        Args:
-            model: the model, wrapped or not.
-            step: the training step.
-            rank: whose micro-batch.
-        """
+        """Return the loss of one rank's micro-batch under fp16 autocast, unscaled."""
         inputs, targets = self.text.batch(step, rank, self.config.batch_size, self.config.size.context)
         with torch.autocast(self.device.type, dtype=torch.float16):
             loss: Tensor = model(inputs.to(self.device), targets.to(self.device))
@@ -44,12 +33,7 @@ class Workload:
 
 
 def new_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return the optimizer that `--optimizer` names.
-
-    Args:
-        name: "adamw", "adamw-fused" or "sgd".
-        parameters: what it updates.
-    """
+    """Return the optimizer that `--optimizer` names: adamw, adamw-fused or sgd."""
     if name == "sgd":
         return SGD(parameters, lr=0.3, momentum=0.9)
     return AdamW(parameters, lr=5e-3, eps=1e-6, fused=name == "adamw-fused")
