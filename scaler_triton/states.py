@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton.attributes import ScalerAttributes
+from scaler_triton.flags import Flags, any_flag, as_flag
 from scaler_triton.left_unscaled import first_gradient
 from scaler_triton.optimizers import parameters_of, unwrap, weak
 from scaler_triton.step_state import StepState
-from scaler_triton.verdict import Verdict, any_flag, as_flag
-
-Flags = dict[torch.device, Tensor]
+from scaler_triton.verdict import Verdict
 
 
 class StatesMixin(ScalerAttributes):

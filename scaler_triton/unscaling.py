@@ -14,12 +14,13 @@ from scaler_triton import batch_ops, dispatch, optimizers
 from scaler_triton.agreeing import AgreeingMixin
 from scaler_triton.cuda_graphs import is_captured, refuse_capture
 from scaler_triton.flag_buffer import FlagBuffer
+from scaler_triton.flags import Flags, flag_on, fp32_on
 from scaler_triton.inverse import inverse
 from scaler_triton.plan import GradPlan
-from scaler_triton.states import Flags, StatesMixin
+from scaler_triton.states import StatesMixin
 from scaler_triton.stats import SKIPPED
 from scaler_triton.step_state import StepState
-from scaler_triton.verdict import Verdict, flag_on, fp32_on, tell_failure
+from scaler_triton.verdict import Verdict, tell_failure
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch

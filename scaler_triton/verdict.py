@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scaler_triton.collectives import Agreement
 from scaler_triton.cuda_graphs import is_captured
+from scaler_triton.flags import Flags, ServedFlags, as_flag
 from scaler_triton.mirror import HostMirror, version
 from scaler_triton.scale_comparison import MAX, Comparison, compare_maxima, compare_sums, constants
 
@@ -26,58 +27,6 @@ _FLAG, _FAILED, _SCALES = range(3)
 COLUMNS = 4
 _NO_SCALE = -math.inf
 _version_of = attrgetter("_version")
-
-
-def as_flag(flag: Tensor, device: torch.device) -> Tensor:
-    """Return any flag as fp32 `()`, 0.0 or 1.0, on `device`; NaN counts as set."""
-    return (flag != 0).to(device=device, dtype=torch.float32).reshape(())
-
-
-def any_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return fp32 `()` on `device`: 1.0 if any of `flags` (each 0.0 or 1.0) is set."""
-    if not flags:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    result = flags[0] if flags[0].device == device else flags[0].to(device)
-    for flag in flags[1:]:
-        result = torch.maximum(result, flag.to(device))
-    return result
-
-
-def flag_on(device: torch.device, flags: dict[torch.device, Tensor], found_inf: Tensor) -> Tensor:
-    """Return the flag of `device` among `flags`, made when first asked for: on its own device `found_inf` itself."""
-    if device not in flags:
-        flags[device] = found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
-    return flags[device]
-
-
-def fp32_on(device: torch.device, number: Tensor) -> Tensor:
-    """Return a one-element tensor in fp32 on `device`, itself if it is that, without a host wait."""
-    if number.device == device and number.dtype is torch.float32:
-        return number
-    # The CPU would read a copy that it did not wait for too early.
-    return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
-
-
-class ServedFlags(dict[torch.device, Tensor]):
-    """Flags by device. Notes that somebody took one: a collective that writes into it moves no version on."""
-
-    taken = False
-
-    def __getitem__(self, device: torch.device) -> Tensor:
-        self.taken = True
-        return super().__getitem__(device)
-
-    def get(self, *args: Any) -> Any:
-        self.taken = True
-        return super().get(*args)
-
-    def values(self) -> Any:
-        self.taken = True
-        return super().values()
-
-    def items(self) -> Any:
-        self.taken = True
-        return super().items()
 
 
 class Verdict:
@@ -173,7 +122,7 @@ class Verdict:
         below = constants(sums, torch.float64, -1.0)
         torch.addcmul(below, sums[2:3], sums[3:], value=1 / ranks**2, out=self._scales[1:])
 
-    def serve(self, devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
+    def serve(self, devices: Sequence[torch.device]) -> Flags:
         """Return the flag on each of `devices`, in the order of their first mention."""
         flag, home = self.found_inf, self.device
         if devices and devices.count(home) == len(devices):
@@ -184,7 +133,7 @@ class Verdict:
         self._identities = _identities(flags.values())
         return self._per_device
 
-    def is_behind(self, flags: dict[torch.device, Tensor]) -> bool:
+    def is_behind(self, flags: Flags) -> bool:
         """Tell whether `flags` are the ones served here, and nobody has written others or into them since."""
         return flags is self._per_device and _identities(dict.values(flags)) == self._identities
 

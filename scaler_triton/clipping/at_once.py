@@ -14,8 +14,9 @@ from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import gradient_copies
 from scaler_triton.clipping.parts import Part, PartsMixin
+from scaler_triton.flags import Flags, flag_on, fp32_on
 from scaler_triton.scale_comparison import write_scales
-from scaler_triton.verdict import Verdict, flag_on, fp32_on
+from scaler_triton.verdict import Verdict
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -28,7 +29,7 @@ class _Measured(NamedTuple):
     part: Part
     verdict: Verdict
     pairs: list[tuple[Batch, dispatch.Backend]]
-    flags: dict[torch.device, Tensor]
+    flags: Flags
     totals: Tensor
 
 
@@ -74,7 +75,7 @@ class AtOnceMixin(PartsMixin):
     def _measure(self, part: Part) -> _Measured:
         """Check one optimizer's gradients and sum their squares, each piece's share of the global sum."""
         verdict = self._new_verdict(part.state, part.plan)
-        flags: dict[torch.device, Tensor] = {}
+        flags: Flags = {}
         totals: list[Tensor] = []
 
         def add(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:

@@ -1,0 +1,63 @@
+"""Flags, each fp32, shape () and 0.0 or 1.0: made of others, brought to other devices, served by device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Flags = dict[torch.device, Tensor]
+
+
+def as_flag(flag: Tensor, device: torch.device) -> Tensor:
+    """Return any flag as fp32 `()`, 0.0 or 1.0, on `device`; NaN counts as set."""
+    return (flag != 0).to(device=device, dtype=torch.float32).reshape(())
+
+
+def any_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return fp32 `()` on `device`: 1.0 if any of `flags` (each 0.0 or 1.0) is set."""
+    if not flags:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    result = flags[0] if flags[0].device == device else flags[0].to(device)
+    for flag in flags[1:]:
+        result = torch.maximum(result, flag.to(device))
+    return result
+
+
+def flag_on(device: torch.device, flags: Flags, found_inf: Tensor) -> Tensor:
+    """Return the flag of `device` among `flags`, made when first asked for: on its own device `found_inf` itself."""
+    if device not in flags:
+        flags[device] = found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
+    return flags[device]
+
+
+def fp32_on(device: torch.device, number: Tensor) -> Tensor:
+    """Return a one-element tensor in fp32 on `device`, itself if it is that, without a host wait."""
+    if number.device == device and number.dtype is torch.float32:
+        return number
+    # The CPU would read a copy that it did not wait for too early.
+    return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
+
+
+class ServedFlags(dict[torch.device, Tensor]):
+    """Flags by device. Notes that somebody took one: a collective that writes into it moves no version on."""
+
+    taken = False
+
+    def __getitem__(self, device: torch.device) -> Tensor:
+        self.taken = True
+        return super().__getitem__(device)
+
+    def get(self, *args: Any) -> Any:
+        self.taken = True
+        return super().get(*args)
+
+    def values(self) -> Any:
+        self.taken = True
+        return super().values()
+
+    def items(self) -> Any:
+        self.taken = True
+        return super().items()
