@@ -91,7 +91,7 @@ def find_gpus() -> tuple[list[torch.device], str]:
 
 def device_lines(device: torch.device, requested: str) -> str:
     """Return what serves each dtype on a device, and why."""
-    from scaler_triton.batch import DTYPES
+    from scaler_triton.gradients import DTYPES
 
     reasons = [(str(dtype).removeprefix("torch."), explain(device, dtype, requested)) for dtype in DTYPES]
     return "\n".join([f"{device}", *(f"  {', '.join(names)}: {reason}" for reason, names in grouped(reasons))])

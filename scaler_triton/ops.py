@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from scaler_triton import batch as batching
 from scaler_triton import batch_ops, placement, policy, reference
-from scaler_triton.batch import Batch
+from scaler_triton.batch import Batch, group, home_of
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.dispatch import Backend, check_backend, choose
+from scaler_triton.gradients import check_gradient, check_overlap, sparse_values
 
 __all__ = ["check_nonfinite", "grad_norm", "unscale_", "update_scale_"]
 
@@ -96,7 +96,7 @@ def grad_norm(
     for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
         if scalar is not None:
             _check_scalar(scalar, name)
-    home, requested = batching.home_of(grads), check_backend(backend)
+    home, requested = home_of(grads), check_backend(backend)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     parts: list[Tensor] = []
@@ -175,7 +175,7 @@ def _compiled_norm(
 
     shards = _shards(grads)
     if found_inf is None:  # inductor takes no None where an op that returns something may write
-        found_inf = torch.zeros((), dtype=torch.float32, device=batching.home_of(shards))
+        found_inf = torch.zeros((), dtype=torch.float32, device=home_of(shards))
     norm: Tensor = compiled.grad_norm(shards, found_inf, inv_scale, norm_type, backend)
     return norm
 
@@ -192,7 +192,7 @@ def _run(
         raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
     requested = check_backend(backend)
     with torch.no_grad():
-        batches = batch_ops.choose_backends(batching.group(_checked(grads)), requested)
+        batches = batch_ops.choose_backends(group(_checked(grads)), requested)
         for batch, name in batches:
             device = batch.layout.key.device
             if device == found_inf.device:
@@ -209,10 +209,10 @@ def _checked(grads: Sequence[Tensor]) -> list[Tensor]:
         if not isinstance(grad, Tensor):
             raise TypeError(f"grads[{index}] must be a Tensor, got {type(grad).__name__}")
         local = placement.local_tensor(grad)
-        batching.check_gradient(local, f"grads[{index}]")
+        check_gradient(local, f"grads[{index}]")
         if local.layout is torch.sparse_coo:
-            local = batching.sparse_values(local)
-            batching.check_overlap(local)  # of fp16, too: a plan would coalesce it
+            local = sparse_values(local)
+            check_overlap(local)  # of fp16, too: a plan would coalesce it
         locals_.append(local)
     return locals_
 

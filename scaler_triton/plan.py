@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaler_triton import batch as batching
 from scaler_triton import placement
-from scaler_triton.batch import Batch, Layout
+from scaler_triton.batch import Batch, Layout, LayoutKey, group, is_dense, is_plain
+from scaler_triton.gradients import check_gradient, coalesce_fp16, is_acceptable, is_yet_a_sum, sparse_values, sum_of
 from scaler_triton.known_forms import KnownForms
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
 from scaler_triton.overflow_marks import OverflowMarks
@@ -97,7 +97,7 @@ class GradPlan:
             summed: replace what is yet to be summed by its sum: other uncoalesced gradients too, and Partial ones,
                 which takes a collective each.
 
-        Raises: what `batch.check_gradient` raises, naming the parameter's position.
+        Raises: what `gradients.check_gradient` raises, naming the parameter's position.
         """
         gradients: list[Tensor | None] = [parameter.grad for parameter in self.parameters]
         shards = self._whole_shards(gradients) if self._dtensors else gradients
@@ -113,8 +113,8 @@ class GradPlan:
     @torch.no_grad()
     def _sum_up(self, gradients: list[Tensor | None]) -> None:
         for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if gradient is not None and batching.is_yet_a_sum(gradient):
-                gradients[index] = parameter.grad = batching.summed(gradient)
+            if gradient is not None and is_yet_a_sum(gradient):
+                gradients[index] = parameter.grad = sum_of(gradient)
 
     def _whole_shards(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the shards of gradients that are all there and none of them Partial, as before; else none."""
@@ -136,7 +136,7 @@ class GradPlan:
                 self._known.learn(gradients)
         rows = [Batch(layout, row(gradients)) for layout, row in zip(self.layouts, self._rows, strict=True)]
         batches = [batch for batch in rows if any(tensor is not None for tensor in batch.tensors)]
-        return Gradients(batches + batching.group(loose.values(), loose), batching.group(bounds.values(), bounds))
+        return Gradients(batches + group(loose.values(), loose), group(bounds.values(), bounds))
 
     def _localise(self, gradients: list[Tensor | None]) -> dict[int, Tensor]:
         """Put shards in the place of DTensors; return what bounds the sums of those that are Partial, by position."""
@@ -179,7 +179,7 @@ class GradPlan:
         if not allow_fp16 and any(gradient.dtype is torch.float16 for _, gradient in strange):
             raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
         for index, gradient in strange:  # all of them, before the first is touched
-            batching.check_gradient(gradient, f"the gradient of parameter {index}")
+            check_gradient(gradient, f"the gradient of parameter {index}")
         loose: dict[int, Tensor] = {}
         forms = list(self._forms)
         for index, gradient in strange:
@@ -197,16 +197,16 @@ class GradPlan:
     def _values(self, index: int, gradient: Tensor) -> Tensor:
         if gradient.dtype is torch.float16:
             # Scaled fp16 duplicates may overflow when they are summed: check the sum.
-            gradient = batching.coalesce_fp16(gradient)
+            gradient = coalesce_fp16(gradient)
             self.parameters[index].grad = gradient
-        return batching.sparse_values(gradient)
+        return sparse_values(gradient)
 
     def _expected_form(self, parameter: Tensor) -> _Form | None:
         """Return the form of the gradient that a parameter has or is likely to get; None if none is to be expected."""
         if parameter.grad is None and (not parameter.requires_grad or torch.nn.parameter.is_lazy(parameter)):
             return None  # frozen, or of no shape yet: a slot would cost a launch's chunks for nothing
         local = placement.local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
-        return _form(local) if batching.is_acceptable(local) and local.layout is torch.strided else None
+        return _form(local) if is_acceptable(local) and local.layout is torch.strided else None
 
     def _place(self, forms: list[_Form | None]) -> None:
         """Give every form a slot, one layout for each device, dtype and kind of memory; all of it or nothing."""
@@ -244,11 +244,11 @@ def _row(indices: Sequence[int], size: int) -> Callable[[list[Tensor | None]], S
     return itemgetter(*indices)
 
 
-def _layout_key(form: _Form) -> batching.LayoutKey:
+def _layout_key(form: _Form) -> LayoutKey:
     kind, _, dtype, device, shape = form.look
-    plain = batching.is_plain(kind)
-    dense = plain and batching.is_dense(torch.empty_strided(shape, form.stride, device="meta"))
-    return batching.LayoutKey(device, dtype, dense, plain)
+    plain = is_plain(kind)
+    dense = plain and is_dense(torch.empty_strided(shape, form.stride, device="meta"))
+    return LayoutKey(device, dtype, dense, plain)
 
 
 class PlanCache:

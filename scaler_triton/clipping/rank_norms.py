@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from scaler_triton.batch import is_yet_a_sum, sparse_values, summed
 from scaler_triton.clipping.copies import copies_of_gradient
+from scaler_triton.gradients import is_yet_a_sum, sparse_values, sum_of
 from scaler_triton.placement import cut_into, is_dtensor, local_tensor
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def held_gradients(
         if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
             continue
         if is_yet_a_sum(parameter.grad):
-            parameter.grad = summed(parameter.grad)
+            parameter.grad = sum_of(parameter.grad)
         local = local_tensor(parameter.grad)
         gradients.append(sparse_values(local) if local.layout is torch.sparse_coo else local)
         placed = is_dtensor(parameter) and is_dtensor(parameter.grad)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, NATIVE, SIMULATED, launched
 
-from scaler_triton.batch import DTYPES
+from scaler_triton.gradients import DTYPES
 from scaler_triton.kernels import probe as probe_module
 from scaler_triton.kernels.probe import probe, probe_clipping
 

@@ -200,9 +200,9 @@ MUTANTS = [
         "and bool(gradients)",
         "tests/test_known_forms.py",
     ),
-    Mutant(_S + "batch.py", "        check_overlap(sparse_values(gradient))", "        pass", GRADIENTS),
+    Mutant(_S + "gradients.py", "        check_overlap(sparse_values(gradient))", "        pass", GRADIENTS),
     Mutant(_S + "batch.py", "if size != 1 and stride != expected:", "if stride != expected:", REFERENCE),
-    Mutant(_S + "batch.py", "gradient.float().coalesce().half()", "gradient", GRADIENTS),
+    Mutant(_S + "gradients.py", "gradient.float().coalesce().half()", "gradient", GRADIENTS),
     # the torch path, policy, dispatch, optimizers
     Mutant(_S + "reference.py", "if math.isfinite(tensor.sum().item()):", "if True:", REFERENCE),
     Mutant(_S + "reference.py", "< _ROUNDS_TO_INF", "< math.inf", "tests/test_update_agrees.py"),
@@ -339,7 +339,7 @@ MUTANTS = [
     Mutant(_S + "reference.py", "tensor.nbytes < _LARGE_BYTES", "True", REFERENCE),
     Mutant(_S + "neighbours.py", "0 if found else _PAUSE", "_PAUSE * 10**6 * (not found)", REFERENCE),
     # what random mutants of all modules showed that no test saw
-    Mutant(_S + "batch.py", "return coalesce_fp16(gradient) if", "return gradient.coalesce() if", CLIP),
+    Mutant(_S + "gradients.py", "return coalesce_fp16(gradient) if", "return gradient.coalesce() if", CLIP),
     Mutant(_S + "clipping/disabled.py", " if chosen is None or id(p) in chosen", "", CLIP),
     Mutant(
         _S + "clipping/parts.py",
