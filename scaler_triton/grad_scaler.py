@@ -106,7 +106,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             return result
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._initialised_scale("step", optimizer)
+        self._initialised_scale("step", self._fail_unscaled, optimizer)
         state = self._state(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")

@@ -48,7 +48,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         """
         if not self._enabled:
             return
-        scale = self._initialised_scale("unscale_", optimizer)
+        scale = self._initialised_scale("unscale_", self._fail_unscaled, optimizer)
         state = self._state(optimizer)
         self._check_order(state)
 
@@ -111,7 +111,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         """
         stage = self._state(optimizer)["stage"] if self._is_known(optimizer) else OptState.READY
         try:
-            self._initialised_scale("_check_inf_per_device", optimizer)
+            self._initialised_scale("_check_inf_per_device", self._fail_unscaled, optimizer)
             state = self._state(optimizer)
             again = self._may_look_again(optimizer, state)
             if again and stage is OptState.UNSCALED:
@@ -263,15 +263,15 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
             return self._scale.device
         return next((device for device in devices if device.type == self._device), torch.device(self._device))
 
-    def _initialised_scale(self, funcname: str, optimizer: Any) -> Tensor:
-        """Return the scale; without one, tell the ranks that wait for this one's flag before raising torch's error."""
+    def _initialised_scale(self, funcname: str, tell: Callable[..., None], *args: Any) -> Tensor:
+        """Return the scale; without one raise torch's error, once `tell(*args)` has told the ranks that wait."""
         if self._scale is not None and self._growth_tracker is not None:
             return self._scale
         try:
             return self._check_scale_growth_tracker(funcname)[0]
         except AssertionError:
             with suppress(Exception):  # torch's error is the one to see
-                self._fail_unscaled(optimizer)
+                tell(*args)
             raise
 
     def _fail_unscaled(self, optimizer: Any) -> None:

@@ -71,7 +71,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 parameters = all_parameters(together)
                 return clip_unscaled(parameters, request, self.process_group, sharded=self._is_sharded)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
-            self._require_scale(together, request, at_once, defer)
+            self._initialised_scale("clip_grad_norm_", self._tell_of_no_scale, together, request, at_once, defer)
             for each in together:
                 self._check_order(self._state(each), again=request.chosen is not None)
             if defer:
@@ -91,28 +91,22 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 return self._clip_at_once(parts, agreement, request, defer)
             return self._clip_after_unscaling(parts, agreement, request)
 
-    def _require_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
-        """Raise torch's error if there is no scale, once the ranks that wait for this one are told.
+    def _tell_of_no_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
+        """Tell the ranks that wait for this one, unless the call is wrong: that all ranks meet by themselves."""
+        if self._new_agreement(all_parameters(optimizers)) is None:
+            return  # before a look, which would leave a state
+        for optimizer in optimizers:
+            self._check_order(self._state(optimizer), again=True)
+        if defer:
+            self._check_deferrable(optimizers, request)
+        self._tell_of_failure(optimizers, request, at_once)
+
+    def _tell_of_failure(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
+        """Take part in all reductions that the others wait in, without a plan, which may be what failed.
 
         Args:
             at_once: they wait in one reduction; else in each optimizer's, and then in the norm's.
         """
-        if self._scale is not None and self._growth_tracker is not None:
-            return
-        try:
-            self._check_scale_growth_tracker("clip_grad_norm_")
-        except AssertionError:
-            with suppress(Exception):  # torch's error is the one to see; that of a wrong call all ranks meet
-                if self._new_agreement(all_parameters(optimizers)) is not None:  # else a look would leave a state
-                    for optimizer in optimizers:
-                        self._check_order(self._state(optimizer), again=True)
-                    if defer:
-                        self._check_deferrable(optimizers, request)
-                    self._tell_of_failure(optimizers, request, at_once)
-            raise
-
-    def _tell_of_failure(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
-        """Take part in all reductions that the others wait in, without a plan, which may be what failed."""
         parameters = all_parameters(optimizers)
         agreement = self._new_agreement(parameters)
         if agreement is None:
