@@ -117,9 +117,9 @@ class SettingsMixin(ScalerAttributes):
         if not self._enabled:
             return {}
         state = super().state_dict()
-        extras = Extras(self._limits, self._max_consecutive_skips, [])
-        if extras != (NO_LIMITS, None, []):
-            state[limits.KEY] = limits.to_checkpoint(extras._replace(counters=self._counters.read()))
+        if self._limits != NO_LIMITS or self._max_consecutive_skips is not None:
+            extras = Extras(self._limits, self._max_consecutive_skips, self._counters.read())
+            state[limits.KEY] = limits.to_checkpoint(extras)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
