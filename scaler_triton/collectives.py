@@ -131,6 +131,15 @@ def checked_group(process_group: Any) -> Any:
     return group
 
 
+def gathering_group(process_group: Any) -> Any:
+    """Return the group whose ranks can be asked, None for a process that is alone.
+
+    Raises: as `checked_group`.
+    """
+    alone = process_group is None and default_group() is None
+    return None if alone else checked_group(process_group)
+
+
 def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agreement | None:
     """Return the agreement of all ranks of `process_group`, or of the default group where it is None.
 

@@ -38,7 +38,7 @@ class OverflowMixin(StatesMixin):
             rank only, the others' reports tell of it. With `gather`, ValueError naming `process_group` if pickling lost
             it or this rank is not in it.
         """
-        group = self._group_to_ask() if gather else None
+        group = collectives.gathering_group(self.process_group) if gather else None
         try:
             own = self._own_report(model)
         except Exception as error:
@@ -58,11 +58,6 @@ class OverflowMixin(StatesMixin):
         untold = sorted({text for plan in self._plans.plans() for text in plan.marks.untold()})
         update = None if pending else counters[LAST_SKIP] or None
         return OverflowReport(update, bad, False, tuple(untold), pending)
-
-    def _group_to_ask(self) -> Any:
-        """Return the ranks that gather, None for a process that is alone."""
-        alone = self.process_group is None and collectives.default_group() is None
-        return None if alone else collectives.checked_group(self.process_group)
 
     def _marked(self, generation: int, names: dict[int, str]) -> Iterator[BadGradient]:
         rank = collectives.own_rank(self.process_group)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from scaler_triton.auditing.replicas import hashed_copies
 from scaler_triton.auditing.report import AuditReport, judge
 from scaler_triton.auditing.state import NOTHING, RankState, Reading, scaler_readings, steps_reading
-from scaler_triton.collectives import checked_group, default_group, gather_bytes, is_bare
+from scaler_triton.collectives import gather_bytes, gathering_group, is_bare
 from scaler_triton.optimizers import parameters_of, unwrap
 from scaler_triton.placement import local_tensor
 from scaler_triton.words import error_line
@@ -67,9 +67,9 @@ def audit(
 
 def _group(process_group: Any) -> tuple[Any, list[int]]:
     """Return the group and its global ranks; without any group this process is rank 0."""
-    if process_group is None and default_group() is None:
+    group = gathering_group(process_group)
+    if group is None:
         return None, [0]
-    group = checked_group(process_group)
     if is_bare(group):  # torch does not know its ranks, nor could objects be gathered by it
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
     return group, dist.get_process_group_ranks(group)
