@@ -1,17 +1,22 @@
-"""Which ranks must agree on an optimizer's flag, worked out once for each plan."""
+"""Which ranks must agree on an optimizer's flag, and how those that wait for it are told of a failure here."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from scaler_triton import callers, collectives
-from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.patching import stand_in
+from scaler_triton.states import StatesMixin
+from scaler_triton.step_state import StepState
+from scaler_triton.verdict import tell_failure
 
 if TYPE_CHECKING:
     from scaler_triton.collectives import Agreement
@@ -27,8 +32,8 @@ _APART = (
 )
 
 
-class AgreeingMixin(ScalerAttributes):
-    """Tells by the process group and the parameters, never by gradients, which other ranks follow a flag."""
+class AgreeingMixin(StatesMixin):
+    """Finds by the process group and the parameters, never by gradients, which other ranks follow a flag."""
 
     def _agreement(self, plan: GradPlan) -> Agreement | None:
         """Return who must agree on an optimizer, None if nobody else."""
@@ -78,3 +83,44 @@ class AgreeingMixin(ScalerAttributes):
                 self._warned_apart = True
                 text = _APART.format(list(theirs.ranks), list(mine.ranks))
                 warnings.warn(text, UserWarning, stacklevel=callers.stacklevel())
+
+    def _initialised_scale(self, funcname: str, tell: Callable[..., None], *args: Any) -> Tensor:
+        """Return the scale; without one raise torch's error, once `tell(*args)` has told the ranks that wait."""
+        if self._scale is not None and self._growth_tracker is not None:
+            return self._scale
+        try:
+            return self._check_scale_growth_tracker(funcname)[0]
+        except AssertionError:
+            with suppress(Exception):  # torch's error is the one to see
+                tell(*args)
+            raise
+
+    def _fail_unscaled(self, optimizer: Any) -> None:
+        """Tell the ranks that wait for an optimizer's flag that this one will not look; its step is skipped then."""
+        plan = self._plans.get(optimizer)
+        agreement = self._agreement(plan)
+        if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
+            # The others back off in update(): so must this rank, which therefore needs a scale.
+            self._lazy_init_scale_growth_tracker(self._home(plan.devices))
+            self._fail(self._state(optimizer), agreement)
+
+    def _fail(self, state: StepState, agreement: Agreement | None) -> None:
+        """Tell the other ranks that this one failed; have the step skipped if it can no longer be taken back."""
+        written = state.pop("written", False)
+        try:
+            if written or agreement is not None:
+                self._skip(state)
+        finally:  # whatever cannot be made here: they wait
+            if agreement is not None:
+                assert self._scale is not None
+                tell_failure(agreement, self._scale.device)
+
+    def _home(self, devices: Iterable[torch.device]) -> torch.device:
+        """Return where the scale is; without one, where that of the other ranks must be, as only there they meet.
+
+        Args:
+            devices: of the parameters, which may be offloaded.
+        """
+        if self._scale is not None:
+            return self._scale.device
+        return next((device for device in devices if device.type == self._device), torch.device(self._device))

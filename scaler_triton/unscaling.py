@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,9 @@ from scaler_triton.flag_buffer import FlagBuffer
 from scaler_triton.flags import Flags, flag_on, fp32_on
 from scaler_triton.inverse import inverse
 from scaler_triton.plan import GradPlan
-from scaler_triton.states import StatesMixin
 from scaler_triton.stats import SKIPPED
 from scaler_triton.step_state import StepState
-from scaler_triton.verdict import Verdict, tell_failure
+from scaler_triton.verdict import Verdict
 
 if TYPE_CHECKING:
     from scaler_triton.batch import Batch
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 Op = Callable[["Batch", Tensor, dispatch.Backend], None]
 
 
-class UnscalingMixin(AgreeingMixin, StatesMixin):
+class UnscalingMixin(AgreeingMixin):
     """`unscale_` and the check for optimizers that unscale themselves; what goes wrong here splits no ranks."""
 
     def unscale_(self, optimizer: Any) -> None:
@@ -192,6 +191,7 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
             if agreement is not None:
                 verdict.show_scale(self._scale)
         except BaseException as error:
+            state.setdefault("written", self._unscale_is_overridden())  # an override may have written anything
             self._fail(state, agreement if isinstance(error, Exception) else None)
             raise
         finally:
@@ -225,17 +225,6 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
         assert self._scale is not None
         return (*flags, *plan.devices, self._scale.device)
 
-    def _fail(self, state: StepState, agreement: Agreement | None) -> None:
-        """Tell the other ranks that this one failed; have the step skipped if it can no longer be taken back."""
-        written = state.pop("written", self._unscale_is_overridden())  # an override may have written anything
-        try:
-            if written or agreement is not None:
-                self._skip(state)
-        finally:  # whatever cannot be made here: they wait
-            if agreement is not None:
-                assert self._scale is not None
-                tell_failure(agreement, self._scale.device)
-
     def _new_verdict(self, state: StepState, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device."""
         if state["found_inf_per_device"]:
@@ -252,33 +241,3 @@ class UnscalingMixin(AgreeingMixin, StatesMixin):
             self._flag_buffers[home].captured.add(verdict)
         verdict.begin(captured)
         return verdict
-
-    def _home(self, devices: Iterable[torch.device]) -> torch.device:
-        """Return where the scale is; without one, where that of the other ranks must be, as only there they meet.
-
-        Args:
-            devices: of the parameters, which may be offloaded.
-        """
-        if self._scale is not None:
-            return self._scale.device
-        return next((device for device in devices if device.type == self._device), torch.device(self._device))
-
-    def _initialised_scale(self, funcname: str, tell: Callable[..., None], *args: Any) -> Tensor:
-        """Return the scale; without one raise torch's error, once `tell(*args)` has told the ranks that wait."""
-        if self._scale is not None and self._growth_tracker is not None:
-            return self._scale
-        try:
-            return self._check_scale_growth_tracker(funcname)[0]
-        except AssertionError:
-            with suppress(Exception):  # torch's error is the one to see
-                tell(*args)
-            raise
-
-    def _fail_unscaled(self, optimizer: Any) -> None:
-        """Tell the ranks that wait for an optimizer's flag that this one will not look; its step is skipped then."""
-        plan = self._plans.get(optimizer)
-        agreement = self._agreement(plan)
-        if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
-            # The others back off in update(): so must this rank, which therefore needs a scale.
-            self._lazy_init_scale_growth_tracker(self._home(plan.devices))
-            self._fail(self._state(optimizer), agreement)

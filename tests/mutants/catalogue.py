@@ -68,7 +68,7 @@ MUTANTS = [
     # unscaling and what happens when it fails
     Mutant(_S + "unscaling.py", 'state["written"] = False', "pass", FAILURE),
     Mutant(_S + "unscaling.py", 'state["written"] = True', "pass", FAILURE),
-    Mutant(_S + "unscaling.py", "if written or agreement is not None:", "if agreement is not None:", FAILURE),
+    Mutant(_S + "agreeing.py", "if written or agreement is not None:", "if agreement is not None:", FAILURE),
     Mutant(_S + "states.py", 'states[("gone", id(state))] = state', "pass", CONTRACT),
     Mutant(
         _S + "unscaling.py",
@@ -77,8 +77,8 @@ MUTANTS = [
         CONTRACT,
     ),
     Mutant(_S + "unscaling.py", "if self._unscale_is_overridden():  # the", "if False:  # the", CONTRACT),
-    Mutant(_S + "unscaling.py", "tell_failure(agreement, self._scale.device)", "pass", RANKS),
-    Mutant(_S + "unscaling.py", "self._lazy_init_scale_growth_tracker(self._home", "str(self._home", RANKS),
+    Mutant(_S + "agreeing.py", "tell_failure(agreement, self._scale.device)", "pass", RANKS),
+    Mutant(_S + "agreeing.py", "self._lazy_init_scale_growth_tracker(self._home", "str(self._home", RANKS),
     Mutant(_S + "unscaling.py", "if not flags and agreement is None and not self._is_sharded:", "if not flags:", RANKS),
     Mutant(_S + "unscaling.py", "for batch, backend in bounds:", "for batch, backend in ():", MESHES),
     Mutant(_S + "unscaling.py", "plan.verdict = None  # what", "pass  # what", STEPS),
