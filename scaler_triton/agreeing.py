@@ -100,8 +100,7 @@ class AgreeingMixin(StatesMixin):
         plan = self._plans.get(optimizer)
         agreement = self._agreement(plan)
         if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
-            # The others back off in update(): so must this rank, which therefore needs a scale.
-            self._lazy_init_scale_growth_tracker(self._home(plan.devices))
+            self._make_scale(plan.devices)
             self._fail(self._state(optimizer), agreement)
 
     def _fail(self, state: StepState, agreement: Agreement | None) -> None:
@@ -114,6 +113,10 @@ class AgreeingMixin(StatesMixin):
             if agreement is not None:
                 assert self._scale is not None
                 tell_failure(agreement, self._scale.device)
+
+    def _make_scale(self, devices: Iterable[torch.device]) -> None:
+        """Make a scale if there is none: the others back off in `update()`, so must this rank."""
+        self._lazy_init_scale_growth_tracker(self._home(devices))
 
     def _home(self, devices: Iterable[torch.device]) -> torch.device:
         """Return where the scale is; without one, where that of the other ranks must be, as only there they meet.

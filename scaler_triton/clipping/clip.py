@@ -111,9 +111,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         agreement = self._new_agreement(parameters)
         if agreement is None:
             return
-        # The others back off in update(): so must this rank, which therefore needs a scale.
-        devices = [each.device for each in parameters if isinstance(each, Tensor)]
-        self._lazy_init_scale_growth_tracker(self._home(devices))
+        self._make_scale(each.device for each in parameters if isinstance(each, Tensor))
         if at_once:
             self._fail_together(optimizers, agreement)
             return
