@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,9 @@ NAN, INF = 1, 2
 _KIND_BITS, _KINDS = 2, NAN | INF
 # How many generations the host keeps: the last skip's, that of gradients left before it, and those after.
 _GENERATIONS = 4
+
+# Positions, those below 0 nobody's, and the bits of each as tables have them, a row each.
+_Marks = tuple[Sequence[int], Tensor]
 
 
 class OverflowMarks:
@@ -39,7 +42,7 @@ class OverflowMarks:
         self._generation: Tensor | None = None  # a view of them: its number, int32, one element
         self._layouts: Sequence[Layout] = ()
         self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: as of a table
-        self._replayed: list[tuple[Sequence[int], Tensor]] = []  # as of tables, of such layouts: graphs mark on there
+        self._replayed: list[_Marks] = []  # as of tables, of such layouts: graphs mark on there
         self._unmarked: set[torch.device] = set()  # where kernels see gradients without marking which
         self._left: int | Tensor | None = None  # the generation of gradients left unscaled but not stepped
         # int64 [2]: that generation, and the later one whose step was skipped for the same gradients; -1: none.
@@ -155,21 +158,19 @@ class OverflowMarks:
         }
         self._left, self._again = other._left, other._again
         self._unmarked |= other._unmarked
-        for positions, bits in other._marked():
-            self._keep([places.get(position, -1) for position in positions], bits)
-        self._replayed += [
-            ([places.get(position, -1) for position in positions], bits) for positions, bits in other._in_graphs()
-        ]
+        for positions, bits in _moved(other._marked(), places):
+            self._keep(positions, bits)
+        self._replayed += _moved(other._in_graphs(), places)
 
-    def _marked(self) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """Yield positions, below 0 nobody's, and the bits of each as tables have them, a row each."""
+    def _marked(self) -> Iterator[_Marks]:
+        """Yield the marks in tables and beyond them."""
         for positions, table in self._tables():
             yield positions, table.bits
         for kept in self._kept.values():
             yield range(self._size), kept
         yield from self._replayed
 
-    def _in_graphs(self) -> Iterator[tuple[Sequence[int], Tensor]]:
+    def _in_graphs(self) -> Iterator[_Marks]:
         """Yield those of `_marked` that graphs mark at every replay, whatever is followed by then."""
         yield from self._replayed
         yield from ((positions, table.bits) for positions, table in self._tables() if table.is_in_a_graph)
@@ -191,6 +192,12 @@ class OverflowMarks:
         held = kept[target]
         same_generation = (held ^ source) <= _KINDS
         kept[target] = torch.where(same_generation, held | source, torch.maximum(held, source))  # a later one is larger
+
+
+def _moved(marks: Iterable[_Marks], places: Mapping[int, int]) -> Iterator[_Marks]:
+    """Yield marks with the positions that `places` tells; those without are nobody's."""
+    for positions, bits in marks:
+        yield [places.get(position, -1) for position in positions], bits
 
 
 def _kinds_in(tensor: Tensor) -> int:
