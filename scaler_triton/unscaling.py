@@ -102,9 +102,9 @@ class UnscalingMixin(AgreeingMixin):
         return self._for_each_batch(optimizer, state, found_inf, allow_fp16, unscale)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
-        """Check the optimizer's gradients, read-only, and agree with the other ranks; then once a step.
+        """Check the optimizer's gradients, read-only, and agree with the other ranks, once a step.
 
-        Where no other rank must agree, gradients are looked at again each time until they are stepped.
+        Where no other rank must agree, they are looked at again each time, until they are stepped.
 
         Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
         """
