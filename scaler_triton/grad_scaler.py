@@ -161,6 +161,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             FutureWarning,
             stacklevel=callers.stacklevel(),
         )
+        state["asked_by_step"] = state["stage"] is OptState.READY
         try:
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         except Exception:
@@ -168,6 +169,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
                 with suppress(Exception):  # the optimizer's error is the one to see
                     self._fail_unscaled(optimizer)
             raise
+        finally:
+            state["asked_by_step"] = False
 
     def _step_fused(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
         inner = optimizers.unwrap(optimizer)
@@ -196,12 +199,16 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch has made sure that an enabled scaler's states are empty
-        group = collectives.picklable(self.process_group)
-        return {**super().__getstate__(), **attributes.fresh(self._counters.read()), "process_group": group}
+        # torch has made sure that an enabled scaler's states are empty. What is made afresh is not in a pickle: it
+        # would tie where our classes are.
+        fresh = attributes.fresh()
+        kept = {name: value for name, value in super().__getstate__().items() if name not in fresh}
+        return {**kept, "_counters": self._counters.read(), "process_group": collectives.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_plans" not in state:  # a scaler of torch's, pickled before `patch_torch` put this class in its place
+        if "_counters" in state:
+            state = {**state, **attributes.fresh(state["_counters"])}
+        else:  # a scaler of torch's, pickled before `patch_torch` put this class in its place
             ours: Any = next(cls for cls in type(self).__mro__ if "_is_sharded" in vars(cls))
             ours.__init__(self, state["_device"], enabled=False)
         super().__setstate__(state)

@@ -27,6 +27,7 @@ class StepState(TypedDict, total=False):
     must_skip: bool  # the step or clipping raised, and nobody can tell which gradients it divided
     first_gradient: TensorWeakRef | None  # as it was when they were unscaled; None: there was none
     unscaled_flag: Tensor | None  # fp32, shape (): of gradients that were unscaled before an update, else None
+    asked_by_step: bool  # an optimizer's step asks for the flag, once a group: all get the same
     # While gradients are examined:
     plan: GradPlan
     written: bool  # whether one of them has been written

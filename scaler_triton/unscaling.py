@@ -124,7 +124,8 @@ class UnscalingMixin(AgreeingMixin):
 
     def _may_look_again(self, optimizer: Any, state: StepState) -> bool:
         """Tell whether a check after one of ours keeps no other rank waiting, nor overrules a step or a failure."""
-        if state["stage"] is OptState.STEPPED or "verdict" not in state or state.get("must_skip"):
+        steps = state["stage"] is OptState.STEPPED or state.get("asked_by_step")
+        if steps or "verdict" not in state or state.get("must_skip"):
             return False
         return self._agreement(self._plans.get(optimizer)) is None
 
