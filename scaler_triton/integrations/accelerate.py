@@ -161,7 +161,8 @@ def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_typ
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     ids = set(map(id, chosen))
-    optimizers = [one.optimizer for one in accelerator._optimizers if any(id(p) in ids for p in parameters_of(one))]
+    prepared = {id(one.optimizer): one.optimizer for one in accelerator._optimizers}  # again and again, maybe
+    optimizers = [one for one in prepared.values() if any(id(p) in ids for p in parameters_of(one))]
     if not optimizers or not accelerator.scaler.is_enabled():
         norm: Tensor = type(accelerator).clip_grad_norm_(accelerator, chosen, max_norm, norm_type)
         return norm

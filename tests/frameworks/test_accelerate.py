@@ -221,6 +221,22 @@ def test_several_optimizers_are_clipped_under_one_norm():
     assert one.weight.grad.tolist() == other.weight.grad.tolist() == [[3.0, 4.0]]
 
 
+def test_an_optimizer_that_was_prepared_twice_is_clipped_once():
+    """As a notebook's cell may that is run again: each time the bare optimizer is wrapped anew."""
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer = nn.Linear(2, 1, bias=False)
+    bare = torch.optim.SGD(layer.parameters(), lr=0.5)
+    optimizers = [accelerator.prepare(bare) for _ in range(2)]
+    assert optimizers[0] is not optimizers[1]
+    layer = accelerator.prepare(layer)
+    before = layer.weight.detach().clone()
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_(layer.parameters(), 9.0)) == 5.0
+    optimizers[1].step()
+    assert torch.equal(layer.weight, before - 0.5 * torch.tensor([[3.0, 4.0]]))
+
+
 def test_each_optimizer_is_clipped_for_itself():
     accelerator = new_accelerator()
     use_scaler_triton(accelerator)
