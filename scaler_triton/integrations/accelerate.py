@@ -32,7 +32,8 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
     The scaler is a `ShardedGradScaler` under FSDP1, else a `GradScaler`, with the numbers of `GradScalerKwargs`. Then,
     of this accelerator only:
 
-        clip_grad_norm_(parameters, max_norm)   is scaler.clip_grad_norm_ of the prepared optimizers that hold them
+        clip_grad_norm_(parameters, max_norm)   is scaler.clip_grad_norm_ of the prepared optimizers that hold them,
+                                                unless a subclass of `Accelerator` has its own
         optimizer.step_was_skipped              is scaler.was_skipped(optimizer), fused or not
 
     and a checkpoint that is saved or loaded leaves the scale alone. On a CPU, where Accelerate passes over
@@ -61,7 +62,8 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
     # Partials of functions that can be found by name, so that the accelerator can still be pickled.
     accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
     accelerator.backward = functools.partial(_backward, accelerator)
-    accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm, accelerator)
+    if type(accelerator).clip_grad_norm_ is accelerate.Accelerator.clip_grad_norm_:
+        accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm, accelerator)
     return scaler
 
 

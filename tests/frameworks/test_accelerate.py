@@ -237,6 +237,25 @@ def test_an_optimizer_that_was_prepared_twice_is_clipped_once():
     assert torch.equal(layer.weight, before - 0.5 * torch.tensor([[3.0, 4.0]]))
 
 
+def test_a_subclass_keeps_its_own_clipping():
+    norms = []
+
+    class Watched(Accelerator):
+        def clip_grad_norm_(self, *args, **kwargs):
+            norms.append(super().clip_grad_norm_(*args, **kwargs))
+            return norms[-1]
+
+    accelerator = Watched(cpu=True, mixed_precision="fp16")
+    use_scaler_triton(accelerator, init_scale=8.0)
+    layer, optimizer = linear(accelerator)
+    before = layer.weight.detach().clone()
+    backward(accelerator, layer)
+    accelerator.clip_grad_norm_(layer.parameters(), 9.0)
+    assert [float(norm) for norm in norms] == [5.0]
+    optimizer.step()
+    assert torch.equal(layer.weight, before - 0.5 * torch.tensor([[3.0, 4.0]]))
+
+
 def test_each_optimizer_is_clipped_for_itself():
     accelerator = new_accelerator()
     use_scaler_triton(accelerator)
