@@ -97,6 +97,11 @@ class _TrainerPlugin(_Plugin):
         self.scaler._per_optimizer_states.clear()  # a run that was interrupted in a step has left them
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
+    def teardown(self) -> None:
+        """End a run: a plugin that is kept for another one must not keep this one's model."""
+        self._clip_model = None
+        super().teardown()  # type: ignore[misc]
+
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, call the hooks, clip, step and update: Lightning's order for all optimizers."""
         if isinstance(optimizer, torch.optim.LBFGS):

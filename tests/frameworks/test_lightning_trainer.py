@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -299,6 +301,17 @@ def test_a_step_without_backward_is_forgotten_by_the_next_run(name: str) -> None
     second = gan_of(space.pl, "sgd", "norm")
     space.Trainer(plugins=made, **options).fit(second)
     second.trace.assert_same(gan_by_hand(plugin(name), "sgd", "norm"))
+
+
+def test_a_plugin_that_outlives_its_trainer_keeps_no_model(name: str) -> None:
+    space, made = cases.namespace(name), plugin(name)
+    module = cases.module_of(space.pl, "sgd", cases.batches())
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "gradient_clip_val": cases.MAX_NORM} | cases.QUIET
+    space.Trainer(plugins=made, **options).fit(module)
+    weight = weakref.ref(module.net[0].weight)
+    del module
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_disabled_scaler_clips_too(name: str) -> None:
