@@ -3,6 +3,7 @@
 All threads take each instruction together, so control flow must be the same in all of them: Triton's is.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -41,12 +42,12 @@ class Block:
             self.place += 1
             if it.name == "ret":
                 return
-            getattr(self, f"_{it.name}", self._compute)(it, self._active(it))
+            _method_of(it.name)(self, it, self._active(it))
         raise Fault(f"no end after {_MOST_INSTRUCTIONS} instructions")
 
     def _active(self, it):
         if it.guard is None:
-            return np.ones(self.kernel.threads, dtype=np.bool_)
+            return self.registers.all_threads
         return self.registers.held(it.guard) != it.negated
 
     # Computing
@@ -154,9 +155,10 @@ class Block:
     # Threads together
 
     def _bra(self, it, active):
-        if active.any() != active.all():
+        together = active.all()
+        if active.any() != together:
             raise Fault(f"the threads of a program part at {it.operands[0]}")
-        if active.all():
+        if together:
             self.place = self.kernel.labels[it.operands[0]]
 
     def _bar(self, it, active):
@@ -208,8 +210,8 @@ class Block:
         return addresses, size
 
     def _addresses(self, place):
-        base, _, offset = place.strip("[] ").partition("+")
-        return self.registers.bits(base.strip(), 64) + np.int64(int(offset or 0)).astype(np.uint64)
+        base, offset = _base_and_offset(place)
+        return self.registers.bits(base, 64) + offset
 
     def _atom(self, it, active):
         """One thread after the other; who does it at once with others races with nobody."""
@@ -226,6 +228,20 @@ class Block:
     _red = _atom  # which keeps nothing of what there was
 
 
+@functools.cache
+def _method_of(name):
+    """What does an instruction."""
+    return getattr(Block, f"_{name}", Block._compute)
+
+
+@functools.cache
 def _inside(operand):
     """The registers of `{a, b}`, or the one."""
-    return [each.strip() for each in operand.strip("{} ").split(",")]
+    return tuple(each.strip() for each in operand.strip("{} ").split(","))
+
+
+@functools.cache
+def _base_and_offset(place):
+    """The register of `[a + 4]`, and the bytes beyond what it holds."""
+    base, _, offset = place.strip("[] ").partition("+")
+    return base.strip(), np.int64(int(offset or 0)).astype(np.uint64)

@@ -64,12 +64,16 @@ class Races:
         self._since = []
 
     def note(self, addresses, warps, width, writes):
-        """Each of these warps reads or writes `width` bytes at its address; how many different bytes that are."""
-        places, number = np.unique(addresses[:, None] + np.arange(width, dtype=np.uint64), return_inverse=True)
-        first, last = np.full(len(places), 1024), np.full(len(places), -1)
-        by = np.repeat(warps, width)
-        np.minimum.at(first, number.ravel(), by)
-        np.maximum.at(last, number.ravel(), by)
+        """Each of these warps reads or writes `width` bytes at its address; how many different bytes that are.
+
+        Addresses are multiples of `width`, or `Memory` has a Fault: two that differ share no byte.
+        """
+        starts, number = np.unique(addresses, return_inverse=True)
+        places = (starts[:, None] + np.arange(width, dtype=np.uint64)).ravel()
+        first, last = np.full(len(starts), 1024), np.full(len(starts), -1)
+        np.minimum.at(first, number, warps)
+        np.maximum.at(last, number, warps)
+        first, last = first.repeat(width), last.repeat(width)
         for other, other_first, other_last, other_writes in self._since:
             if writes or other_writes:
                 both, mine, its = np.intersect1d(places, other, assume_unique=True, return_indices=True)

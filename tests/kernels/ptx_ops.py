@@ -3,6 +3,7 @@
 Source: "Parallel Thread Execution ISA", NVIDIA. Not modelled: which NaN comes out, and the last bit of an fp64 fma.
 """
 
+import functools
 import operator
 
 import numpy as np
@@ -13,6 +14,7 @@ for _bits in (16, 32, 64):
     _NUMBERS |= dict.fromkeys((f"b{_bits}", f"u{_bits}"), UNSIGNED[_bits]) | {f"s{_bits}": getattr(np, f"int{_bits}")}
 
 
+@functools.cache
 def width_of(kind):
     """Bits of a type such as f32, or of a predicate's."""
     return 1 if kind == "pred" else int(kind.lstrip("bsuf"))
