@@ -92,6 +92,7 @@ def test_two_narrow_floats_are_joined_the_first_above():
         ("mov.b32 %r3, 0x7E003C00;\nsetp.nan.f16x2 %p1|%p2, %r3, %r3;\nselp.b32 %r2, 4, 8, %p2;", lambda thread: 4),
         ("mov.u32 %r3, %ctaid.x;\nadd.s32 %r2, %r3, 4;", lambda thread: 4),
         ("ld.param.b64 %rd3, [k_param_1];\ncvt.u32.u64 %r2, %rd3;", lambda thread: 77),
+        ("mov.b32 %r2, 5;\nsetp.lt.u32 %p1, %r1, 3;\n@%p1 mov.b32 %r2, 7;", lambda thread: 7 if thread < 3 else 5),
     ],
 )  # fmt: skip
 def test_instructions(code, want):
