@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def pool():
     """A pool of its own: these tests break it on purpose."""
-    with RankPool(2, group_timeout=1.0) as opened:
+    with RankPool(2, group_timeout=3.0) as opened:
         yield opened
 
 
