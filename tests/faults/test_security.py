@@ -224,19 +224,13 @@ class Recorder(pickle.Unpickler):
 
 
 @pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
-def test_a_pickled_scaler_asks_for_its_own_classes_only(cls: Any) -> None:
+def test_a_pickled_scaler_asks_for_its_own_class_and_its_limits_only(cls: Any) -> None:
+    """Whatever else it asked for could never move."""
     recorder = Recorder(pickle.dumps(started(cls, "cpu")))
     assert type(recorder.load()) is cls
     assert recorder.asked == {
         ("copyreg", "_reconstructor"),
         ("builtins", "object"),
-        ("collections", "defaultdict"),
-        ("torch.amp.grad_scaler", "_refresh_per_optimizer_state"),
         ("scaler_triton.limits", "Limits"),
-        ("scaler_triton.plan", "PlanCache"),
-        ("scaler_triton.stats", "Counters"),
-        ("scaler_triton.stats", "Lagging"),
-        ("scaler_triton.last_steps", "LastSteps"),
-        ("scaler_triton.left_unscaled", "LeftUnscaled"),
         (cls.__module__, cls.__name__),
     } - ({("copyreg", "_reconstructor"), ("builtins", "object")} - recorder.asked)
