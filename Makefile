@@ -10,7 +10,8 @@
 # make mutants   220 wrong versions of the code, each of which the tests must notice (20 minutes)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
 # make docs    docs/ as HTML in out/docs; a warning is an error
-# make perf    what it costs beside torch's scaler, as far as this machine can tell (3 minutes); fills perf/README.md and the README
+# make perf    what it costs beside torch's scaler, as far as this machine can tell, three times over (12 minutes); fills
+#   perf/README.md and the README
 # make release   sdist and wheel into dist/, checked as an index would; the wheel in an empty environment runs the demo
 # make gpu     all of the next four, with the python3 and packages of a GPU machine; OUT names a folder
 #   gpu-tests, gpu-tune, gpu-perf, gpu-sanitize: the suite natively, tuned launch configurations, measurements, the
@@ -65,7 +66,7 @@ docs: $(VENV)/ready
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env docs out/docs
 
 perf: $(VENV)/ready
-	$(BIN)/python -m perf
+	$(BIN)/python -m perf --runs 3
 
 release: $(VENV)/ready
 	rm -rf dist out/release

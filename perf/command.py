@@ -26,7 +26,7 @@ from perf.context import Context, Section
 from perf.goals import answers
 from perf.machine import here
 from perf.plot import save_plot
-from perf.rows import Entry, Row, merged, read_csv, write_csv
+from perf.rows import Entry, Row, merged, pooled, read_csv, write_csv
 from perf.table import answers_table, cases_table
 
 # In this order: time may run out, so what needs a GPU comes first, and whole steps before what only explains them.
@@ -57,9 +57,9 @@ def main(words: Sequence[str] | None = None) -> int:
     before = read_csv(path)
 
     def with_others(rows: Sequence[Row]) -> list[Entry]:
-        return merged(before, [Entry(row, machine) for row in rows], {row.bench for row in rows})
+        return merged(before, [Entry(row, machine) for row in pooled(rows)], {row.bench for row in rows})
 
-    rows, failed = run_all(sections, lambda rows: write_csv(path, with_others(rows)) if rows else None)
+    rows, failed = run_all(sections * arguments.runs, lambda rows: write_csv(path, with_others(rows)) if rows else None)
     entries = with_others(rows)
     report(entries, {row.bench for row in rows}, context, failed)
     if entries:
@@ -83,6 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, help="folder for CSV and plot (default: perf/results, whose results go into the README)"
     )
     parser.add_argument("--only", type=_names, default=list(BENCHES), help=f"some of {','.join(BENCHES)}")
+    parser.add_argument(
+        "--runs", type=int, choices=range(1, 10), default=1, metavar="N", help="measure all N times; medians count"
+    )
     parser.add_argument("--quick", action="store_true", help="see that all works; its numbers mean nothing")
     parser.add_argument("--readme", action="store_true", help="only write the CSVs' results into the two READMEs")
     return parser

@@ -64,6 +64,19 @@ def _sums(values: Sequence[float], size: int) -> np.ndarray:
     return np.reshape(values[: len(values) // size * size], (-1, size)).sum(axis=1)
 
 
+def pooled(rows: Iterable[Row]) -> list[Row]:
+    """Return each number once that several runs measured: the medians of its percentiles, and all samples."""
+    measured: dict[tuple[str, ...], list[Row]] = {}
+    for each in rows:
+        measured.setdefault((each.bench, each.case, each.metric, each.subject, each.unit), []).append(each)
+    return [_pooled(key, of_one) for key, of_one in measured.items()]
+
+
+def _pooled(key: tuple[str, ...], rows: Sequence[Row]) -> Row:
+    percentiles = np.median([(each.p20, each.p50, each.p80, each.p90) for each in rows], axis=0)
+    return Row(*key, sum(each.samples for each in rows), *map(float, percentiles))
+
+
 def bandwidth_rows(
     bench: str, case: str, n_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]
 ) -> list[Row]:

@@ -11,7 +11,7 @@ from perf import shapes
 from perf.context import Context
 from perf.machine import Machine, here
 from perf.measure import Effort, Subject, interleaved
-from perf.rows import Entry, bandwidth_rows, merged, read_csv, row, time_rows, write_csv
+from perf.rows import Entry, bandwidth_rows, merged, pooled, read_csv, row, time_rows, write_csv
 
 MACHINE = Machine("card", "1.2", "2.13", "3.7", "3.11", "abc", "2025-01-01")
 
@@ -95,6 +95,16 @@ def test_a_run_replaces_only_its_own_benches() -> None:
     old = [Entry(row(bench, "old", "m", "ours", "us", [1.0]), MACHINE) for bench in ("cpu", "host")]
     new = [Entry(row("cpu", "new", "m", "ours", "us", [1.0]), MACHINE)]
     assert {(e.row.bench, e.row.case) for e in merged(old, new, ["cpu"])} == {("cpu", "new"), ("host", "old")}
+
+
+def test_of_several_runs_the_median_counts() -> None:
+    runs = [row("host", case, "m", "ours", "us", [number]) for number in (3.0, 1.0, 2.0) for case in ("a", "b")]
+    runs.append(row("host", "only once", "m", "ours", "us", [7.0, 7.0]))
+    assert [(each.case, each.samples, each.p20, each.p90) for each in pooled(runs)] == [
+        ("a", 3, 2.0, 2.0),
+        ("b", 3, 2.0, 2.0),
+        ("only once", 2, 7.0, 7.0),
+    ]
 
 
 def test_here_names_no_machine() -> None:
