@@ -37,10 +37,13 @@ class StatesMixin(ScalerAttributes):
             states[("gone", id(state))] = state  # its flag still counts in update()
             del states[id(inner)]
             return self._state(optimizer)
+        elif before is not inner and "wrapper" in state and state["wrapper"]() is None:
+            del states[id(inner)]  # it was found under a wrapper's id, too, and that is another one's now
+            return self._state(optimizer)
         elif before is not inner:
             state["owner"] = weak(inner)  # somebody put another one's here, as hivemind does
         if inner is not optimizer:
-            states[id(optimizer)] = state
+            states[id(optimizer)], state["wrapper"] = state, weak(optimizer)
         return state
 
     def _is_known(self, optimizer: Any) -> bool:

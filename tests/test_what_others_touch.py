@@ -171,6 +171,17 @@ def test_a_wrappers_state_is_found_under_its_own_id(place: Place, step: Any, bad
     assert ended[0] == ended[1]
 
 
+def test_an_optimizer_at_the_id_of_a_wrapper_that_is_gone_begins_its_own_step() -> None:
+    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5) for _ in range(2))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(first.param_groups[0]["params"][0].sum()).backward()
+    scaler.unscale_(Lookahead(first))
+    states = scaler._per_optimizer_states
+    states[id(second)] = states[id(first)]  # as if it had been made where the wrapper was
+    assert scaler._state(second)["stage"] is OptState.READY
+    assert scaler._state(first)["stage"] is OptState.UNSCALED
+
+
 @pytest.mark.parametrize("place", places(), ids=str)
 def test_unscaling_some_parameters_by_hand_begins_no_step(place: Place) -> None:
     """As a backward pass does that steps each parameter at once: every one in an optimizer made for it alone."""
