@@ -390,6 +390,7 @@ def unpickled(rank: int, kind: str, method: str) -> Attempt:
 def pickled_too_late(rank: int, kind: str) -> tuple[Any, str | None]:
     """Pickle a scaler whose group has been destroyed; what it keeps of it, and what a step of the copy raises."""
     scaler = cases.new_scaler(kind, process_group=dist.new_group())
+    dist.barrier(scaler.process_group)  # The other rank may still be connecting.
     dist.destroy_process_group(scaler.process_group)
     copied = pickle.loads(pickle.dumps(scaler))
     params = [cases.plain_param(3)]
