@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from scaler_triton.last_steps import LastSteps
 from scaler_triton.left_unscaled import LeftUnscaled
-from scaler_triton.plan import PlanCache
+from scaler_triton.plan_cache import PlanCache
 from scaler_triton.stats import Counters, Lagging
 
 if TYPE_CHECKING:

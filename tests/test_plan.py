@@ -12,7 +12,8 @@ import torch
 from helpers import parameters, sgd, started
 
 from scaler_triton import GradScaler
-from scaler_triton.plan import GradPlan, PlanCache, _Form
+from scaler_triton.plan import GradPlan, _Form
+from scaler_triton.plan_cache import PlanCache
 from scaler_triton.stats import NAMES, SKIPPED
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import assert_same
 
-from scaler_triton import GradScaler, placement, plan
+from scaler_triton import GradScaler, placement, plan_cache
 from scaler_triton.plan import GradPlan
 
 STEPS = 1000
@@ -69,7 +69,7 @@ def test_a_thousand_steps_are_planned_once_and_are_torchs(make: Callable[[], Loo
     numbers = {"init_scale": 16.0, "growth_interval": 20}
     scaler = GradScaler("cpu", backend="torch", **numbers)
     with (
-        mock.patch.object(plan, "GradPlan", side_effect=GradPlan) as made,
+        mock.patch.object(plan_cache, "GradPlan", side_effect=GradPlan) as made,
         mock.patch.object(GradPlan, "_admit", autospec=True, side_effect=GradPlan._admit) as compared,
     ):
         ours = train(scaler, loop := make())

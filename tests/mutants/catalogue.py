@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     Mutant(_S + "verdict.py", "            self._check(self._signals.tolist())", "            pass", SPLIT),
     # what a report tells
-    Mutant(_S + "plan.py", "plan.take_marks(before)", "pass", REPORT),
+    Mutant(_S + "plan_cache.py", "plan.take_marks(before)", "pass", REPORT),
     Mutant(_S + "overflow_marks.py", "in [*self._marked()]:", "in ():", REPORT),
     Mutant(_S + "plan.py", "group(bounds.values(), bounds)", "group(bounds.values())", REPORTED),
     Mutant(_S + "settings.py", "plan.marks.forget()", "pass", REPORT),
@@ -189,7 +189,7 @@ MUTANTS = [
     Mutant(_S + "plan.py", "or gradient.stride() != form.stride", "", PLAN),
     Mutant(_S + "plan.py", "            self._place(forms)\n", "", PLAN),
     Mutant(_S + "plan.py", "and all(map(is_, self.parameters, parameters))", "", PLAN),
-    Mutant(_S + "plan.py", "if isinstance(reference, weakref.ref):", "if True:", CONTRACT),
+    Mutant(_S + "plan_cache.py", "if isinstance(reference, weakref.ref):", "if True:", CONTRACT),
     Mutant(_S + "plan.py", "_unrecorded(gradient) for", "gradient for", GRADIENTS),
     Mutant(_S + "updating.py", "if not left and not self._left_unscaled:", "if not left:", UNSTEPPED),
     Mutant(_S + "plan.py", "(terms := placement.partial_terms(gradient)) > 1:", "(terms := 0):", MESHES),
