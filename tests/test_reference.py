@@ -154,7 +154,7 @@ def test_merged_or_not_torchs_op_does_the_same(pieces: list[tuple[int, int]], dt
     ],
 )
 def test_dense_means_one_span_without_gaps_or_overlap(tensor: Tensor, dense: bool) -> None:
-    assert batch.is_dense(tensor) is dense
+    assert batch.is_dense(tensor.shape, tensor.stride()) is dense
 
 
 SIZES = [1, 100, 40_000, 300_000]
