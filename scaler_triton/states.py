@@ -50,6 +50,20 @@ class StatesMixin(ScalerAttributes):
         """Tell whether this step has a state of the optimizer."""
         return any(id(each) in self._per_optimizer_states for each in (optimizer, unwrap(optimizer)))
 
+    def _awaiting_step(self) -> list[Any]:
+        """Return the optimizers whose gradients are unscaled and whose step is still to come."""
+        states = self._per_optimizer_states.values()
+        owners = [state["owner"]() for state in states if state["stage"] is OptState.UNSCALED and "owner" in state]
+        return [owner for owner in owners if owner is not None]
+
+    def _abandon_step(self, optimizer: Any) -> None:
+        """Have an optimizer begin anew, wherever its step was interrupted."""
+        self._per_optimizer_states.pop(id(unwrap(optimizer)), None)
+
+    def _abandon_all_steps(self) -> None:
+        """Have all optimizers begin anew."""
+        self._per_optimizer_states.clear()
+
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Return the flags that this step's check of the optimizer left, by device; empty before it."""
         return self._state(optimizer)["found_inf_per_device"]

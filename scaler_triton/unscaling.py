@@ -61,6 +61,13 @@ class UnscalingMixin(AgreeingMixin):
         if not optimizers.supports_amp_scaling(optimizer):
             verdict.start_mirror()  # step will ask for the flag on the host
 
+    def _unscale_once(self, optimizer: Any) -> None:
+        """`unscale_`, unless the gradients are unscaled; also by a step before an update that did not step them."""
+        state = self._state(optimizer)
+        if state["stage"] is not OptState.UNSCALED:
+            state["unscaled_flag"] = self._left_unscaled.recall(optimizer)  # with it nothing is divided
+            self.unscale_(optimizer)
+
     def _check_order(self, state: StepState, *, again: bool = False) -> None:
         """Raise torch's errors of order, before any reduction.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from scaler_triton import grad_scaler
 from scaler_triton.integrations import versions
 from scaler_triton.integrations.backwards import refused_between_unscaling_and_step
-from scaler_triton.optimizers import parameters_of, unwrap
+from scaler_triton.optimizers import parameters_of
 
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)  # scale by themselves
 _STATE_MAKER = "torch.distributed.checkpoint.state_dict"
@@ -142,7 +142,7 @@ def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
     optimizer.__class__ = AcceleratedOptimizer
     # The Trainer prepares its optimizer in every run: one that was interrupted in a step has left its stage.
-    accelerator.scaler._per_optimizer_states.pop(id(unwrap(optimizer)), None)
+    accelerator.scaler._abandon_step(optimizer)
     return optimizer
 
 

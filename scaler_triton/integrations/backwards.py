@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.amp.grad_scaler import OptState
-
 from scaler_triton.left_unscaled import snapshots_of, unchanged_since
 
 
@@ -20,7 +18,7 @@ def refused_between_unscaling_and_step(scaler: Any) -> Iterator[None]:
 
     Raises: RuntimeError naming the optimizer that waits for its step; its gradients are written then.
     """
-    waiting = [(optimizer, snapshots_of(optimizer)) for optimizer in _unscaled_optimizers(scaler)]
+    waiting = [(optimizer, snapshots_of(optimizer)) for optimizer in scaler._awaiting_step()]
     yield
     for optimizer, marks in waiting:
         if not unchanged_since(marks, optimizer):
@@ -28,9 +26,3 @@ def refused_between_unscaling_and_step(scaler: Any) -> Iterator[None]:
                 f"backward() has written gradients of {type(optimizer).__name__} between clipping, which unscaled "
                 "them, and the step. Clip right before the step; to leave a step out, call the scaler's update()."
             )
-
-
-def _unscaled_optimizers(scaler: Any) -> list[Any]:
-    states = scaler._per_optimizer_states.values()
-    owners = [state["owner"]() for state in states if state["stage"] is OptState.UNSCALED and "owner" in state]
-    return [owner for owner in owners if owner is not None]

@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
 
 from scaler_triton import grad_scaler
 from scaler_triton.integrations import versions
@@ -63,17 +62,13 @@ def fsdp_precision(framework: type, scaler: grad_scaler.ScalerMixin | None = Non
 
 
 class _Plugin:
-    """What the plugins share: gradients are unscaled once a step, by whoever comes first."""
+    """What the plugins share: gradients are unscaled once a step, by whoever comes first.
+
+    Another optimizer's step, which updates the scale, makes nothing scaled again.
+    """
 
     scaler: Any
     _theirs: type  # Lightning's plugin
-
-    def _unscale(self, optimizer: Any) -> None:
-        """Unscale what is not; another optimizer's step, which updates the scale, makes nothing scaled again."""
-        state = self.scaler._state(optimizer)
-        if state["stage"] is not OptState.UNSCALED:
-            state["unscaled_flag"] = self.scaler._left_unscaled.recall(optimizer)  # with it nothing is divided
-            self.scaler.unscale_(optimizer)
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run it, unless it adds to gradients that were unscaled for a step which is still to come."""
@@ -94,7 +89,7 @@ class _TrainerPlugin(_Plugin):
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
         """Begin a run: remember the model as the strategy has wrapped it."""
         self._clip_model = model
-        self.scaler._per_optimizer_states.clear()  # a run that was interrupted in a step has left them
+        self.scaler._abandon_all_steps()  # a run may have been interrupted in one
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
     def teardown(self) -> None:
@@ -109,7 +104,7 @@ class _TrainerPlugin(_Plugin):
         result = closure()
         no_backward = result is None and model.automatic_optimization
         if not no_backward:
-            self._unscale(optimizer)
+            self.scaler._unscale_once(optimizer)
         self._no_backward = no_backward
         try:
             self._after_closure(model, optimizer)  # type: ignore[attr-defined]
@@ -125,7 +120,7 @@ class _TrainerPlugin(_Plugin):
         """Clip by norm or by value, after unscaling; also before `step` in manual optimization."""
         if clip_val <= 0 or self._no_backward:
             return
-        self._unscale(optimizer)
+        self.scaler._unscale_once(optimizer)
         if gradient_clip_algorithm == "norm":
             self.clip_grad_by_norm(optimizer, clip_val)
         else:
@@ -144,7 +139,7 @@ class _FabricPlugin(_Plugin):
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscale, a fused optimizer's gradients too, and only once however often it clips."""
-        self._unscale(optimizer)
+        self.scaler._unscale_once(optimizer)
 
 
 def _plugin_class(framework: type, name: str) -> Any:

@@ -317,12 +317,10 @@ MUTANTS = [
     Mutant(_S + "integrations/accelerate.py", "None if _holds_all(ids, optimizers) else chosen", "chosen", ACCELERATED),
     Mutant(_S + "integrations/accelerate.py", "model=_fsdp1_model(accelerator)", "model=None", ACCELERATED),
     Mutant(_S + "integrations/accelerate.py", "    _check_unprepared(accelerator)\n", "", ACCELERATE),
-    Mutant(_S + "integrations/lightning.py", 'if state["stage"] is not OptState.UNSCALED:', "if True:", LIGHTNING),
-    Mutant(
-        _S + "integrations/lightning.py", "self.scaler._left_unscaled.recall(optimizer)  # with", "None  #", LIGHTNING
-    ),
+    Mutant(_S + "unscaling.py", 'if state["stage"] is not OptState.UNSCALED:', "if True:", LIGHTNING),
+    Mutant(_S + "unscaling.py", "self._left_unscaled.recall(optimizer)  # with", "None  #", LIGHTNING),
     Mutant(_S + "integrations/backwards.py", "if not unchanged_since(marks, optimizer):", "if False:", LIGHTNING),
-    Mutant(_S + "integrations/lightning.py", "self.scaler._per_optimizer_states.clear()", "pass", LIGHTNING),
+    Mutant(_S + "states.py", "self._per_optimizer_states.clear()", "pass", LIGHTNING),
     Mutant(_S + "integrations/lightning.py", "model=self._clip_model, ", "", LIGHTNING_RANKS),
     Mutant(_S + "integrations/lightning.py", "or self._no_backward:", "or False:", LIGHTNING),
     Mutant(_S + "integrations/lightning.py", "def unscale_gradients(", "def do_not_unscale(", FABRIC),
