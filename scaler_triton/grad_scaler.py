@@ -11,7 +11,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from scaler_triton import attributes, callers, collectives, dispatch, limits, optimizers, policy, untraced
+from scaler_triton import attributes, callers, collectives, dispatch, lending, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
 from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.step_state import StepState
@@ -111,7 +111,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state.get("must_skip"):
-            optimizers.take_back((optimizer, optimizers.unwrap(optimizer)))
+            lending.take_back((optimizer, optimizers.unwrap(optimizer)))
             self._has_stepped(state)
             return None
         if state["stage"] is OptState.READY:
@@ -181,7 +181,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
             self._check_inf_per_device(optimizer)
         both = (optimizer,) if inner is optimizer else (optimizer, inner)
         if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
-            optimizers.take_back(both)
+            lending.take_back(both)
             return None
         scale = self._get_scale_async()
         assert scale is not None
@@ -189,7 +189,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         if ready and state["unscaled_flag"] is None:
             factor = scale.reshape(()) if scale.ndim else scale
         on_host = not scale.is_cpu and any(device.type == "cpu" for device in state["found_inf_per_device"])
-        with optimizers.lent(both, factor, self._flag(state), on_host=on_host):
+        with lending.lent(both, factor, self._flag(state), on_host=on_host):
             try:
                 return optimizer.step(*args, **kwargs)
             except BaseException:

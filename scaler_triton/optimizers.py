@@ -1,12 +1,10 @@
-"""What a scaler asks of optimizers: what is in a wrapper, which parameters; how fused ones get scale and flag."""
+"""What a scaler asks of optimizers: what is in a wrapper, which parameters, who unscales and skips by itself."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,62 +61,6 @@ def weak(optimizer: Any, forget: Callable[[Any], None] | None = None) -> Callabl
         return lambda: optimizer
 
 
-@contextmanager
-def lent(
-    optimizers: Sequence[Any], scale: Tensor | None, found_inf: Tensor, *, on_host: bool = False
-) -> Iterator[None]:
-    """Set `grad_scale` and `found_inf` on a fused optimizer while it steps.
-
-    A `grad_scale` of the user's is multiplied in, and used up by the step: it is put back only if the step raised.
-
-    Args:
-        optimizers: the one that is stepped and, if that is a wrapper, the one inside: either may look.
-        scale: fp32, shape (); None if the gradients are unscaled already.
-        found_inf: fp32, shape (), 0.0 or 1.0. Like `scale` lent itself only to who does not write into it.
-        on_host: lend copies on the CPU, waited for, as an optimizer with parameters there needs them: torch's fused
-            ones copy both to every device they step on, and their CPU kernels read before such a copy is there.
-    """
-    own = getattr(optimizers[0], "grad_scale", None)
-    factors = [factor for factor in (scale, own) if factor is not None]
-    product = _product(factors)
-    if on_host:
-        product, found_inf = None if product is None else product.cpu(), found_inf.cpu()
-    elif not _only_reads(optimizers[-1]):
-        product, found_inf = None if product is None else product.clone(), found_inf.clone()
-    _set(optimizers, grad_scale=product, found_inf=found_inf)
-    try:
-        yield
-    except BaseException:
-        take_back(optimizers)
-        if own is not None:
-            optimizers[-1].grad_scale = own
-        raise
-    take_back(optimizers)
-
-
-def _only_reads(optimizer: Any) -> bool:
-    """Tell whether a fused step leaves what it is lent as it is: one of torch's own, without anybody's hooks."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return False
-    everywhere = sys.modules["torch.optim.optimizer"]  # its name in torch.optim is something else
-    return not (  # torch promises none of these names: without one nobody knows
-        getattr(optimizer, "_optimizer_step_pre_hooks", True)
-        or getattr(optimizer, "_optimizer_step_post_hooks", True)
-        or getattr(everywhere, "_global_optimizer_pre_hooks", True)
-        or getattr(everywhere, "_global_optimizer_post_hooks", True)
-    )
-
-
-def take_back(optimizers: Sequence[Any]) -> None:
-    """Drop what optimizers were lent, and a `grad_scale` of the user's: a step uses it up, also one that is skipped."""
-    for optimizer in optimizers:
-        for name in ("grad_scale", "found_inf"):
-            try:
-                delattr(optimizer, name)
-            except AttributeError:  # the other one's, seen through the wrapper, or a class attribute
-                continue
-
-
 def skip_would_corrupt(optimizer: Any) -> bool:
     """Tell whether a skipped fused step would leave garbage behind: SGD's first one with momentum.
 
@@ -155,21 +97,6 @@ def takes_scaler(optimizer: Any) -> bool:
     if known is None:
         known = _takes_scaler[step] = _has_grad_scaler(step)
     return known
-
-
-def _product(factors: Sequence[Tensor]) -> Tensor | None:
-    if not factors:
-        return None
-    return factors[0] if len(factors) == 1 else factors[0] * factors[1]
-
-
-def _set(optimizers: Sequence[Any], **attributes: Any) -> None:
-    for optimizer in optimizers:
-        for name, value in attributes.items():
-            try:  # `suppress` would cost more than all the rest
-                setattr(optimizer, name, value)
-            except AttributeError:  # a wrapper with slots: the one inside has them
-                continue
 
 
 def _has_grad_scaler(function: Callable[..., Any]) -> bool:

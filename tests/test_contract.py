@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 import scaler_triton
-from scaler_triton import GradScaler, ShardedGradScaler, optimizers
+from scaler_triton import GradScaler, ShardedGradScaler, lending
 
 PAIRS = [(GradScaler, torch.amp.GradScaler), (ShardedGradScaler, TorchSharded)]
 both = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["plain", "sharded"])
@@ -327,11 +327,11 @@ def test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_wait
     with FakeTensorMode(allow_non_fake_inputs=True):  # a GPU's tensors without a GPU
         scale, found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
         optimizer.grad_scale = torch.ones((), device="cuda") if own else None
-        with optimizers.lent((optimizer,), scale, found_inf, on_host=True):
+        with lending.lent((optimizer,), scale, found_inf, on_host=True):
             assert (optimizer.grad_scale.device.type, optimizer.found_inf.device.type) == ("cpu", "cpu")
-        with optimizers.lent((optimizer,), scale, found_inf):
+        with lending.lent((optimizer,), scale, found_inf):
             assert (optimizer.grad_scale, optimizer.found_inf) == (scale, found_inf)
-        with optimizers.lent((optimizer,), None, found_inf, on_host=True):
+        with lending.lent((optimizer,), None, found_inf, on_host=True):
             assert optimizer.grad_scale is None
 
 

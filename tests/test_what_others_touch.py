@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import scaler_triton
-from scaler_triton import GradScaler, optimizers
+from scaler_triton import GradScaler, lending
 
 BOTH = [torch.amp.GradScaler, GradScaler]
 
@@ -82,14 +82,14 @@ def test_torchs_own_optimizers_are_lent_the_scale_itself() -> None:
     """A copy would be a launch more in every step."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
     scale, found_inf = torch.ones(()), torch.zeros(())
-    with optimizers.lent((optimizer,), scale, found_inf):
+    with lending.lent((optimizer,), scale, found_inf):
         assert optimizer.grad_scale is scale
         assert optimizer.found_inf is found_inf
     optimizer.register_step_pre_hook(averaging)
-    with optimizers.lent((optimizer,), scale, found_inf):
+    with lending.lent((optimizer,), scale, found_inf):
         assert optimizer.grad_scale is not scale
         assert optimizer.found_inf is not found_inf
-    with optimizers.lent((optimizer,), None, found_inf):
+    with lending.lent((optimizer,), None, found_inf):
         assert optimizer.grad_scale is None
 
 

@@ -172,7 +172,7 @@ MUTANTS = [
         RANKS,
     ),
     Mutant(_S + "collectives.py", "for group in self.groups:", "for group in self.groups[:1]:", MESHES),
-    Mutant(_S + "optimizers.py", "product.cpu(), found_inf.cpu()", "product.cpu(), found_inf", CONTRACT),
+    Mutant(_S + "lending.py", "product.cpu(), found_inf.cpu()", "product.cpu(), found_inf", CONTRACT),
     Mutant(_S + "collectives.py", "if len(members) > 1 else None", "", GROUPS),
     Mutant(_S + "collectives.py", "len(meshes) == 1 and meshes[0].ndim == 1", "meshes[0].ndim == 1", MESHES),
     Mutant(_S + "collectives.py", "        if missing:", "        if False:", GROUPS),
@@ -180,7 +180,7 @@ MUTANTS = [
     Mutant(_S + "collectives.py", "if set().union(*ranks) <= set(_mesh_ranks(root))", "", MESHES),
     Mutant(_S + "agreeing.py", "theirs.ranks != mine.ranks", "False", MESHES),
     Mutant(_S + "clipping/disabled.py", "together = (sharded or", "together = (False or", CLIPPED),
-    Mutant(_S + "optimizers.py", "elif not _only_reads(optimizers[-1]):", "elif False:", TOUCHED),
+    Mutant(_S + "lending.py", "elif not _only_reads(optimizers[-1]):", "elif False:", TOUCHED),
     Mutant(_S + "states.py", "elif (before := owner()) is None:", "elif (before := owner()) is not inner:", TOUCHED),
     Mutant(_S + "unscaling.py", "self._may_look_again(optimizer, state)", "False", TOUCHED),
     Mutant(_S + "unscaling.py", 'or "verdict" not in state or', "or", TOUCHED),
@@ -216,8 +216,8 @@ MUTANTS = [
     Mutant(
         _S + "dispatch.py", "os.register_at_fork(after_in_child=_renew_lock)", "pass", "tests/faults/test_processes.py"
     ),
-    Mutant(_S + "optimizers.py", "optimizers[-1].grad_scale = own", "pass", FAILURE),
-    Mutant(_S + "optimizers.py", "factors[0] * factors[1]", "factors[0]", CONTRACT),
+    Mutant(_S + "lending.py", "optimizers[-1].grad_scale = own", "pass", FAILURE),
+    Mutant(_S + "lending.py", "factors[0] * factors[1]", "factors[0]", CONTRACT),
     # kernels
     Mutant("kernels/common.py", "acc += x * 0.0", "acc += x * inv * 0.0", KERNELS),
     Mutant("kernels/common.py", "if has_edges:\n            bad +=", "if False:\n            bad +=", KERNELS),
