@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import callers, collectives
+from scaler_triton.agreement import Agreement, inferred_agreement, sharded_agreement
 from scaler_triton.patching import stand_in
+from scaler_triton.placement import has_fsdp1
 from scaler_triton.states import StatesMixin
 from scaler_triton.step_state import StepState
 from scaler_triton.verdict import tell_failure
 
 if TYPE_CHECKING:
-    from scaler_triton.collectives import Agreement
     from scaler_triton.plan import GradPlan
 
 _ON_FSDP1 = (
@@ -58,12 +59,12 @@ class AgreeingMixin(StatesMixin):
 
     def _new_agreement(self, parameters: Sequence[Tensor]) -> Agreement | None:
         if self._is_sharded or self.process_group is not None:
-            return collectives.sharded_agreement(parameters, self.process_group)
+            return sharded_agreement(parameters, self.process_group)
         self._warn_of_fsdp1(parameters)
-        return collectives.inferred_agreement(parameters)
+        return inferred_agreement(parameters)
 
     def _warn_of_fsdp1(self, parameters: Sequence[Tensor]) -> None:
-        if not collectives.several_ranks() or not collectives.has_fsdp1(parameters):
+        if not collectives.several_ranks() or not has_fsdp1(parameters):
             return
         if stand_in.strict:
             raise RuntimeError(_ON_FSDP1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ def is_dtensor(tensor: object) -> bool:
 def is_fsdp1(parameter: Any) -> bool:
     """Tell whether a parameter is a shard of `FullyShardedDataParallel`, which looks like a plain tensor."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def has_fsdp1(parameters: Iterable[Tensor]) -> bool:
+    """Tell whether parameters are shards of `FullyShardedDataParallel`, which look like plain tensors."""
+    return any(map(is_fsdp1, parameters))
 
 
 def placing(tensor: Any) -> Any:

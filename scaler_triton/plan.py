@@ -16,7 +16,7 @@ from scaler_triton.known_forms import KnownForms
 from scaler_triton.overflow_marks import OverflowMarks
 
 if TYPE_CHECKING:
-    from scaler_triton.collectives import Agreement
+    from scaler_triton.agreement import Agreement
     from scaler_triton.verdict import Verdict
 
 _spec_of, _shard_of = attrgetter(placement.SPEC), attrgetter(placement.SHARD)

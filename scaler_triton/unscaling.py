@@ -22,8 +22,8 @@ from scaler_triton.step_state import StepState
 from scaler_triton.verdict import Verdict
 
 if TYPE_CHECKING:
+    from scaler_triton.agreement import Agreement
     from scaler_triton.batch import Batch
-    from scaler_triton.collectives import Agreement
 
 Op = Callable[["Batch", Tensor, dispatch.Backend], None]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scaler_triton.collectives import Agreement
+from scaler_triton.agreement import Agreement
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.flags import Flags, ServedFlags, as_flag
 from scaler_triton.mirror import HostMirror, version

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaler_triton import collectives
+from scaler_triton import agreement, collectives
 from scaler_triton.demo import rank_process
 
 CPU = torch.device("cpu")
@@ -23,13 +23,13 @@ def test_ranks_start_on_a_torch_that_cannot_lower_their_limit(monkeypatch: Any) 
 
 
 def test_without_a_root_mesh_the_whole_world_agrees(monkeypatch: Any) -> None:
-    assert collectives._root_of(object()) is None  # type: ignore[arg-type]
+    assert agreement._root_of(object()) is None  # type: ignore[arg-type]
     mesh = SimpleNamespace(ndim=2, mesh=torch.tensor([[0, 1]]))
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(collectives, "_meshes", lambda parameters: [mesh])
-    agreement = collectives.inferred_agreement([])
-    assert agreement is not None
-    assert (agreement.groups, agreement.size) == ((dist.group.WORLD,), 4)
+    monkeypatch.setattr(agreement, "_meshes", lambda parameters: [mesh])
+    everybody = agreement.inferred_agreement([])
+    assert everybody is not None
+    assert (everybody.groups, everybody.size) == ((dist.group.WORLD,), 4)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,6 @@ def test_what_was_reduced_elsewhere_comes_back(monkeypatch: Any) -> None:
     # "cpu:0" is not "cpu": as another device, as far as this code can tell.
     monkeypatch.setattr(collectives, "_serving_device", lambda group, device: torch.device("cpu", 0))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    collectives.Agreement(("the group",), (0, 1)).maximum_(signals)  # type: ignore[arg-type]
+    agreement.Agreement(("the group",), (0, 1)).maximum_(signals)  # type: ignore[arg-type]
     assert sent == [([0.0, 1.0], False, dist.ReduceOp.MAX, "the group")]
     assert signals.tolist() == [1.0, 1.0]

@@ -17,7 +17,7 @@ from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of
 from scaler_triton.left_unscaled import has_first
 
 if TYPE_CHECKING:
-    from scaler_triton.collectives import Agreement
+    from scaler_triton.agreement import Agreement
 
 
 class AfterUnscalingMixin(PartsMixin):

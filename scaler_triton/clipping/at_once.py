@@ -19,8 +19,8 @@ from scaler_triton.scale_comparison import write_scales
 from scaler_triton.verdict import Verdict
 
 if TYPE_CHECKING:
+    from scaler_triton.agreement import Agreement
     from scaler_triton.batch import Batch
-    from scaler_triton.collectives import Agreement
 
 
 class _Measured(NamedTuple):

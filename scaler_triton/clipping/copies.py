@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaler_triton.collectives import has_fsdp1, several_ranks
-from scaler_triton.placement import cut_into, is_fsdp1, placing
+from scaler_triton.collectives import several_ranks
+from scaler_triton.placement import cut_into, has_fsdp1, is_fsdp1, placing
 
 if TYPE_CHECKING:
-    from scaler_triton.collectives import Agreement
+    from scaler_triton.agreement import Agreement
     from scaler_triton.plan import GradPlan
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from scaler_triton import collectives
+from scaler_triton.agreement import Agreement, inferred_agreement, sharded_agreement
 from scaler_triton.batch import home_of
 from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import copies_of
 from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm
-from scaler_triton.placement import placing
-
-if TYPE_CHECKING:
-    from scaler_triton.collectives import Agreement
+from scaler_triton.collectives import several_ranks
+from scaler_triton.placement import has_fsdp1, placing
 
 
 def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, *, sharded: bool) -> Tensor:
@@ -34,7 +32,7 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, *,
     Raises: ValueError naming `model` as `copies_of`; torch's RuntimeError for a norm that is not finite.
     """
     max_norm, norm_type, error_if_nonfinite, model, chosen = request
-    together = (sharded or group is not None) and collectives.several_ranks()
+    together = (sharded or group is not None) and several_ranks()
     if not together and _torch_can_clip(parameters):
         clipped = [p for p in parameters if chosen is None or id(p) in chosen]
         return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
@@ -52,12 +50,12 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, *,
 
 def _torch_can_clip(parameters: Sequence[Tensor]) -> bool:
     """Tell whether torch's clipping finds the norm of all, on every rank: only where each holds whole gradients."""
-    if collectives.has_fsdp1(parameters):
-        return not collectives.several_ranks()
+    if has_fsdp1(parameters):
+        return not several_ranks()
     return all(placing(parameter) is None for parameter in parameters)
 
 
 def _agreement(parameters: Sequence[Tensor], group: Any, together: bool) -> Agreement | None:
-    if together or group is not None or collectives.has_fsdp1(parameters):
-        return collectives.sharded_agreement(parameters, group)
-    return collectives.inferred_agreement(parameters)
+    if together or group is not None or has_fsdp1(parameters):
+        return sharded_agreement(parameters, group)
+    return inferred_agreement(parameters)

@@ -15,7 +15,7 @@ from scaler_triton.gradients import is_yet_a_sum, sparse_values, sum_of
 from scaler_triton.placement import cut_into, is_dtensor, local_tensor
 
 if TYPE_CHECKING:
-    from scaler_triton.collectives import Agreement
+    from scaler_triton.agreement import Agreement
 
 
 def held_gradients(

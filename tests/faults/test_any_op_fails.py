@@ -13,9 +13,9 @@ from helpers import sgd, started
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import ShardedGradScaler, collectives
+from scaler_triton import ShardedGradScaler, agreeing
+from scaler_triton.agreement import Agreement
 from scaler_triton.clipping.at_once import AtOnceMixin
-from scaler_triton.collectives import Agreement
 
 MOST = 300  # ops of a step: that many are not made
 
@@ -44,7 +44,7 @@ class OutOfMemoryAt(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def two_pretended_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "sharded_agreement", lambda parameters, group: Agreement((None,), (0, 1)))
+    monkeypatch.setattr(agreeing, "sharded_agreement", lambda parameters, group: Agreement((None,), (0, 1)))
 
 
 def each(method: str) -> Callable[[Any, list[Any]], None]:
