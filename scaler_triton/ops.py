@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from scaler_triton import batch_ops, placement, policy, reference
+from scaler_triton import batch_ops, placement, policy, reference_update
 from scaler_triton.batch import Batch, group, home_of
 from scaler_triton.clipping import norms, reference_norm
 from scaler_triton.dispatch import Backend, check_backend, choose
@@ -164,7 +164,7 @@ def update_scale_(
     backoff_factor = policy.check_backoff_factor(backoff_factor)
     growth_interval = policy.check_growth_interval(growth_interval)
     on_torch = choose(scale.device, scale.dtype, check_backend(backend)) == "torch"
-    update = reference.update_scale_ if on_torch else batch_ops.kernels().update_scale.launch_update_scale
+    update = reference_update.update_scale_ if on_torch else batch_ops.kernels().update_scale.launch_update_scale
     update(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
 
 

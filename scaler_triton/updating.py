@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import batch_ops, dispatch, limits, reference
+from scaler_triton import batch_ops, dispatch, limits, reference_update
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.left_unscaled import has_first
 from scaler_triton.overflow import OverflowMixin
@@ -143,7 +143,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _count(self, scale: Tensor, checked: Sequence[StepState]) -> None:
         """Count an update that sets the scale, whatever the flags are; there may be none."""
         if checked:
-            reference.count_(scale, self._any_flag(checked), self._limits, self._counters)
+            reference_update.count_(scale, self._any_flag(checked), self._limits, self._counters)
 
     def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, checked: Sequence[StepState]) -> None:
         if not checked:
@@ -155,7 +155,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             self._update_by_kernel(scale, growth_tracker, checked)
             return
         found_inf, numbers = self._any_flag(checked), self._numbers()
-        reference.update_scale_(scale, growth_tracker, found_inf, *numbers, self._limits, self._counters)
+        reference_update.update_scale_(scale, growth_tracker, found_inf, *numbers, self._limits, self._counters)
 
     def _update_by_kernel(self, scale: Tensor, growth_tracker: Tensor, states: Sequence[StepState]) -> None:
         """Update by one launch, which clears the flags for the next step if they are all in one buffer."""

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scaler_triton import batch, neighbours, reference
+from scaler_triton import batch, neighbours, reference, reference_update
 from scaler_triton.inverse import inverse
 from scaler_triton.neighbours import Neighbours
 
@@ -242,7 +242,7 @@ def test_update_is_torchs_where_torch_is_right(
     if tracker >= interval:
         tracker = interval - 1
     results = []
-    for update in (reference.update_scale_, torch._amp_update_scale_):
+    for update in (reference_update.update_scale_, torch._amp_update_scale_):
         state = (torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32))
         update(*state, flag(found), growth, backoff, interval)
         results.append(state)
@@ -252,7 +252,7 @@ def test_update_is_torchs_where_torch_is_right(
 
 def test_the_tracker_saturates() -> None:
     tracker = torch.tensor(2**31 - 1, dtype=torch.int32)
-    reference.update_scale_(torch.tensor(2.0), tracker, flag(), 2.0, 0.5, 2**62)
+    reference_update.update_scale_(torch.tensor(2.0), tracker, flag(), 2.0, 0.5, 2**62)
     assert tracker.item() == 2**31 - 1
 
 

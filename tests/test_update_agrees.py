@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scaler_triton import ops, policy, reference
+from scaler_triton import ops, policy, reference_update
 from scaler_triton.limits import Limits
 from scaler_triton.stats import NAMES, Counters
 
@@ -54,12 +54,12 @@ def with_triton(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, 
 
 
 def on_host(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
-    reference.update_scale_(scale, tracker, flag, *numbers, limits, held)
+    reference_update.update_scale_(scale, tracker, flag, *numbers, limits, held)
 
 
 def on_device(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
     """What devices without kernels of ours run; here on the CPU."""
-    reference.update_on_device_(scale, tracker, flag, numbers, limits, held.on(scale.device))
+    reference_update.update_on_device_(scale, tracker, flag, numbers, limits, held.on(scale.device))
 
 
 @st.composite

@@ -16,7 +16,7 @@ from helpers import Place, assert_same, grads, places, started, values
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import GradScaler, plan, reference
+from scaler_triton import GradScaler, plan, reference_update
 from scaler_triton.kernels import launcher
 from scaler_triton.limits import Limits
 from scaler_triton.verdict import Verdict
@@ -176,7 +176,7 @@ def test_every_allocation_of_an_update_by_torchs_ops_on_a_device(flag: float, li
         found_inf = torch.tensor(flag)
         try:
             with Allocations(failing):
-                reference.update_on_device_(scale, tracker, found_inf, (2.0, 0.5, 2), limits, counters)
+                reference_update.update_on_device_(scale, tracker, found_inf, (2.0, 0.5, 2), limits, counters)
         except torch.OutOfMemoryError:
             assert all(map(torch.equal, held, before))
             continue

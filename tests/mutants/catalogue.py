@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant(_S + "gradients.py", "gradient.float().coalesce().half()", "gradient", GRADIENTS),
     # the torch path, policy, dispatch, optimizers
     Mutant(_S + "reference.py", "if math.isfinite(tensor.sum().item()):", "if True:", REFERENCE),
-    Mutant(_S + "reference.py", "< _ROUNDS_TO_INF", "< math.inf", "tests/test_update_agrees.py"),
+    Mutant(_S + "reference_update.py", "< _ROUNDS_TO_INF", "< math.inf", "tests/test_update_agrees.py"),
     Mutant(_S + "neighbours.py", "not np.array_equal(offsets, self._offsets)", "False", REFERENCE),
     Mutant(_S + "neighbours.py", "except RuntimeError:", "except KeyError:", REFERENCE),
     Mutant(_S + "policy.py", "if not 1.0 <= number < math.inf:", "if not 1.0 < number < math.inf:", DIFFERENCES),
@@ -347,7 +347,7 @@ MUTANTS = [
     ),
     Mutant(_S + "left_unscaled.py", "self.owner() is optimizer and ", "", UNSTEPPED),
     Mutant(_S + "mirror.py", "except RuntimeError:", "except KeyError:", UNSTEPPED),
-    Mutant(_S + "reference.py", "elif after < before:", "elif after <= before:", "tests/test_stats.py"),
+    Mutant(_S + "reference_update.py", "elif after < before:", "elif after <= before:", "tests/test_stats.py"),
     Mutant(_S + "auditing/command.py", "if missing else []", "if True else []", AUDIT),
     Mutant("kernels/probe.py", '_expect(f"bits of', 'print(f"bits of', "tests/kernels/test_probe.py"),
     # what is counted, bounded and kept; and modules whose tests no mutant above tries
