@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from scaler_triton.clipping.copies import plan_copies
 from scaler_triton.clipping.disabled import clip_unscaled
 from scaler_triton.clipping.parts import Part, all_parameters
 from scaler_triton.optimizers import takes_factor
+
+if TYPE_CHECKING:
+    from scaler_triton.agreement import Agreement
 
 
 class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
@@ -76,20 +79,26 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 self._check_order(self._state(each), again=request.chosen is not None)
             if defer:
                 self._check_deferrable(together, request)
-            try:
-                plans = [self._plans.get(each) for each in together]
-                agreement = self._joint_agreement(plans)
-                copies = [plan_copies(plan, agreement, request.model) for plan in plans]
-                parts = [*map(Part, together, map(self._state, together), plans, copies)]
-            except ValueError:  # of what was passed, or of the ranks: all of them meet it
-                raise
-            except Exception:
-                with suppress(Exception):  # the first one is the one to see
-                    self._tell_of_failure(together, request, at_once)
-                raise
+            parts, agreement = self._parts_of(together, request, at_once)
             if at_once:
                 return self._clip_at_once(parts, agreement, request, defer)
             return self._clip_after_unscaling(parts, agreement, request)
+
+    def _parts_of(
+        self, optimizers: Sequence[Any], request: Request, at_once: bool
+    ) -> tuple[list[Part], Agreement | None]:
+        """Return what clipping takes; if it cannot be had, the ranks that wait for this one are told."""
+        try:
+            plans = [self._plans.get(each) for each in optimizers]
+            agreement = self._joint_agreement(plans)
+            copies = [plan_copies(plan, agreement, request.model) for plan in plans]
+            return [*map(Part, optimizers, map(self._state, optimizers), plans, copies)], agreement
+        except ValueError:  # of what was passed, or of the ranks: all of them meet it
+            raise
+        except Exception:
+            with suppress(Exception):  # the first one is the one to see
+                self._tell_of_failure(optimizers, request, at_once)
+            raise
 
     def _tell_of_no_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
         """Tell the ranks that wait for this one, unless the call is wrong: that all ranks meet by themselves."""
