@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scaler_triton import batch_ops, placement, policy, reference_update
 from scaler_triton.batch import Batch, group, home_of
-from scaler_triton.clipping import norms, reference_norm
+from scaler_triton.clipping import clip_ops, reference_norm
 from scaler_triton.dispatch import Backend, check_backend, choose
 from scaler_triton.gradients import check_gradient, check_overlap, sparse_values
 
@@ -105,7 +105,7 @@ def grad_norm(
         local = factor.to(bad.device)
         if order == 2:
             ((_, name),) = batch_ops.choose_backends([batch], requested, clips=True)
-            totals = norms.sum_of_squares_batch(batch, local, bad, None, name, inverse=True)
+            totals = clip_ops.sum_of_squares_batch(batch, local, bad, None, name, inverse=True)
             parts.append(totals[reference_norm.SQUARES].to(home))
             return
         if found_inf is not None:

@@ -73,7 +73,7 @@ ALLOWED = {
     "ops": {
         "batch",
         "batch_ops",
-        "clipping/norms",
+        "clipping/clip_ops",
         "clipping/reference_norm",
         "dispatch",
         "gradients",
@@ -129,7 +129,7 @@ ALLOWED = {
     "sharded": {"grad_scaler"},
     "clipping/reference_norm": {"reference"},
     "clipping/reference_clip": {"clipping/reference_norm", "neighbours", "reference"},
-    "clipping/norms": {"batch", "batch_ops", "clipping/reference_clip", "clipping/reference_norm", "dispatch"},
+    "clipping/clip_ops": {"batch", "batch_ops", "clipping/reference_clip", "clipping/reference_norm", "dispatch"},
     "clipping/rank_norms": {"clipping/copies", "gradients", "placement"},
     "clipping/disabled": {
         "agreement",
@@ -150,7 +150,7 @@ ALLOWED = {
         "batch_ops",
         "clipping/arguments",
         "clipping/copies",
-        "clipping/norms",
+        "clipping/clip_ops",
         "clipping/parts",
         "clipping/reference_norm",
         "dispatch",

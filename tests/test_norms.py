@@ -15,7 +15,7 @@ from torch import Tensor
 from scaler_triton import batch as batching
 from scaler_triton import batch_ops, dispatch, ops
 from scaler_triton.batch import Batch
-from scaler_triton.clipping import norms, reference_clip, reference_norm
+from scaler_triton.clipping import clip_ops, reference_clip, reference_norm
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -54,7 +54,7 @@ def squares(
     found_inf = flag(place.device)
     factor = torch.tensor(scale, device=place.device)
     backend: Any = place.backend
-    totals = norms.sum_of_squares_batch(batch, factor, found_inf, weights, backend, inverse=False)
+    totals = clip_ops.sum_of_squares_batch(batch, factor, found_inf, weights, backend, inverse=False)
     assert totals.dtype is torch.float64
     assert totals.shape == (5,)
     assert totals.device == batch.layout.key.device
@@ -246,7 +246,7 @@ def clip(batch: Batch, place: Place, scale: float, max_norm: float, norm: float 
     divisor = torch.tensor(scale, device=place.device)
     totals = torch.tensor([norm**2, 0.0, 0.0, math.nan, math.nan], dtype=torch.float64, device=place.device)
     backend: Any = place.backend
-    told = norms.clip_batch_(batch, divisor, totals, max_norm, backend)
+    told = clip_ops.clip_batch_(batch, divisor, totals, max_norm, backend)
     assert (told.dtype, told.shape, told.device) == (torch.float32, (), batch.layout.key.device)
     assert_same(told.cpu(), torch.tensor(norm))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import batch_ops, dispatch
-from scaler_triton.clipping import norms, reference_norm
+from scaler_triton.clipping import clip_ops, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import gradient_copies
 from scaler_triton.clipping.parts import Part, PartsMixin
@@ -80,7 +80,7 @@ class AtOnceMixin(PartsMixin):
 
         def add(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
             scale, weights = self._scale_on(flag.device), _weights(batch, copies)
-            total = norms.sum_of_squares_batch(batch, scale, flag, weights, backend, inverse=False)
+            total = clip_ops.sum_of_squares_batch(batch, scale, flag, weights, backend, inverse=False)
             totals.append(total.to(verdict.device))
 
         gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
@@ -119,7 +119,7 @@ class AtOnceMixin(PartsMixin):
     ) -> Tensor:
         """Have the optimizers unscale and clip; return the norm."""
         assert self._scale is not None
-        norm, factor = norms.deferred(totals, self._scale, max_norm, backend, measured[0].verdict)
+        norm, factor = clip_ops.deferred(totals, self._scale, max_norm, backend, measured[0].verdict)
         for each in measured:
             each.part.state["deferred"] = factor
         return norm
@@ -137,7 +137,7 @@ class AtOnceMixin(PartsMixin):
             at_home = device == totals.device
             local = totals if at_home else totals.to(device, non_blocking=device.type != "cpu")
             scale, verdict = self._scale_on(device), each.verdict if at_home else None
-            found.append(norms.clip_batch_(batch, scale, local, max_norm, backend, measured=True, verdict=verdict))
+            found.append(clip_ops.clip_batch_(batch, scale, local, max_norm, backend, measured=True, verdict=verdict))
         return [norm for norm in found if norm.device == totals.device]
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:

@@ -1,4 +1,4 @@
-"""The norm of gradients, and clipping by it: the second half of the ops on batches."""
+"""The ops on batches that clipping takes: what the norm is made of, and clipping by it."""
 
 from __future__ import annotations
 
