@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from scaler_triton.mirror import version
+from scaler_triton.mirror import version_counter
 from scaler_triton.optimizers import parameters_of, unwrap
 from scaler_triton.placement import local_tensor
 
@@ -117,4 +117,4 @@ def _snapshot(gradient: Tensor | None) -> Snapshot | None:
 
 def _versions(gradient: Tensor) -> tuple[int | None, int | None]:
     """Return the write counters of a gradient and, for a DTensor, of its shard, which is written behind its back."""
-    return version(gradient), version(local_tensor(gradient))
+    return version_counter(gradient), version_counter(local_tensor(gradient))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def version(tensor: Tensor) -> int | None:
+def version_counter(tensor: Tensor) -> int | None:
     """Return the counter that every write to `tensor` moves on; None for an inference tensor, which has none."""
     try:
         return tensor._version

@@ -14,7 +14,7 @@ from torch import Tensor
 from scaler_triton.agreement import Agreement
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.flags import Flags, ServedFlags, as_flag
-from scaler_triton.mirror import HostMirror, version
+from scaler_triton.mirror import HostMirror, version_counter
 from scaler_triton.scale_comparison import MAX, Comparison, compare_maxima, compare_sums, constants
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _identities(flags: Collection[Tensor]) -> list[int | None]:
     try:
         return [*map(id, flags), *map(_version_of, flags)]
     except RuntimeError:  # an inference tensor among them
-        return [*map(id, flags), *map(version, flags)]
+        return [*map(id, flags), *map(version_counter, flags)]
 
 
 def tell_failure(agreement: Agreement, device: torch.device) -> None:

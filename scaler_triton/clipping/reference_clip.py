@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import reference
-from scaler_triton.clipping.reference_norm import FLAG, norm_of, parts
+from scaler_triton.clipping.reference_norm import FLAG, flat_pieces, norm_of
 from scaler_triton.neighbours import Neighbours
 
 # So many bytes are unscaled and then clipped while they are in the cache.
@@ -91,6 +91,6 @@ def _split(tensor: Tensor) -> Iterator[list[Tensor]]:
     """Yield a large tensor, in parts if that pays: with several threads it does not, nor with 16 bits."""
     pays = tensor.nbytes >= _SPLIT_BYTES and tensor.element_size() >= 4 and torch.get_num_threads() == 1
     if pays and tensor.is_contiguous():
-        yield from ([part] for part in parts(tensor, _BLOCK_BYTES // tensor.element_size()))
+        yield from ([part] for part in flat_pieces(tensor, _BLOCK_BYTES // tensor.element_size()))
     else:
         yield [tensor]

@@ -153,7 +153,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
                 yield _copied_together(small)
                 small, size = [], 0
         elif converted:
-            yield from parts(tensor, _CONVERTED)
+            yield from flat_pieces(tensor, _CONVERTED)
         else:
             yield tensor
     if small:
@@ -167,6 +167,6 @@ def _copied_together(tensors: list[Tensor]) -> Tensor:
     return flat
 
 
-def parts(tensor: Tensor, numel: int) -> tuple[Tensor, ...]:
+def flat_pieces(tensor: Tensor, numel: int) -> tuple[Tensor, ...]:
     """Return views of a contiguous tensor, of `numel` elements each but for the last."""
     return torch.split(tensor.detach().reshape(-1), numel)
