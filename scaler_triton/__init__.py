@@ -7,7 +7,7 @@ from scaler_triton._version import __version__
 
 if TYPE_CHECKING:
     from scaler_triton import ops
-    from scaler_triton.auditing.ranks import audit
+    from scaler_triton.auditing.audit import audit
     from scaler_triton.grad_scaler import GradScaler
     from scaler_triton.patching.patch import patch_torch, unpatch_torch
     from scaler_triton.sharded import ShardedGradScaler
@@ -30,7 +30,7 @@ _HOMES = {
     "ScalerStats": "stats",
     "ShardedGradScaler": "sharded",
     "SkipStreakError": "stats",
-    "audit": "auditing.ranks",
+    "audit": "auditing.audit",
     "patch_torch": "patching.patch",
     "unpatch_torch": "patching.patch",
 }

@@ -180,7 +180,7 @@ ALLOWED = {
     "auditing/report": {"auditing/comparison", "auditing/state", "words"},
     "auditing/fingerprint": set(),
     "auditing/replicas": {"auditing/fingerprint", "auditing/state", "naming", "optimizers", "placement", "words"},
-    "auditing/ranks": {
+    "auditing/audit": {
         "auditing/replicas",
         "auditing/report",
         "auditing/state",

@@ -300,7 +300,7 @@ MUTANTS = [
     # the audit
     Mutant(_S + "auditing/replicas.py", "slice(None) if p.is_replicate() else at", "slice(None)", AUDITED),
     Mutant(_S + "auditing/replicas.py", '!= "NO_SHARD"', '== "NO_SHARD"', AUDITED),
-    Mutant(_S + "auditing/ranks.py", "except Exception as error:", "except KeyError as error:", AUDITED),
+    Mutant(_S + "auditing/audit.py", "except Exception as error:", "except KeyError as error:", AUDITED),
     Mutant(_S + "auditing/state.py", "float(scale).hex()", 'f"{scale:g}"', AUDIT),
     Mutant(_S + "auditing/fingerprint.py", "words + positions * STEP", "words", AUDIT),
     Mutant(_S + "auditing/saved_states.py", "weights_only=True", "weights_only=False", AUDIT),
