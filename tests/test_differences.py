@@ -39,11 +39,11 @@ ELSEWHERE = {
     10: "distributed/test_models.py::test_grad_scaler_on_fsdp1_warns_once_naming_the_fix",
     11: "test_contract.py::test_a_new_optimizer_at_an_old_id_starts_ready_and_the_old_flag_counts",
     14: "test_steps.py::test_first_step_skipped_leaves_no_garbage_in_fused_momentum",
-    15: "test_contract.py::test_a_wrapper_and_the_optimizer_inside_share_one_state",
+    15: "test_wrappers.py::test_a_wrapper_and_the_optimizer_inside_share_one_state",
     16: "test_gradients.py::test_sparse_fp16_duplicates_are_summed_in_fp32",
     17: "distributed/test_dtensor.py::test_partial_gradients_whose_sum_overflows_spare_the_weights",
     18: "test_unstepped.py::test_18_a_postponed_step_divides_once",
-    21: "test_contract.py::test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_waited_for",
+    21: "test_lending.py::test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_waited_for",
 }
 
 

@@ -18,6 +18,7 @@ class Mutant(NamedTuple):
 
 
 CONTRACT = "tests/test_contract.py tests/test_agreed_flag.py"
+WRAPPERS, LENDING = "tests/test_wrappers.py", "tests/test_lending.py"
 UNPLANNED = "tests/distributed/test_unplanned.py"
 FAILURE = "tests/test_after_failure.py"
 DIFFERENCES = "tests/test_differences.py"
@@ -172,7 +173,7 @@ MUTANTS = [
         RANKS,
     ),
     Mutant(_S + "agreement.py", "for group in self.groups:", "for group in self.groups[:1]:", MESHES),
-    Mutant(_S + "lending.py", "product.cpu(), found_inf.cpu()", "product.cpu(), found_inf", CONTRACT),
+    Mutant(_S + "lending.py", "product.cpu(), found_inf.cpu()", "product.cpu(), found_inf", LENDING),
     Mutant(_S + "agreement.py", "if len(members) > 1 else None", "", GROUPS),
     Mutant(_S + "agreement.py", "len(meshes) == 1 and meshes[0].ndim == 1", "meshes[0].ndim == 1", MESHES),
     Mutant(_S + "agreement.py", "        if missing:", "        if False:", GROUPS),
@@ -189,7 +190,7 @@ MUTANTS = [
     Mutant(_S + "plan.py", "or gradient.stride() != form.stride", "", PLAN),
     Mutant(_S + "plan.py", "            self._place(forms)\n", "", PLAN),
     Mutant(_S + "plan.py", "and all(map(is_, self.parameters, parameters))", "", PLAN),
-    Mutant(_S + "plan_cache.py", "if isinstance(reference, weakref.ref):", "if True:", CONTRACT),
+    Mutant(_S + "plan_cache.py", "if isinstance(reference, weakref.ref):", "if True:", WRAPPERS),
     Mutant(_S + "plan.py", "_unrecorded(gradient) for", "gradient for", GRADIENTS),
     Mutant(_S + "updating.py", "if not left and not self._left_unscaled:", "if not left:", UNSTEPPED),
     Mutant(_S + "plan.py", "(terms := placement.partial_terms(gradient)) > 1:", "(terms := 0):", MESHES),
@@ -217,7 +218,7 @@ MUTANTS = [
         _S + "dispatch.py", "os.register_at_fork(after_in_child=_renew_lock)", "pass", "tests/faults/test_processes.py"
     ),
     Mutant(_S + "lending.py", "optimizers[-1].grad_scale = own", "pass", FAILURE),
-    Mutant(_S + "lending.py", "factors[0] * factors[1]", "factors[0]", CONTRACT),
+    Mutant(_S + "lending.py", "factors[0] * factors[1]", "factors[0]", LENDING),
     # kernels
     Mutant("kernels/common.py", "acc += x * 0.0", "acc += x * inv * 0.0", KERNELS),
     Mutant("kernels/common.py", "if has_edges:\n            bad +=", "if False:\n            bad +=", KERNELS),
