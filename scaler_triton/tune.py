@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from scaler_triton._version import __version__
 from scaler_triton.console import complain, driver_version, missing_packages, new_bar
-from scaler_triton.words import one_line
+from scaler_triton.words import one_line, table
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HELP = "find the fastest launch configuration for the current GPU, on scratch, and keep it for later runs"
 HEAD = ["pass", "bytes", "warps x vectors x unroll", "span GB/s", "of copy", "mixed GB/s", "of copy", ""]
-ALIGNMENT = ["left", "right", "right", "right", "right", "right", "right", "left"]
+SIDES = "<>>>>>><"
 NOTE_WIDTH = 60  # characters; the file keeps all of it
 
 
@@ -66,8 +66,6 @@ def why_not() -> str:
         return "tune does nothing under TRITON_INTERPRET=1: an interpreter's time is not a GPU's"
     if not torch.cuda.is_available():
         return "tune needs a GPU, and there is none here"
-    if missing := missing_packages(["tabulate"]):
-        return f"tune needs {', '.join(missing)}: pip install {' '.join(missing)}"
     return ""
 
 
@@ -115,13 +113,11 @@ def tune(device: torch.device, origin: Origin, path: Path, workloads: Workloads,
 
 def figures_table(figures: Sequence[Figures], chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:
     """Return every candidate with its bandwidth, beside what torch's copy reached."""
-    from tabulate import SEPARATING_LINE, tabulate
-
-    rows: list[Any] = []
+    rows = [HEAD]
     for key, config in chosen.items():
-        rows += [SEPARATING_LINE] if rows else []
+        rows += [[""] * len(HEAD)] if len(rows) > 1 else []  # between two passes
         rows += [_row(each, config) for each in figures if (each.mode, each.itemsize) == key]
-    return str(tabulate(rows, HEAD, disable_numparse=True, colalign=ALIGNMENT))
+    return "\n".join(table(rows, SIDES))
 
 
 def summary(chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 
 from matplotlib.image import imread
