@@ -112,7 +112,6 @@ class AgreeingMixin(StatesMixin):
                 self._skip(state)
         finally:  # whatever cannot be made here: they wait
             if agreement is not None:
-                assert self._scale is not None
                 tell_failure(agreement, self._scale.device)
 
     def _make_scale(self, devices: Iterable[torch.device]) -> None:

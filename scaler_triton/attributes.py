@@ -38,7 +38,8 @@ class ScalerAttributes(_Base):
     _warned_fsdp1: bool
     _warned_apart: bool
 
-    _scale: Tensor | None  # fp32, one element; None until it is first used
+    # fp32, one element; None until first used: `_initialised_scale` or `_make_scale` comes before all who read it.
+    _scale: Tensor
     _growth_tracker: Tensor | None  # int32, one element
     _counters: Counters
     _lagging: Lagging

@@ -81,7 +81,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
-        self._scale = None
+        self._scale = None  # type: ignore[assignment]  # until it is first used
         self._growth_tracker = None
         self._warned_fsdp1 = self._warned_apart = False
 

@@ -75,7 +75,6 @@ class StatesMixin(ScalerAttributes):
 
     def _flag(self, state: StepState) -> Tensor:
         """Return this optimizer's flag, fp32 `()`, 0.0 or 1.0, on the scale's device."""
-        assert self._scale is not None
         verdict = self._verdict(state)
         if verdict is not None:
             return verdict.flag()
@@ -84,7 +83,6 @@ class StatesMixin(ScalerAttributes):
 
     def _any_flag(self, states: Iterable[StepState]) -> Tensor:
         """Return fp32 `()` on the scale's device: 1.0 if the flag of any of these optimizers is set."""
-        assert self._scale is not None
         return any_flag([self._flag(state) for state in states], self._scale.device)
 
     def _host_flag(self, state: StepState) -> bool:
@@ -107,7 +105,6 @@ class StatesMixin(ScalerAttributes):
         self._enter_unscaled(state)  # first: even without a flag it tells that gradients were written
         state["found_inf_per_device"] = {}
         state.pop("verdict", None)  # what was looked at before says nothing now
-        assert self._scale is not None
         owner = state["owner"]()
         held = () if owner is None else parameters_of(owner)
         devices = [each.device for each in held if isinstance(each, Tensor) and not each.is_meta]

@@ -98,7 +98,6 @@ class UnscalingMixin(AgreeingMixin):
         """As `_unscale_grads_`; without `inv_scale` 1 / scale is taken where the gradients are unscaled."""
         state["written"] = False
         factor = self._scale if inv_scale is None else inv_scale
-        assert factor is not None
 
         def unscale(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
             state["written"] = True
@@ -190,7 +189,6 @@ class UnscalingMixin(AgreeingMixin):
         unscaled = state.get("unscaled_flag")  # by a step before this one: its flag is all there is to say
         state.pop("written", None)
         state["plan"] = plan
-        assert self._scale is not None
         try:
             if unscaled is not None:
                 plan.marks.count_again(self._counters.skips(), unscaled)
@@ -230,14 +228,12 @@ class UnscalingMixin(AgreeingMixin):
         """Return where the flag is needed; nowhere if nobody checked anything, which step and update refuse then."""
         if not flags and agreement is None and not self._is_sharded:
             return ()  # else others follow this flag, even without gradients here
-        assert self._scale is not None
         return (*flags, *plan.devices, self._scale.device)
 
     def _new_verdict(self, state: StepState, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device."""
         if state["found_inf_per_device"]:
             plan.verdict = None  # what an earlier check found must outlive a failure of this one
-        assert self._scale is not None
         home, verdict = self._scale.device, plan.verdict
         if verdict is None or verdict.device != home:
             if home not in self._flag_buffers:

@@ -62,7 +62,6 @@ class AfterUnscalingMixin(PartsMixin):
 
     def _tell_of_no_norm(self, agreement: Agreement, request: Request) -> None:
         """Take part in the reduction that is still to come; the norm is NaN then on all ranks."""
-        assert self._scale is not None
         terms = unknown_terms(request.norm_type, self._scale.device)
         norm_of_terms(terms, request.norm_type, agreement)
 

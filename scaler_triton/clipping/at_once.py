@@ -39,7 +39,6 @@ class AtOnceMixin(PartsMixin):
     def _clip_at_once(
         self, parts: Sequence[Part], agreement: Agreement | None, request: Request, defer: bool
     ) -> Tensor:
-        assert self._scale is not None
         for part in parts:
             self._last_steps.forget(part.state)
         try:
@@ -93,14 +92,12 @@ class AtOnceMixin(PartsMixin):
         return _Measured(part, verdict, pairs, flags, _sum_of(totals, verdict.device))
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        assert self._scale is not None
         return fp32_on(device, self._scale)
 
     def _totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
         """Return the optimizers' totals, summed up over them, with the scale that the ranks compare."""
         totals = _sum_of([each.totals for each in measured], measured[0].verdict.device)
         if agreement is not None and sum(len(each.pairs) for each in measured) != 1:  # one batch's totals have it
-            assert self._scale is not None
             write_scales(totals[reference_norm.SCALES :], self._scale)
         return totals
 
@@ -118,7 +115,6 @@ class AtOnceMixin(PartsMixin):
         self, measured: Sequence[_Measured], totals: Tensor, max_norm: float, backend: dispatch.Backend
     ) -> Tensor:
         """Have the optimizers unscale and clip; return the norm."""
-        assert self._scale is not None
         norm, factor = clip_ops.deferred(totals, self._scale, max_norm, backend, measured[0].verdict)
         for each in measured:
             each.part.state["deferred"] = factor
@@ -150,7 +146,6 @@ class AtOnceMixin(PartsMixin):
         try:
             self._skip_together(optimizers, None)
         finally:  # whatever cannot be made here: they wait
-            assert self._scale is not None
             told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._scale.device)
             told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
             told[reference_norm.SCALES :] = 0.0  # none: an update clears the failure, and what is left is compared
