@@ -68,6 +68,17 @@ def new_accelerator(sharding: str = "ddp", **options: Any) -> Accelerator:
     return accelerator
 
 
+def linear(accelerator: Accelerator, name: str = "SGD", **options: Any) -> tuple[nn.Module, Any]:
+    """A prepared layer of two weights and its optimizer."""
+    layer = nn.Linear(2, 1, bias=False)
+    return accelerator.prepare(layer, getattr(torch.optim, name)(layer.parameters(), lr=0.5, **options))
+
+
+def backward(accelerator: Accelerator, *layers: nn.Module, value: float = 1.0) -> None:
+    """Leave a gradient of (3, 4) in every layer, scaled; of another size by `value`."""
+    accelerator.backward(sum((layer(torch.tensor([[3.0, 4.0]])) * value).float().sum() for layer in layers))
+
+
 def _shard(version: int, *, orig: bool) -> None:
     """Do what Accelerate does for an `fsdp_plugin=` on GPUs only: on a CPU it passes over it."""
     # Whole state dicts cannot be had from FSDP1 on a CPU: what it offloads is what it frees.

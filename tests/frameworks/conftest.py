@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,6 +45,16 @@ def two(pools: Callable[..., RankPool]) -> Callable[..., list[Any]]:
         return [result.value for result in results]
 
     return run
+
+
+@pytest.fixture
+def first_accelerator() -> Iterator[None]:
+    """Start a test without an Accelerator's state, and leave none."""
+    import accelerate_cases
+
+    accelerate_cases.forget()
+    yield
+    accelerate_cases.forget()
 
 
 @pytest.fixture(params=["lightning", "pytorch_lightning"])

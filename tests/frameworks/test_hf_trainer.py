@@ -22,17 +22,10 @@ ROOT = Path(__file__).parents[2]
 STEPS = 6
 
 pytestmark = [
+    pytest.mark.usefixtures("first_accelerator"),
     # transformers asks its own models by a name that it calls deprecated.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def first_accelerator() -> Any:
-    """Start every test without an Accelerator's state, and leave none."""
-    forget()
-    yield
-    forget()
 
 
 class Overflow(TrainerCallback):
