@@ -17,7 +17,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 import torch
-from helpers import STRICT
 from torch.distributed.checkpoint.stateful import Stateful
 from torch_scalers import (
     NAMES,
@@ -63,14 +62,6 @@ def patched(restored: None) -> Iterator[None]:
 
 def is_patched() -> bool:
     return torch.amp.GradScaler is GradScaler
-
-
-def isolated(code: str, *options: str) -> str:
-    """Run `code` in a process of its own, where every warning is an error; return what it printed."""
-    command = [sys.executable, *STRICT, *options, "-c", code]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 def test_every_name_of_torch_means_ours_until_it_is_unpatched() -> None:
@@ -286,6 +277,21 @@ def test_an_older_pickle_of_a_sharded_scaler_loads_as_ours() -> None:
     assert loaded.scale(torch.ones(())) == 8.0
 
 
+LOADS = """
+import pickle, sys
+print(*[type(scaler).__module__ for scaler in pickle.loads(bytes.fromhex(sys.stdin.read()))])
+"""
+
+
+def test_pickles_travel_to_processes_that_are_not_patched() -> None:
+    before = TorchPlain("cpu")
+    with patch_torch():
+        pickled = pickle.dumps([before, torch.amp.GradScaler("cpu"), quietly(torch.cpu.amp.GradScaler)])
+    command = [sys.executable, "-c", LOADS]
+    out = subprocess.check_output(command, cwd=ROOT, input=pickled.hex(), text=True, timeout=120)
+    assert out.split() == ["torch.amp.grad_scaler", "scaler_triton.grad_scaler", "scaler_triton.patching.cpu_amp"]
+
+
 # How long it lasts.
 
 
@@ -372,171 +378,6 @@ def test_threads_share_it() -> None:
         sys.setswitchinterval(switching)
     assert wrong == []
     assert not is_patched()
-
-
-# Who came too early.
-
-TAKEN = """
-import sys, types, warnings
-from importlib.util import LazyLoader, find_spec, module_from_spec
-import torch
-from torch.cpu.amp import GradScaler
-import scaler_triton.patching.patch  # FSDP is imported now: its import wakes lazy modules
-
-def module(name):
-    sys.modules[name] = types.ModuleType(name)
-    return sys.modules[name]
-
-module("framework.amp").Scaler = torch.cuda.amp.GradScaler
-module("framework.plugin").Base = type("Mine", (torch.amp.GradScaler,), {"__module__": "framework.plugin"})
-module("framework.innocent").torch = torch
-module("torchlike").GradScaler = torch.amp.GradScaler
-spec = find_spec("this")  # prints when it is loaded
-loader = LazyLoader(spec.loader)
-sys.modules["this"] = lazy = module_from_spec(spec)
-loader.exec_module(lazy)
-
-taken = {name: dict(vars(sys.modules[name])) for name in ("framework.amp", "framework.plugin", "torchlike", "__main__")}
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    scaler_triton.patch_torch()
-    scaler_triton.patch_torch()
-for warning in caught:
-    print(warning.category.__name__, warning.filename, warning.message)
-for name, names in taken.items():
-    assert all(vars(sys.modules[name])[key] is value for key, value in names.items()), name
-assert issubclass(GradScaler, torch.amp.GradScaler)
-"""
-
-
-def test_takers_are_named_once_and_keep_what_they_took() -> None:
-    (line,) = isolated(TAKEN).splitlines()
-    assert line == (
-        "UserWarning <string> torch's gradient scalers were taken before patch_torch() by __main__, framework.amp, "
-        "framework.plugin, torchlike, and stay there. Call patch_torch() before importing what takes them."
-    )
-
-
-REFUSED = """
-import sys, types, torch, scaler_triton
-sys.modules["early"] = types.ModuleType("early")
-sys.modules["early"].GradScaler = torch.GradScaler
-try:
-    scaler_triton.patch_torch()
-except UserWarning:
-    print(torch.GradScaler is sys.modules["early"].GradScaler)
-scaler_triton.unpatch_torch()
-"""
-
-
-def test_a_warning_that_is_an_error_leaves_torch_as_it_was() -> None:
-    assert isolated(REFUSED).split() == ["True"]
-
-
-PATCHED_FIRST = """
-import sys, torch
-from scaler_triton import patch_torch
-with patch_torch():
-    from torch.cuda.amp import GradScaler as cuda
-    from torch.amp import GradScaler
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-    print(cuda.__module__, GradScaler.__module__, ShardedGradScaler.__module__)
-print(torch.amp.GradScaler.__module__)
-"""
-
-
-def test_who_patches_first_hears_nothing() -> None:
-    ours = [
-        "scaler_triton.patching.cuda_amp",
-        "scaler_triton.grad_scaler",
-        "scaler_triton.sharded",
-        "torch.amp.grad_scaler",
-    ]
-    assert isolated(PATCHED_FIRST).split() == ours
-
-
-WITHOUT_DISTRIBUTED = """
-import sys, torch
-torch.distributed.is_available = lambda: False
-import scaler_triton
-with scaler_triton.patch_torch():
-    print(torch.amp.GradScaler.__module__, "torch.distributed.fsdp" in sys.modules)
-"""
-
-
-def test_a_torch_without_distributed_is_patched_as_far_as_it_goes() -> None:
-    assert isolated(WITHOUT_DISTRIBUTED).split() == ["scaler_triton.grad_scaler", "False"]
-
-
-BY_HAND = """
-import torch, scaler_triton
-old = torch.amp.GradScaler("cpu")
-torch.amp.GradScaler = scaler_triton.GradScaler
-with scaler_triton.patch_torch():
-    print(isinstance(old, torch.amp.GradScaler), isinstance(3, torch.amp.GradScaler))
-print(torch.amp.grad_scaler.GradScaler is type(old))
-"""
-
-
-def test_a_class_put_there_by_hand_before_does_no_harm() -> None:
-    assert isolated(BY_HAND).split() == ["True", "False", "True"]
-
-
-LOADS = """
-import pickle, sys
-print(*[type(scaler).__module__ for scaler in pickle.loads(bytes.fromhex(sys.stdin.read()))])
-"""
-
-
-def test_pickles_travel_to_processes_that_are_not_patched() -> None:
-    before = TorchPlain("cpu")
-    with patch_torch():
-        pickled = pickle.dumps([before, torch.amp.GradScaler("cpu"), quietly(torch.cpu.amp.GradScaler)])
-    command = [sys.executable, "-c", LOADS]
-    out = subprocess.check_output(command, cwd=ROOT, input=pickled.hex(), text=True, timeout=120)
-    assert out.split() == ["torch.amp.grad_scaler", "scaler_triton.grad_scaler", "scaler_triton.patching.cpu_amp"]
-
-
-# torch's own test suite trains with a scaler that it builds by its name. It asks for a package that is not needed here.
-TORCHS_TRAINING = """
-import sys, types, unittest, warnings
-import torch, torch.distributed as dist
-import scaler_triton
-
-scaler_triton.patch_torch()
-calls = []
-update = scaler_triton.ShardedGradScaler.update
-scaler_triton.ShardedGradScaler.update = lambda scaler, *args: (calls.append(scaler.get_scale()), update(scaler, *args))
-
-stub = types.ModuleType("expecttest")
-stub.TestCase = unittest.TestCase
-sys.modules.setdefault("expecttest", stub)
-warnings.simplefilter("ignore")
-try:
-    from torch.testing._internal.common_fsdp import FSDPTest
-except ImportError as error:
-    sys.exit(print("skip", error))
-
-class Model(torch.nn.Linear):
-    module = property(lambda self: self)
-    get_input = lambda self, device: (torch.ones(1, 2),)
-    get_loss = lambda self, batch, output: output.sum()
-    run_backward = lambda self, loss: loss.backward()
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-settings = {"device": "cpu", "init_scale": 8.0, "growth_interval": 1}
-train = FSDPTest._train_for_several_steps
-train(unittest.TestCase(), Model(2, 1), 3, autocast=False, enable_sharded_grad_scaler=True,
-      sharded_grad_scaler_kwargs=settings)
-print(*calls)
-"""
-
-
-def test_torchs_own_training_code_builds_ours() -> None:
-    printed = isolated(TORCHS_TRAINING).split()
-    if printed[0] == "skip":
-        pytest.skip(" ".join(printed[1:]))
-    assert printed == ["8.0", "16.0", "32.0"]
 
 
 def test_public_names() -> None:
