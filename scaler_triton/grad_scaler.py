@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -11,14 +10,15 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from scaler_triton import attributes, callers, collectives, dispatch, lending, limits, optimizers, policy, untraced
+from scaler_triton import attributes, callers, dispatch, lending, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
+from scaler_triton.copying import CopyingMixin
 from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.step_state import StepState
 from scaler_triton.updating import UpdatingMixin
 
 
-class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
+class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn):
     """One step of dynamic loss scaling.
 
     READY --unscale_--> UNSCALED --step--> STEPPED --update--> READY, for each optimizer, where
@@ -35,6 +35,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
         settings.py                getters, setters, state_dict, load_state_dict
         overflow.py                overflow_report
         unscaling.py               unscale_, _check_inf_per_device
+        copying.py                 copy, deepcopy, pickle
         agreeing.py, states.py     who must agree; an optimizer's state and its flag
         attributes.py              every attribute, with its type
     """
@@ -197,33 +198,6 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, metaclass=StandIn):
                 self._enter_unscaled(state)
                 state["must_skip"] = factor is not None
                 raise
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch has made sure that an enabled scaler's states are empty. What is made afresh is not in a pickle: it
-        # would tie where our classes are.
-        fresh = attributes.fresh()
-        kept = {name: value for name, value in super().__getstate__().items() if name not in fresh}
-        return {**kept, "_counters": self._counters.read(), "process_group": collectives.picklable(self.process_group)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_counters" in state:
-            state = {**state, **attributes.fresh(state["_counters"])}
-        else:  # a scaler of torch's, pickled before `patch_torch` put this class in its place
-            ours: Any = next(cls for cls in type(self).__mro__ if "_is_sharded" in vars(cls))
-            ours.__init__(self, state["_device"], enabled=False)
-        super().__setstate__(state)
-
-    def __copy__(self) -> ScalerMixin:
-        return self._fill(type(self).__new__(type(self)), self.__getstate__())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScalerMixin:
-        clone = memo[id(self)] = type(self).__new__(type(self))  # first: what a scaler holds may hold the scaler
-        return self._fill(clone, copy.deepcopy(self.__getstate__(), memo))
-
-    def _fill(self, clone: ScalerMixin, state: dict[str, Any]) -> ScalerMixin:
-        clone.__setstate__(state)
-        clone.process_group = self.process_group  # a group is shared, it cannot be copied
-        return clone
 
 
 def _lacks_cuda(device: str) -> bool:

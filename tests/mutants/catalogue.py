@@ -65,7 +65,7 @@ MUTANTS = [
     Mutant(_S + "updating.py", "if self._growth_tracker is None:", "if True:", CONTRACT),
     Mutant(_S + "grad_scaler.py", "if self._host_flag(optimizer_state):", "if False:", STEPS),
     Mutant(_S + "updating.py", "new_scale = self._checked_scale(new_scale)\n", "pass\n", DIFFERENCES),
-    Mutant(_S + "grad_scaler.py", "clone.process_group = self.process_group", "pass", GROUPS),
+    Mutant(_S + "copying.py", "clone.process_group = self.process_group", "pass", GROUPS),
     # unscaling and what happens when it fails
     Mutant(_S + "unscaling.py", 'state["written"] = False', "pass", FAILURE),
     Mutant(_S + "unscaling.py", 'state["written"] = True', "pass", FAILURE),

@@ -1,0 +1,40 @@
+"""How a scaler is copied and pickled: what it was told and is at goes along, what it knows of optimizers does not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+from scaler_triton import attributes, collectives
+from scaler_triton.attributes import ScalerAttributes
+
+
+class CopyingMixin(ScalerAttributes):
+    """Copies and pickles, which go on where the scaler stood."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch has made sure that an enabled scaler's states are empty. What is made afresh is not in a pickle: it
+        # would tie where our classes are.
+        fresh = attributes.fresh()
+        kept = {name: value for name, value in super().__getstate__().items() if name not in fresh}
+        return {**kept, "_counters": self._counters.read(), "process_group": collectives.picklable(self.process_group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_counters" in state:
+            state = {**state, **attributes.fresh(state["_counters"])}
+        else:  # a scaler of torch's, pickled before `patch_torch` put this class in its place
+            ours: Any = next(cls for cls in type(self).__mro__ if "_is_sharded" in vars(cls))
+            ours.__init__(self, state["_device"], enabled=False)
+        super().__setstate__(state)
+
+    def __copy__(self) -> Self:
+        return self._fill(type(self).__new__(type(self)), self.__getstate__())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        clone = memo[id(self)] = type(self).__new__(type(self))  # first: what a scaler holds may hold the scaler
+        return self._fill(clone, copy.deepcopy(self.__getstate__(), memo))
+
+    def _fill(self, clone: Self, state: dict[str, Any]) -> Self:
+        clone.__setstate__(state)
+        clone.process_group = self.process_group  # a group is shared, it cannot be copied
+        return clone
