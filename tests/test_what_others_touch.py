@@ -171,15 +171,34 @@ def test_a_wrappers_state_is_found_under_its_own_id(place: Place, step: Any, bad
     assert ended[0] == ended[1]
 
 
-def test_an_optimizer_at_the_id_of_a_wrapper_that_is_gone_begins_its_own_step() -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_optimizer_at_the_id_of_a_wrapper_that_is_gone_begins_its_own_step(others: int) -> None:
     first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5) for _ in range(2))
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.scale(first.param_groups[0]["params"][0].sum()).backward()
-    scaler.unscale_(Lookahead(first))
-    states = scaler._per_optimizer_states
-    states[id(second)] = states[id(first)]  # as if it had been made where the wrapper was
+    wrapper, *later = (Lookahead(first) for _ in range(1 + others))
+    scaler.unscale_(wrapper)
+    for each in later:
+        scaler._found_inf_per_device(each)
+    states, there = scaler._per_optimizer_states, id(wrapper)
+    states[id(second)] = states.pop(there)  # as if it had been made where the wrapper was
+    states[id(first)]["wrappers"][id(second)] = states[id(first)]["wrappers"].pop(there)
+    del wrapper
     assert scaler._state(second)["stage"] is OptState.READY
-    assert scaler._state(first)["stage"] is OptState.UNSCALED
+    assert {scaler._state(each)["stage"] for each in (first, *later)} == {OptState.UNSCALED}
+
+
+def test_a_look_for_a_wrappers_state_does_not_end_that_of_the_optimizer_inside() -> None:
+    """As where a framework unscales the optimizer inside, and its user looks at the one that he knows."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    wrapper = Lookahead(optimizer)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    assert not scaler._per_optimizer_states[id(wrapper)]["found_inf_per_device"]  # this look makes one
+    scaler.step(wrapper)
+    assert parameter.tolist() == [0.5, 0.5]  # not divided twice
 
 
 @pytest.mark.parametrize("place", places(), ids=str)
