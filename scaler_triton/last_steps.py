@@ -20,6 +20,9 @@ class LastSteps:
         key = id(state["owner"]())
         if key not in self._states:  # the dead are dropped when somebody new comes
             self._states = {key: kept for key, kept in self._states.items() if kept is not None and _is_alive(kept)}
+        if "wrappers" in state:  # those without weak references would keep their optimizer alive
+            state = state.copy()
+            del state["wrappers"]
         self._states[key] = state
 
     def forget(self, state: StepState) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +201,36 @@ def test_a_look_for_a_wrappers_state_does_not_end_that_of_the_optimizer_inside()
     assert not scaler._per_optimizer_states[id(wrapper)]["found_inf_per_device"]  # this look makes one
     scaler.step(wrapper)
     assert parameter.tolist() == [0.5, 0.5]  # not divided twice
+
+
+class Slotted:
+    """A wrapper that nothing can refer to weakly."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_an_optimizer_in_a_wrapper_without_weak_references_is_not_kept_alive() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    wrapper = Slotted(torch.optim.SGD([parameter], lr=0.5))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(wrapper)
+    scaler.update()
+    assert not scaler.was_skipped(wrapper)
+    reference = weakref.ref(wrapper.optimizer)
+    del wrapper
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("place", places(), ids=str)
