@@ -81,6 +81,8 @@ class StatesMixin(ScalerAttributes):
         return skips
 
     def _keep(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
+        if state.get("verdict", verdict) is not verdict:
+            state.setdefault("earlier", []).append(state["verdict"])
         state["verdict"] = verdict
         state["found_inf_per_device"] = verdict.serve(devices)
 

@@ -23,6 +23,7 @@ class StepState(TypedDict, total=False):
     owner: Callable[[], Any]  # returns the optimizer, None once it is gone
     wrappers: dict[int, Callable[[], Any]]  # likewise what was passed, if those were wrappers around it, by their ids
     verdict: Verdict  # whose flags they are, if nobody wrote others since
+    earlier: list[Verdict]  # of checks before: their flags stay what they were found to be
     skips: bool  # what the host read of them
     deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
     must_skip: bool  # the step or clipping raised, and nobody can tell which gradients it divided

@@ -232,8 +232,8 @@ class UnscalingMixin(AgreeingMixin):
 
     def _new_verdict(self, state: StepState, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device."""
-        if state["found_inf_per_device"]:
-            plan.verdict = None  # what an earlier check found must outlive a failure of this one
+        if state["found_inf_per_device"] or "verdict" in state:
+            plan.verdict = None  # what an earlier check found must outlive this one, and a failure of it
         assert self._scale is not None
         home, verdict = self._scale.device, plan.verdict
         if verdict is None or verdict.device != home:

@@ -261,6 +261,21 @@ def test_every_micro_batch_may_be_looked_at(place: Place) -> None:
     assert (parameter.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_what_looks_found_stays_until_the_update(place: Place, fused: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, fused=fused)
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    found = []
+    for factor in (math.inf, 1.0, 1.0, math.inf, 1.0):
+        parameter.grad = None
+        scaler.scale(parameter.sum() * factor).backward()
+        found += scaler._check_inf_per_device(optimizer).values()
+    scaler.step(optimizer)
+    assert [flag.item() for flag in found] == [1.0, 0.0, 0.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("place", places(), ids=str)
 def test_gradients_are_looked_at_again_when_asked_for(place: Place) -> None:
     """After unscaling somebody divides them by a count of tokens, which is 0."""

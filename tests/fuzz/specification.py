@@ -260,7 +260,6 @@ class Specification(torch.amp.GradScaler):
             return None
         ready = state["stage"] is OptState.READY
         if ready:
-            state["found_inf_per_device"] = {}  # checked afresh, as in torch
             self._check_inf_per_device(optimizer)
         if _lacks_momentum(optimizer) and any(flag.item() for flag in state["found_inf_per_device"].values()):
             departs(14)
