@@ -321,7 +321,8 @@ def test_a_keyword_that_the_older_step_gets_from_the_scaler_is_the_scalers() -> 
         assert taken == [scaler]
 
 
-def test_an_optimizer_whose_attribute_optimizer_means_something_else_is_stepped() -> None:
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Lookahead], ids=["bare", "wrapped"])
+def test_an_optimizer_whose_attribute_optimizer_means_something_else_is_stepped(wrap: Any) -> None:
     class Odd(torch.optim.SGD):
         @property
         def optimizer(self) -> Any:
@@ -330,7 +331,7 @@ def test_an_optimizer_whose_attribute_optimizer_means_something_else_is_stepped(
     parameter = torch.nn.Parameter(torch.ones(2))
     scaler, optimizer = GradScaler("cpu", init_scale=4.0), Odd([parameter], lr=0.5)
     parameter.grad = scaler.scale(torch.ones(2))
-    scaler.step(optimizer)
+    scaler.step(wrap(optimizer))
     assert parameter.tolist() == [0.5, 0.5]
 
 
