@@ -80,6 +80,30 @@ def test_what_an_optimizer_of_somebodys_own_writes_stays_there(place: Place) -> 
     assert ours == theirs
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_number_as_grad_scale_is_passed_on(unscaled: bool) -> None:
+    class Taking(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            taken.append(float(self.grad_scale))  # type: ignore[attr-defined]
+
+    taken: list[float] = []
+    for cls in BOTH:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer: Any = Taking([parameter], lr=0.5)
+        optimizer.grad_scale = 3.0
+        scaler = cls("cpu", init_scale=4.0)
+        parameter.grad = scaler.scale(torch.ones(2))
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert taken == [3.0 if unscaled else 12.0] * 2
+    optimizer.grad_scale = 3.0
+    with optimizers.lent((optimizer,), None, torch.zeros(()), on_host=True):
+        assert optimizer.grad_scale == 3.0
+
+
 def test_torchs_own_optimizers_are_lent_the_scale_itself() -> None:
     """A copy would be a launch more in every step."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
