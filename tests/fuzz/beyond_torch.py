@@ -241,7 +241,7 @@ class ClippingRules:
         overflow = self._any_overflow(optimizers)
         for optimizer in optimizers if len(optimizers) > 1 else ():
             state = self._per_optimizer_states[id(optimizer)]
-            state["shared"] = bool(state["found_inf_per_device"])  # no look at one of them overrules it
+            state["stays"] = bool(state["found_inf_per_device"])  # no look at one of them overrules it
             for flag in state["found_inf_per_device"].values():
                 flag.fill_(float(overflow))  # all of them skip
         if refused or overflow:
@@ -285,7 +285,7 @@ class ClippingRules:
         for optimizer in optimizers:
             flags = {torch.device("cpu"): torch.ones(())}
             state = self._per_optimizer_states[id(optimizer)]
-            state.update(found_inf_per_device=flags, first=first_gradient(optimizer))
+            state.update(found_inf_per_device=flags, first=first_gradient(optimizer), stays=True)
 
     def _check_order(self, optimizers: Sequence[Any], again: bool) -> None:
         for optimizer in optimizers:

@@ -225,7 +225,7 @@ class Specification(torch.amp.GradScaler):
         self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
         known = state["found_inf_per_device"]
-        if known and (state["stage"] is OptState.STEPPED or state.get("must_skip") or state.get("shared")):
+        if known and (state["stage"] is OptState.STEPPED or state.get("must_skip") or state.get("stays")):
             departs(1)
             return known
         return super()._check_inf_per_device(optimizer)
