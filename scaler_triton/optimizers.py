@@ -19,17 +19,12 @@ _takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary(
 
 def unwrap(optimizer: Any) -> Any:
     """Return the optimizer behind wrappers that keep it as `.optimizer` and share its `param_groups`."""
-    try:
-        inner = getattr(optimizer, "optimizer", None)
-    except Exception:  # a property of another meaning
-        return optimizer
-    return optimizer if inner is None else _innermost(optimizer)
-
-
-def _innermost(optimizer: Any) -> Any:
     outermost = optimizer
     for _ in range(_WRAPPERS):
-        inner = getattr(optimizer, "optimizer", None)
+        try:
+            inner = getattr(optimizer, "optimizer", None)
+        except Exception:  # a property of another meaning
+            return optimizer
         if inner is None or inner is optimizer or getattr(inner, "param_groups", None) is not optimizer.param_groups:
             return optimizer
         optimizer = inner
@@ -82,9 +77,9 @@ def lent(
     factors = [factor for factor in (scale, own) if factor is not None]
     product = _product(factors)
     if on_host:
-        product, found_inf = None if product is None else product.cpu(), found_inf.cpu()
+        product, found_inf = product.cpu() if isinstance(product, Tensor) else product, found_inf.cpu()
     elif not _only_reads(optimizers[-1]):
-        product, found_inf = None if product is None else product.clone(), found_inf.clone()
+        product, found_inf = product.clone() if isinstance(product, Tensor) else product, found_inf.clone()
     _set(optimizers, grad_scale=product, found_inf=found_inf)
     try:
         yield

@@ -142,7 +142,10 @@ def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
     optimizer.__class__ = AcceleratedOptimizer
     # The Trainer prepares its optimizer in every run: one that was interrupted in a step has left its stage.
-    accelerator.scaler._per_optimizer_states.pop(id(unwrap(optimizer)), None)
+    states = accelerator.scaler._per_optimizer_states
+    left = states.get(id(unwrap(optimizer)))
+    for key in [key for key, state in states.items() if state is left]:  # a former wrapper's, too
+        del states[key]
     return optimizer
 
 

@@ -172,7 +172,7 @@ MUTANTS = [
         RANKS,
     ),
     Mutant(_S + "collectives.py", "for group in self.groups:", "for group in self.groups[:1]:", MESHES),
-    Mutant(_S + "optimizers.py", "product.cpu(), found_inf.cpu()", "product.cpu(), found_inf", CONTRACT),
+    Mutant(_S + "optimizers.py", "else product, found_inf.cpu()", "else product, found_inf", CONTRACT),
     Mutant(_S + "collectives.py", "if len(members) > 1 else None", "", GROUPS),
     Mutant(_S + "collectives.py", "len(meshes) == 1 and meshes[0].ndim == 1", "meshes[0].ndim == 1", MESHES),
     Mutant(_S + "collectives.py", "        if missing:", "        if False:", GROUPS),
