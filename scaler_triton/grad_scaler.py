@@ -141,6 +141,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
 
     def _step_with_scale(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> float | None:
         """Step an optimizer that takes scale and flag on the device, by attributes or by the older argument."""
+        asked = state["found_inf_per_device"]
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = {}  # checked afresh, however often it was asked before
         step = self._step_by_argument if optimizers.takes_scaler(optimizer) else self._step_fused
@@ -150,6 +151,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
             if state["stage"] is OptState.READY and state["found_inf_per_device"]:
                 self._enter_unscaled(state)  # the other ranks go on: a second check would leave this one waiting
                 state["must_skip"] = True
+            elif state["stage"] is OptState.READY:
+                state["found_inf_per_device"] = asked
             raise
         self._has_stepped(state)
         return result

@@ -20,6 +20,10 @@ class LastSteps:
         key = id(state["owner"]())
         if key not in self._states:  # the dead are dropped when somebody new comes
             self._states = {key: kept for key, kept in self._states.items() if kept is not None and _is_alive(kept)}
+        if "wrappers" in state or "earlier" in state:
+            state = state.copy()
+            state.pop("wrappers", None)  # without weak references they would keep their optimizer alive
+            state.pop("earlier", None)
         self._states[key] = state
 
     def forget(self, state: StepState) -> None:

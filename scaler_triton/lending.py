@@ -29,9 +29,9 @@ def lent(
     factors = [factor for factor in (scale, own) if factor is not None]
     product = _product(factors)
     if on_host:
-        product, found_inf = None if product is None else product.cpu(), found_inf.cpu()
+        product, found_inf = product.cpu() if isinstance(product, Tensor) else product, found_inf.cpu()
     elif not _only_reads(optimizers[-1]):
-        product, found_inf = None if product is None else product.clone(), found_inf.clone()
+        product, found_inf = product.clone() if isinstance(product, Tensor) else product, found_inf.clone()
     _set(optimizers, grad_scale=product, found_inf=found_inf)
     try:
         yield

@@ -17,17 +17,12 @@ _takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary(
 
 def unwrap(optimizer: Any) -> Any:
     """Return the optimizer behind wrappers that keep it as `.optimizer` and share its `param_groups`."""
-    try:
-        inner = getattr(optimizer, "optimizer", None)
-    except Exception:  # a property of another meaning
-        return optimizer
-    return optimizer if inner is None else _innermost(optimizer)
-
-
-def _innermost(optimizer: Any) -> Any:
     outermost = optimizer
     for _ in range(_WRAPPERS):
-        inner = getattr(optimizer, "optimizer", None)
+        try:
+            inner = getattr(optimizer, "optimizer", None)
+        except Exception:  # a property of another meaning
+            return optimizer
         if inner is None or inner is optimizer or getattr(inner, "param_groups", None) is not optimizer.param_groups:
             return optimizer
         optimizer = inner

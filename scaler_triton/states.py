@@ -27,8 +27,8 @@ class StatesMixin(ScalerAttributes):
         """
         inner = unwrap(optimizer)
         states = self._per_optimizer_states
-        if inner is not optimizer and id(optimizer) in states and "owner" not in states[id(optimizer)]:
-            states[id(inner)] = states[id(optimizer)]  # somebody made it, before the first call or to begin anew
+        if inner is not optimizer and _is_put_there(states.get(id(optimizer)), states.get(id(inner)), optimizer):
+            states[id(inner)] = states[id(optimizer)]
         state: StepState = states[id(inner)]
         owner = state.get("owner")
         if owner is None:
@@ -37,13 +37,14 @@ class StatesMixin(ScalerAttributes):
             states[("gone", id(state))] = state  # its flag still counts in update()
             del states[id(inner)]
             return self._state(optimizer)
-        elif before is not inner and "wrapper" in state and state["wrapper"]() is None:
+        elif before is not inner and _was_of_a_wrapper(state, inner):
             del states[id(inner)]  # it was found under a wrapper's id, too, and that is another one's now
             return self._state(optimizer)
         elif before is not inner:
             state["owner"] = weak(inner)  # somebody put another one's here, as hivemind does
         if inner is not optimizer:
-            states[id(optimizer)], state["wrapper"] = state, weak(optimizer)
+            states[id(optimizer)] = state
+            state.setdefault("wrappers", {})[id(optimizer)] = weak(optimizer)
         return state
 
     def _is_known(self, optimizer: Any) -> bool:
@@ -58,7 +59,10 @@ class StatesMixin(ScalerAttributes):
 
     def _abandon_step(self, optimizer: Any) -> None:
         """Have an optimizer begin anew, wherever its step was interrupted."""
-        self._per_optimizer_states.pop(id(unwrap(optimizer)), None)
+        states = self._per_optimizer_states
+        left = states.get(id(unwrap(optimizer)))
+        for key in [key for key, state in states.items() if state is left]:  # a wrapper's, too
+            del states[key]
 
     def _abandon_all_steps(self) -> None:
         """Have all optimizers begin anew."""
@@ -92,6 +96,8 @@ class StatesMixin(ScalerAttributes):
         return skips
 
     def _keep(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
+        if state.get("verdict", verdict) is not verdict:
+            state.setdefault("earlier", []).append(state["verdict"])
         state["verdict"] = verdict
         state["found_inf_per_device"] = verdict.serve(devices)
 
@@ -112,3 +118,21 @@ class StatesMixin(ScalerAttributes):
             device: torch.ones((), dtype=torch.float32, device=device)
             for device in dict.fromkeys(devices or [self._scale.device])
         }
+
+
+def _is_put_there(found: StepState | None, inside: StepState | None, wrapper: Any) -> bool:
+    """Tell whether somebody made what is found under a wrapper's id, before the first call or to begin anew.
+
+    Args:
+        inside: the state of the optimizer in it. If the wrapper was never passed in its step, all that was made by
+            looking for a state under the wrapper's id is an empty one.
+    """
+    if found is None or "owner" in found:
+        return False
+    return inside is None or "owner" not in inside or id(wrapper) in inside.get("wrappers", {})
+
+
+def _was_of_a_wrapper(state: StepState, optimizer: Any) -> bool:
+    """Tell whether a state is found under an optimizer's id because a wrapper was there that is gone."""
+    wrapper = state.get("wrappers", {}).get(id(optimizer))
+    return wrapper is not None and wrapper() is not optimizer

@@ -21,8 +21,9 @@ class StepState(TypedDict, total=False):
     stage: Required[OptState]
     found_inf_per_device: Required[dict[torch.device, Tensor]]  # fp32, shape (); empty until somebody checked
     owner: Callable[[], Any]  # returns the optimizer, None once it is gone
-    wrapper: Callable[[], Any]  # likewise what was passed, if that was a wrapper around it
+    wrappers: dict[int, Callable[[], Any]]  # likewise what was passed, if those were wrappers around it, by their ids
     verdict: Verdict  # whose flags they are, if nobody wrote others since
+    earlier: list[Verdict]  # of checks before: their flags stay what they were found to be
     skips: bool  # what the host read of them
     deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
     must_skip: bool  # the step or clipping raised, and nobody can tell which gradients it divided

@@ -110,7 +110,8 @@ class UnscalingMixin(AgreeingMixin):
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients, read-only, and agree with the other ranks, once a step.
 
-        Where no other rank must agree, they are looked at again each time, until they are stepped.
+        Where no other rank must agree, they are looked at again each time, until they are stepped, or clipped together
+        with those of other optimizers.
 
         Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
         """
@@ -129,9 +130,12 @@ class UnscalingMixin(AgreeingMixin):
         return state["found_inf_per_device"]
 
     def _may_look_again(self, optimizer: Any, state: StepState) -> bool:
-        """Tell whether a check after one of ours keeps no other rank waiting, nor overrules a step or a failure."""
+        """Tell whether a check after one of ours keeps no other rank waiting.
+
+        Nor may it overrule a step, a failure, or the flag of optimizers that were clipped together.
+        """
         steps = state["stage"] is OptState.STEPPED or state.get("asked_by_step")
-        if steps or "verdict" not in state or state.get("must_skip"):
+        if steps or "verdict" not in state or state["verdict"].shared or state.get("must_skip"):
             return False
         return self._agreement(self._plans.get(optimizer)) is None
 
@@ -232,8 +236,8 @@ class UnscalingMixin(AgreeingMixin):
 
     def _new_verdict(self, state: StepState, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device."""
-        if state["found_inf_per_device"]:
-            plan.verdict = None  # what an earlier check found must outlive a failure of this one
+        if state["found_inf_per_device"] or "verdict" in state:
+            plan.verdict = None  # what an earlier check found must outlive this one, and a failure of it
         home, verdict = self._scale.device, plan.verdict
         if verdict is None or verdict.device != home:
             if home not in self._flag_buffers:

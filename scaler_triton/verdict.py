@@ -43,6 +43,7 @@ class Verdict:
         self.found_inf = signals[_FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
         self.moved = False  # whether an update has copied the flag into `buffer.last`
+        self.shared = False  # whether optimizers that were clipped together have it, whatever each one's gradients are
         self._unsettled = 0  # the ranks whose sums it is yet to become
         self._signals, self._scales = signals, signals[_SCALES:]
         # Where they are on the host they are read and cleared as numbers: an op costs several times that.
@@ -65,7 +66,7 @@ class Verdict:
                 self._signals.zero_()
             else:
                 self._host_signals.fill(0.0)
-        self.cleared = self.moved = self._mirrored = False
+        self.cleared = self.moved = self.shared = self._mirrored = False
         self._compare = None
         self._unsettled = 0
 
@@ -82,6 +83,7 @@ class Verdict:
             flags: the sum of their flags, one element, on this device.
         """
         torch.ne(flags, 0, out=self.found_inf)
+        self.shared = True
 
     def show_scale(self, scale: Tensor) -> None:
         """Have the ranks compare their scales (one element, on this device) when they agree."""
@@ -96,6 +98,7 @@ class Verdict:
         """Announce sums over so many ranks, which a kernel or `settle` is to turn into signals."""
         self._unsettled = ranks
         self._compare = functools.partial(compare_sums, ranks)
+        self.shared = True
 
     def leave_to_kernel(self) -> tuple[Tensor, int]:
         """Return the signals that the caller's kernel is to write, and how many ranks its sums are of; 0: it need not.

@@ -75,6 +75,34 @@ def test_second_dtype_fails_while_checking(place: Place, monkeypatch: Any) -> No
     assert values(optimizer) == [-2.0, -2.0]
 
 
+class Older(torch.optim.SGD):
+    """A step that is passed the scaler, and fails before it asks for the flag."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError("not implemented")
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Older], ids=["fused", "older"])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_what_was_found_before_outlives_a_step_that_cannot_look(place: Place, optimizer_class: Any) -> None:
+    ended = []
+    for cls in (torch.amp.GradScaler, GradScaler):
+        parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
+        optimizer = optimizer_class([parameter], lr=1.0, **({} if optimizer_class is Older else {"fused": True}))
+        scaler = started(cls, place.device, init_scale=4.0, **({"backend": place.backend} if cls is GradScaler else {}))
+        parameter.grad = torch.full_like(parameter, math.inf)
+        assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [1.0]
+        parameter.grad = torch.ones(1, device=place.device).expand(2)  # no op writes it
+        with pytest.raises((RuntimeError, TypeError)):
+            scaler.step(optimizer)
+        scaler.update()
+        ended.append((scaler.get_scale(), parameter.tolist()))
+    assert ended[0] == ended[1] == (2.0, [1.0, 1.0])
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("place", places(), ids=str)
 def test_plain_step_raises_and_is_called_again(place: Place, explicit: bool) -> None:

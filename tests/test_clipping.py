@@ -109,6 +109,7 @@ def test_what_is_clipped_together_is_skipped_together(place: Place, how: str, va
         scaler.clip_grad_norm_(optimizers, 1.0, **options.get(how, {}))
         assert flags(scaler, good) == flags(scaler, bad) == [1.0]
         for optimizer in optimizers:
+            assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [1.0]
             scaler.step(optimizer)
             assert scaler.was_skipped(optimizer)
         assert [parameter.abs().max().item() for parameter in parameters] == [0.0, 0.0]
@@ -264,6 +265,7 @@ def test_flags_that_were_written_stay_each_optimizers_own() -> None:
         scaler.unscale_(optimizer)
         scaler._found_inf_per_device(optimizer)[torch.device("cpu")].fill_(1.0)
     scaler.clip_grad_norm_(optimizers, 1.0, parameters=[])
+    assert scaler._check_inf_per_device(optimizers[1])[torch.device("cpu")].item() == 1.0
     scaler._found_inf_per_device(optimizers[0])[torch.device("cpu")].fill_(0.0)
     for optimizer in optimizers:
         scaler.step(optimizer)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +78,30 @@ def test_what_a_hook_writes_into_what_was_lent_stays_there(hook: Any, way: str, 
 def test_what_an_optimizer_of_somebodys_own_writes_stays_there(place: Place) -> None:
     theirs, ours = (trained(cls, Averaging, lambda optimizer: None, place) for cls in BOTH)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_number_as_grad_scale_is_passed_on(unscaled: bool) -> None:
+    class Taking(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            taken.append(float(self.grad_scale))  # type: ignore[attr-defined]
+
+    taken: list[float] = []
+    for cls in BOTH:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer: Any = Taking([parameter], lr=0.5)
+        optimizer.grad_scale = 3.0
+        scaler = cls("cpu", init_scale=4.0)
+        parameter.grad = scaler.scale(torch.ones(2))
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert taken == [3.0 if unscaled else 12.0] * 2
+    optimizer.grad_scale = 3.0
+    with lending.lent((optimizer,), None, torch.zeros(()), on_host=True):
+        assert optimizer.grad_scale == 3.0
 
 
 def test_torchs_own_optimizers_are_lent_the_scale_itself() -> None:
@@ -171,15 +197,64 @@ def test_a_wrappers_state_is_found_under_its_own_id(place: Place, step: Any, bad
     assert ended[0] == ended[1]
 
 
-def test_an_optimizer_at_the_id_of_a_wrapper_that_is_gone_begins_its_own_step() -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_optimizer_at_the_id_of_a_wrapper_that_is_gone_begins_its_own_step(others: int) -> None:
     first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5) for _ in range(2))
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.scale(first.param_groups[0]["params"][0].sum()).backward()
-    scaler.unscale_(Lookahead(first))
-    states = scaler._per_optimizer_states
-    states[id(second)] = states[id(first)]  # as if it had been made where the wrapper was
+    wrapper, *later = (Lookahead(first) for _ in range(1 + others))
+    scaler.unscale_(wrapper)
+    for each in later:
+        scaler._found_inf_per_device(each)
+    states, there = scaler._per_optimizer_states, id(wrapper)
+    states[id(second)] = states.pop(there)  # as if it had been made where the wrapper was
+    states[id(first)]["wrappers"][id(second)] = states[id(first)]["wrappers"].pop(there)
+    del wrapper
     assert scaler._state(second)["stage"] is OptState.READY
-    assert scaler._state(first)["stage"] is OptState.UNSCALED
+    assert {scaler._state(each)["stage"] for each in (first, *later)} == {OptState.UNSCALED}
+
+
+def test_a_look_for_a_wrappers_state_does_not_end_that_of_the_optimizer_inside() -> None:
+    """As where a framework unscales the optimizer inside, and its user looks at the one that he knows."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    wrapper = Lookahead(optimizer)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    assert not scaler._per_optimizer_states[id(wrapper)]["found_inf_per_device"]  # this look makes one
+    scaler.step(wrapper)
+    assert parameter.tolist() == [0.5, 0.5]  # not divided twice
+
+
+class Slotted:
+    """A wrapper that nothing can refer to weakly."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_an_optimizer_in_a_wrapper_without_weak_references_is_not_kept_alive() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    wrapper = Slotted(torch.optim.SGD([parameter], lr=0.5))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(wrapper)
+    scaler.update()
+    assert not scaler.was_skipped(wrapper)
+    reference = weakref.ref(wrapper.optimizer)
+    del wrapper
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("place", places(), ids=str)
@@ -208,6 +283,21 @@ def test_every_micro_batch_may_be_looked_at(place: Place) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert (parameter.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_what_looks_found_stays_until_the_update(place: Place, fused: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, fused=fused)
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    found = []
+    for factor in (math.inf, 1.0, 1.0, math.inf, 1.0):
+        parameter.grad = None
+        scaler.scale(parameter.sum() * factor).backward()
+        found += scaler._check_inf_per_device(optimizer).values()
+    scaler.step(optimizer)
+    assert [flag.item() for flag in found] == [1.0, 0.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("place", places(), ids=str)
@@ -255,7 +345,8 @@ def test_a_keyword_that_the_older_step_gets_from_the_scaler_is_the_scalers() -> 
         assert taken == [scaler]
 
 
-def test_an_optimizer_whose_attribute_optimizer_means_something_else_is_stepped() -> None:
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Lookahead], ids=["bare", "wrapped"])
+def test_an_optimizer_whose_attribute_optimizer_means_something_else_is_stepped(wrap: Any) -> None:
     class Odd(torch.optim.SGD):
         @property
         def optimizer(self) -> Any:
@@ -264,7 +355,7 @@ def test_an_optimizer_whose_attribute_optimizer_means_something_else_is_stepped(
     parameter = torch.nn.Parameter(torch.ones(2))
     scaler, optimizer = GradScaler("cpu", init_scale=4.0), Odd([parameter], lr=0.5)
     parameter.grad = scaler.scale(torch.ones(2))
-    scaler.step(optimizer)
+    scaler.step(wrap(optimizer))
     assert parameter.tolist() == [0.5, 0.5]
 
 

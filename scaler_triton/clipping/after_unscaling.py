@@ -86,6 +86,7 @@ class AfterUnscalingMixin(PartsMixin):
             return
         verdict = self._verdict(state)
         if verdict is None:  # somebody has put other flags there
+            state.pop("verdict", None)
             state["found_inf_per_device"] = {each: flag.to(each, copy=True) for each in devices}
             return
         verdict.join(flag)

@@ -317,6 +317,22 @@ def fsdp1_and_no_scaling(rank: int, enabled: bool, norm_type: float) -> tuple[fl
     return norm, ""
 
 
+def one_rank_looks_again(rank: int) -> list[list[float]]:
+    """A sharded and a plain parameter are clipped together; one rank looks at the plain one before its step."""
+    scaler = cases.new_scaler("grad")
+    params = [cases.dtensor_param(cases.line(), [Shard(0)]), cases.plain_param(3)]
+    optimizers = [cases.new_optimizer("sgd", [param]) for param in params]
+    cases.give_grads(scaler, params, 0)
+    if rank == 1:
+        local_of(params[0].grad).fill_(math.inf)
+    scaler.clip_grad_norm_(optimizers, 1.0)
+    if rank == 0:
+        scaler._check_inf_per_device(optimizers[1])
+    before = params[1].tolist()
+    scaler.step(optimizers[1])
+    return [before, params[1].tolist()]
+
+
 def several_and_then_one(rank: int) -> list[bool]:
     """Two optimizers clipped together; the second one goes: whether its parameter and gradient stay."""
     scaler, params = cases.new_scaler("sharded"), [cases.plain_param(3), cases.plain_param(2)]

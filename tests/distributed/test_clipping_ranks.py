@@ -285,5 +285,10 @@ def test_a_disabled_scalers_norm_is_that_of_the_ranks_that_agree(two, kind, orde
     assert (off[0] == off[1]) == (kind != "grad")
 
 
+def test_a_look_on_one_rank_overrules_nothing_that_was_clipped_together(two):
+    for before, after in two.run(clipping_cases.one_rank_looks_again):
+        assert after == before
+
+
 def test_optimizers_clipped_together_keep_each_other_not_alive(two):
     assert two.run(clipping_cases.several_and_then_one) == [[False, False]] * 2

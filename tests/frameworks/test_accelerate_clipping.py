@@ -163,6 +163,18 @@ def test_an_optimizer_that_is_prepared_again_begins_a_new_step(when, options):
     assert (scaler.stats().updates, scaler.stats().skipped) == (1, 0)
 
 
+def test_an_optimizer_that_was_unscaled_as_a_wrapper_begins_a_new_step_when_prepared_again():
+    accelerator = new_accelerator()
+    scaler = use_scaler_triton(accelerator)
+    layer, optimizer = linear(accelerator)
+    backward(accelerator, layer)
+    scaler.unscale_(optimizer)  # and no step
+    optimizer.zero_grad()
+    layer, optimizer = accelerator.prepare(layer, optimizer)
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
+
+
 def test_a_backward_of_another_model_may_come_between_clipping_and_the_step():
     accelerator = new_accelerator()
     use_scaler_triton(accelerator)

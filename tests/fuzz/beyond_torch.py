@@ -239,10 +239,11 @@ class ClippingRules:
         refused = error_if_nonfinite and not norm.isfinite()
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         overflow = self._any_overflow(optimizers)
-        if overflow:  # all of them skip
-            for optimizer in optimizers if len(optimizers) > 1 else ():
-                for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                    flag.fill_(1.0)
+        for optimizer in optimizers if len(optimizers) > 1 else ():
+            state = self._per_optimizer_states[id(optimizer)]
+            state["stays"] = bool(state["found_inf_per_device"])  # no look at one of them overrules it
+            for flag in state["found_inf_per_device"].values():
+                flag.fill_(float(overflow))  # all of them skip
         if refused or overflow:
             coefficient = torch.ones(())
         try:
@@ -284,7 +285,7 @@ class ClippingRules:
         for optimizer in optimizers:
             flags = {torch.device("cpu"): torch.ones(())}
             state = self._per_optimizer_states[id(optimizer)]
-            state.update(found_inf_per_device=flags, first=first_gradient(optimizer))
+            state.update(found_inf_per_device=flags, first=first_gradient(optimizer), stays=True)
 
     def _check_order(self, optimizers: Sequence[Any], again: bool) -> None:
         for optimizer in optimizers:

@@ -225,7 +225,7 @@ class Specification(torch.amp.GradScaler):
         self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
         known = state["found_inf_per_device"]
-        if known and (state["stage"] is OptState.STEPPED or state.get("must_skip")):
+        if known and (state["stage"] is OptState.STEPPED or state.get("must_skip") or state.get("stays")):
             departs(1)
             return known
         return super()._check_inf_per_device(optimizer)
@@ -260,7 +260,6 @@ class Specification(torch.amp.GradScaler):
             return None
         ready = state["stage"] is OptState.READY
         if ready:
-            state["found_inf_per_device"] = {}  # checked afresh, as in torch
             self._check_inf_per_device(optimizer)
         if _lacks_momentum(optimizer) and any(flag.item() for flag in state["found_inf_per_device"].values()):
             departs(14)

@@ -25,6 +25,10 @@ from scaler_triton.kernels.unscale import launch_unscale
 SIMULATED = os.environ.get("SCALER_TRITON_SIMULATE")
 NATIVE = not launcher.INTERPRETED and SIMULATED is None
 DEVICE = torch.device("cuda" if NATIVE else "cpu")
+# What only a GPU can get wrong, and not each time, is tried with many tensors, and often; not under a tool, where each
+# is a slow allocation.
+MANY = 500 if NATIVE else 8
+TRIES = 20 if NATIVE and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ else 1
 KERNEL_CLASS = InterpretedFunction if launcher.INTERPRETED else JITFunction
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -7,9 +7,10 @@ from kernel_cases import (
     DEVICE,
     DTYPES,
     INF,
+    MANY,
     NAN,
-    NATIVE,
     SMALL,
+    TRIES,
     Guarded,
     assert_same,
     assert_untouched,
@@ -108,10 +109,9 @@ def test_flag_and_bits_are_of_the_input_and_not_of_the_product(dtype, inv_scale)
 def test_an_edge_that_overflows_only_when_multiplied_is_not_flagged(dtype):
     # All warps load the few elements at a tensor's edges and one stores them: who loads late must not see
     # the product. Only a GPU can be late, so there it is tried often.
-    repeats, count = (20, 500) if NATIVE else (1, 8)
     values = torch.full((3,), torch.finfo(dtype).max, dtype=dtype)
-    for _ in range(repeats):
-        grads = [Guarded(values, index % 5) for index in range(count)]
+    for _ in range(TRIES):
+        grads = [Guarded(values, index % 5) for index in range(MANY)]
         check_unscale(grads, torch.tensor(2.0**10), inverse=True, config=DEFAULT)
 
 

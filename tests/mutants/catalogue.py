@@ -173,7 +173,7 @@ MUTANTS = [
         RANKS,
     ),
     Mutant(_S + "agreement.py", "for group in self.groups:", "for group in self.groups[:1]:", MESHES),
-    Mutant(_S + "lending.py", "product.cpu(), found_inf.cpu()", "product.cpu(), found_inf", LENDING),
+    Mutant(_S + "lending.py", "else product, found_inf.cpu()", "else product, found_inf", LENDING),
     Mutant(_S + "agreement.py", "if len(members) > 1 else None", "", GROUPS),
     Mutant(_S + "agreement.py", "len(meshes) == 1 and meshes[0].ndim == 1", "meshes[0].ndim == 1", MESHES),
     Mutant(_S + "agreement.py", "        if missing:", "        if False:", GROUPS),
