@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from scaler_triton._version import __version__
 from scaler_triton.console import complain, driver_version, missing_packages, new_bar
-from scaler_triton.words import one_line, table
+from scaler_triton.words import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HELP = "find the fastest launch configuration for the current GPU, on scratch, and keep it for later runs"
 HEAD = ["pass", "bytes", "warps x vectors x unroll", "span GB/s", "of copy", "mixed GB/s", "of copy", ""]
-SIDES = "<>>>>>><"
+ALIGNMENT = ["left", "right", "right", "right", "right", "right", "right", "left"]
 NOTE_WIDTH = 60  # characters; the file keeps all of it
 
 
@@ -66,6 +66,8 @@ def why_not() -> str:
         return "tune does nothing under TRITON_INTERPRET=1: an interpreter's time is not a GPU's"
     if not torch.cuda.is_available():
         return "tune needs a GPU, and there is none here"
+    if missing := missing_packages(["tabulate"]):
+        return f"tune needs {', '.join(missing)}: pip install {' '.join(missing)}"
     return ""
 
 
@@ -113,11 +115,13 @@ def tune(device: torch.device, origin: Origin, path: Path, workloads: Workloads,
 
 def figures_table(figures: Sequence[Figures], chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:
     """Return every candidate with its bandwidth, beside what torch's copy reached."""
-    rows = [HEAD]
+    from tabulate import SEPARATING_LINE, tabulate
+
+    rows: list[Any] = []
     for key, config in chosen.items():
-        rows += [[""] * len(HEAD)] if len(rows) > 1 else []  # between two passes
+        rows += [SEPARATING_LINE] if rows else []
         rows += [_row(each, config) for each in figures if (each.mode, each.itemsize) == key]
-    return "\n".join(table(rows, SIDES))
+    return str(tabulate(rows, HEAD, disable_numparse=True, colalign=ALIGNMENT))
 
 
 def summary(chosen: Mapping[tuple[str, int], LaunchConfig]) -> str:

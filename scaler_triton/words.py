@@ -52,9 +52,9 @@ def table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
     Args:
         rows: the first one is the head.
-        sides: "<", "^" or ">" for each column: where in it its cells stand.
+        sides: "<" or ">" for each column: the side that its cells stand at.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
+    return ["  ".join(map(format, row, forms)) for row in rows]

@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo or the proof and return the exit status."""
+    if missing := missing_packages(["tabulate"] if arguments.prove else ["matplotlib", "tabulate", "tqdm"]):
+        return complain(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if arguments.prove:
         if ignored := _given_beside(arguments, "prove"):
             return complain(f"--prove takes no other option, got {', '.join(ignored)}")
         return _prove(arguments.prove)
-    if missing := missing_packages(["matplotlib", "tqdm"]):
-        return complain(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     try:
         picture = picture_path(arguments.out)
     except OSError as error:

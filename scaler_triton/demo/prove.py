@@ -3,17 +3,19 @@
 import re
 from collections.abc import Sequence
 
+from tabulate import tabulate
+
 from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case, shown
 from scaler_triton.demo.rank_process import RankResult
 from scaler_triton.demo.ranks import RankPool, RankTimeout
 from scaler_triton.demo.scalers import load_scalers
-from scaler_triton.words import one_line, table
+from scaler_triton.words import one_line
 
 COLLECTIVE_LIMIT = 10.0  # seconds that a rank waits for the others: a hang becomes an error after that
 CASE_LIMIT = 60.0
 HEAD = ["rank", "scale", "optimizer", "its parameters, or its error"]
-SIDES = ">><<"
+ALIGNMENT = ["right", "right", "left", "left"]
 
 
 def prove(cases: Sequence[Case]) -> int:
@@ -74,19 +76,19 @@ def _run_and_print(case: Case, scaler: str, pool: RankPool) -> str:
     results = run_on_ranks(case, scaler, pool)
     said = wrong(case, results)
     print(load_scalers(scaler).label)
-    print(*table([HEAD, *map(_row, results)], SIDES), sep="\n")
+    print(tabulate([_row(result) for result in results], HEAD, disable_numparse=True, colalign=ALIGNMENT))
     print(f"{f'WRONG: {said}' if said else 'RIGHT'}\n", flush=True)
     return said
 
 
-def _row(result: RankResult) -> list[str]:
+def _row(result: RankResult) -> list[object]:
     if result.error is not None:
-        return [str(result.rank), "-", "error", _shortened(result.error)]
+        return [result.rank, "-", "error", _shortened(result.error)]
     outcome: Outcome = result.value
     done = "stepped" if outcome.stepped else "skipped" if outcome.had_grads else "no grads"
     change = f"-> {outcome.after}" if outcome.stepped else "unchanged"
     broken = "" if outcome.finite else " (NaN or Inf)"
-    return [str(result.rank), shown(outcome.scale), done, f"{outcome.before} {change}{broken}"]
+    return [result.rank, shown(outcome.scale), done, f"{outcome.before} {change}{broken}"]
 
 
 def _shortened(error: str) -> str:

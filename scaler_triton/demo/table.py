@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from tabulate import tabulate
+
 from scaler_triton.demo.checks import mean_losses
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.trace import Trace
-from scaler_triton.words import table
 
 FULL_TABLE = 16  # runs with more steps show only the rows in which something happens
 
@@ -13,11 +14,12 @@ FULL_TABLE = 16  # runs with more steps show only the rows in which something ha
 def steps_table(config: DemoConfig, ranks: Sequence[Trace]) -> str:
     """Return each step, from 1 on, with its loss, scale, skips and whose shard was bad; `a / b` where ranks differ."""
     losses = mean_losses(ranks)
-    rows = [("step", "loss", "scale", "skipped", "bad shard on rank")]
-    for step in _steps_to_show(config, ranks):
-        bad = str(config.bad_shards.get(step, ""))
-        rows.append((str(step + 1), f"{losses[step]:.3f}", _scale(ranks, step), _skipped(ranks, step), bad))
-    return "\n".join(table(rows, ">>><^"))
+    rows = [
+        (step + 1, f"{losses[step]:.3f}", _scale(ranks, step), _skipped(ranks, step), config.bad_shards.get(step, ""))
+        for step in _steps_to_show(config, ranks)
+    ]
+    head = ["step", "loss", "scale", "skipped", "bad shard on rank"]
+    return str(tabulate(rows, head, disable_numparse=True, colalign=("right", "right", "right", "left", "center")))
 
 
 def _steps_to_show(config: DemoConfig, ranks: Sequence[Trace]) -> list[int]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("tabulate")
+
 from scaler_triton.demo import prove as proving
 from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case, Right, cases_table, list_cases

@@ -41,6 +41,7 @@ def test_too_few_or_too_many_steps_are_refused(steps: str, capsys: pytest.Captur
 
 
 def test_an_unknown_case_is_named_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tabulate")
     assert cli.main(["demo", "--prove", "no-such"]) == 2
     said = capsys.readouterr().err
     assert "no-such" in said
@@ -48,6 +49,7 @@ def test_an_unknown_case_is_named_with_the_known_ones(capsys: pytest.CaptureFixt
 
 
 def test_prove_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tabulate")
     assert cli.main(["demo", "--prove", "list"]) == 0
     assert "fused-then-plain" in capsys.readouterr().out
 
@@ -59,17 +61,18 @@ def test_prove_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None
 def test_prove_refuses_what_it_would_pass_over(
     words: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("tabulate")
     assert cli.main(["demo", "--prove", "list", *words]) == 2
     assert capsys.readouterr().err == f"scaler_triton: --prove takes no other option, got {named}\n"
 
 
-@pytest.mark.parametrize("absent", ["matplotlib", "tqdm"])
+@pytest.mark.parametrize(("words", "absent"), [([], "matplotlib"), (["--prove", "list"], "tabulate")])
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(
-    absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
-    assert cli.main(["demo"]) == 2
+    assert cli.main(["demo", *words]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert absent in said
@@ -79,7 +82,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(
 def test_a_plot_that_cannot_be_written_is_refused_before_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package in ("matplotlib", "tqdm"):
+    for package in ("matplotlib", "tabulate", "tqdm"):
         pytest.importorskip(package)
     (tmp_path / "file").touch()
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "plot.png")]) == 2
@@ -142,6 +145,7 @@ def test_a_name_that_the_terminal_cannot_show_ends_no_command(tmp_path: Path) ->
 
 @pytest.mark.parametrize("word", ["fused-clip", "all"])
 def test_prove_runs_what_was_named(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tabulate")
     from scaler_triton.demo import cases, prove
 
     asked: list[str] = []

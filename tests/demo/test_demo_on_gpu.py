@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
 
 from scaler_triton.demo.checks import judge
 from scaler_triton.demo.config import DemoConfig

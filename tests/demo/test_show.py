@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 
 from matplotlib.image import imread
