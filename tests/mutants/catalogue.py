@@ -58,7 +58,7 @@ _S = "scaler_triton/"
 MUTANTS = [
     # the step
     Mutant(_S + "grad_scaler.py", "or (args and callable(args[0]))", "", DIFFERENCES),
-    Mutant(_S + "grad_scaler.py", 'state["found_inf_per_device"] = {}  # checked', "pass  # checked", CONTRACT),
+    Mutant(_S + "grad_scaler.py", 'state["found_inf_per_device"] = {}  # checked', "pass  # checked", RANKS),
     Mutant(_S + "grad_scaler.py", "if optimizers.skip_would_corrupt(inner) and", "if False and", STEPS),
     Mutant(_S + "grad_scaler.py", 'state["must_skip"] = factor is not None', 'state["must_skip"] = False', FAILURE),
     Mutant(_S + "grad_scaler.py", "self._enter_unscaled(state)  # the", "pass  # the", RANKS),
@@ -67,6 +67,7 @@ MUTANTS = [
     Mutant(_S + "updating.py", "new_scale = self._checked_scale(new_scale)\n", "pass\n", DIFFERENCES),
     Mutant(_S + "copying.py", "clone.process_group = self.process_group", "pass", GROUPS),
     # unscaling and what happens when it fails
+    Mutant(_S + "unscaling.py", ' or state["verdict"].shared', "", CLIP),
     Mutant(_S + "unscaling.py", 'state["written"] = False', "pass", FAILURE),
     Mutant(_S + "unscaling.py", 'state["written"] = True', "pass", FAILURE),
     Mutant(_S + "agreeing.py", "if written or agreement is not None:", "if agreement is not None:", FAILURE),
