@@ -300,13 +300,13 @@ def fsdp1_with_a_plain_scaler(rank: int, sharding: str) -> tuple[str, float]:
             return str(error), 0.0
 
 
-def fsdp1_and_no_scaling(rank: int, enabled: bool, norm_type: float) -> tuple[float, str]:
+def fsdp1_and_no_scaling(rank: int, kind: str, enabled: bool, norm_type: float) -> tuple[float, str]:
     """FSDP1 inside of a plain module, the scaler on or off: the norm, and what `error_if_nonfinite` says of an inf."""
     model = nn.Sequential(model_cases.WRAPPERS["fsdp1-full"](model_cases.Net(), False))
-    scaler, optimizer = cases.new_scaler("sharded", enabled=enabled), cases.new_optimizer("sgd", model.parameters())
+    scaler, optimizer = cases.new_scaler(kind, enabled=enabled), cases.new_optimizer("sgd", model.parameters())
     _backward(model, optimizer, (0, 1), 0, scaler)
     norm = scaler.clip_grad_norm_(optimizer, 1e9, norm_type, model=model).item()
-    scaler = cases.new_scaler("sharded", enabled=enabled)
+    scaler = cases.new_scaler(kind, enabled=enabled)
     _backward(model, optimizer, (0, 1), 0, scaler)
     if rank == 1:
         next(p.grad for p in model.parameters() if p.grad is not None and p.numel()).view(-1)[0] = math.inf

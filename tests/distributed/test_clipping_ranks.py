@@ -250,9 +250,11 @@ def test_a_plain_scaler_clips_no_shards_by_their_own_norms(two, sharding):
         assert text.startswith("process_group is needed: parameter 0 is FullyShardedDataParallel's, cut into 2 pieces")
 
 
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_a_disabled_scaler_clips_fsdp1_by_the_norm_of_the_whole(two, norm_type):
-    on, off = (two.run(clipping_cases.fsdp1_and_no_scaling, enabled, norm_type) for enabled in (True, False))
+def test_a_disabled_scaler_clips_fsdp1_by_the_norm_of_the_whole(two, kind, norm_type):
+    on = two.run(clipping_cases.fsdp1_and_no_scaling, "sharded", True, norm_type)
+    off = two.run(clipping_cases.fsdp1_and_no_scaling, kind, False, norm_type)
     assert off[0][0] == off[1][0] == pytest.approx(on[0][0], rel=1e-6)
     for _, said in (*on, *off):
         assert said.startswith(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite")
