@@ -1,6 +1,8 @@
 """`python -m scaler_triton demo`: the arguments, and what is checked before torch is imported."""
 
 import argparse
+import shutil
+import sys
 from pathlib import Path
 
 from scaler_triton.console import complain, missing_packages
@@ -61,7 +63,7 @@ def _prove(name: str) -> int:
     from scaler_triton.demo.prove import prove
 
     if name == "list":
-        print(list_cases())
+        print(list_cases(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
         return 0
     if name != "all" and name not in CASES:
         return complain(f"--prove {name}: no such case; one of {', '.join(CASES)}, list, all")

@@ -14,6 +14,7 @@ import pytest
 
 from scaler_triton import cli
 from scaler_triton.demo import command
+from scaler_triton.demo.cases import CASES, list_cases
 
 PACKAGE = Path(cli.__file__).parent
 
@@ -52,6 +53,13 @@ def test_prove_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None
     pytest.importorskip("tabulate")
     assert cli.main(["demo", "--prove", "list"]) == 0
     assert "fused-then-plain" in capsys.readouterr().out
+
+
+def test_the_list_of_cases_breaks_between_words_in_a_terminal() -> None:
+    whole, broken = list_cases().splitlines(), list_cases(80).splitlines()
+    assert len(whole) == len(CASES) < len(broken)
+    assert max(map(len, broken)) <= 80
+    assert " ".join(" ".join(broken).split()) == " ".join(" ".join(whole).split())
 
 
 @pytest.mark.parametrize(
