@@ -95,6 +95,9 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_training(
     (tmp_path / "file").touch()
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "plot.png")]) == 2
     assert "cannot write there" in capsys.readouterr().err
+    assert cli.main(["demo", "--out", str(tmp_path / "plot.jpg")]) == 2
+    assert "plot.jpg: must be a .png file or a folder" in capsys.readouterr().err
+    assert not (tmp_path / "plot.jpg").exists()
 
 
 def test_the_plot_goes_into_a_folder_or_to_a_file(tmp_path: Path) -> None:
