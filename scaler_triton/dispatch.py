@@ -102,7 +102,8 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
     except Exception as cause:
         reason = f"{type(cause).__name__}: {cause}"
         if requested == "triton":
-            raise RuntimeError(f"backend='triton' does not work for {place}: {reason}") from cause
+            remedy = f"backend='auto' or {ENV_VARIABLE}=auto takes torch's ops there"
+            raise RuntimeError(f"backend='triton' does not work for {place}: {reason}; {remedy}") from cause
         _warn_once(device, f"Triton does not work for {place}, so torch's own ops are used there ({reason})")
         return _logged(place, "torch", reason)
     return _logged(place, "triton", f"{requested}, and a trial run was right")

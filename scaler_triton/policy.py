@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from scaler_triton.words import one_line
+
 # 1 / scale is finite for every scale from the smallest normal fp32 number up to the largest.
 MIN_SCALE = 2.0**-126
 MAX_SCALE = torch.finfo(torch.float32).max
@@ -83,7 +85,7 @@ def check_norm_type(value: Any, *, positive: bool) -> float:
     try:
         order = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"norm_type must be a number, got {value!r}") from None
+        raise TypeError(f"norm_type must be a number, got {one_line(repr(value))}") from None
     if math.isnan(order) or order == 0 or (positive and order < 0):
         raise ValueError(f"norm_type must be {'> 0' if positive else 'a number other than 0'}, got {value!r}")
     return order
@@ -92,7 +94,7 @@ def check_norm_type(value: Any, *, positive: bool) -> float:
 def check_bool(value: Any, name: str) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {one_line(repr(value))}")
     return value
 
 
@@ -126,7 +128,7 @@ def device_type(device: str | torch.device) -> str:
     try:
         return torch.device(device).type
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must name a torch device, got {device!r}") from error
+        raise ValueError(f"device must name a torch device, got {one_line(repr(device))}") from error
 
 
 def _as_float(value: Any, name: str) -> float:
@@ -135,7 +137,7 @@ def _as_float(value: Any, name: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a number, got {value!r}") from error
+        raise TypeError(f"{name} must be a number, got {one_line(repr(value))}") from error
     except OverflowError as error:
         raise ValueError(f"{name} must be a positive finite fp32 number, got {value!r}") from error
 
@@ -144,4 +146,4 @@ def _as_int(value: Any, name: str) -> int:
     try:
         return operator.index(value)
     except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {value!r}") from error
+        raise TypeError(f"{name} must be an int, got {one_line(repr(value))}") from error

@@ -68,16 +68,17 @@ class UnscalingMixin(AgreeingMixin):
             state["unscaled_flag"] = self._left_unscaled.recall(optimizer)  # with it nothing is divided
             self.unscale_(optimizer)
 
-    def _check_order(self, state: StepState, *, again: bool = False) -> None:
+    def _check_order(self, state: StepState, *, again: bool = False, hint: str = "") -> None:
         """Raise torch's errors of order, before any reduction.
 
         Args:
             again: gradients that are unscaled already may be clipped again, unless that is left to the step.
+            hint: follows the text that says that they are unscaled already.
         """
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+            raise RuntimeError(f"unscale_() has already been called on this optimizer since the last update().{hint}")
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True) -> Flags:
         """Unscale on this rank only, and return a flag for each device that holds gradients.

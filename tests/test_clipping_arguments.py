@@ -10,6 +10,7 @@ import pytest
 import torch
 from clipping_setup import PLACES, grads, scaler_on
 from helpers import Place, sgd, started
+from torch import nn
 
 from scaler_triton import GradScaler
 
@@ -21,7 +22,8 @@ from scaler_triton import GradScaler
         ((math.nan,), {}, "^max_norm must be a number >= 0, got nan"),
         ((1.0, 0.0), {}, "^norm_type must be > 0, got 0.0"),
         ((1.0,), {"defer": True}, r"^defer=True needs optimizers that take grad_scale \(fused=True\), got SGD"),
-        ((1.0, 1.0), {"defer": True}, "^defer=True clips all gradients by norm_type 2.0"),
+        ((1.0, 1.0), {"defer": True}, "^defer=True clips all gradients by norm_type 2.0, got norm_type 1.0$"),
+        ((1.0,), {"defer": True, "parameters": []}, "^defer=True clips all gradients by .* 2.0, got parameters=$"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_changes(arguments: Any, options: Any, text: str) -> None:
@@ -52,6 +54,7 @@ class AnyNumber:
         ({"max_norm": AnyNumber()}, "^max_norm must be a number, got <any number>$"),
         ({"max_norm": torch.ones(2)}, r"^max_norm must be a number, got tensor\(\[1., 1.\]\)$"),
         ({"norm_type": None}, "^norm_type must be a number, got None$"),
+        ({"norm_type": nn.Sequential(nn.ReLU())}, r"^norm_type must be a number, got Sequential\( \(0\): ReLU\(\) \)$"),
         ({"model": "net"}, "^model must be a module, got str$"),
         ({"parameters": [("weight", torch.ones(3))]}, "^parameters must be tensors, got tuple$"),
         ({"parameters": 2.0}, "^parameters must be tensors, got float$"),

@@ -29,7 +29,7 @@ ALLOWED = {
     "placement": set(),
     "batch": {"inverse", "neighbours"},
     "gradients": {"placement"},
-    "policy": set(),
+    "policy": {"words"},
     "mirror": set(),
     "cuda_graphs": set(),
     "limits": {"policy", "stats"},
@@ -143,7 +143,7 @@ ALLOWED = {
         "collectives",
         "placement",
     },
-    "clipping/arguments": {"callers", "optimizers", "policy"},
+    "clipping/arguments": {"callers", "optimizers", "policy", "words"},
     "clipping/copies": {"collectives", "placement"},
     "clipping/parts": {"clipping/rank_norms", "optimizers", "step_state", "unscaling", "verdict"},
     "clipping/at_once": {

@@ -29,6 +29,10 @@ NO_NUMBERS = (
     "Ranks are told by the word rank in the files' names; where else their numbers stand, say with {rank}, "
     "as in --pattern 'model-{rank}-of-4.pt'."
 )
+ONE_COPY = (
+    "The .distcp files are of torch.distributed.checkpoint, which keeps one copy of what all ranks hold alike: "
+    "a split does not show there."
+)
 
 Files = dict[str, dict[int, Path]]  # by name with * for the rank, then by rank
 
@@ -82,9 +86,14 @@ def audit_files(folder: Path, files: Files, pattern: str = PATTERN) -> AuditRepo
             speaking.append(name)
             states.update({rank: _joined(states.get(rank), state) for rank, state in found.items()})
     subject = f"{one_line(', '.join(speaking) or 'no states of ranks')} in {one_line(folder)}"
-    unnumbered = f"No file of torch.save matches {one_line(pattern)}." if "{rank}" in pattern else NO_NUMBERS
-    notes = _notes(states) if files else [unnumbered, ONE_FOR_ALL]
+    notes = _notes(states) if files else [_why_no_files(folder, pattern), ONE_FOR_ALL]
     return judge(_simply_named([states[rank] for rank in sorted(states)]), notes, subject)
+
+
+def _why_no_files(folder: Path, pattern: str) -> str:
+    if any(folder.rglob("*.distcp")):
+        return ONE_COPY
+    return f"No file of torch.save matches {one_line(pattern)}." if "{rank}" in pattern else NO_NUMBERS
 
 
 def _glob(pattern: str) -> str:

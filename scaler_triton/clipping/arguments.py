@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from scaler_triton import callers, policy
 from scaler_triton.optimizers import unwrap
+from scaler_triton.words import one_line
 
 
 class Request(NamedTuple):
@@ -89,7 +90,7 @@ def _checked_bound(max_norm: float) -> float:
         is_bound = bool(max_norm >= 0)  # False for NaN
         bound = float(max_norm)  # now: an array or a huge int shows only here that it cannot be used
     except (TypeError, ValueError, RuntimeError):  # the last two: of several numbers
-        raise TypeError(f"max_norm must be a number, got {max_norm!r}") from None
+        raise TypeError(f"max_norm must be a number, got {one_line(repr(max_norm))}") from None
     if not is_bound:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
     return bound

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
 
 
+UNSCALES_ITSELF = " clip_grad_norm_ unscales, too: call one of the two, once per step."
+
+
 class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
     """`clip_grad_norm_`: what `unscale_` and torch's clipping do, with fewer passes and reductions."""
 
@@ -76,7 +79,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
             self._initialised_scale("clip_grad_norm_", self._tell_of_no_scale, together, request, at_once, defer)
             for each in together:
-                self._check_order(self._state(each), again=request.chosen is not None)
+                self._check_order(self._state(each), again=request.chosen is not None, hint=UNSCALES_ITSELF)
             if defer:
                 self._check_deferrable(together, request)
             parts, agreement = self._parts_of(together, request, at_once)
@@ -105,7 +108,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         if self._new_agreement(all_parameters(optimizers)) is None:
             return  # before a look, which would leave a state
         for optimizer in optimizers:
-            self._check_order(self._state(optimizer), again=True)
+            self._check_order(self._state(optimizer), again=True, hint=UNSCALES_ITSELF)
         if defer:
             self._check_deferrable(optimizers, request)
         self._tell_of_failure(optimizers, request, at_once)
@@ -133,7 +136,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
 
     def _check_deferrable(self, optimizers: Sequence[Any], request: Request) -> None:
         if not request.is_whole:
-            raise ValueError("defer=True clips all gradients by norm_type 2.0, got another norm_type or parameters=")
+            got = "parameters=" if request.chosen is not None else f"norm_type {request.norm_type}"
+            raise ValueError(f"defer=True clips all gradients by norm_type 2.0, got {got}")
         for optimizer in optimizers:
             if not takes_factor(optimizer):
                 name = type(optimizer).__name__

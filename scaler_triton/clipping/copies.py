@@ -37,7 +37,7 @@ def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: 
     if ranks == 1 and not (several_ranks() and has_fsdp1(parameters)):
         return [1] * len(parameters)
     shards = _fsdp1_shards(model)
-    return [_copies_of_one(index, parameter, ranks, shards) for index, parameter in enumerate(parameters)]
+    return [_copies_of_one(index, parameter, ranks, shards, model) for index, parameter in enumerate(parameters)]
 
 
 def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:
@@ -76,13 +76,18 @@ def copies_of_gradient(count: int, parameter: Tensor, pieces: int) -> int:
     return count * cut_into(parameter) // pieces
 
 
-def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int]) -> int:
+def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int], model: nn.Module | None) -> int:
     placed = placing(parameter)
     if placed is not None:
         return max(1, ranks // cut_into(placed))
     if not is_fsdp1(parameter):
         return ranks
     if id(parameter) not in shards:
+        if model is not None:
+            raise ValueError(
+                "model must be the FullyShardedDataParallel module or one around it, "
+                f"got {type(model).__name__} in which no FSDP module holds parameter {index}"
+            )
         raise ValueError(
             f"model is needed: parameter {index} is FullyShardedDataParallel's, which does not tell how it is sharded; "
             "pass model= the module that holds the FSDP modules"

@@ -1,5 +1,6 @@
 """The registry of torch's known defects: `--prove` runs it, the README's table is made from it."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import frexp
@@ -157,10 +158,13 @@ CASES = {
 }
 
 
-def list_cases() -> str:
-    """Return the names and summaries, a line each."""
-    width = max(map(len, CASES))
-    return "\n".join(f"{case.name:{width}}  {case.summary}" for case in CASES.values())
+def list_cases(columns: int | None = None) -> str:
+    """Return the names and summaries, a line each, or several of at most `columns` characters."""
+    width = max(map(len, CASES)) + 2
+    lines = [f"{case.name:{width}}{case.summary}" for case in CASES.values()]
+    if columns is None:
+        return "\n".join(lines)
+    return "\n".join(textwrap.fill(line, max(columns, 2 * width), subsequent_indent=" " * width) for line in lines)
 
 
 def cases_table() -> str:

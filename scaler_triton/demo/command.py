@@ -1,6 +1,8 @@
 """`python -m scaler_triton demo`: the arguments, and what is checked before torch is imported."""
 
 import argparse
+import shutil
+import sys
 from pathlib import Path
 
 from scaler_triton.console import complain, missing_packages
@@ -12,6 +14,7 @@ MODES = {
     "fsdp1": "FullyShardedDataParallel",
     "fsdp2": "fully_shard (default)",
 }
+OTHER_PICTURES = (".gif", ".jpeg", ".jpg", ".pdf", ".svg", ".webp")
 FEWEST_STEPS = 6  # three of them are skipped, and the loss must fall in the others
 MOST_STEPS = 128  # rounding alone drives two long runs apart (demo/checks.py, TOLERANCE)
 
@@ -37,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         if ignored := _given_beside(arguments, "prove"):
             return complain(f"--prove takes no other option, got {', '.join(ignored)}")
         return _prove(arguments.prove)
+    if arguments.out.suffix.lower() in OTHER_PICTURES and not arguments.out.is_dir():
+        return complain(f"--out {arguments.out}: must be a .png file or a folder")
     try:
         picture = picture_path(arguments.out)
     except OSError as error:
@@ -61,7 +66,7 @@ def _prove(name: str) -> int:
     from scaler_triton.demo.prove import prove
 
     if name == "list":
-        print(list_cases())
+        print(list_cases(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
         return 0
     if name != "all" and name not in CASES:
         return complain(f"--prove {name}: no such case; one of {', '.join(CASES)}, list, all")

@@ -98,7 +98,8 @@ def _check(accelerator: Any) -> None:
         kind = accelerator.distributed_type.value
         raise ValueError(f"accelerator must be of a distributed_type that uses torch's scaler, got {kind}")
     if accelerator.mixed_precision != "fp16":
-        raise ValueError(f"accelerator must have mixed_precision='fp16', got {accelerator.mixed_precision!r}")
+        why = ": bf16 needs no scaler" if accelerator.mixed_precision == "bf16" else ""
+        raise ValueError(f"accelerator must have mixed_precision='fp16', got {accelerator.mixed_precision!r}{why}")
 
 
 def _check_unprepared(accelerator: Any) -> None:

@@ -151,6 +151,14 @@ def test_numbers_that_are_no_ranks_raise_no_alarm(tmp_path: Path, command: Comma
     assert ("--pattern 'model-{rank}-of-4.pt'" in text) != ("rank0.pt" in names)
 
 
+@pytest.mark.parametrize("words", [[], ["--pattern", "__{rank}_0.distcp"]])
+def test_a_distributed_checkpoint_is_said_to_hold_one_copy(tmp_path: Path, command: Command, words: list[str]) -> None:
+    save(tmp_path, {f"step-8/__{rank}_0.distcp": scaler_state(2.0**rank) for rank in range(2)})
+    status, text = command(*words)
+    assert (status, "keeps one copy of what all ranks hold alike" in text) == (2, True)
+    assert "model-{rank}-of-4" not in text
+
+
 def test_states_without_scaler_and_optimizer_say_nothing(tmp_path: Path, command: Command) -> None:
     save(tmp_path, {f"model_rank{rank}.pt": {"w": torch.ones(3)} for rank in range(2)})
     save(tmp_path, {f"tensor_rank{rank}.pt": torch.ones(3) for rank in range(2)})

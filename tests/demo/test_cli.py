@@ -14,6 +14,7 @@ import pytest
 
 from scaler_triton import cli
 from scaler_triton.demo import command
+from scaler_triton.demo.cases import CASES, list_cases
 
 PACKAGE = Path(cli.__file__).parent
 
@@ -54,6 +55,13 @@ def test_prove_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None
     assert "fused-then-plain" in capsys.readouterr().out
 
 
+def test_the_list_of_cases_breaks_between_words_in_a_terminal() -> None:
+    whole, broken = list_cases().splitlines(), list_cases(80).splitlines()
+    assert len(whole) == len(CASES) < len(broken)
+    assert max(map(len, broken)) <= 80
+    assert " ".join(" ".join(broken).split()) == " ".join(" ".join(whole).split())
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [(["--fsdp1"], "--fsdp1"), (["--optimizer", "sgd"], "--optimizer"), (["--steps", "7"], "--steps")],
@@ -87,6 +95,9 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_training(
     (tmp_path / "file").touch()
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "plot.png")]) == 2
     assert "cannot write there" in capsys.readouterr().err
+    assert cli.main(["demo", "--out", str(tmp_path / "plot.jpg")]) == 2
+    assert "plot.jpg: must be a .png file or a folder" in capsys.readouterr().err
+    assert not (tmp_path / "plot.jpg").exists()
 
 
 def test_the_plot_goes_into_a_folder_or_to_a_file(tmp_path: Path) -> None:

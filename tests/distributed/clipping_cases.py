@@ -394,14 +394,14 @@ def ddp_over_tensor_parallel(rank: int, kind: str) -> tuple[list[float], list[fl
     return norms, expected, scaler.was_skipped(optimizer)
 
 
-def fsdp1_without_model(rank: int) -> str:
-    """An FSDP1 model's optimizer clipped without telling the model."""
+def fsdp1_without_model(rank: int, *, inner: bool = False) -> str:
+    """An FSDP1 model's optimizer clipped without telling the model, or telling only what the model wraps."""
     model = model_cases.WRAPPERS["fsdp1-full"](model_cases.Net(), False)
     scaler = cases.new_scaler("sharded")
     optimizer = cases.new_optimizer("sgd", model.parameters())
     _backward(model, optimizer, (0, 1), 0, scaler)
     try:
-        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.clip_grad_norm_(optimizer, 1.0, model=model.module if inner else None)
     except ValueError as error:
         return str(error)
     return ""

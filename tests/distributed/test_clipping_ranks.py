@@ -237,6 +237,8 @@ def test_flat_parameters_of_fsdp1_over_tensor_parallel_are_refused(four):
 def test_fsdp1_needs_its_model(two):
     for text in two.run(clipping_cases.fsdp1_without_model):
         assert text.startswith("model is needed: parameter 0 is FullyShardedDataParallel's")
+    for text in two.run(clipping_cases.fsdp1_without_model, inner=True):
+        assert text.startswith("model must be the FullyShardedDataParallel module or one around it, got Net in which")
 
 
 @pytest.mark.parametrize("sharding", ["fsdp1-full", "fsdp1-no-shard"])

@@ -294,7 +294,8 @@ class ClippingRules:
             if state["stage"] is OptState.STEPPED:
                 raise RuntimeError("unscale_() is being called after step().")
             if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
-                raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+                already = "unscale_() has already been called on this optimizer since the last update()."
+                raise RuntimeError(already + " clip_grad_norm_ unscales, too: call one of the two, once per step.")
 
     def _check_gradients(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
