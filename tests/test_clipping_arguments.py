@@ -130,6 +130,20 @@ def test_a_module_is_no_parameters() -> None:
         started(GradScaler, "cpu").clip_grad_norm_(sgd([torch.ones(1)]), 1.0, parameters=torch.nn.Linear(1, 1))
 
 
+def test_parameters_that_no_optimizer_holds_are_told_of() -> None:
+    parameters = [torch.ones(1, requires_grad=True)]
+    scaler, optimizer = started(GradScaler, "cpu"), sgd([torch.ones(1)])
+    with pytest.warns(UserWarning, match="No optimizer holds any of `parameters`, no gradient clipping") as warned:
+        assert scaler.clip_grad_norm_(optimizer, 1.0, parameters=parameters).item() == 0.0
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize("parameters", [[], [torch.ones(1)]], ids=["none", "frozen"])
+def test_what_nobody_trains_is_not_told_of(parameters: list[torch.Tensor]) -> None:
+    norm = started(GradScaler, "cpu").clip_grad_norm_(sgd([torch.ones(1)]), 1.0, parameters=parameters)
+    assert norm.item() == 0.0  # and no warning, which would fail the test
+
+
 def test_a_generator_that_was_used_up_is_told_of_as_by_torch() -> None:
     optimizer = sgd([torch.ones(1)])
     used_up = (parameter for parameter in ())

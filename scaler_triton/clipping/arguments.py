@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import GeneratorType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from scaler_triton import callers, policy
-from scaler_triton.optimizers import unwrap
+from scaler_triton.optimizers import parameters_of, unwrap
 from scaler_triton.words import one_line
+
+_NOT_HELD = (
+    "No optimizer holds any of `parameters`, no gradient clipping will occur. Were they taken before FSDP replaced "
+    "the model's?"
+)
 
 
 class Request(NamedTuple):
@@ -56,19 +61,20 @@ def checked_request(
     error_if_nonfinite: bool,
     model: nn.Module | None,
     parameters: Iterable[Tensor] | Tensor | None,
+    optimizers: Sequence[Any],
 ) -> Request:
-    """Return what was asked for.
+    """Return what was asked for; warn if `parameters` are none of the optimizers'.
 
     Raises: ValueError or TypeError naming what cannot be.
     """
-    chosen = _chosen_ids(parameters)
+    chosen = _chosen_ids(parameters, optimizers)
     bound, order = _checked_bound(max_norm), policy.check_norm_type(norm_type, positive=True)
     if not isinstance(model, nn.Module | None):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     return Request(bound, order, error_if_nonfinite, model, chosen)
 
 
-def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None:
+def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None, optimizers: Sequence[Any]) -> set[int] | None:
     if parameters is None:
         return None
     if isinstance(parameters, nn.Module):
@@ -82,7 +88,12 @@ def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None) -> set[int] | None
         warnings.warn(
             "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=callers.stacklevel()
         )
-    return {id(each) for each in chosen}
+    ids = {id(each) for each in chosen}
+    trained = any(each.requires_grad for each in chosen)  # a frozen part of the model is nobody's
+    held = (id(parameter) for each in optimizers for parameter in parameters_of(unwrap(each)))
+    if trained and ids.isdisjoint(held):
+        warnings.warn(_NOT_HELD, stacklevel=callers.stacklevel())
+    return ids
 
 
 def _checked_bound(max_norm: float) -> float:

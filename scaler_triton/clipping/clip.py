@@ -59,7 +59,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 What was deferred is skipped then.
             model: what holds the FSDP1 modules, where parameters are theirs.
             parameters: the ones that the norm is of and that are clipped, of those that the optimizers hold; all
-                gradients are unscaled and checked. The call may be repeated with others.
+                gradients are unscaled and checked. The call may be repeated with others. Warns if they hold none.
             defer: leave the second pass to the optimizer's step, which then unscales and clips; the gradients stay
                 scaled until then, and unscaling, clipping or updating before it raises. For optimizers that take
                 `grad_scale` (`fused=True`).
@@ -72,7 +72,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         """
         together = checked_optimizers(optimizers)
         with torch.no_grad():
-            request = checked_request(max_norm, norm_type, error_if_nonfinite, model, parameters)
+            request = checked_request(max_norm, norm_type, error_if_nonfinite, model, parameters, together)
             if not self._enabled:
                 parameters = all_parameters(together)
                 return clip_unscaled(parameters, request, self.process_group, sharded=self._is_sharded)
