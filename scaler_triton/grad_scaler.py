@@ -153,6 +153,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
                 state["must_skip"] = True
             elif state["stage"] is OptState.READY:
                 state["found_inf_per_device"] = asked
+                state["unscaled_flag"] = None  # by the next call the gradients may be others
             raise
         self._has_stepped(state)
         return result

@@ -227,6 +227,8 @@ class UnscalingMixin(AgreeingMixin):
                 agreement = self._new_agreement(optimizers.parameters_of(optimizers.unwrap(optimizer)))
                 if agreement is not None:
                     self._fail(state, agreement)
+            if state["stage"] is OptState.READY:
+                state["unscaled_flag"] = None  # by the next call the gradients may be others
             raise
 
     def _served_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Sequence[torch.device]:

@@ -226,6 +226,42 @@ def test_18_unscale_by_hand_is_obeyed() -> None:
     assert only(late).grad.tolist() == [8.0 / SCALE / SCALE] * 3  # type: ignore[union-attr]
 
 
+class AskingByArgument(torch.optim.SGD):
+    """Takes the scaler, the older way, and raises before it asks for the flag."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
+        raise OSError("no step")
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
+def test_18_a_step_that_raised_says_nothing_of_the_next_gradients() -> None:
+    late = AskingByArgument([torch.nn.Parameter(torch.zeros(3))], lr=0.5)
+    only(late).grad = torch.full((3,), 8.0)
+    early, scaler = optimizer_of("plain", "cpu"), started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    with pytest.raises(OSError, match="no step"):
+        scaler.step(late)
+    only(late).grad = torch.full((3,), 8.0)
+    scaler.unscale_(late)
+    assert only(late).grad.tolist() == [8.0 / SCALE] * 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_18_a_step_that_was_refused_says_nothing_of_the_next_gradients(kind: str) -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of(kind, "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    scaler.process_group = "no group"
+    with pytest.raises((TypeError, ValueError)):
+        scaler.step(late)
+    scaler.process_group = None
+    only(late).grad = torch.full((3,), 8.0)
+    scaler.unscale_(late)
+    assert only(late).grad.tolist() == [8.0 / SCALE] * 3  # type: ignore[union-attr]
+
+
 def test_18_only_the_next_step_counts_and_nothing_is_kept_alive() -> None:
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
     scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)

@@ -24,10 +24,8 @@ class AfterUnscalingMixin(PartsMixin):
     """Unscales and checks optimizers one by one, then clips what was chosen of them under one norm."""
 
     def _clip_after_unscaling(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> Tensor:
-        failure = self._unscale_each(parts, agreement)
         try:
-            if failure is not None:
-                raise failure
+            self._unscale_each(parts, agreement)
             gradients, terms = self._measure_unscaled(parts, request)
         except Exception:
             if agreement is not None:
@@ -65,8 +63,8 @@ class AfterUnscalingMixin(PartsMixin):
         terms = unknown_terms(request.norm_type, self._scale.device)
         norm_of_terms(terms, request.norm_type, agreement)
 
-    def _unscale_each(self, parts: Sequence[Part], agreement: Agreement | None) -> Exception | None:
-        """Unscale what is not; return the first error: the other ranks wait in reductions that are still to come."""
+    def _unscale_each(self, parts: Sequence[Part], agreement: Agreement | None) -> None:
+        """Unscale what is not; raise the first error after the last: the other ranks wait in the reductions between."""
         first: Exception | None = None
         for part in parts:
             if part.state["stage"] is not OptState.READY:
@@ -77,7 +75,11 @@ class AfterUnscalingMixin(PartsMixin):
                 if agreement is None:
                     raise
                 first = first or error
-        return first
+        try:
+            if first is not None:
+                raise first
+        finally:
+            first = None  # an error that its own frame holds keeps gradients alive until garbage is collected
 
     def _take_flag(self, part: Part, flag: Tensor) -> None:
         """Have an optimizer skip, too, if `flag` is set, which all that are clipped together share."""

@@ -9,7 +9,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -349,6 +349,27 @@ def several_and_then_one(rank: int) -> list[bool]:
     scaler.step(optimizers[0])
     scaler.update()
     return [each() is not None for each in last]
+
+
+def kept_after_an_error(rank: int, order: float) -> list[bool]:
+    """Rank 1's gradient cannot be unscaled: do gradients outlive the error, garbage not collected."""
+    scaler, params = cases.new_scaler("sharded"), [cases.plain_param(3), cases.plain_param(2)]
+    optimizer = cases.new_optimizer("sgd", params)
+    cases.give_grads(scaler, params, 0)
+    if rank == 1:
+        params[1].grad = torch.ones(()).expand(2)
+    gradients = [TensorWeakRef(param.grad) for param in params]
+    gc.disable()
+    try:
+        with suppress(RuntimeError):
+            scaler.clip_grad_norm_(optimizer, 1.0, order)
+        with suppress(RuntimeError):
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return [each() is not None for each in gradients]
+    finally:
+        gc.enable()
 
 
 def fsdp1_over_tensor_parallel(rank: int, orig: bool) -> tuple[list[float], list[float], str]:

@@ -296,3 +296,8 @@ def test_a_look_on_one_rank_overrules_nothing_that_was_clipped_together(two):
 
 def test_optimizers_clipped_together_keep_each_other_not_alive(two):
     assert two.run(clipping_cases.several_and_then_one) == [[False, False]] * 2
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0])
+def test_an_error_keeps_no_gradient_alive(two, order):
+    assert two.run(clipping_cases.kept_after_an_error, order) == [[False, False]] * 2
