@@ -163,7 +163,6 @@ class ExtrasRules:
         state = self._per_optimizer_states[id(optimizer)]
         if self._check_unscaled and state["stage"] is OptState.READY:
             departs(13)
-            state["found_inf_per_device"] = {}
             self.unscale_(optimizer)
         return super()._fused_step(optimizer, *args, **kwargs)
 
