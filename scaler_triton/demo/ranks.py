@@ -103,14 +103,13 @@ class RankPool:
             self._folder = None
 
     def _all_alive(self) -> bool:
-        return bool(self._ranks) and all(rank.process.is_alive() for rank in self._ranks)
+        return len(self._ranks) == self.world_size and all(rank.process.is_alive() for rank in self._ranks)
 
     def _start(self) -> None:
         """Spawn the ranks and wait until all of them are in the group."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
-        with quiet_start():
-            self._ranks = [self._spawn(index, folder) for index in range(self.world_size)]
+        for index in range(self.world_size):  # one by one: an interrupt between them must find those that run
+            self._ranks.append(self._spawn(index, Path(self._folder.name)))
         failed = [result for result in self._collect(START_TIMEOUT) if not result.ok]
         if failed:
             self.close()
@@ -122,7 +121,8 @@ class RankPool:
         log = folder / f"rank{index}.log"
         group = Group(index, self.world_size, self.backend, self.group_timeout, str(folder / "store"))
         process = context.Process(target=serve, args=(group, str(log), theirs), daemon=True)
-        process.start()
+        with quiet_start(log):
+            process.start()
         theirs.close()  # So that the death of the rank is an end of file here.
         return _Rank(index, process, ours, log)
 

@@ -1,21 +1,20 @@
-"""What is set aside while ranks are spawned: threads, networks, the running script, Ctrl-C."""
+"""What is set aside while a rank is spawned: threads, networks, the running script, stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import sys
-import threading
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 
 @contextlib.contextmanager
-def quiet_start() -> Iterator[None]:
-    """Have processes that are started inside use one thread and loopback, and leave the script and Ctrl-C alone."""
-    with _environment(_rank_environment()), _without_main(), _interrupts_ignored():
+def quiet_start(log: Path) -> Iterator[None]:
+    """Have a process that is started inside use one thread and loopback, leave the script alone and write to `log`."""
+    with _environment(_rank_environment()), _without_main(), _stderr_in(log):
         yield
 
 
@@ -42,16 +41,19 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let processes that are started inside ignore Ctrl-C: each would print where in its imports it was."""
-    if threading.current_thread() is not threading.main_thread():  # the only one that may say so
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _stderr_in(log: Path) -> Iterator[None]:
+    """Send the stderr of processes that are started inside to a file: Ctrl-C has each print where in its imports it is.
+
+    To ignore Ctrl-C meanwhile would lose one that comes now.
+    """
+    before = os.dup(2)
     try:
+        with log.open("wb") as stream:
+            os.dup2(stream.fileno(), 2)
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        os.dup2(before, 2)
+        os.close(before)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 
 from scaler_triton.demo import ranks
 from scaler_triton.demo.ranks import RankPool, RankTimeout
+from scaler_triton.demo.spawning import quiet_start
 
 pytestmark = pytest.mark.distributed
 
@@ -122,6 +123,35 @@ def test_ranks_that_cannot_start_say_why_and_leave_no_trace(monkeypatch):
         opened.run(cases.describe)
     assert (opened._ranks, opened._folder) == ([], None)
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_an_interrupt_while_ranks_are_spawned_is_not_lost(tmp_path):
+    before, stderr = signal.signal(signal.SIGINT, signal.default_int_handler), os.fstat(2)
+    try:
+        with pytest.raises(KeyboardInterrupt), quiet_start(tmp_path / "log"):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert os.path.samestat(os.fstat(2), stderr)
+
+
+def test_ranks_that_are_not_all_there_are_replaced(pool, monkeypatch):
+    first = pids(pool)[0]
+    pool.close()
+    spawn = pool._spawn
+
+    def interrupted(index, folder):
+        if index:
+            raise KeyboardInterrupt
+        return spawn(index, folder)
+
+    monkeypatch.setattr(pool, "_spawn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(cases.describe)
+    monkeypatch.undo()
+    (left,) = pool._ranks
+    assert len(set(pids(pool)) - {first, left.process.pid}) == 2
+    assert not left.process.is_alive()
 
 
 def test_a_function_that_ranks_cannot_find_is_an_error_there(pool, monkeypatch):
