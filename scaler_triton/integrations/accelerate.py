@@ -75,7 +75,7 @@ class AcceleratedOptimizer(_Original):  # type: ignore[misc]
 
         That step, of zero gradients at a learning rate of zero, comes when FSDP2's checkpoints are saved or loaded.
         """
-        if not self.optimizer.state and _is_called_from(_STATE_MAKER):
+        if not getattr(self.optimizer, "state", None) and _is_called_from(_STATE_MAKER):
             self.optimizer.step()
         else:
             super().step(closure)

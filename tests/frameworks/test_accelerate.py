@@ -208,6 +208,28 @@ def test_nobody_asks_but_the_scheduler():
             job.scheduler.step()
 
 
+class Offloading(torch.optim.Optimizer):
+    """Has no `state` of its own but an optimizer inside, as torchao's CPUOffloadOptimizer, which skips `__init__`."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside = inside
+        self.state_dict, self.load_state_dict, self.step = inside.state_dict, inside.load_state_dict, inside.step
+
+    param_groups = property(lambda self: self.inside.param_groups)  # type: ignore[assignment]
+
+
+def test_an_optimizer_without_a_state_is_stepped():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer = nn.Linear(2, 1, bias=False)
+    layer, optimizer = accelerator.prepare(layer, Offloading(torch.optim.SGD(layer.parameters(), lr=0.5)))
+    before = layer.weight.detach().clone()
+    backward(accelerator, layer)
+    optimizer.step()
+    assert torch.equal(layer.weight, before - 0.5 * torch.tensor([[3.0, 4.0]]))
+    assert not optimizer.step_was_skipped
+
+
 @pytest.mark.gpu
 def test_nobody_waits_who_does_not_ask_on_a_gpu():
     accelerator = Accelerator(mixed_precision="fp16")

@@ -314,7 +314,12 @@ MUTANTS = [
     Mutant("kernels/update_scale.py", "tl.minimum(successful, _MAX_TRACKER)", "successful", UPDATE),
     # frameworks
     Mutant(_S + "integrations/accelerate.py", "self.scaler.was_skipped(self.optimizer)", "False", ACCELERATE),
-    Mutant(_S + "integrations/accelerate.py", "not self.optimizer.state and _is_called_from(", "(", ACCELERATE),
+    Mutant(
+        _S + "integrations/accelerate.py",
+        'not getattr(self.optimizer, "state", None) and _is_called_from(',
+        "(",
+        ACCELERATE,
+    ),
     Mutant(_S + "integrations/accelerate.py", "_is_called_from(_STATE_MAKER):", "False:", ACCELERATED),
     Mutant(_S + "integrations/accelerate.py", "None if _holds_all(ids, optimizers) else chosen", "chosen", ACCELERATED),
     Mutant(_S + "integrations/accelerate.py", "model=_fsdp1_model(accelerator)", "model=None", ACCELERATED),
