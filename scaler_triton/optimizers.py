@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,17 @@ def unwrap(optimizer: Any) -> Any:
     for _ in range(_WRAPPERS):
         try:
             inner = getattr(optimizer, "optimizer", None)
+            if inner is None or inner is optimizer or not _same_groups(inner.param_groups, optimizer.param_groups):
+                return optimizer
         except Exception:  # a property of another meaning
-            return optimizer
-        if inner is None or inner is optimizer or getattr(inner, "param_groups", None) is not optimizer.param_groups:
             return optimizer
         optimizer = inner
     return outermost
+
+
+def _same_groups(groups: Any, others: Any) -> bool:
+    """Tell whether the groups are the same ones, which a container of optimizers puts into a new list each time."""
+    return groups is others or all(mine is theirs for mine, theirs in itertools.zip_longest(groups, others))
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

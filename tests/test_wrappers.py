@@ -147,6 +147,18 @@ def test_a_container_of_optimizers_steps_as_one(container: type[Container], bad:
     assert values == ([0.0, 0.0] if bad else [-1.0, -0.5])
 
 
+@pytest.mark.parametrize("container", [Container, Chained])
+def test_a_wrapper_around_a_container_shares_its_state(container: type[Container]) -> None:
+    """The same groups may come in a new list each time."""
+    inner = container([sgd([torch.tensor([8.0])]), sgd([torch.tensor([4.0])])])
+    wrapper, scaler = Wrapper(inner), started(GradScaler, "cpu", init_scale=4.0)
+    scaler.clip_grad_norm_(wrapper, 1e9)
+    scaler.step(inner)
+    scaler.update()
+    assert [group["params"][0].item() for group in inner.param_groups] == [-1.0, -0.5]  # divided once
+    assert not scaler.was_skipped(wrapper)
+
+
 def test_containers_without_weak_references_leave_no_plans_behind() -> None:
     scaler = started(GradScaler, "cpu")
     for _ in range(5):
