@@ -38,7 +38,7 @@ class AgreeingMixin(StatesMixin):
 
     def _agreement(self, plan: GradPlan) -> Agreement | None:
         """Return who must agree on an optimizer, None if nobody else."""
-        if not (plan.is_placed or self._is_sharded) and self.process_group is None:
+        if not (plan.is_distributed or self._is_sharded) and self.process_group is None:
             return None
         group, default = self.process_group, collectives.default_group()
         if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:

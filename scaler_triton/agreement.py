@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaler_triton import collectives
-from scaler_triton.placement import placing
+from scaler_triton.placement import dtensor_spec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,8 +90,8 @@ def inferred_agreement(parameters: Iterable[Tensor]) -> Agreement | None:
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
-    placed = (placing(parameter) for parameter in parameters)
-    return list(dict.fromkeys(each.device_mesh for each in placed if each is not None))
+    specs = map(dtensor_spec, parameters)
+    return list(dict.fromkeys(spec.device_mesh for spec in specs if spec is not None))
 
 
 def _mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

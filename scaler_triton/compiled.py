@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import ops
-from scaler_triton.batch import home_of
+from scaler_triton.batch import first_device
 
 # A kernel's table of addresses may be filled anew at every call, so inductor's own CUDA graphs go around the ops.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -53,4 +53,4 @@ def grad_norm(
 def _(
     grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
 ) -> Tensor:
-    return torch.empty((), dtype=torch.float64, device=home_of(grads))
+    return torch.empty((), dtype=torch.float64, device=first_device(grads))

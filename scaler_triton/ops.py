@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import batch_ops, placement, policy, reference_update
-from scaler_triton.batch import Batch, group, home_of
+from scaler_triton.batch import Batch, first_device, group
 from scaler_triton.clipping import clip_ops, reference_norm
 from scaler_triton.dispatch import Backend, check_backend, choose
 from scaler_triton.gradients import check_gradient, check_overlap, sparse_values
@@ -96,7 +96,7 @@ def grad_norm(
     for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
         if scalar is not None:
             _check_scalar(scalar, name)
-    home, requested = home_of(grads), check_backend(backend)
+    home, requested = first_device(grads), check_backend(backend)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     parts: list[Tensor] = []
@@ -175,7 +175,7 @@ def _compiled_norm(
 
     shards = _shards(grads)
     if found_inf is None:  # inductor takes no None where an op that returns something may write
-        found_inf = torch.zeros((), dtype=torch.float32, device=home_of(shards))
+        found_inf = torch.zeros((), dtype=torch.float32, device=first_device(shards))
     norm: Tensor = compiled.grad_norm(shards, found_inf, inv_scale, norm_type, backend)
     return norm
 

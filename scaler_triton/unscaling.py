@@ -150,11 +150,11 @@ class UnscalingMixin(AgreeingMixin):
         plan = state.get("plan") or self._plans.get(optimizer)
         gradients = plan.collect(allow_fp16=allow_fp16)
         pairs = batch_ops.choose_backends(gradients.batches, self._backend)
-        bounds = batch_ops.choose_backends(gradients.bounds, self._backend) if gradients.bounds else ()
+        partials = batch_ops.choose_backends(gradients.partials, self._backend) if gradients.partials else ()
         for batch, backend in pairs:
             flag = flag_on(batch.layout.key.device, flags, found_inf)
             self._run(plan, op, batch, flag, backend, divides=op is not batch_ops.check_batch)
-        for batch, backend in bounds:
+        for batch, backend in partials:
             self._run(plan, batch_ops.check_batch, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
         return flags
 

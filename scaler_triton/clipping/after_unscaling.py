@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters
-from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
+from scaler_triton.clipping.rank_norms import local_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
 from scaler_triton.left_unscaled import has_first
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class AfterUnscalingMixin(PartsMixin):
         flag = self._any_flag(part.state for part in parts)
         unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first_gradient"))]
         parameters, copies = all_parameters([part.optimizer for part in parts]), chain(*(part.copies for part in parts))
-        gradients, counts = held_gradients(parameters, copies, request.chosen)
+        gradients, counts = local_gradients(parameters, copies, request.chosen)
         for part in unscaled:
             self._enter_unscaled(part.state)  # a sum may stand in its first gradient's place
         return gradients, terms_of_norm(gradients, counts, request.norm_type, flag)

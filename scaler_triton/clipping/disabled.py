@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from scaler_triton.agreement import Agreement, inferred_agreement, sharded_agreement
-from scaler_triton.batch import home_of
+from scaler_triton.batch import first_device
 from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import copies_of
-from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm
+from scaler_triton.clipping.rank_norms import local_gradients, multiply_, norm_of_terms, terms_of_norm
 from scaler_triton.collectives import several_ranks
-from scaler_triton.placement import has_fsdp1, placing
+from scaler_triton.placement import dtensor_spec, has_fsdp1
 
 
 def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, *, sharded: bool) -> Tensor:
@@ -39,8 +39,8 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, *,
     agreement = _agreement(parameters, group, together)
     with torch.no_grad():
         copies = copies_of(parameters, agreement, model)
-        gradients, counts = held_gradients(parameters, copies, chosen)
-        nobody = torch.zeros((), dtype=torch.float32, device=home_of(parameters))
+        gradients, counts = local_gradients(parameters, copies, chosen)
+        nobody = torch.zeros((), dtype=torch.float32, device=first_device(parameters))
         norm, _ = norm_of_terms(terms_of_norm(gradients, counts, norm_type, nobody), norm_type, agreement)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise RuntimeError(reference_norm.NONFINITE.format(norm_type))
@@ -52,7 +52,7 @@ def _torch_can_clip(parameters: Sequence[Tensor]) -> bool:
     """Tell whether torch's clipping finds the norm of all, on every rank: only where each holds whole gradients."""
     if has_fsdp1(parameters):
         return not several_ranks()
-    return all(placing(parameter) is None for parameter in parameters)
+    return all(dtensor_spec(parameter) is None for parameter in parameters)
 
 
 def _agreement(parameters: Sequence[Tensor], group: Any, together: bool) -> Agreement | None:

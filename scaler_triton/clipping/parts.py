@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaler_triton.clipping.rank_norms import held_gradients
+from scaler_triton.clipping.rank_norms import local_gradients
 from scaler_triton.optimizers import parameters_of, supports_amp_scaling, unwrap
 from scaler_triton.step_state import StepState
 from scaler_triton.unscaling import UnscalingMixin
@@ -48,7 +48,7 @@ def sum_partial(optimizers: Sequence[Any], chosen: set[int] | None) -> None:
     """Take part in the sums of Partial gradients that are still to come, on a rank that cannot use them."""
     parameters = all_parameters(optimizers)
     with suppress(Exception):  # a bad gradient, whose error is known
-        held_gradients(parameters, [1] * len(parameters), chosen)
+        local_gradients(parameters, [1] * len(parameters), chosen)
 
 
 def all_parameters(optimizers: Sequence[Any]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A norm of any order over gradients that several ranks hold, and clipping by it: a pass each, after unscaling."""
+"""A norm of any order over gradients that are sharded over ranks, and clipping by it: a pass each, after unscaling."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import torch
 from torch import Tensor
 
 from scaler_triton.clipping.copies import copies_of_gradient
-from scaler_triton.gradients import is_yet_a_sum, sparse_values, sum_of
-from scaler_triton.placement import cut_into, is_dtensor, local_tensor
+from scaler_triton.gradients import is_unreduced, reduced, sparse_values
+from scaler_triton.placement import is_dtensor, local_tensor, num_shards
 
 if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
 
 
-def held_gradients(
+def local_gradients(
     parameters: Iterable[Tensor], copies: Iterable[int], chosen: Container[int] | None
 ) -> tuple[list[Tensor], list[int]]:
-    """Return this rank's pieces of the gradients, and how many ranks hold each.
+    """Return this rank's shards of the gradients, and how many ranks hold each.
 
     Args:
-        parameters: whose gradients; what is yet to be summed is replaced by its sum, a collective for a Partial one.
-        copies: of each, how many of the ranks hold the piece of the parameter that this rank has.
-        chosen: the ids of those that count; None: all.
+        parameters: their unreduced gradients are replaced by the sums, which takes a collective for a Partial one.
+        copies: for each parameter, how many of the ranks hold the same shard of it as this rank.
+        chosen: the ids of the parameters that count; None: all.
     """
     gradients, counts = [], []
     for parameter, count in zip(parameters, copies, strict=True):
         if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
             continue
-        if is_yet_a_sum(parameter.grad):
-            parameter.grad = sum_of(parameter.grad)
+        if is_unreduced(parameter.grad):
+            parameter.grad = reduced(parameter.grad)
         local = local_tensor(parameter.grad)
         gradients.append(sparse_values(local) if local.layout is torch.sparse_coo else local)
         placed = is_dtensor(parameter) and is_dtensor(parameter.grad)
-        counts.append(copies_of_gradient(count, parameter, cut_into(parameter.grad)) if placed else count)
+        counts.append(copies_of_gradient(count, parameter, num_shards(parameter.grad)) if placed else count)
     return gradients, counts
 
 
@@ -68,9 +68,9 @@ def unknown_terms(order: float, device: torch.device) -> Tensor:
 
 
 def norm_of_terms(terms: Tensor, order: float, agreement: Agreement | None) -> tuple[Tensor, Tensor]:
-    """Return the norm of all ranks' gradients together, each piece counted once: one reduction, no host wait.
+    """Return the norm of all ranks' gradients together, each shard counted once: one reduction, no host wait.
 
-        (sum over ranks and pieces of abs(g) ** order / copies) ** (1 / order), for inf the largest abs(g)
+        (sum over ranks and shards of abs(g) ** order / copies) ** (1 / order), for inf the largest abs(g)
 
     Args:
         terms: this rank's, of `terms_of_norm`; written.
