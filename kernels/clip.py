@@ -21,7 +21,7 @@ from scaler_triton.kernels.table import GradTable
 
 @triton.jit(
     do_not_specialize=["max_norm_bits", "ranks"],
-    do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "signals_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "status_ptr"],
 )
 def _clip_kernel(
     address_ptr,
@@ -32,7 +32,7 @@ def _clip_kernel(
     scale_ptr,
     totals_ptr,
     norm_ptr,
-    signals_ptr,
+    status_ptr,
     max_norm_bits: tl.int64,
     ranks: tl.int64,
     DTYPE: tl.constexpr,
@@ -44,7 +44,7 @@ def _clip_kernel(
 
     if tl.program_id(0) == 0:
         tl.store(norm_ptr, norm)
-        _settle(totals_ptr, signals_ptr, ranks)
+        _write_status(totals_ptr, status_ptr, ranks)
     _, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     if (address != 0) & ((inv != 1.0) | (coef != 1.0)):
         body, edges, has_edges = find_chunk(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
@@ -62,13 +62,13 @@ def _clip_kernel(
 
 @triton.jit(
     do_not_specialize=["max_norm_bits", "ranks"],
-    do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "signals_ptr", "factor_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "status_ptr", "factor_ptr"],
 )
-def _defer_kernel(scale_ptr, totals_ptr, norm_ptr, signals_ptr, factor_ptr, max_norm_bits: tl.int64, ranks: tl.int64):
+def _defer_kernel(scale_ptr, totals_ptr, norm_ptr, status_ptr, factor_ptr, max_norm_bits: tl.int64, ranks: tl.int64):
     norm, coef = _norm_and_coefficient(totals_ptr, max_norm_bits)
     tl.store(norm_ptr, norm)
     tl.store(factor_ptr, tl.div_rn(tl.load(scale_ptr), coef))
-    _settle(totals_ptr, signals_ptr, ranks)
+    _write_status(totals_ptr, status_ptr, ranks)
 
 
 @triton.jit
@@ -82,16 +82,16 @@ def _norm_and_coefficient(totals_ptr, max_norm_bits):
 
 
 @triton.jit
-def _settle(totals_ptr, signals_ptr, ranks):
+def _write_status(totals_ptr, status_ptr, ranks):
     """What the ranks' sums tell, if there are ranks: flag, failure, the scales' sum, and how far they lie apart."""
     if ranks != 0:
         scales = tl.load(totals_ptr + SCALES)
         count = ranks.to(tl.float64)
         ratio = scales * tl.load(totals_ptr + SCALES + 1) / (count * count)
-        tl.store(signals_ptr, (tl.load(totals_ptr + FLAG) != 0).to(tl.float32))
-        tl.store(signals_ptr + 1, (tl.load(totals_ptr + FAILED) != 0).to(tl.float32))
-        tl.store(signals_ptr + 2, scales.to(tl.float32))
-        tl.store(signals_ptr + 3, (ratio - 1.0).to(tl.float32))
+        tl.store(status_ptr, (tl.load(totals_ptr + FLAG) != 0).to(tl.float32))
+        tl.store(status_ptr + 1, (tl.load(totals_ptr + FAILED) != 0).to(tl.float32))
+        tl.store(status_ptr + 2, scales.to(tl.float32))
+        tl.store(status_ptr + 3, (ratio - 1.0).to(tl.float32))
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def launch_clip(
     totals: Tensor,
     max_norm: float,
     norm: Tensor,
-    signals: Tensor | None = None,
+    status: Tensor | None = None,
     ranks: int = 0,
 ) -> None:
     """Multiply every gradient of `table` by the inverse scale, then by the coefficient that brings the norm down.
@@ -116,7 +116,7 @@ def launch_clip(
         coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)   # all in fp32
         grad *= 1 / scale   # in fp32 (fp64 gradients: in fp64), rounded once
         grad *= coef        # likewise
-        signals = [totals[1] != 0, totals[2] != 0, totals[3], totals[3] * totals[4] / ranks**2 - 1]   # in fp64
+        status = [totals[1] != 0, totals[2] != 0, totals[3], totals[3] * totals[4] / ranks**2 - 1]   # in fp64
 
     Equivalent PyTorch, to the bit: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by
     an fp32 `coef` as the CPU does it. On a GPU torch rounds `coef` to the gradients' dtype first.
@@ -127,10 +127,10 @@ def launch_clip(
         totals: fp64, [5], on the table's device, read only: the sum of what `launch_sum_of_squares` left on each rank.
         max_norm: >= 0.
         norm: fp32, one element, on the table's device; overwritten, if the table has elements.
-        signals: fp32, [4], likewise; None if `ranks` is 0.
-        ranks: how many were added up; 0: nobody asks for signals, and only the first two totals are read.
+        status: fp32, [4], likewise; None if `ranks` is 0.
+        ranks: how many were added up; 0: nobody asks for status, and only the first two totals are read.
     """
-    table.launch(_clip_kernel, scale, totals, norm, norm if signals is None else signals, _bits(max_norm), ranks)
+    table.launch(_clip_kernel, scale, totals, norm, norm if status is None else status, _bits(max_norm), ranks)
 
 
 def launch_defer(
@@ -139,12 +139,12 @@ def launch_defer(
     max_norm: float,
     norm: Tensor,
     factor: Tensor,
-    signals: Tensor | None = None,
+    status: Tensor | None = None,
     ranks: int = 0,
 ) -> None:
     """Work out the one number by which an optimizer divides gradients that are neither unscaled nor clipped.
 
-        norm, coef, signals = as `launch_clip`
+        norm, coef, status = as `launch_clip`
         factor = scale / coef
 
     Args:
@@ -152,9 +152,9 @@ def launch_defer(
         totals: fp64, on the scale's device, read only, as for `launch_clip`.
         max_norm: >= 0.
         norm, factor: fp32, one element, on the scale's device; overwritten.
-        signals, ranks: as for `launch_clip`.
+        status, ranks: as for `launch_clip`.
     """
-    written = norm if signals is None else signals
+    written = norm if status is None else status
     _defer_on(scale.device)(1, scale, totals, norm, written, factor, _bits(max_norm), ranks)
 
 

@@ -49,7 +49,7 @@ def _probe_norm_and_clip(dtype: torch.dtype, device: torch.device) -> None:
     table = NormTable([view.numel()], dtype, device)
     table.set_addresses([view.data_ptr()])
     found_inf, norm, scale, inv_scale = _floats([0.0, 0.0, 2.0, 1.0], device)
-    totals, signals = torch.ones(5, dtype=torch.float64, device=device), _floats([0.0] * 4, device)
+    totals, status = torch.ones(5, dtype=torch.float64, device=device), _floats([0.0] * 4, device)
     read = f"the norm of {dtype}"
 
     launch_sum_of_squares(table, inv_scale, found_inf, totals, inverse=True)
@@ -61,22 +61,22 @@ def _probe_norm_and_clip(dtype: torch.dtype, device: torch.device) -> None:
     launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
     _expect(read, totals, _floats([float("inf"), 1.0, 0.0, 2.0, 0.5]).double())
     _expect(read, norm, _floats(64.0))
-    launch_clip(table, scale, totals, 32.0, norm, signals, 1)  # only unscaled now
+    launch_clip(table, scale, totals, 32.0, norm, status, 1)  # only unscaled now
 
     want = _floats([16.0, *[2.0] * 64, 16.0])
     want[8] = float("inf")
     _expect(f"clipping of {dtype}", grad.float(), want)
-    _expect(f"clipping of {dtype}", signals, _floats([1.0, 0.0, 2.0, 0.0]))
+    _expect(f"clipping of {dtype}", status, _floats([1.0, 0.0, 2.0, 0.0]))
 
 
 def _probe_defer(device: torch.device) -> None:
     scale, norm, factor = _floats([6.0, 0.0, 0.0], device)
     totals = torch.tensor([64.0, 0.0, 1.0, 3.0, 1.5], dtype=torch.float64, device=device)
-    signals = _floats([0.0] * 4, device)
-    launch_defer(scale, totals, 4.0, norm, factor, signals, 2)
+    status = _floats([0.0] * 4, device)
+    launch_defer(scale, totals, 4.0, norm, factor, status, 2)
     coef = (4.0 / (_floats(8.0) + 1e-6)).clamp(max=1.0)
     _expect("deferred clipping", torch.stack([norm, factor]), torch.stack([_floats(8.0), 6.0 / coef]))
-    _expect("deferred clipping", signals, _floats([0.0, 1.0, 3.0, 0.125]))
+    _expect("deferred clipping", status, _floats([0.0, 1.0, 3.0, 0.125]))
 
 
 def _probe_table_kernels(dtype: torch.dtype, device: torch.device) -> None:

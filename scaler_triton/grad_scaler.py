@@ -107,13 +107,13 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
             return result
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._initialised_scale("step", self._fail_unscaled, optimizer)
+        self._initialised_scale("step", self._fail_unchecked, optimizer)
         state = self._state(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state.get("must_skip"):
             lending.take_back((optimizer, optimizers.unwrap(optimizer)))
-            self._has_stepped(state)
+            self._mark_stepped(state)
             return None
         if state["stage"] is OptState.READY:
             state["unscaled_flag"] = self._left_unscaled.recall(optimizer)
@@ -124,10 +124,10 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        self._has_stepped(state)
+        self._mark_stepped(state)
         return result
 
-    def _has_stepped(self, state: StepState) -> None:
+    def _mark_stepped(self, state: StepState) -> None:
         state["stage"] = OptState.STEPPED
         # What a weak reference holds cannot be swapped, as `model.cpu()` does under FSDP2.
         state.pop("first_gradient", None)
@@ -155,7 +155,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
                 state["found_inf_per_device"] = asked
                 state["unscaled_flag"] = None  # by the next call the gradients may be others
             raise
-        self._has_stepped(state)
+        self._mark_stepped(state)
         return result
 
     def _step_by_argument(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         except Exception:
             if not state["found_inf_per_device"]:  # it never asked for the flag that the other ranks wait for
                 with suppress(Exception):  # the optimizer's error is the one to see
-                    self._fail_unscaled(optimizer)
+                    self._fail_unchecked(optimizer)
             raise
         finally:
             state["asked_by_step"] = False
@@ -213,7 +213,7 @@ def _lacks_cuda(device: str) -> bool:
     return lacks
 
 
-untraced.leave_alone(ScalerMixin)
+untraced.skip_tracing(ScalerMixin)
 
 
 class GradScaler(ScalerMixin, torch.amp.GradScaler):

@@ -91,7 +91,7 @@ def first_gradient(optimizer: Any) -> TensorWeakRef | None:
     return None
 
 
-def has_first(optimizer: Any, first: TensorWeakRef | None) -> bool:
+def has_first_gradient(optimizer: Any, first: TensorWeakRef | None) -> bool:
     """Tell whether an optimizer has the gradients still that it had when `first_gradient` was asked."""
     now = None if optimizer is None else first_gradient(optimizer)
     return first is not None and now is not None and first() is now()

@@ -1,4 +1,4 @@
-"""A host copy of a few device numbers, started early and waited for only when somebody reads it."""
+"""HostMirror: an asynchronous host copy of a small device tensor, waited for only when it is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def version_counter(tensor: Tensor) -> int | None:
-    """Return the counter that every write to `tensor` moves on; None for an inference tensor, which has none."""
+    """Return the version counter of `tensor`; None for an inference tensor, which has none."""
     try:
         return tensor._version
     except RuntimeError:
@@ -17,12 +17,12 @@ def version_counter(tensor: Tensor) -> int | None:
 
 
 class HostMirror:
-    """Copies `source` to the host without waiting, as often as asked.
+    """Copies `source` to the host without waiting, any number of times.
 
     Args:
         source: a small tensor on any device, not written. On CUDA a copy goes to pinned memory and an event marks
             its end; elsewhere the source is read when asked for.
-        frozen: elsewhere, too, what is read is what the source held at the last start.
+        frozen: elsewhere, too, `read` returns what the source held at the last `start`.
     """
 
     @torch.inference_mode(False)
@@ -30,7 +30,7 @@ class HostMirror:
         self.source = source
         self._copy = source
         real = type(source) is Tensor  # torch's fake ones have no memory
-        self._view = source.numpy() if source.is_cpu and real else None  # quicker to read, several times
+        self._view = source.numpy() if source.is_cpu and real else None  # several times quicker to read
         self._frozen = frozen
         self._event: torch.cuda.Event | None = None
         if source.is_cuda and real:
@@ -40,7 +40,7 @@ class HostMirror:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Start a copy in the order of the current stream; the one before is overwritten."""
+        """Start a copy on the current stream; it overwrites the one before."""
         if self._event is not None:
             with torch.cuda.device(self.source.device):
                 self._copy.copy_(self.source, non_blocking=True)

@@ -41,23 +41,23 @@ class OverflowMarks:
         self._counters: Tensor | None = None  # on the device: what kernels count generations by
         self._generation: Tensor | None = None  # a view of them: its number, int32, one element
         self._layouts: Sequence[Layout] = ()
-        self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: as of a table
+        self._archived: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: as of a table
         self._replayed: list[_Marks] = []  # as of tables, of such layouts: graphs mark on there
         self._unmarked: set[torch.device] = set()  # where kernels see gradients without marking which
-        self._left: int | Tensor | None = None  # the generation of gradients left unscaled but not stepped
+        self._unstepped: int | Tensor | None = None  # the generation of gradients left unscaled but not stepped
         # int64 [2]: that generation, and the later one whose step was skipped for the same gradients; -1: none.
-        self._again: Tensor | None = None
+        self._repeated: Tensor | None = None
 
-    def follow(self, layouts: Sequence[Layout]) -> None:
+    def track(self, layouts: Sequence[Layout]) -> None:
         """Have kernels mark in the tables of these layouts from now on; what they saw in others before is kept."""
         if self._layouts:
             for positions, bits in [*self._marked()]:
-                self._keep(positions, bits)
+                self._archive(positions, bits)
         self._replayed = [*self._in_graphs()]
         self._layouts = layouts
-        self._show_generation()
+        self._set_generation()
 
-    def expect(self, layout: Layout, counters: Tensor | None) -> None:
+    def prepare(self, layout: Layout, counters: Tensor | None) -> None:
         """Prepare for a kernel that looks at a batch.
 
         Args:
@@ -67,11 +67,11 @@ class OverflowMarks:
         if counters is not None and self._counters is not counters:
             self._counters = counters
             self._generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # an int64's low word comes first
-            self._show_generation()
+            self._set_generation()
         if layout.generation is None:
             self._unmarked.add(layout.key.device)
 
-    def _show_generation(self) -> None:
+    def _set_generation(self) -> None:
         for layout in self._layouts:
             layout.generation = None  # no kernel reads another GPU's memory
             if self._generation is not None and self._generation.device == layout.key.device:
@@ -79,7 +79,7 @@ class OverflowMarks:
                 for table in layout.tables.values():
                     table.generation = self._generation
 
-    def look(self, batch: Batch, generation: int) -> None:
+    def mark_on_host(self, batch: Batch, generation: int) -> None:
         """Mark what is not finite in a batch on the CPU."""
         seen = self._on_host.setdefault(generation, {})
         if len(self._on_host) > _GENERATIONS:
@@ -88,28 +88,28 @@ class OverflowMarks:
             if tensor is not None and (kinds := _kinds_in(tensor)):
                 seen[position] = seen.get(position, 0) | kinds
 
-    def leave(self, generation: int | Tensor) -> None:
+    def note_unstepped(self, generation: int | Tensor) -> None:
         """Note that an update left these gradients unscaled but not stepped."""
-        self._left = generation
+        self._unstepped = generation
 
-    def count_again(self, generation: int | Tensor, flag: Tensor) -> None:
+    def note_repeated_skip(self, generation: int | Tensor, flag: Tensor) -> None:
         """Note that a step of this generation, if `flag` is set, is skipped for gradients left before."""
-        if self._left is not None:
-            again = self._again_on(flag.device)
-            both = torch.stack([_number_on(flag.device, number) for number in (self._left, generation)])
+        if self._unstepped is not None:
+            again = self._repeated_on(flag.device)
+            both = torch.stack([_number_on(flag.device, number) for number in (self._unstepped, generation)])
             torch.where(flag != 0, both, again, out=again)  # in place: replays go on from what those before them left
 
     @torch.inference_mode(False)
-    def _again_on(self, device: torch.device) -> Tensor:
-        if self._again is None or self._again.device != device:
+    def _repeated_on(self, device: torch.device) -> Tensor:
+        if self._repeated is None or self._repeated.device != device:
             refuse_capture(device, "a step of gradients unscaled before an update")
             never = torch.full((2,), -1, dtype=torch.int64, device=device)
-            self._again = never if self._again is None else self._again.to(device)
-        return self._again
+            self._repeated = never if self._repeated is None else self._repeated.to(device)
+        return self._repeated
 
     def of(self, generation: int) -> dict[int, int]:
         """Return the kinds that steps of this generation were judged by, by position, waiting for the device."""
-        left, again = (-1, -1) if self._again is None else self._again.tolist()
+        left, again = (-1, -1) if self._repeated is None else self._repeated.tolist()
         generations = (generation, left) if again == generation else (generation,)
         kinds: dict[int, int] = {}
         for position, seen in self._seen_in(generations):
@@ -140,13 +140,13 @@ class OverflowMarks:
 
     def forget(self) -> None:
         """Forget what was seen in gradients."""
-        self._on_host, self._left = {}, None
-        if self._again is not None:
-            self._again.fill_(-1)
+        self._on_host, self._unstepped = {}, None
+        if self._repeated is not None:
+            self._repeated.fill_(-1)
         for _, bits in self._marked():
             bits.zero_()
 
-    def take(self, other: OverflowMarks, places: Mapping[int, int]) -> None:
+    def copy_from(self, other: OverflowMarks, places: Mapping[int, int]) -> None:
         """Take over what others saw.
 
         Args:
@@ -156,17 +156,17 @@ class OverflowMarks:
             generation: {places[position]: kinds for position, kinds in seen.items() if position in places}
             for generation, seen in other._on_host.items()
         }
-        self._left, self._again = other._left, other._again
+        self._unstepped, self._repeated = other._unstepped, other._repeated
         self._unmarked |= other._unmarked
         for positions, bits in _moved(other._marked(), places):
-            self._keep(positions, bits)
+            self._archive(positions, bits)
         self._replayed += _moved(other._in_graphs(), places)
 
     def _marked(self) -> Iterator[_Marks]:
         """Yield the marks in tables and beyond them."""
         for positions, table in self._tables():
             yield positions, table.bits
-        for kept in self._kept.values():
+        for kept in self._archived.values():
             yield range(self._size), kept
         yield from self._replayed
 
@@ -181,12 +181,12 @@ class OverflowMarks:
                 yield layout.positions, table
 
     @torch.inference_mode(False)
-    def _keep(self, positions: Sequence[int], bits: Tensor) -> None:
+    def _archive(self, positions: Sequence[int], bits: Tensor) -> None:
         """Keep marks beyond their table; positions below 0 are nobody's."""
         refuse_capture(bits.device, "a step with gradients of a new form")
-        if bits.device not in self._kept:
-            self._kept[bits.device] = bits.new_zeros(self._size, bits.shape[1])
-        kept, ours = self._kept[bits.device], [place for place, position in enumerate(positions) if position >= 0]
+        if bits.device not in self._archived:
+            self._archived[bits.device] = bits.new_zeros(self._size, bits.shape[1])
+        kept, ours = self._archived[bits.device], [place for place, position in enumerate(positions) if position >= 0]
         target = torch.tensor([positions[place] for place in ours], device=bits.device, dtype=torch.int64)
         source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]
         held = kept[target]

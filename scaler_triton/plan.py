@@ -75,7 +75,7 @@ class GradPlan:
         """Copy another plan's marks of the parameters that both have."""
         here = {id(parameter): position for position, parameter in enumerate(self.parameters)}
         places = {there: here[id(p)] for there, p in enumerate(other.parameters) if id(p) in here}
-        self.marks.take(other.marks, places)
+        self.marks.copy_from(other.marks, places)
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether `parameters` are the ones this plan was made for, the first still on the same device."""
@@ -218,7 +218,7 @@ class GradPlan:
             layout.numels = [form.signature[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]
-        self.marks.follow(layouts)
+        self.marks.track(layouts)
         self._known.forget()  # they matched the layouts before
         self._first_device = next(iter(every), None)
         self.devices, self._forms, self.layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16

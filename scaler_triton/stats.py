@@ -71,7 +71,7 @@ class Counters:
             self._mirror = None
         return self._values
 
-    def where_they_are(self) -> list[int] | Tensor:
+    def storage(self) -> list[int] | Tensor:
         """Return what `on_host` or `on` returned last."""
         return self._values
 

@@ -8,7 +8,7 @@ from types import FunctionType
 REASON = "a scaler runs beside compiled code, not in it; compiled callers have scaler_triton.ops"
 
 
-def leave_alone(cls: type) -> None:
+def skip_tracing(cls: type) -> None:
     """Have every method that a class and its bases of this package define run uncompiled, and all that it calls.
 
     Equivalent PyTorch: `torch.compiler.disable` on each, but for a wrapper that every call pays, and the import of

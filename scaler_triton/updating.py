@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import batch_ops, dispatch, limits, reference_update
 from scaler_triton.cuda_graphs import is_captured
-from scaler_triton.left_unscaled import has_first
+from scaler_triton.left_unscaled import has_first_gradient
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
@@ -94,13 +94,13 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             return state["skips"]
         verdict = self._verdict(state)
         if verdict is not None:
-            return verdict.last()
+            return verdict.last_flag()
         return any(flag.item() for flag in state["found_inf_per_device"].values())
 
     def _check_streak(self, limit: int, scale: Tensor) -> None:
         if is_captured(scale):
             return
-        seen = self._lagging.push(self._counters.where_they_are())
+        seen = self._lagging.push(self._counters.storage())
         if seen is not None and seen[STREAK] > limit:
             raise SkipStreakError(
                 f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
@@ -133,10 +133,10 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if state["stage"] is not OptState.UNSCALED:
             return None
         owner = state["owner"]()
-        if owner is None or ("first_gradient" in state and not has_first(owner, state["first_gradient"])):
+        if owner is None or ("first_gradient" in state and not has_first_gradient(owner, state["first_gradient"])):
             return None
         if state.get("unscaled_flag") is None:  # else it was left before, and is told of by that
-            self._plans.get(owner).marks.leave(self._counters.skips())
+            self._plans.get(owner).marks.note_unstepped(self._counters.skips())
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("must_skip") else flag
 
@@ -167,11 +167,11 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if buffer is None or rows is None:
             launch(scale, growth_tracker, self._any_flag(states), numbers, counters, 1, clear=False)
             return
-        launch(scale, growth_tracker, buffer.signals, numbers, counters, rows, clear=True)
+        launch(scale, growth_tracker, buffer.status, numbers, counters, rows, clear=True)
         captured = is_captured(scale)
         for verdict in verdicts:
             assert verdict is not None
-            verdict.moved, verdict.cleared = True, not captured
+            verdict.saved, verdict.cleared = True, not captured
 
     def _checked_scale(self, new_scale: Any) -> float:
         if isinstance(new_scale, Tensor) and (

@@ -165,7 +165,7 @@ def test_a_generation_is_read_on_its_own_device_only() -> None:
     here, there = plan.layouts
     for _ in range(2):
         counters = torch.zeros(len(NAMES), dtype=torch.int64)
-        plan.marks.expect(here, counters)
+        plan.marks.prepare(here, counters)
         generation = here.generation
         assert generation.data_ptr() == counters[SKIPPED].data_ptr()
         assert there.generation is None

@@ -14,7 +14,7 @@ from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters
 from scaler_triton.clipping.rank_norms import local_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
-from scaler_triton.left_unscaled import has_first
+from scaler_triton.left_unscaled import has_first_gradient
 
 if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
@@ -30,7 +30,7 @@ class AfterUnscalingMixin(PartsMixin):
         except Exception:
             if agreement is not None:
                 self._skip_together([part.optimizer for part in parts], request.chosen)
-                self._tell_of_no_norm(agreement, request)
+                self._report_unknown_norm(agreement, request)
             raise
         try:
             norm, flag = norm_of_terms(terms, request.norm_type, agreement)
@@ -51,14 +51,14 @@ class AfterUnscalingMixin(PartsMixin):
     def _measure_unscaled(self, parts: Sequence[Part], request: Request) -> tuple[list[Tensor], Tensor]:
         """Return the gradients that were chosen, and this rank's terms of their norm."""
         flag = self._any_flag(part.state for part in parts)
-        unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first_gradient"))]
+        unscaled = [part for part in parts if has_first_gradient(part.optimizer, part.state.get("first_gradient"))]
         parameters, copies = all_parameters([part.optimizer for part in parts]), chain(*(part.copies for part in parts))
         gradients, counts = local_gradients(parameters, copies, request.chosen)
         for part in unscaled:
             self._enter_unscaled(part.state)  # a sum may stand in its first gradient's place
         return gradients, terms_of_norm(gradients, counts, request.norm_type, flag)
 
-    def _tell_of_no_norm(self, agreement: Agreement, request: Request) -> None:
+    def _report_unknown_norm(self, agreement: Agreement, request: Request) -> None:
         """Take part in the reduction that is still to come; the norm is NaN then on all ranks."""
         terms = unknown_terms(request.norm_type, self._scale.device)
         norm_of_terms(terms, request.norm_type, agreement)
@@ -91,5 +91,5 @@ class AfterUnscalingMixin(PartsMixin):
             state.pop("verdict", None)
             state["found_inf_per_device"] = {each: flag.to(each, copy=True) for each in devices}
             return
-        verdict.join(flag)
-        self._leave_flag(part, verdict, devices)
+        verdict.set_shared(flag)
+        self._store_flag(part, verdict, devices)

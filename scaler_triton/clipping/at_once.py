@@ -53,21 +53,21 @@ class AtOnceMixin(PartsMixin):
             self._agree_on_totals(measured, totals, agreement)
             refused = request.error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
             if refused:
-                _settle(measured, totals)
+                _set_from_sums(measured, totals)
                 totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
             if backend is not None:
-                norms_found = [self._leave_to_step(measured, totals, request.max_norm, backend)]
+                norms_found = [self._defer_to_step(measured, totals, request.max_norm, backend)]
             else:
                 norms_found = [norm for each in measured for norm in self._write(each, totals, request.max_norm)]
-            _settle(measured, totals)
+            _set_from_sums(measured, totals)
             for each in measured:
                 self._finish(each, agreement)
         except BaseException:
-            self._leave_nothing(parts, defer)
+            self._skip_all(parts, defer)
             raise
         if refused:
             if defer:
-                self._leave_nothing(parts, defer)
+                self._skip_all(parts, defer)
             raise RuntimeError(reference_norm.NONFINITE.format(2.0))
         return norms_found[0] if norms_found else reference_norm.norm_of(totals)
 
@@ -109,9 +109,9 @@ class AtOnceMixin(PartsMixin):
             if agreement is not None:
                 each.verdict.expect_sums(agreement.size)
             elif len(measured) > 1 and self._served_devices(each.flags, each.part.plan, agreement):
-                each.verdict.join(totals[reference_norm.FLAG])
+                each.verdict.set_shared(totals[reference_norm.FLAG])
 
-    def _leave_to_step(
+    def _defer_to_step(
         self, measured: Sequence[_Measured], totals: Tensor, max_norm: float, backend: dispatch.Backend
     ) -> Tensor:
         """Have the optimizers unscale and clip; return the norm."""
@@ -120,7 +120,7 @@ class AtOnceMixin(PartsMixin):
             each.part.state["deferred"] = factor
         return norm
 
-    def _leave_nothing(self, parts: Sequence[Part], deferred: bool) -> None:
+    def _skip_all(self, parts: Sequence[Part], deferred: bool) -> None:
         for part in parts:
             self._skip(part.state)
             part.state["must_skip"] = deferred  # or an update would wait for the step that clips
@@ -138,7 +138,7 @@ class AtOnceMixin(PartsMixin):
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
         part = each.part
-        self._leave_flag(part, each.verdict, self._served_devices(each.flags, part.plan, agreement))
+        self._store_flag(part, each.verdict, self._served_devices(each.flags, part.plan, agreement))
         self._enter_unscaled(part.state)
 
     def _fail_together(self, optimizers: Sequence[Any], agreement: Agreement) -> None:
@@ -152,10 +152,10 @@ class AtOnceMixin(PartsMixin):
             agreement.sum_(told)
 
 
-def _settle(measured: Sequence[_Measured], totals: Tensor) -> None:
+def _set_from_sums(measured: Sequence[_Measured], totals: Tensor) -> None:
     """Settle by ops the verdicts that no kernel has settled."""
     for each in measured:
-        each.verdict.settle(totals[reference_norm.FLAG :])
+        each.verdict.set_from_sums(totals[reference_norm.FLAG :])
 
 
 def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:

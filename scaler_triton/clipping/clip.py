@@ -77,7 +77,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 parameters = all_parameters(together)
                 return clip_unscaled(parameters, request, self.process_group, sharded=self._is_sharded)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
-            self._initialised_scale("clip_grad_norm_", self._tell_of_no_scale, together, request, at_once, defer)
+            self._initialised_scale("clip_grad_norm_", self._report_missing_scale, together, request, at_once, defer)
             for each in together:
                 self._check_order(self._state(each), again=request.chosen is not None, hint=UNSCALES_ITSELF)
             if defer:
@@ -100,10 +100,10 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             raise
         except Exception:
             with suppress(Exception):  # the first one is the one to see
-                self._tell_of_failure(optimizers, request, at_once)
+                self._report_failure(optimizers, request, at_once)
             raise
 
-    def _tell_of_no_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
+    def _report_missing_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
         """Tell the ranks that wait for this one, unless the call is wrong: that all ranks meet by themselves."""
         if self._new_agreement(all_parameters(optimizers)) is None:
             return  # before a look, which would leave a state
@@ -111,9 +111,9 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             self._check_order(self._state(optimizer), again=True, hint=UNSCALES_ITSELF)
         if defer:
             self._check_deferrable(optimizers, request)
-        self._tell_of_failure(optimizers, request, at_once)
+        self._report_failure(optimizers, request, at_once)
 
-    def _tell_of_failure(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
+    def _report_failure(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
         """Take part in all reductions that the others wait in, without a plan, which may be what failed.
 
         Args:
@@ -132,7 +132,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             if state["stage"] is OptState.READY:
                 self._fail(state, self._new_agreement(all_parameters([optimizer])))
         self._skip_together(optimizers, request.chosen)
-        self._tell_of_no_norm(agreement, request)
+        self._report_unknown_norm(agreement, request)
 
     def _check_deferrable(self, optimizers: Sequence[Any], request: Request) -> None:
         if not request.is_whole:

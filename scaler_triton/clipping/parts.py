@@ -31,9 +31,9 @@ class Part(NamedTuple):
 class PartsMixin(UnscalingMixin):
     """Leaves an optimizer's flag to its step, and makes all optimizers skip."""
 
-    def _leave_flag(self, part: Part, verdict: Verdict, devices: Sequence[torch.device]) -> None:
+    def _store_flag(self, part: Part, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         """Keep the flag for the step, and start its copy if the step will ask for it on the host."""
-        self._keep(part.state, verdict, devices)
+        self._store_verdict(part.state, verdict, devices)
         if not supports_amp_scaling(part.optimizer):
             verdict.start_mirror()
 
