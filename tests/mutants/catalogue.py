@@ -58,7 +58,7 @@ _S = "scaler_triton/"
 MUTANTS = [
     # the step
     Mutant(_S + "grad_scaler.py", "or (args and callable(args[0]))", "", DIFFERENCES),
-    Mutant(_S + "grad_scaler.py", 'state["found_inf_per_device"] = {}  # checked', "pass  # checked", RANKS),
+    Mutant(_S + "grad_scaler.py", 'state["found_inf_per_device"] = {}  # check again', "pass  # check again", RANKS),
     Mutant(_S + "grad_scaler.py", "if optimizers.skip_would_corrupt(inner) and", "if False and", STEPS),
     Mutant(_S + "grad_scaler.py", 'state["must_skip"] = factor is not None', 'state["must_skip"] = False', FAILURE),
     Mutant(_S + "grad_scaler.py", "self._enter_unscaled(state)  # the", "pass  # the", RANKS),
@@ -366,7 +366,7 @@ MUTANTS = [
     Mutant(_S + "clipping/arguments.py", "self.chosen is None and self.norm_type", "self.norm_type", CLIP),
     Mutant(_S + "auditing/comparison.py", "and (among != UNKNOWN) is known", "", AUDITED),
     Mutant(_S + "auditing/report.py", "any(state.error for state in self.ranks)", "False", AUDIT),
-    Mutant(_S + "settings.py", "elsewhere\n        self._numbers_changed()", "elsewhere", EXTRAS),
+    Mutant(_S + "settings.py", "skips\n        self._numbers_changed()", "skips", EXTRAS),
     Mutant(
         _S + "unscaling.py",
         "if self._check_unscaled:",
