@@ -29,7 +29,7 @@ class Inverse:
 
         Returns: fp32, one element, on the scale's device.
         """
-        if not scale.is_cpu or type(scale) is not Tensor:  # nobody can read torch's fake ones
+        if not scale.is_cpu or type(scale) is not Tensor:  # fake tensors cannot be read
             return inverse(scale)
         value = scale.item()
         if value < _LOW:

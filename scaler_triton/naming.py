@@ -1,4 +1,4 @@
-"""What the parameters that optimizers hold are called in their model."""
+"""The names that the parameters of optimizers have in their model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
+# What FSDP1, activation checkpointing and torch.compile add to the names of wrapped modules.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _NO_NAMES = "model must be a module or what its named_parameters() gives"
 
@@ -27,10 +27,10 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def names_by_id(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> dict[int, str]:
-    """Return parameters' names by their ids, without what wrappers have put into them.
+    """Return parameters' names by their ids, without the parts that wrappers add.
 
     Args:
-        model: a module, or what its `named_parameters()` gives; None: nobody has a name.
+        model: a module, or what its `named_parameters()` gives; None: there are no names.
 
     Raises: TypeError naming `model` for what is neither.
     """
