@@ -1,8 +1,8 @@
-"""Unscale and clip in one pass over gradients that were checked: two products, each rounded, one read, one write.
+"""Unscale and clip in one pass over checked gradients: two products, each rounded; one read, one write.
 
-Moves two element widths an element, or none if both factors are 1. The second factor is worked out here, from what
-the pass that reads left and the ranks added up, and so is what the ranks have agreed on: in between nothing is
-launched but their reduction. Where the optimizer is to make both products, one program works out by what.
+Moves two element widths per element, or none if both factors are 1. The clip coefficient and the agreed status are
+computed here, from the totals of the norm's pass after their reduction over the ranks, so nothing else is launched in
+between. For deferred clipping one program computes the factor with which the optimizer does both.
 """
 
 import functools
@@ -56,7 +56,7 @@ def _clip_kernel(
         if has_edges:
             ptrs, mask = edge_ptrs(edges, 128 // DTYPE.primitive_bitwidth)
             edge = tl.load(ptrs, mask=mask, other=0.0)
-            tl.debug_barrier()  # every warp loads these few elements, one stores them: not before all have loaded
+            tl.debug_barrier()  # every warp loads these few elements and one stores them, after all have loaded
             tl.store(ptrs, _clipped(edge, inv, coef), mask=mask)
 
 
@@ -73,17 +73,17 @@ def _defer_kernel(scale_ptr, totals_ptr, norm_ptr, status_ptr, factor_ptr, max_n
 
 @triton.jit
 def _norm_and_coefficient(totals_ptr, max_norm_bits):
-    """The norm in fp32, and torch's factor: max_norm / (norm + 1e-6), a reciprocal and a product; at most 1."""
-    max_norm = max_norm_bits.to(tl.int64).to(tl.float64, bitcast=True)  # the interpreter takes small ones for int32
+    """The norm in fp32, and torch's clip coefficient: max_norm / (norm + 1e-6), by a reciprocal; at most 1."""
+    max_norm = max_norm_bits.to(tl.int64).to(tl.float64, bitcast=True)  # the interpreter makes small ints int32
     norm = tl.sqrt(tl.load(totals_ptr + SQUARES)).to(tl.float32)
     coef = tl.div_rn(1.0, norm + 1e-6) * max_norm.to(tl.float32)
     bad = tl.load(totals_ptr + FLAG) != 0
-    return norm, tl.where(bad | (coef > 1.0), 1.0, coef)  # a NaN is not more than 1, and stays
+    return norm, tl.where(bad | (coef > 1.0), 1.0, coef)  # NaN > 1 is false: NaN stays
 
 
 @triton.jit
 def _write_status(totals_ptr, status_ptr, ranks):
-    """What the ranks' sums tell, if there are ranks: flag, failure, the scales' sum, and how far they lie apart."""
+    """The status from sums over ranks (0: none): flag, failure, the sum of the scales, and their excess."""
     if ranks != 0:
         scales = tl.load(totals_ptr + SCALES)
         count = ranks.to(tl.float64)
@@ -96,7 +96,7 @@ def _write_status(totals_ptr, status_ptr, ranks):
 
 @triton.jit
 def _clipped(grad, inv, coef):
-    """Two products, each rounded to the gradient's dtype, as if it had been stored between them."""
+    """Two products, each rounded to the gradient's dtype."""
     unscaled = narrow(widen(grad) * inv, grad.dtype)
     return narrow(widen(unscaled) * coef, grad.dtype)
 
@@ -110,7 +110,7 @@ def launch_clip(
     status: Tensor | None = None,
     ranks: int = 0,
 ) -> None:
-    """Multiply every gradient of `table` by the inverse scale, then by the coefficient that brings the norm down.
+    """Multiply every gradient of `table` by the inverse scale, then by the clip coefficient.
 
         norm = totals[0].sqrt().float()
         coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)   # all in fp32
@@ -124,11 +124,11 @@ def launch_clip(
     Args:
         table: the gradients, mutated; neither flag nor `bits` are touched.
         scale: fp32, one element, on the table's device, read only.
-        totals: fp64, [5], on the table's device, read only: the sum of what `launch_sum_of_squares` left on each rank.
+        totals: fp64, [5], on the table's device, read only: the ranks' sums of what `launch_sum_of_squares` wrote.
         max_norm: >= 0.
         norm: fp32, one element, on the table's device; overwritten, if the table has elements.
         status: fp32, [4], likewise; None if `ranks` is 0.
-        ranks: how many were added up; 0: nobody asks for status, and only the first two totals are read.
+        ranks: the number of ranks in the sums; 0: no status is written, and only the first two totals are read.
     """
     table.launch(_clip_kernel, scale, totals, norm, norm if status is None else status, _bits(max_norm), ranks)
 
@@ -142,7 +142,7 @@ def launch_defer(
     status: Tensor | None = None,
     ranks: int = 0,
 ) -> None:
-    """Work out the one number by which an optimizer divides gradients that are neither unscaled nor clipped.
+    """Compute the one number by which an optimizer divides gradients to unscale and clip them.
 
         norm, coef, status = as `launch_clip`
         factor = scale / coef
@@ -164,6 +164,6 @@ def _defer_on(device: torch.device) -> launcher.Launch:
 
 
 def _bits(number: float) -> int:
-    """Return an fp64 number as the integer of the same bits: as a float it would be an argument of another kind."""
+    """Return an fp64 number as an int64 of the same bits: a float argument would be passed in fp32."""
     bits: int = struct.unpack("q", struct.pack("d", number))[0]
     return bits

@@ -1,4 +1,4 @@
-"""Can this device run the kernels, and run them right? Found out on scratch, before a gradient is touched."""
+"""A trial run of the kernels on a device, compared with expected values, before they run on gradients."""
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from scaler_triton.kernels.update_scale import (
 
 
 def probe(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels of every step for `device`, run them on a few numbers and compare what comes out; waits.
+    """Compile the kernels of every step for `device`, run them on a few numbers and compare the results; waits.
 
     Args:
         device: a GPU; under TRITON_INTERPRET=1 the CPU.
-        dtype: of gradients; costs three compilations on a fresh machine, the first one five.
+        dtype: of gradients; takes three compilations without a cache, the first dtype five.
 
     Raises:
         RuntimeError: a kernel ran and was wrong, or the kernels do not take tensors on `device`.
@@ -37,7 +37,7 @@ def probe(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def probe_clipping(device: torch.device, dtype: torch.dtype) -> None:
-    """As `probe`, of the kernels that measure a norm and clip by it, which not every run takes."""
+    """As `probe`, for the kernels of norms and clipping."""
     check_device(device)
     _probe_norm_and_clip(dtype, device)
     _probe_defer(device)
@@ -111,7 +111,7 @@ def _probe_update_scale(device: torch.device) -> None:
 
 def _probe_update_rows(device: torch.device) -> None:
     scale, growth_tracker = _floats(8.0, device), torch.ones((), dtype=torch.int32, device=device)
-    # Rows of 4 and, behind them, the last flags: there goes the flag of the second row.
+    # Rows of 4 and, behind them, the last flags, to which the flag of the second row is moved.
     before, after = (torch.zeros(5 * MAX_FLAGS.value, dtype=torch.float32, device="cpu") for _ in range(2))
     before[4], after[4 * MAX_FLAGS.value + 1] = 1.0, 1.0
     flags, counters = before.to(device, copy=True), torch.zeros(N_COUNTERS, dtype=torch.int64, device=device)
@@ -123,7 +123,7 @@ def _probe_update_rows(device: torch.device) -> None:
 
 
 def _floats(values: float | list[float], device: torch.device | str = "cpu") -> Tensor:
-    # Neither a default dtype nor a default device that the user has set may change what is probed.
+    # Whatever default dtype and device the user has set.
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
