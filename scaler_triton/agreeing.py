@@ -75,15 +75,18 @@ class AgreeingMixin(StatesMixin):
     def _warn_of_other_ranks(self, plan: GradPlan) -> None:
         """Warn if another optimizer's flag is reduced over other ranks than this one's: they share one scale."""
         assert plan.agreement is not None
-        *where, mine = plan.agreement
+        group, default, mine = plan.agreement
+        if mine is None or self._warned_apart:
+            return
         for other in self._plans.plans():
-            if mine is None or other.agreement is None or [*other.agreement[:2]] != where or self._warned_apart:
+            if other.agreement is None or other.agreement[:2] != (group, default):
                 continue
             theirs = other.agreement[2]
             if theirs is not None and theirs.ranks != mine.ranks:
                 self._warned_apart = True
                 text = _APART.format(list(theirs.ranks), list(mine.ranks))
                 warnings.warn(text, UserWarning, stacklevel=callers.stacklevel())
+                return
 
     def _initialised_scale(self, funcname: str, report: Callable[..., None], *args: Any) -> Tensor:
         """Return the scale; without one call `report(*args)`, which joins the reductions of other ranks, and raise."""

@@ -104,7 +104,7 @@ class Counters:
 
     def _exchange_copies(self, values: Tensor) -> None:
         if self._mirror is None:
-            self._mirror = HostMirror(values, frozen=True)
+            self._mirror = HostMirror(values)
         elif not self._take_arrived(self._mirror):
             return
         self._mirror.start()
@@ -144,6 +144,6 @@ class Lagging:
 def _started(values: Tensor, done: HostMirror | list[int] | None) -> HostMirror:
     """Return a started copy of `values`, reusing `done` if it is a mirror of them."""
     if not isinstance(done, HostMirror) or done.source is not values:
-        done = HostMirror(values, frozen=True)
+        done = HostMirror(values)
     done.start()
     return done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler
 from scaler_triton.flag_buffer import FlagBuffer
-from scaler_triton.mirror import HostMirror
 from scaler_triton.scale_comparison import write_scales
 from scaler_triton.verdict import Verdict
 
@@ -64,9 +62,8 @@ def test_a_flag_replaced_or_added_is_noticed() -> None:
     ],
 )
 def test_a_flag_written_by_a_collective_is_read_anew(
-    take: Callable[[dict[torch.device, torch.Tensor]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    take: Callable[[dict[torch.device, torch.Tensor]], torch.Tensor],
 ) -> None:
-    monkeypatch.setattr("scaler_triton.verdict.HostMirror", functools.partial(HostMirror, frozen=True))
     verdict = as_on_a_gpu(fresh())
     flags = verdict.serve([CPU])
     verdict.start_mirror()

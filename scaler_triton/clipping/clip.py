@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
 
 
-UNSCALES_ITSELF = " clip_grad_norm_ unscales, too: call one of the two, once per step."
+_UNSCALES_TOO = " clip_grad_norm_ unscales, too: call one of the two, once per step."
 
 
 class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
@@ -79,7 +79,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
             self._initialised_scale("clip_grad_norm_", self._report_missing_scale, together, request, at_once, defer)
             for each in together:
-                self._check_order(self._state(each), again=request.chosen is not None, hint=UNSCALES_ITSELF)
+                self._check_order(self._state(each), again=request.chosen is not None, hint=_UNSCALES_TOO)
             if defer:
                 self._check_deferrable(together, request)
             parts, agreement = self._parts_of(together, request, at_once)
@@ -108,7 +108,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         if self._new_agreement(all_parameters(optimizers)) is None:
             return  # before `_state`, which would create one
         for optimizer in optimizers:
-            self._check_order(self._state(optimizer), again=True, hint=UNSCALES_ITSELF)
+            self._check_order(self._state(optimizer), again=True, hint=_UNSCALES_TOO)
         if defer:
             self._check_deferrable(optimizers, request)
         self._report_failure(optimizers, request, at_once)
