@@ -95,7 +95,7 @@ class AgreeingMixin(StatesMixin):
         try:
             return self._check_scale_growth_tracker(funcname)[0]
         except AssertionError:
-            with suppress(Exception):  # torch's error is the one to see
+            with suppress(Exception):  # torch's error matters more
                 report(*args)
             raise
 

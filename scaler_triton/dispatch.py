@@ -1,4 +1,4 @@
-"""Which backend serves a device: Triton for CUDA, torch for the rest, torch wherever Triton does not work."""
+"""Chooses the backend for a device: Triton for CUDA, torch for the rest and wherever Triton does not work."""
 
 from __future__ import annotations
 

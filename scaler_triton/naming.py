@@ -16,7 +16,7 @@ _NO_NAMES = "model must be a module or what its named_parameters() gives"
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's parameters by name: FSDP2's shards, which optimizers hold, also while they are gathered.
 
-    From a forward on, FSDP2's modules may hold whole parameters in their place until the next backward has ended.
+    From a forward until the end of backward, FSDP2's modules may hold unsharded parameters instead.
 
     Args:
         model: any module; left as it is.
@@ -52,7 +52,7 @@ def _checked_pair(pair: Any) -> tuple[int, str]:
 
 
 def _shards(model: nn.Module) -> dict[int, Tensor]:
-    """Return FSDP2's shards by the ids of what modules hold now; none where this torch keeps them elsewhere."""
+    """Return FSDP2's sharded parameters by the ids of the modules' current ones; empty if this torch lacks the API."""
     try:
         places = [(each._module_info, each.sharded_param) for module in model.modules() for each in _sharded_in(module)]
         return {id(getattr(place.module, place.param_name)): shard for place, shard in places}

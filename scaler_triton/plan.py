@@ -168,12 +168,7 @@ class GradPlan:
 
     def _add_forms(self, gradients: list[Tensor | None], allow_fp16: bool) -> dict[int, Tensor]:
         """Check gradients of a new form and give them slots; remove and return the values of sparse ones."""
-        changed = [
-            (index, placement.local_tensor(gradient))
-            for index, (gradient, form) in enumerate(zip(gradients, self._forms, strict=True))
-            if gradient is not None
-            and (form is None or _signature(gradient) != form.signature or gradient.stride() != form.stride)
-        ]
+        changed = self._changed(gradients)
         if not allow_fp16 and any(gradient.dtype is torch.float16 for _, gradient in changed):
             raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
         for index, gradient in changed:  # all before any is replaced
@@ -192,7 +187,17 @@ class GradPlan:
             self.rebuilds += 1
         return sparse
 
+    def _changed(self, gradients: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+        """Return the index and local tensor of each gradient that has another form than its slot."""
+        return [
+            (index, placement.local_tensor(gradient))
+            for index, (gradient, form) in enumerate(zip(gradients, self._forms, strict=True))
+            if gradient is not None
+            and (form is None or _signature(gradient) != form.signature or gradient.stride() != form.stride)
+        ]
+
     def _values(self, index: int, gradient: Tensor) -> Tensor:
+        """Return the values of a sparse gradient; one in fp16 is replaced by its coalesced form first."""
         if gradient.dtype is torch.float16:
             # The sum of scaled fp16 duplicates may overflow: check the sum.
             gradient = coalesce_fp16(gradient)
