@@ -323,7 +323,7 @@ MUTANTS = [
     Mutant(_S + "integrations/accelerate.py", "    _check_unprepared(accelerator)\n", "", ACCELERATE),
     Mutant(_S + "unscaling.py", 'if state["stage"] is not OptState.UNSCALED:', "if True:", LIGHTNING),
     Mutant(_S + "unscaling.py", "self._left_unscaled.recall(optimizer)  # if", "None  #", LIGHTNING),
-    Mutant(_S + "integrations/backwards.py", "if not unchanged_since(marks, optimizer):", "if False:", LIGHTNING),
+    Mutant(_S + "integrations/backwards.py", "if not unchanged_since(snapshots, optimizer):", "if False:", LIGHTNING),
     Mutant(_S + "states.py", "self._per_optimizer_states.clear()", "pass", LIGHTNING),
     Mutant(_S + "integrations/lightning.py", "model=self._clip_model, ", "", LIGHTNING_RANKS),
     Mutant(_S + "integrations/lightning.py", "or self._no_backward:", "or False:", LIGHTNING),
