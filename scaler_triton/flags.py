@@ -41,8 +41,8 @@ def fp32_on(device: torch.device, number: Tensor) -> Tensor:
     return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
 
 
-class ServedFlags(dict[torch.device, Tensor]):
-    """Flags by device. Records any read: whoever got a flag may write it by a collective, which changes no version."""
+class FlagsByDevice(dict[torch.device, Tensor]):
+    """Flags by device. Records any read: whoever has a flag may write it by a collective, unversioned."""
 
     was_read = False
 

@@ -99,7 +99,7 @@ class StatesMixin(ScalerAttributes):
         if state.get("verdict", verdict) is not verdict:
             state.setdefault("earlier", []).append(state["verdict"])
         state["verdict"] = verdict
-        state["found_inf_per_device"] = verdict.serve(devices)
+        state["found_inf_per_device"] = verdict.copy_to(devices)
 
     def _enter_unscaled(self, state: StepState) -> None:
         """Enter the stage UNSCALED: all gradients are unscaled, or some may be."""

@@ -215,7 +215,7 @@ class UnscalingMixin(AgreeingMixin):
         try:
             if agreement is not None:
                 verdict.agree(agreement)
-            self._store_verdict(state, verdict, self._served_devices(flags, plan, agreement))
+            self._store_verdict(state, verdict, self._flag_devices(flags, plan, agreement))
         except BaseException:
             self._skip(state)
             raise
@@ -236,7 +236,7 @@ class UnscalingMixin(AgreeingMixin):
                 state["unscaled_flag"] = None  # by the next call the gradients may be others
             raise
 
-    def _served_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Sequence[torch.device]:
+    def _flag_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Sequence[torch.device]:
         """Return the devices that need the flag; none if nothing was checked, and step and update will raise."""
         if not flags and agreement is None and not self._is_sharded:
             return ()  # other ranks need the flag even if there are no gradients here

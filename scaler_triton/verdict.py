@@ -13,16 +13,16 @@ from torch import Tensor
 
 from scaler_triton.agreement import Agreement
 from scaler_triton.cuda_graphs import is_captured
-from scaler_triton.flags import Flags, ServedFlags, as_flag
+from scaler_triton.flags import Flags, FlagsByDevice, as_flag
 from scaler_triton.mirror import HostMirror, version_counter
 from scaler_triton.scale_comparison import MAX, Comparison, compare_maxima, compare_sums, constants
 
 if TYPE_CHECKING:
     from scaler_triton.flag_buffer import FlagBuffer
 
-# The status that the ranks all-reduce: the flag, whether a rank failed to check its gradients, and two numbers that
-# differ from each other only if the ranks' scales do. After a MAX reduction these are the maximum of the scales and of
-# their negatives; after a SUM (clipping) the sum of the scales, and `excess` as in `set_from_sums`.
+# The status that the ranks all-reduce: the flag, whether a rank failed to check its gradients, and two numbers by which
+# the scales are compared: after a MAX reduction the maxima of the scales and of their negatives; after a SUM (clipping)
+# the sum of the scales, and `excess` as in `set_from_sums`.
 _FLAG, _FAILED, _SCALES = range(3)
 COLUMNS = 4
 _NO_SCALE = -math.inf
@@ -51,8 +51,8 @@ class Verdict:
         self._compare: Comparison | None = None
         self._mirror: HostMirror | None = None
         self._mirrored = False
-        self._per_device = ServedFlags()
-        self._served: list[Tensor] = []  # keeps their ids from being reused
+        self._per_device = FlagsByDevice()
+        self._flags: list[Tensor] = []  # keeps their ids from being reused
         self._identities: list[int | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Verdict:
@@ -125,19 +125,19 @@ class Verdict:
         below = constants(sums, torch.float64, -1.0)
         torch.addcmul(below, sums[2:3], sums[3:], value=1 / ranks**2, out=self._scales[1:])
 
-    def serve(self, devices: Sequence[torch.device]) -> Flags:
+    def copy_to(self, devices: Sequence[torch.device]) -> Flags:
         """Return the flag on each of `devices`, without duplicates, in their order."""
         flag, home = self.found_inf, self.device
         if devices and devices.count(home) == len(devices):
             flags = {home: flag}
         else:
             flags = {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
-        self._per_device, self._served = ServedFlags(flags), [*flags.values()]
+        self._per_device, self._flags = FlagsByDevice(flags), [*flags.values()]
         self._identities = _identities(flags.values())
         return self._per_device
 
     def owns(self, flags: Flags) -> bool:
-        """Tell whether `flags` is what `serve` returned last, and nobody has replaced or written a flag in it since."""
+        """Tell whether `flags` is what `copy_to` returned last, and no flag in it was replaced or written since."""
         return flags is self._per_device and _identities(dict.values(flags)) == self._identities
 
     def flag(self) -> Tensor:

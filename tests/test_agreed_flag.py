@@ -35,7 +35,7 @@ def as_on_a_gpu(verdict: Verdict) -> Verdict:
 
 def test_flags_are_its_own_until_somebody_writes() -> None:
     verdict = fresh()
-    flags = verdict.serve([CPU])
+    flags = verdict.copy_to([CPU])
     assert verdict.owns(flags)
     assert not verdict.owns(dict(flags))
     flags[CPU].fill_(1.0)
@@ -45,7 +45,7 @@ def test_flags_are_its_own_until_somebody_writes() -> None:
 def test_a_flag_replaced_or_added_is_noticed() -> None:
     for key in (CPU, OTHER):
         verdict = fresh()
-        flags = verdict.serve([CPU])
+        flags = verdict.copy_to([CPU])
         flags[key] = other = torch.zeros(())
         while other._version < verdict.found_inf._version:
             other.zero_()
@@ -65,7 +65,7 @@ def test_a_flag_written_by_a_collective_is_read_anew(
     take: Callable[[dict[torch.device, torch.Tensor]], torch.Tensor],
 ) -> None:
     verdict = as_on_a_gpu(fresh())
-    flags = verdict.serve([CPU])
+    flags = verdict.copy_to([CPU])
     verdict.start_mirror()
     take(flags).data.fill_(1.0)  # like dist.all_reduce, this moves no version on
     assert verdict.owns(flags)
@@ -75,7 +75,7 @@ def test_a_flag_written_by_a_collective_is_read_anew(
 def test_a_flag_that_somebody_summed_over_ranks_stays_one() -> None:
     """torch's fused kernels skip at 1.0 only."""
     verdict = fresh()
-    flags = verdict.serve([CPU])
+    flags = verdict.copy_to([CPU])
     assert verdict.flag() is verdict.found_inf
     flags[CPU].data.fill_(2.0)
     assert verdict.owns(flags)
@@ -105,14 +105,14 @@ def test_a_flag_of_any_device_sets_it_and_none_clears_it(own: float, others: lis
 def test_it_is_served_where_parameters_are_that_have_no_gradient(flags: dict[torch.device, torch.Tensor]) -> None:
     """A fused optimizer's step asks for it there."""
     plan: Any = SimpleNamespace(devices=[CPU, OTHER])
-    devices = started(GradScaler, "cpu")._served_devices(flags, plan, None)
-    assert set(fresh().serve(devices)) == {CPU, OTHER}
+    devices = started(GradScaler, "cpu")._flag_devices(flags, plan, None)
+    assert set(fresh().copy_to(devices)) == {CPU, OTHER}
 
 
 def test_a_write_into_one_row_is_not_taken_for_one_into_another() -> None:
     buffer = FlagBuffer(CPU)
     first, second = fresh(buffer), fresh(buffer)
-    flags = first.serve([CPU])
+    flags = first.copy_to([CPU])
     second.found_inf.fill_(1.0)
     assert first.owns(flags)
     assert buffer.status[:2, 0].tolist() == [0.0, 1.0]

@@ -108,7 +108,7 @@ class AtOnceMixin(PartsMixin):
         for each in measured:
             if agreement is not None:
                 each.verdict.expect_sums(agreement.size)
-            elif len(measured) > 1 and self._served_devices(each.flags, each.part.plan, agreement):
+            elif len(measured) > 1 and self._flag_devices(each.flags, each.part.plan, agreement):
                 each.verdict.set_shared(totals[reference_norm.FLAG])
 
     def _defer_to_step(
@@ -141,7 +141,7 @@ class AtOnceMixin(PartsMixin):
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
         part = each.part
-        self._store_flag(part, each.verdict, self._served_devices(each.flags, part.plan, agreement))
+        self._store_flag(part, each.verdict, self._flag_devices(each.flags, part.plan, agreement))
         self._enter_unscaled(part.state)
 
     def _fail_together(self, optimizers: Sequence[Any], agreement: Agreement) -> None:

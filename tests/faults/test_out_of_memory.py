@@ -185,7 +185,7 @@ def test_every_allocation_of_an_update_by_torchs_ops_on_a_device(flag: float, li
         return
 
 
-@pytest.mark.parametrize("method", ["serve", "add", "start_mirror"])
+@pytest.mark.parametrize("method", ["copy_to", "add", "start_mirror"])
 @PLACES
 def test_after_the_gradients_were_written(place: Place, method: str, monkeypatch: Any) -> None:
     """The flag cannot be copied to a second device or to the host: the retry must not unscale again."""
