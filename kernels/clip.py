@@ -134,13 +134,7 @@ def launch_clip(
 
 
 def launch_defer(
-    scale: Tensor,
-    totals: Tensor,
-    max_norm: float,
-    norm: Tensor,
-    factor: Tensor,
-    status: Tensor | None = None,
-    ranks: int = 0,
+    scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor, factor: Tensor, status: Tensor, ranks: int
 ) -> None:
     """Compute the one number by which an optimizer divides gradients to unscale and clip them.
 
@@ -152,10 +146,9 @@ def launch_defer(
         totals: fp64, on the scale's device, read only, as for `launch_clip`.
         max_norm: >= 0.
         norm, factor: fp32, one element, on the scale's device; overwritten.
-        status, ranks: as for `launch_clip`.
+        status, ranks: as for `launch_clip`; without ranks any tensor, which is not written.
     """
-    written = norm if status is None else status
-    _defer_on(scale.device)(1, scale, totals, norm, written, factor, _bits(max_norm), ranks)
+    _defer_on(scale.device)(1, scale, totals, norm, status, factor, _bits(max_norm), ranks)
 
 
 @functools.cache

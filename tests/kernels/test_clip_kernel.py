@@ -104,14 +104,14 @@ def test_what_an_optimizer_divides_by_is_the_scale_over_the_coefficient(max_norm
             totals = torch.tensor([NAN, squares, flag, NAN, NAN, NAN, NAN], dtype=torch.float64, device=DEVICE)
             out = torch.full((6,), NAN, device=DEVICE)
             with launched("_defer_kernel"):
-                launch_defer(torch.tensor(scale, device=DEVICE), totals[1:6], max_norm, out[1], out[4])
+                launch_defer(torch.tensor(scale, device=DEVICE), totals[1:6], max_norm, out[1], out[4], out, 0)
             norm, coef = expected_coefficient(max_norm, squares, flag)
             want = torch.tensor([NAN, norm, NAN, NAN, torch.tensor(scale) / coef, NAN])
             assert_same(out, want)
 
 
 def settled(how, totals, ranks):
-    """What a pass leaves in the status, and that it writes beside neither them nor the norm."""
+    """What a pass leaves in the status, and that it writes beside neither it nor the norm."""
     totals = torch.tensor(totals, dtype=torch.float64, device=DEVICE)
     out = torch.full((8,), NAN, device=DEVICE)
     norm, status, scale = out[7], out[1:5], torch.ones((), device=DEVICE)
