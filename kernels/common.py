@@ -1,13 +1,13 @@
-"""The vector body that every kernel over a table shares.
+"""What all kernels over a table share: finding a chunk, loading it by whole vectors, checking and marking it.
 
-A program visits one chunk of one tensor. Whatever the tensor's alignment, its body starts at the first
-16-byte boundary and is accessed by whole 16-byte vectors; the fewer than one vector of elements before and
-after it are the edges, visited by the program of chunk 0 in one narrow step. An aligned tensor that ends on
-a vector has none.
+A program processes one chunk of one tensor. Whatever the tensor's alignment, its body starts at the first
+16-byte boundary and is accessed by whole 16-byte vectors; the elements before and after it, fewer than one
+vector each, are the edges, processed by the program of chunk 0 in one narrow step. An aligned tensor that ends
+on a vector has none.
 
-Three things keep the vectors whole, each found by reading PTX: the alignment hint is put on the *pointer*,
-after the cast, which drops what was known of the integer; the bound of the mask is a hinted multiple of the
-vector; one masked path serves full and partial chunks alike (two would double the registers).
+Three things keep the accesses vectorised, each found by reading PTX: the alignment hint is on the *pointer*,
+after the cast, which drops hints on the integer; the bound of the mask is a hinted multiple of the vector; one
+masked path is for full and partial chunks (two would double the registers).
 """
 
 import triton
@@ -15,13 +15,13 @@ import triton.language as tl
 
 from scaler_triton.kernels import launcher
 
-# The interpreter truncates fp32 -> bf16 and converts bf16 subnormals wrongly: there both go by bits.
+# The interpreter truncates fp32 -> bf16 and converts bf16 subnormals wrongly: convert by bits there.
 _BF16_BY_BITS = tl.constexpr(launcher.INTERPRETED)
 
 SAW_NAN = tl.constexpr(1)
 SAW_INF = tl.constexpr(2)
-# Above the kinds stands the generation in which they were seen: how many steps had been skipped before. A tensor has
-# marks of so many of them: a power of 2.
+# A mark has the generation, which is the number of skips before, above the kinds. A tensor has marks of so many
+# generations: a power of 2.
 KIND_BITS = tl.constexpr(2)
 GENERATIONS = tl.constexpr(4)
 GENERATION_MASK = tl.constexpr((1 << 28) - 1)
@@ -42,15 +42,15 @@ def visit_chunk(
     UNROLL: tl.constexpr,
     WRITE: tl.constexpr,
 ):
-    """Flag what is not finite in this program's chunk and, with WRITE, multiply the chunk by `inv`."""
+    """Set the flag if this program's chunk is not finite and, with WRITE, multiply the chunk by `inv`."""
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
 
     tensor, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     if address != 0:
         body, edges, has_edges = find_chunk(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
 
-        # A product is NaN, Inf or finite just as its gradient was, unless the factor is 0 or beyond 1: so the
-        # bits may be read after the stores, or between them, but for such a factor they are read before.
+        # Unless the factor is 0 or beyond 1, a product is NaN, Inf or finite just as its gradient: the chunk may be
+        # read for marks after the stores, or between them; for other factors before.
         keeps_kinds = (not WRITE) | ((tl.abs(inv) <= 1) & (inv != 0))
         if not keeps_kinds:
             mark(bits_ptr, tensor, generation_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
@@ -65,7 +65,7 @@ def visit_chunk(
 
 @triton.jit
 def read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr):
-    """This program's tensor and chunk of it, the tensor's address (0 for none) and its elements: two waits in all."""
+    """This program's tensor and chunk, the tensor's address (0: no gradient) and size: two dependent loads."""
     pid = tl.program_id(0)
     tensor = tl.load(chunk_tensor_ptr + pid)
     index = tl.load(chunk_index_ptr + pid)
@@ -92,7 +92,7 @@ def find_chunk(address, n_elements, index, DTYPE: tl.constexpr, CHUNK_SIZE: tl.c
 
 @triton.jit
 def load_body(body, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
-    """The chunk's body as UNROLL blocks: all are asked for before one is stored, so that many bytes are under way."""
+    """The chunk's body as UNROLL blocks: all loads are issued before the first store, to have many bytes in flight."""
     body_ptr, limit = body
     blocks = ()
     for step in tl.static_range(UNROLL):
@@ -105,7 +105,7 @@ def load_body(body, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
 def _visit_body(body, inv, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr, WRITE: tl.constexpr):
     """NaN if an element of the chunk's body is not finite, else 0; with WRITE the body times `inv`."""
     body_ptr, limit = body
-    # A product with 1 need not be stored: no lane has anything to store then.
+    # A product with 1 need not be stored: then all lanes are masked.
     store_limit = tl.where(inv == 1.0, 0, limit)
     acc = tl.zeros([BLOCK_SIZE], tl.float64 if VEC == 2 else tl.float32)
     grads = load_body(body, BLOCK_SIZE, UNROLL)
@@ -125,7 +125,7 @@ def _visit_edges(edges, inv, VEC: tl.constexpr, WRITE: tl.constexpr):
     grad = tl.load(ptrs, mask=mask, other=0.0)
     x = widen(grad)
     if WRITE:
-        tl.debug_barrier()  # every warp loads these few elements, one stores them: not before all have loaded
+        tl.debug_barrier()  # every warp loads these few elements and one stores them, after all have loaded
         if inv != 1.0:
             tl.store(ptrs, narrow(x * inv, grad.dtype), mask=mask)
     return tl.sum(x * 0.0)
@@ -153,9 +153,9 @@ def mark(
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Add what the chunk holds to its tensor's bits, and return it: the rare path, which reads the chunk once more.
+    """Add the chunk's kinds to its tensor's mark, and return them: the rare path, which reads the chunk once more.
 
-    Bits of a generation GENERATIONS before are forgotten: it stands above them, so a larger one replaces both.
+    A later generation in the same place is the larger number, and replaces the mark.
     """
     body_ptr, limit = body
     kinds = 0
@@ -175,7 +175,7 @@ def mark(
 
 @triton.jit
 def _kinds(grad):
-    """SAW_NAN and SAW_INF of a block as it was loaded, as one int32."""
+    """SAW_NAN and SAW_INF of a loaded block, as one int32."""
     x = widen(grad)
     nan = tl.max((x != x).to(tl.int32), 0)
     inf = tl.max((tl.abs(x) == float("inf")).to(tl.int32), 0)
@@ -184,7 +184,7 @@ def _kinds(grad):
 
 @triton.jit
 def widen(x):
-    """fp16, bf16 and fp32 as fp32, fp64 as it is: the types that torch multiplies in."""
+    """fp16, bf16 and fp32 as fp32, fp64 unchanged: the types in which torch multiplies."""
     if x.dtype == tl.float64:
         return x
     elif _BF16_BY_BITS and x.dtype == tl.bfloat16:

@@ -1,13 +1,13 @@
-"""How many elements one program visits, and with how many warps. Imports no triton."""
+"""LaunchConfig: how many elements one program processes, and with how many warps. Imports no triton."""
 
 from dataclasses import dataclass, fields
 
-# The lanes that a "warp" has here, on every card: `launcher` asks a card with wider ones for fewer.
+# The lanes of a "warp" here, on every GPU: `launcher` uses fewer on one with wider warps.
 WARP_LANES = 32
 # The widest access that one lane can make.
 VECTOR_BYTES = 16
 
-# What a configuration is chosen for: the pass that writes or the one that only reads, and bytes an element.
+# A configuration is chosen for a mode, the pass that writes or the one that only reads, and bytes per element.
 MODES = ("unscale", "check")
 ITEMSIZES = (2, 4, 8)
 
@@ -16,10 +16,10 @@ _LARGEST = {"num_warps": 32, "vectors": 8, "unroll": 16}
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The shape of one program: `num_warps` warps, `unroll` steps, `vectors` 16-byte accesses a lane and step.
+    """The shape of one program: `num_warps` warps, `unroll` steps, `vectors` 16-byte accesses per lane and step.
 
-    The default keeps 16 KB of gradient in a program and, compiled for sm_90, at most 40 registers a lane: 48 of the
-    64 warps of a multiprocessor stay resident, or all of them where 32 are enough, as in passes that only read.
+    By default a program processes 16 KB of gradients and, compiled for sm_90, takes at most 40 registers per lane: 48
+    of a multiprocessor's 64 warps are resident, or all of them in passes that only read, with 32 registers.
 
     Args:
         num_warps: of 32 lanes; a power of two, at most 32.
@@ -45,17 +45,17 @@ class LaunchConfig:
         return f"{self.num_warps} x {self.vectors} x {self.unroll}"
 
     def block_elements(self, itemsize: int) -> int:
-        """Return how many elements a program visits in one step, for elements of `itemsize` bytes."""
+        """Return how many elements a program processes in one step, for elements of `itemsize` bytes."""
         return WARP_LANES * self.num_warps * self.vectors * (VECTOR_BYTES // itemsize)
 
     def chunk_elements(self, itemsize: int) -> int:
-        """Return how many elements a program visits in all its steps, for elements of `itemsize` bytes."""
+        """Return how many elements a program processes in all its steps, for elements of `itemsize` bytes."""
         return self.block_elements(itemsize) * self.unroll
 
 
 DEFAULT = LaunchConfig()
 
-# What `tune` tries. tests/kernels/test_aot.py holds that none of them spills registers.
+# What `tune` tries. tests/kernels/test_aot.py checks that none of them spills registers.
 CANDIDATES = tuple(
     LaunchConfig(*numbers)
     for numbers in ((4, 1, 2), (4, 2, 1), (8, 1, 2), (8, 2, 1), (8, 1, 4), (8, 2, 2), (8, 4, 1), (16, 1, 2), (8, 2, 4))
@@ -63,7 +63,7 @@ CANDIDATES = tuple(
 
 
 def check_pass(mode: str, itemsize: int) -> None:
-    """Raise ValueError naming a mode or an element size that no kernel has."""
+    """Raise ValueError for an unknown mode or element size."""
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     if type(itemsize) is not int or itemsize not in ITEMSIZES:

@@ -1,4 +1,4 @@
-"""The one way to launch a kernel: the right backend, the right device, the same options for every op."""
+"""Launch: starts a compiled kernel on its device, with little host time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
 
 
 def check_device(device: torch.device) -> None:
-    """Raise RuntimeError where this process's kernels cannot take tensors on `device`."""
+    """Raise RuntimeError if kernels in this process cannot take tensors on `device`."""
     if INTERPRETED and device.type != "cpu":
         raise RuntimeError(f"under TRITON_INTERPRET=1 the kernels take tensors on cpu, got {device}")
     if not INTERPRETED and device.type == "cpu":
@@ -33,20 +33,20 @@ def check_device(device: torch.device) -> None:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Return a GPU with its index, which asking for its stream takes; without one the current GPU is meant."""
+    """Return a GPU device with its index; without one it is the current GPU."""
     if device.index is not None or device.type == "cpu":
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def capture_query(device: torch.device) -> Callable[[], bool]:
-    """Return what tells whether the current stream of `device` is being captured into a graph."""
-    asked: Callable[[], bool] = getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
-    return asked
+    """Return a function that tells whether the current stream of `device` is being captured into a graph."""
+    query: Callable[[], bool] = getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
+    return query
 
 
 def refuse_first_in_capture(device: torch.device) -> None:
-    """Raise RuntimeError during a capture: what comes next allocates, compiles or waits."""
+    """Raise RuntimeError during a capture, before something that allocates, compiles or waits."""
     if capture_query(device)():
         raise RuntimeError(
             "the first step of an optimizer or of a kind of gradients cannot be captured: take one step like it before"
@@ -54,16 +54,16 @@ def refuse_first_in_capture(device: torch.device) -> None:
 
 
 class Launch:
-    """One kernel with its constants on one device, started on the device's current stream.
+    """One kernel with its constants on one device, launched on the device's current stream.
 
-    The first call goes through Triton's dispatch, which compiles. Later ones start what was compiled, by addresses:
-    1 us instead of 8. That takes attributes of the compiled kernel which Triton does not document; without them, and
-    while a profiler has hooked itself into launches, every call takes the long way.
+    The first call goes through Triton's dispatch, which compiles. Later ones launch the compiled kernel directly: 1 us
+    instead of 8. That uses attributes of the compiled kernel which Triton does not document; without them, and while a
+    profiler has launch hooks, every call goes through the dispatch.
 
     Args:
         kernel: a `@triton.jit` function: pointers and integers first, which it does not specialise on, then constexprs.
         device: where all its tensors lie, with its index.
-        fixed: its first tensors, the same in every launch.
+        fixed: its first tensor arguments, the same in every launch.
         num_warps: warps of 32 lanes in a program.
         constants: its constexprs, by name, in its own order.
     """
@@ -79,8 +79,8 @@ class Launch:
         self._addresses = tuple(tensor.data_ptr() for tensor in fixed)
         # enable_fp_fusion: Triton 3.9 warns where it is not given, and 3.10 flips its default.
         self._options = {"num_warps": _native_warps(num_warps, device), "enable_fp_fusion": True, **constants}
-        self._placeholders = (None,) * len(constants)  # the compiled kernel knows its constants
-        self._compiled: tuple[Any, ...] | None = None  # what starts it; (): only Triton's dispatch can
+        self._placeholders = (None,) * len(constants)  # ignored: constants are compiled in
+        self._compiled: tuple[Any, ...] | None = None  # launch function, kernel, metadata; (): use Triton's dispatch
 
     def __call__(self, n_programs: int, *args: Tensor | int) -> None:
         """Run `n_programs` programs, at least one.
@@ -115,13 +115,13 @@ class Launch:
                 n_programs, 1, 1, stream, function, metadata, None, None, None,
                 *self._addresses, *addresses, *self._placeholders,
             )  # fmt: skip
-        except TypeError:  # its arguments are others in this Triton; nothing was started
+        except TypeError:  # this Triton has another signature; nothing was launched
             self._compiled = ()
             self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
 
 
 def _hooked() -> bool:
-    """Tell whether a profiler wants to see every launch."""
+    """Tell whether a profiler has installed launch hooks."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
@@ -132,7 +132,7 @@ def _hooked() -> bool:
 @contextmanager
 def _on(device: torch.device) -> Iterator[None]:
     if INTERPRETED:
-        # numpy warns of Inf * 0 and of a cast that overflows: here both are meant.
+        # Silences numpy's warnings for Inf * 0 and overflowing casts, which are intended.
         with np.errstate(all="ignore"):
             yield
     else:
@@ -141,7 +141,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 def _native_warps(num_warps: int, device: torch.device) -> int:
-    """Return how many warps as wide as the card's have the lanes of `num_warps` warps of 32."""
+    """Return how many of the device's warps have the lanes of `num_warps` warps of 32."""
     if INTERPRETED or torch.version.hip is None:
         return num_warps
     lanes: int = torch.cuda.get_device_properties(device).warp_size

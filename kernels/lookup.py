@@ -1,7 +1,7 @@
-"""Which launch configuration a GPU gets: the user's own tuned file, else a shipped one, else the default.
+"""Finds a GPU's launch configuration: in the user's own tuned file, else in a shipped one, else the default.
 
-Asked for when a table is built, and kept; nothing is ever tuned here. Imports triton for its version only,
-and only where there is a GPU.
+Looked up when a table is built; nothing is tuned here. Imports triton only for its version, and only if there is a
+GPU.
 """
 
 import functools
@@ -21,7 +21,7 @@ from scaler_triton.kernels.tuned_file import Origin
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "tuned"
-# The files whose text decides what a configuration is worth.
+# The files on which a configuration's speed depends.
 SOURCES = ("common.py", "nonfinite.py", "unscale.py")
 
 
@@ -36,7 +36,7 @@ class Found(NamedTuple):
 def config_for(device: torch.device, mode: str, itemsize: int) -> LaunchConfig:
     """Return the configuration to launch with, looked up once a process.
 
-    A chunk map is made for one configuration: a GradTable belongs to one mode wherever the two modes' differ.
+    A chunk map is made for one configuration: modes with different configurations need a GradTable each.
 
     Args:
         device: where the gradients lie, with its index; anything but a GPU gets the default.
@@ -68,7 +68,7 @@ def lookup(origin: Origin, mode: str, itemsize: int) -> Found:
 
 
 def origin_of(device: torch.device) -> Origin:
-    """Return what is measured with on a GPU, in this process."""
+    """Return the origin of measurements on a GPU in this process."""
     import triton
 
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -76,19 +76,19 @@ def origin_of(device: torch.device) -> Origin:
 
 
 def user_file(origin: Origin) -> Path | None:
-    """Return where the user's file of an origin is kept: its own for every Triton and every version of the kernels."""
+    """Return the path of the user's file: one for each GPU, Triton version and version of the kernels."""
     folder = cache_folder()
     stems = map(tuned_file.file_stem, (origin.device, f"triton{origin.triton}", origin.kernels))
     return folder / f"{'-'.join(stems)}.json" if folder else None
 
 
 def shipped_file(origin: Origin) -> Path:
-    """Return where the file of a GPU is that came with this package."""
+    """Return the path of a GPU's file in this package."""
     return SHIPPED / f"{tuned_file.file_stem(origin.device)}.json"
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of the user's tuned files, which need not exist; None for a user without a home."""
+    """Return the folder of the user's tuned files, which may not exist; None for a user without a home."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if named.is_absolute():  # the XDG standard: a relative one is not to be used
         return named / "scaler_triton" / "tuned"
@@ -105,7 +105,7 @@ def kernel_hash() -> str:
 
 
 def forget() -> None:
-    """Read the files anew when next asked: one of them was written."""
+    """Clear the caches, after a file was written."""
     for once in (tuned_file.read, config_for, _warn_of_foreign):
         once.cache_clear()
 

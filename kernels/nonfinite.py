@@ -1,6 +1,6 @@
-"""Check without touching: reads every gradient once, writes none.
+"""Check only: reads every gradient once, writes none.
 
-Moves one element width an element, half of what a pass that also writes does.
+Moves one element width per element, half of what a pass that also writes moves.
 """
 
 import triton
@@ -46,7 +46,7 @@ def launch_check_nonfinite(table: GradTable, found_inf: Tensor) -> None:
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
 
     Args:
-        table: the gradients, read only; a tensor's `bits` gain what was seen in it.
+        table: the gradients, read only; its `bits` are marked.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
     """
     table.launch(_check_nonfinite_kernel, found_inf, table.generation)

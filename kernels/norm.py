@@ -1,8 +1,8 @@
 """The sum of squares of all gradients and the check, in one pass that reads every gradient once and writes none.
 
-Moves one element width an element. A program squares and adds in fp32, a few squares to each sum, and adds the sums in
-fp64; one fp64 number a chunk is stored, and one program adds those in their order. So the outcome is the same in
-every run, for tensors that lie equally far from a 16-byte boundary.
+Moves one element width per element. A program sums a few squares at a time in fp32, and these sums in fp64; it stores
+one fp64 number per chunk, and one program adds those in order. So the result is the same in every run, for tensors of
+the same alignment to 16 bytes.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from scaler_triton.kernels.common import edge_ptrs, find_chunk, load_body, mark,
 from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 from scaler_triton.kernels.table import GradTable
 
-# What a finished pass leaves side by side, so that one sum over the ranks serves all: the sum of squares, whether a
-# gradient overflowed, whether somebody failed to look, and the scale and its inverse, which ranks compare.
+# Totals, fp64 [5], which ranks sum in one reduction: the sum of squares, the flag, whether a rank failed to check its
+# gradients, and the scale and its inverse, by which the ranks compare their scales.
 SQUARES, FLAG, FAILED, SCALES = map(tl.constexpr, range(4))
 
-# A chunk has at most 2^20 elements: where its fp32 sum reaches this, what its squares lost by underflow is
-# nothing beside it. Where it does not, or is infinite, the chunk is read again, lifted so that no square is lost.
+# A chunk has at most 2^20 elements: if its fp32 sum reaches this, what squares lost by underflow is negligible. If it
+# does not, or is infinite, the chunk is read again, multiplied by a factor that avoids underflow or overflow.
 _LOW_SUM = tl.constexpr(2.0**-100)
 _RAISE = tl.constexpr(2.0**100)
 _LOWER = tl.constexpr(2.0**-80)
@@ -31,14 +31,14 @@ _FINISH_WARPS, _FINISH_BLOCK = 16, 4096
 
 
 class NormTable(GradTable):
-    """A table with room for a sum of squares a chunk, and with a weight for each tensor.
+    """A table with a partial sum for each chunk, and a weight for each tensor.
 
     Attributes:
-        partials: fp64, on the device, one a chunk; zeros make whole blocks of them.
+        partials: fp64, on the device, one per chunk, padded with zeros to whole blocks.
         weights: fp64 `[N]`, on the device; what the sum of squares of tensor `t` is multiplied by.
     """
 
-    @torch.inference_mode(False)  # it is written outside that mode, too
+    @torch.inference_mode(False)  # later steps write it outside that mode
     def __init__(
         self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, config: LaunchConfig = DEFAULT
     ) -> None:
@@ -51,10 +51,10 @@ class NormTable(GradTable):
         self._finishes: dict[bool, launcher.Launch] = {}
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
-        """Weigh the tensors; nothing is copied if these are the weights there are.
+        """Set the weights; nothing is copied if they are the same.
 
         Args:
-            weights: one a tensor; None: 1 for all.
+            weights: one per tensor; None: 1 for all.
 
         Raises: ValueError for a wrong number of them.
         """
@@ -106,7 +106,7 @@ def _sum_squares_kernel(
             total = _sum_lifted(total, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
         if total - total != 0:
             kinds = mark(bits_ptr, tensor, generation_ptr, body, edges, has_edges, VEC, BLOCK_SIZE, UNROLL)
-            if kinds != 0:  # else squares of finite fp64 elements overflowed
+            if kinds != 0:  # else only squares of finite fp64 elements overflowed
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)
     tl.store(partial_ptr + tl.program_id(0), total)
@@ -130,7 +130,7 @@ def _sum_squares(body, edges, has_edges, lift, VEC: tl.constexpr, BLOCK_SIZE: tl
 
 @triton.jit
 def _sum_lifted(total, body, edges, has_edges, VEC: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
-    """`total`, or where fp32 may have lost or cannot hold it the sum of the chunk read once more, lifted."""
+    """`total`; or, if fp32 may have underflowed or overflowed, the sum of the scaled chunk, read once more."""
     low = total < _LOW_SUM
     if low | (total - total != 0):
         lift = tl.where(low, _RAISE, _LOWER)
@@ -152,7 +152,7 @@ def _finish_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     acc = tl.zeros([BLOCK_SIZE], tl.float64)
-    while n_partials > 0:  # whole blocks: without a mask one lane loads two numbers at once
+    while n_partials > 0:  # whole blocks: without a mask a lane loads two numbers at once
         acc += tl.load(partial_ptr + tl.arange(0, BLOCK_SIZE))
         partial_ptr += BLOCK_SIZE
         n_partials -= BLOCK_SIZE
@@ -169,7 +169,7 @@ def _finish_kernel(
 
 
 def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool) -> None:
-    """Sum the squares of what `launch_unscale` would make of the gradients, and flag what is not finite in them.
+    """Sum the squares of the gradients as if they were unscaled, and flag what is not finite in them.
 
         inv = scale if inverse else 1 / scale
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
@@ -177,10 +177,10 @@ def launch_sum_of_squares(table: NormTable, scale: Tensor, found_inf: Tensor, to
         totals = [squares, found_inf, 0, scale, 1 / scale.double()]
 
     The relative error of the sum is at most 1e-6 while the result is a normal fp64 number, however large or small the
-    gradients are; they are not rounded to their dtype once unscaled.
+    gradients are; unscaled values are not rounded to their dtype.
 
     Args:
-        table: the gradients, read only; a tensor's `bits` gain what was seen in it.
+        table: the gradients, read only; its `bits` are marked.
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         totals: fp64, [5], on the table's device, overwritten; the sum of squares is 0 if there are no elements.

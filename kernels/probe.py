@@ -1,4 +1,4 @@
-"""Can this device run the kernels, and run them right? Found out on scratch, before a gradient is touched."""
+"""A trial run of the kernels on a device, compared with expected values, before they run on gradients."""
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from scaler_triton.kernels.update_scale import (
 
 
 def probe(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels of every step for `device`, run them on a few numbers and compare what comes out; waits.
+    """Compile the kernels of every step for `device`, run them on a few numbers and compare the results; waits.
 
     Args:
         device: a GPU; under TRITON_INTERPRET=1 the CPU.
-        dtype: of gradients; costs three compilations on a fresh machine, the first one five.
+        dtype: of gradients; takes three compilations without a cache, the first dtype five.
 
     Raises:
         RuntimeError: a kernel ran and was wrong, or the kernels do not take tensors on `device`.
@@ -37,7 +37,7 @@ def probe(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def probe_clipping(device: torch.device, dtype: torch.dtype) -> None:
-    """As `probe`, of the kernels that measure a norm and clip by it, which not every run takes."""
+    """As `probe`, for the kernels of norms and clipping."""
     check_device(device)
     _probe_norm_and_clip(dtype, device)
     _probe_defer(device)
@@ -49,7 +49,7 @@ def _probe_norm_and_clip(dtype: torch.dtype, device: torch.device) -> None:
     table = NormTable([view.numel()], dtype, device)
     table.set_addresses([view.data_ptr()])
     found_inf, norm, scale, inv_scale = _floats([0.0, 0.0, 2.0, 1.0], device)
-    totals, signals = torch.ones(5, dtype=torch.float64, device=device), _floats([0.0] * 4, device)
+    totals, status = torch.ones(5, dtype=torch.float64, device=device), _floats([0.0] * 4, device)
     read = f"the norm of {dtype}"
 
     launch_sum_of_squares(table, inv_scale, found_inf, totals, inverse=True)
@@ -61,22 +61,22 @@ def _probe_norm_and_clip(dtype: torch.dtype, device: torch.device) -> None:
     launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
     _expect(read, totals, _floats([float("inf"), 1.0, 0.0, 2.0, 0.5]).double())
     _expect(read, norm, _floats(64.0))
-    launch_clip(table, scale, totals, 32.0, norm, signals, 1)  # only unscaled now
+    launch_clip(table, scale, totals, 32.0, norm, status, 1)  # only unscaled now
 
     want = _floats([16.0, *[2.0] * 64, 16.0])
     want[8] = float("inf")
     _expect(f"clipping of {dtype}", grad.float(), want)
-    _expect(f"clipping of {dtype}", signals, _floats([1.0, 0.0, 2.0, 0.0]))
+    _expect(f"clipping of {dtype}", status, _floats([1.0, 0.0, 2.0, 0.0]))
 
 
 def _probe_defer(device: torch.device) -> None:
     scale, norm, factor = _floats([6.0, 0.0, 0.0], device)
     totals = torch.tensor([64.0, 0.0, 1.0, 3.0, 1.5], dtype=torch.float64, device=device)
-    signals = _floats([0.0] * 4, device)
-    launch_defer(scale, totals, 4.0, norm, factor, signals, 2)
+    status = _floats([0.0] * 4, device)
+    launch_defer(scale, totals, 4.0, norm, factor, status, 2)
     coef = (4.0 / (_floats(8.0) + 1e-6)).clamp(max=1.0)
     _expect("deferred clipping", torch.stack([norm, factor]), torch.stack([_floats(8.0), 6.0 / coef]))
-    _expect("deferred clipping", signals, _floats([0.0, 1.0, 3.0, 0.125]))
+    _expect("deferred clipping", status, _floats([0.0, 1.0, 3.0, 0.125]))
 
 
 def _probe_table_kernels(dtype: torch.dtype, device: torch.device) -> None:
@@ -111,7 +111,7 @@ def _probe_update_scale(device: torch.device) -> None:
 
 def _probe_update_rows(device: torch.device) -> None:
     scale, growth_tracker = _floats(8.0, device), torch.ones((), dtype=torch.int32, device=device)
-    # Rows of 4 and, behind them, the last flags: there goes the flag of the second row.
+    # Rows of 4 and, behind them, the last flags, to which the flag of the second row is moved.
     before, after = (torch.zeros(5 * MAX_FLAGS.value, dtype=torch.float32, device="cpu") for _ in range(2))
     before[4], after[4 * MAX_FLAGS.value + 1] = 1.0, 1.0
     flags, counters = before.to(device, copy=True), torch.zeros(N_COUNTERS, dtype=torch.int64, device=device)
@@ -123,7 +123,7 @@ def _probe_update_rows(device: torch.device) -> None:
 
 
 def _floats(values: float | list[float], device: torch.device | str = "cpu") -> Tensor:
-    # Neither a default dtype nor a default device that the user has set may change what is probed.
+    # Whatever default dtype and device the user has set.
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Tensors to try a launch configuration on: a buffer of our own, and what torch makes of it."""
+"""Scratch: tensors to try launch configurations on, and the results expected from torch."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,14 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Scratch:
-    """One workload's tensors, with NaN between them: a launch that reads or writes past a tensor is found out.
+    """One workload's tensors, with NaN between them, so that reads and writes past a tensor are detected.
 
     Attributes:
-        nbytes: what the tensors hold.
+        nbytes: the size of the tensors.
     """
 
     def __init__(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate three times the workload, for ever of the same values.
+        """Allocate three times the workload; the values are always the same.
 
         Args:
             numels: elements of each tensor, at least one.
@@ -43,12 +43,12 @@ class Scratch:
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
 
     def launch_of(self, mode: str, config: LaunchConfig) -> Callable[[], None]:
-        """Return a launch on the buffer, to be repeated at will: with a scale of -1 all is stored and nothing fades."""
+        """Return a repeatable launch on the buffer: a scale of -1 has everything stored and never underflows."""
         self.reset(-1.0)
         return functools.partial(self._launch, mode, self._table(config))
 
     def problem(self, mode: str, config: LaunchConfig) -> str:
-        """Return what a launch does otherwise than torch, in words; empty if nothing."""
+        """Return how a launch differs from torch, in words; empty if it does not."""
         table = self._table(config)
         self.reset(3.0)  # a third: every product is rounded
         self._launch(mode, table)
@@ -59,13 +59,13 @@ class Scratch:
         return next((text for tensor in {0, len(self.numels) - 1} if (text := self._missed(mode, table, tensor))), "")
 
     def reset(self, scale: float) -> None:
-        """Put the first values back, forget the flag and set the scale."""
+        """Restore the values, clear the flag and set the scale."""
         self.buffer.copy_(self.original)
         self.found_inf.zero_()
         self.scale.fill_(scale)
 
     def copy(self) -> None:
-        """Copy the buffer, as fast as the device can."""
+        """Copy the buffer, to measure the device's bandwidth."""
         self.spare.copy_(self.buffer)
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Scratch:
         return wanted
 
     def _missed(self, mode: str, table: GradTable, tensor: int) -> str:
-        """Tell whether an Inf at the very end of a tensor goes unnoticed."""
+        """Return a description if an Inf in the last element of a tensor is missed."""
         self.reset(3.0)
         self.buffer[self._starts[tensor] + self.numels[tensor] - 1] = float("inf")
         self._launch(mode, table)

@@ -1,6 +1,6 @@
-"""Which launch configuration is fastest here: every candidate checked, timed and compared with the default.
+"""Finds the fastest launch configuration: every candidate is checked, timed and compared with the default.
 
-The device and the timer are handed in, so that the rules can be tested where there is no GPU.
+Device and timer are arguments, so that the rules can be tested without a GPU.
 """
 
 import random
@@ -13,9 +13,9 @@ import torch
 from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, ITEMSIZES, MODES, LaunchConfig
 from scaler_triton.kernels.scratch import Scratch
 
-# A rival must beat the default by more than this, as a share, on both workloads: less is noise.
+# A candidate must beat the default by more than this fraction on both workloads: less is noise.
 MARGIN = 0.02
-# Every candidate is timed once a round, so that a card that warms up slows all of them.
+# Every candidate is timed once per round, so that a GPU that heats up slows all of them.
 ROUNDS = 3
 DTYPES = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 
@@ -46,16 +46,16 @@ Timer = Callable[[Trial], float]
 
 @dataclass(frozen=True)
 class Figures:
-    """What one candidate has shown.
+    """The measurements of one candidate.
 
     Args:
         mode: "unscale" or "check".
         itemsize: bytes an element.
         config: the candidate.
-        problem: why it was dropped, in words; empty if it was right.
-        ms: milliseconds a launch, the median over the rounds, by workload; empty if it was dropped.
-        gbps: 10^9 bytes moved a second, by workload.
-        copy_gbps: what torch's copy of the large span reached in this run, bytes read and written.
+        problem: why it was dropped; empty if its results were right.
+        ms: milliseconds per launch, the median over the rounds, by workload; empty if it was dropped.
+        gbps: 10^9 bytes moved per second, by workload.
+        copy_gbps: the same for torch's copy of the large span in this run, bytes read and written.
     """
 
     mode: str

@@ -1,4 +1,4 @@
-"""What a kernel needs to walk many tensors in one launch: their addresses, and a map of their chunks."""
+"""GradTable: the addresses of many tensors and a map of their chunks, so that one launch processes all of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,27 +11,26 @@ from scaler_triton.kernels import launcher
 from scaler_triton.kernels.common import GENERATIONS
 from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 
-# A graph reads its tables at every replay, and nothing tells when it is gone.
+# Tables that graphs read: kept for ever, as nothing tells when a graph is destroyed.
 _captured: list["GradTable"] = []
 
 
 class GradTable:
     """Device-side addresses and chunk map of tensors that share a device and a dtype.
 
-    Tensor `t` is `numels[t]` elements, dense in memory from `address[t]` on, in chunks of
-    `config.chunk_elements(itemsize)`. The map depends on `numels` alone: tensors may move, and come and go, from
-    step to step without a new one. A table belongs to one stream: the one current in `set_addresses` and in
-    the launches.
+    Tensor `t` has `numels[t]` elements, dense in memory from `address[t]` on, in chunks of
+    `config.chunk_elements(itemsize)`. The map depends on `numels` only: tensors may move, or be missing, in any
+    step. A table belongs to one stream: the one current in `set_addresses` and in the launches.
 
     Attributes:
-        bits: what was seen in tensor `t` in generation `g`, at `[t, g % GENERATIONS]`: bit 0 a NaN, bit 1 an Inf, and
-            above them the generation (int32 `[N, GENERATIONS]`, on the device). The first bit of a later generation
-            replaces an earlier one's.
-        generation: its number (int32, one element, on the device), 0 until somebody puts another tensor here.
+        bits: the marks, int32 `[N, GENERATIONS]`, on the device: that of tensor `t` in generation `g` is at
+            `[t, g % GENERATIONS]`; bit 0 is set for NaN, bit 1 for Inf, and above them is the generation. The first
+            mark of a later generation replaces an earlier one.
+        generation: the current one (int32, one element, on the device); 0 unless replaced by another tensor.
         n_chunks: programs in a launch over this table; 0 where no tensor has elements.
     """
 
-    @torch.inference_mode(False)  # it is written outside that mode, too
+    @torch.inference_mode(False)  # later steps write it outside that mode
     def __init__(
         self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, config: LaunchConfig = DEFAULT
     ) -> None:
@@ -57,16 +56,16 @@ class GradTable:
         self.bits = torch.zeros((len(numels), GENERATIONS.value), dtype=torch.int32, device=device)
         self.generation = torch.zeros(1, dtype=torch.int32, device=device)
         self._last = [0] * len(numels)
-        # Kept: of few tensors, a view takes longer to make than to fill.
+        # Cached: for few tensors, creating the view takes longer than writing to it.
         self._on_host: Any = self.addresses.numpy() if device.type == "cpu" else None
         self._staging = _Staging(len(numels), device) if self._on_host is None else None
         self._launches: dict[Any, launcher.Launch] = {}
 
     def set_addresses(self, addresses: list[int]) -> None:
-        """Point the table at this step's tensors; nothing is copied if they are where they were.
+        """Set the addresses of this step's tensors; nothing is copied if they are the same.
 
         Args:
-            addresses: `data_ptr()` of each tensor, or 0 for one that has no gradient: it is skipped.
+            addresses: `data_ptr()` of each gradient, or 0 for a missing one, which is skipped.
 
         Raises: ValueError for another number of addresses; RuntimeError in a capture that has no buffer left.
         """
@@ -84,18 +83,18 @@ class GradTable:
 
     @property
     def is_in_a_graph(self) -> bool:
-        """Whether replays write this table."""
+        """Whether a graph writes this table at each replay."""
         return self._staging is not None and bool(self._staging.captured)
 
     def _is_replayed(self) -> bool:
-        """Tell whether replays write this table, now or later: then nobody knows what it holds."""
+        """Tell whether a graph writes or will write this table: then its content is not known here."""
         return self.is_in_a_graph or (self._staging is not None and self._staging.is_capturing())
 
     def launch(self, kernel: Any, *args: Tensor | int, **constants: Any) -> None:
-        """Run `kernel` with one program a chunk, on the table and then on `args`; no chunk, no launch."""
+        """Run `kernel` on the table and `args`, with one program per chunk; nothing if there are no chunks."""
         if self.n_chunks == 0:
             return
-        key = (id(kernel), *constants.values())  # to hash the kernel itself takes Triton longer than the launch
+        key = (id(kernel), *constants.values())  # hashing the kernel itself takes longer than the launch
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = self._new_launch(kernel, constants)
@@ -115,11 +114,11 @@ class GradTable:
 
 
 class _Staging:
-    """Pinned buffers that addresses pass through on their way to the device, without a wait.
+    """Pinned buffers for copying addresses to the device without a wait.
 
-    A copy reads its buffer some time after `send` returns, so a buffer is written again only once the event
-    behind its last copy has passed; if the host has run that far ahead, another buffer is made. A copy that is
-    captured reads its buffer at every replay: it gets one for itself, made beforehand, and for good.
+    A copy reads its buffer some time after `send` returns, so a buffer is reused only after the event behind its
+    last copy; if the host is that far ahead, another buffer is allocated. A captured copy reads its buffer at every
+    replay: it gets one of its own, allocated beforehand and never freed.
     """
 
     SPARE = 2  # for a captured step: gradients with gaps are copied twice when they are clipped, each time elsewhere

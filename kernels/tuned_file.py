@@ -1,10 +1,10 @@
-"""The file of a tuned GPU: what it must hold to be believed, and how it is written. Imports no triton.
+"""A GPU's tuned file: its format, how it is validated, and how it is written. Imports no triton.
 
     {"schema": 1, "device": "NVIDIA H200", "capability": "9.0", "triton": "3.7.1", "kernels": "5b0c...",
      "chosen": [{"mode": "unscale", "itemsize": 2, "num_warps": 8, "vectors": 1, "unroll": 4}, ...],
      "provenance": {...}, "measured": [...]}
 
-Only what is read is checked; `provenance` and `measured` are for people.
+Only these fields are checked; `provenance` and `measured` are for people.
 """
 
 import functools
@@ -21,7 +21,7 @@ from typing import Any
 from scaler_triton.kernels.launch_config import LaunchConfig, check_pass
 
 SCHEMA = 1
-# One of all figures takes about 20 KB.
+# A file with all measurements has about 20 KB.
 SIZE_LIMIT = 256 * 1024
 NAME_LIMIT = 200
 
@@ -30,7 +30,7 @@ _CONFIG_FIELDS = ("num_warps", "vectors", "unroll")
 
 @dataclass(frozen=True)
 class Origin:
-    """What a configuration was measured with.
+    """Where a configuration was measured.
 
     Args:
         device: the GPU's name, as torch gives it.
@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class TunedFile:
-    """What a file says: where it comes from, and a configuration for each mode and element size in bytes."""
+    """A file's content: its origin, and a configuration for each mode and element size in bytes."""
 
     origin: Origin
     chosen: Mapping[tuple[str, int], LaunchConfig]
@@ -55,14 +55,14 @@ class TunedFile:
 
 @functools.cache
 def read(path: Path) -> TunedFile | None:
-    """Read a file once a process: None if there is none to read, or with one warning if it cannot be believed.
+    """Read a file, cached: None if it cannot be read or, with one warning, if it is not valid.
 
     Args:
         path: absolute.
     """
     try:
         return parse(_content(path))
-    except OSError:  # a home that is not ours to read is no fault of the file's
+    except OSError:  # no file, or a home that may not be read
         return None
     except (ValueError, RecursionError) as error:
         warnings.warn(f"the tuned file {path} is ignored: {error}", RuntimeWarning, stacklevel=2)
@@ -70,7 +70,7 @@ def read(path: Path) -> TunedFile | None:
 
 
 def parse(content: bytes) -> TunedFile:
-    """Check a file's content.
+    """Validate a file's content.
 
     Raises: ValueError saying what is wrong with it.
     """
@@ -89,11 +89,11 @@ def parse(content: bytes) -> TunedFile:
 
 
 def write(path: Path, tuned: TunedFile, **figures: Any) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Args:
         path: in a folder that exists; what was there is replaced.
-        tuned: what `read` will give.
+        tuned: what `read` will return.
         figures: more fields, of what JSON can hold.
 
     Raises: OSError, and nothing has changed.
@@ -104,7 +104,7 @@ def write(path: Path, tuned: TunedFile, **figures: Any) -> None:
         try:
             file.write(_lines(data) + "\n")
             file.flush()
-            os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+            os.chmod(file.name, 0o644)  # a temporary file is private to its owner
             os.replace(file.name, path)
         except BaseException:
             os.unlink(file.name)

@@ -1,6 +1,6 @@
 """Unscale and check in one pass: reads every gradient, writes it unless the inverse scale is 1.
 
-Moves two element widths an element. Every access to a tensor's body is a whole 16-byte vector, see `common`.
+Moves two element widths per element. Every access to a tensor's body is a whole 16-byte vector, see `common`.
 """
 
 import triton
@@ -46,14 +46,14 @@ def _unscale_kernel(
 
 
 def launch_unscale(table: GradTable, scale: Tensor, found_inf: Tensor, *, inverse: bool) -> None:
-    """Multiply every gradient of `table` by the inverse scale, and flag what was not finite before that.
+    """Multiply every gradient of `table` by the inverse scale, and flag what was not finite before.
 
         inv = scale if inverse else 1 / scale
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
         grad *= inv       # in fp32 (fp64 gradients: in fp64), rounded once
 
     Args:
-        table: the gradients, mutated; a tensor's `bits` gain what was seen in it.
+        table: the gradients, mutated; its `bits` are marked.
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         inverse: `scale` holds the inverse scale.

@@ -1,4 +1,4 @@
-"""The scale after a step, in one program of one warp: nothing waits on the host; flags are cleared if asked."""
+"""The update of scale, growth tracker and counters, by one program of one warp; it can clear the flags, too."""
 
 import functools
 from typing import Any
@@ -11,32 +11,32 @@ from torch import Tensor
 
 from scaler_triton.kernels import launcher
 
-# Between these the inverse of the scale is finite and not 0.
+# Between these the inverse of the scale is finite, and not 0.
 MIN_SCALE = 2.0**-126
 MAX_SCALE = torch.finfo(torch.float32).max
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
 _MAX_TRACKER = tl.constexpr(2**31 - 1)
 
-# One lane of the only program for each flag.
+# One lane for each flag.
 MAX_FLAGS = tl.constexpr(32)
-# Of a row: flag, failure, and two that only the ranks' comparison uses.
+# Of a verdict's status: flag, failure, and two numbers that compare the ranks' scales.
 _COLUMNS = tl.constexpr(4)
 
-# Where the policy and the counters keep what.
+# The order of the policy's numbers, and of the counters.
 _GROWTH, _BACKOFF, _INTERVAL, _MIN, _MAX, _HYSTERESIS, _CONSECUTIVE = map(tl.constexpr, range(7))
 _UPDATES, _SKIPPED, _STREAK, _GROWTHS, _BACKOFFS, _LAST_SKIP, _STRIKES = map(tl.constexpr, range(7))
 N_COUNTERS = 7
 
 
 class DevicePolicy:
-    """The numbers that an update goes by, on a device, where a replayed graph reads what they are then.
+    """The parameters of an update in device memory, where graphs read the current ones at each replay.
 
     Attributes:
-        numbers: int64 [7] on the device, in the order of `hold`'s arguments: the bits of an fp64, or an int. As scalar
-            arguments they would reach the kernel as fp32, and 1.1 is not the same number there.
+        numbers: int64 [7] on the device, in the order of `hold`'s arguments: the bits of an fp64, or an int. Scalar
+            arguments of a kernel would be fp32, in which 1.1 is another number.
     """
 
-    @torch.inference_mode(False)  # it is written outside that mode, too
+    @torch.inference_mode(False)  # later updates write it outside that mode
     def __init__(self, device: torch.device) -> None:
         self.numbers = torch.zeros(7, dtype=torch.int64, device=device)
         self._held: tuple[Any, ...] | None = None
@@ -51,7 +51,7 @@ class DevicePolicy:
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
     ) -> Tensor:
-        """Return `numbers`, which hold these now; nothing is copied if they did before."""
+        """Set `numbers` and return them; nothing is copied if they are the same."""
         bounds = min_scale, max_scale, hysteresis, consecutive_hysteresis
         wanted = growth_factor, backoff_factor, growth_interval, bounds
         if wanted != self._held:
@@ -63,7 +63,7 @@ class DevicePolicy:
 
     def _send(self, bits: list[int]) -> None:
         host = torch.tensor(bits, dtype=torch.int64, device="cpu", pin_memory=self.numbers.is_cuda)
-        # Later ones are waited for: a graph that reads them may be replayed on any stream.
+        # Only the first copy is not waited for: later a graph may read them, on any stream.
         self.numbers.copy_(host, non_blocking=self._held is None)
 
 
@@ -74,7 +74,7 @@ def _fp64(policy_ptr, place: tl.constexpr):
 
 @triton.jit
 def _count(counters_ptr, found, scale, new_scale):
-    """Count this update; the strikes are not counted here, the scale depends on them."""
+    """Count this update, except for strikes, on which the scale depends."""
     updates = tl.load(counters_ptr + _UPDATES) + 1
     tl.store(counters_ptr + _UPDATES, updates)
     streak = tl.load(counters_ptr + _STREAK)
@@ -122,7 +122,7 @@ def _update_scale_kernel(
         else:
             new_tracker = tl.minimum(successful, _MAX_TRACKER)
         strikes = tl.where(due | (tl.load(policy_ptr + _CONSECUTIVE) != 0), 0, strikes)
-    # Whatever was written into the scale from outside, NaN too, ends within the bounds.
+    # Also brings whatever was written into the scale by hand within the bounds, NaN too.
     low, high = _fp64(policy_ptr, _MIN).to(tl.float32), _fp64(policy_ptr, _MAX).to(tl.float32)
     new_scale = tl.minimum(tl.where(new_scale > low, new_scale, low), high)
     tl.store(scale_ptr, new_scale)
@@ -167,7 +167,7 @@ def launch_update_rows(
         policy: what `DevicePolicy.hold` returned for the scale's device.
         counters: int64 [7] on the scale's device, mutated: updates, skipped, streak, growths, backoffs, last_skip and
             strikes.
-        rows: which of the flags count, one bit each.
+        rows: bit mask of the rows of `flags` that count.
         clear: zero columns 0 and 1 of those rows afterwards, and keep column 0 in fp32 [32], `last`, that follows
             `flags` [32, 4] in memory.
     """
@@ -200,7 +200,7 @@ def _launch_on(device: torch.device, clear: bool) -> launcher.Launch:
 def _policy_on(device: torch.device, numbers: tuple[Any, ...]) -> Tensor:
     launcher.refuse_first_in_capture(device)
     policy = DevicePolicy(device).hold(*numbers)
-    torch.get_device_module(device).synchronize(device)  # who takes it next may be on another stream
+    torch.get_device_module(device).synchronize(device)  # the next call may be on another stream
     return policy
 
 

@@ -1,4 +1,4 @@
-"""Which ranks must agree on an optimizer's flag, and how those that wait for it are told of a failure here."""
+"""Which ranks must agree on an optimizer's flag, and how this rank reports a failure to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scaler_triton.patching import stand_in
 from scaler_triton.placement import has_fsdp1
 from scaler_triton.states import StatesMixin
 from scaler_triton.step_state import StepState
-from scaler_triton.verdict import tell_failure
+from scaler_triton.verdict import report_failure
 
 if TYPE_CHECKING:
     from scaler_triton.plan import GradPlan
@@ -34,11 +34,11 @@ _APART = (
 
 
 class AgreeingMixin(StatesMixin):
-    """Finds by the process group and the parameters, never by gradients, which other ranks follow a flag."""
+    """Finds the ranks that must agree, by process group and parameters, never by gradients; tells them of failures."""
 
     def _agreement(self, plan: GradPlan) -> Agreement | None:
-        """Return who must agree on an optimizer, None if nobody else."""
-        if not (plan.is_placed or self._is_sharded) and self.process_group is None:
+        """Return the agreement on an optimizer's flag, cached in its plan; None: no other rank must agree."""
+        if not (plan.is_distributed or self._is_sharded) and self.process_group is None:
             return None
         group, default = self.process_group, collectives.default_group()
         if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:
@@ -47,7 +47,7 @@ class AgreeingMixin(StatesMixin):
         return plan.agreement[2]
 
     def _joint_agreement(self, plans: Sequence[GradPlan]) -> Agreement | None:
-        """Return who must agree on all of the optimizers: they share one reduction."""
+        """Return the agreement of optimizers that share one reduction."""
         first = plans[0]
         if len(plans) == 1:
             return self._agreement(first)
@@ -73,31 +73,34 @@ class AgreeingMixin(StatesMixin):
             warnings.warn(_ON_FSDP1, UserWarning, stacklevel=callers.stacklevel())
 
     def _warn_of_other_ranks(self, plan: GradPlan) -> None:
-        """Warn if another optimizer's flag reaches other ranks than this one's: they share one scale."""
+        """Warn if another optimizer's flag is reduced over other ranks than this one's: they share one scale."""
         assert plan.agreement is not None
-        *where, mine = plan.agreement
+        group, default, mine = plan.agreement
+        if mine is None or self._warned_apart:
+            return
         for other in self._plans.plans():
-            if mine is None or other.agreement is None or [*other.agreement[:2]] != where or self._warned_apart:
+            if other.agreement is None or other.agreement[:2] != (group, default):
                 continue
             theirs = other.agreement[2]
             if theirs is not None and theirs.ranks != mine.ranks:
                 self._warned_apart = True
                 text = _APART.format(list(theirs.ranks), list(mine.ranks))
                 warnings.warn(text, UserWarning, stacklevel=callers.stacklevel())
+                return
 
-    def _initialised_scale(self, funcname: str, tell: Callable[..., None], *args: Any) -> Tensor:
-        """Return the scale; without one raise torch's error, once `tell(*args)` has told the ranks that wait."""
+    def _initialised_scale(self, funcname: str, report: Callable[..., None], *args: Any) -> Tensor:
+        """Return the scale; without one call `report(*args)`, which joins the reductions of other ranks, and raise."""
         if self._scale is not None and self._growth_tracker is not None:
             return self._scale
         try:
             return self._check_scale_growth_tracker(funcname)[0]
         except AssertionError:
-            with suppress(Exception):  # torch's error is the one to see
-                tell(*args)
+            with suppress(Exception):  # torch's error matters more
+                report(*args)
             raise
 
-    def _fail_unscaled(self, optimizer: Any) -> None:
-        """Tell the ranks that wait for an optimizer's flag that this one will not look; its step is skipped then."""
+    def _fail_unchecked(self, optimizer: Any) -> None:
+        """Report to the ranks that must agree that this one will not check an optimizer's gradients; skip its step."""
         plan = self._plans.get(optimizer)
         agreement = self._agreement(plan)
         if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
@@ -105,24 +108,24 @@ class AgreeingMixin(StatesMixin):
             self._fail(self._state(optimizer), agreement)
 
     def _fail(self, state: StepState, agreement: Agreement | None) -> None:
-        """Tell the other ranks that this one failed; have the step skipped if it can no longer be taken back."""
+        """Report a failed check to the other ranks; skip the step if they will, or if gradients have been written."""
         written = state.pop("written", False)
         try:
             if written or agreement is not None:
                 self._skip(state)
-        finally:  # whatever cannot be made here: they wait
+        finally:  # even if that fails: they wait in the reduction
             if agreement is not None:
-                tell_failure(agreement, self._scale.device)
+                report_failure(agreement, self._scale.device)
 
     def _make_scale(self, devices: Iterable[torch.device]) -> None:
-        """Make a scale if there is none: the others back off in `update()`, so must this rank."""
+        """Create the scale if there is none: the other ranks will back off in `update()`, and so must this one."""
         self._lazy_init_scale_growth_tracker(self._home(devices))
 
     def _home(self, devices: Iterable[torch.device]) -> torch.device:
-        """Return where the scale is; without one, where that of the other ranks must be, as only there they meet.
+        """Return the scale's device; without a scale, the device on which the other ranks will reduce.
 
         Args:
-            devices: of the parameters, which may be offloaded.
+            devices: the parameters', which may be offloaded.
         """
         if self._scale is not None:
             return self._scale.device

@@ -1,4 +1,4 @@
-"""Agreement: which ranks must agree that a step is skipped, and the reduction that makes them agree."""
+"""Agreement: the ranks that must skip a step together, and the reductions over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaler_triton import collectives
-from scaler_triton.placement import placing
+from scaler_triton.placement import dtensor_spec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The ranks one optimizer's flag must be equal on.
+    """The ranks on which one optimizer's flag must be equal.
 
     Args:
-        groups: their process group; or several that reach all of them one after the other, as those of a mesh's
-            dimensions do.
-        ranks: theirs, in ascending order; in a bare group its own ones.
+        groups: their process group; or one group for each dimension of a mesh, to be reduced over one after the other.
+        ranks: the global ranks, in ascending order; of a bare group its own numbers.
     """
 
     groups: tuple[ProcessGroup, ...]
@@ -32,20 +31,20 @@ class Agreement:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return len(self.ranks)
 
-    def maximum_(self, signals: Tensor) -> None:
-        """Replace `signals` by their elementwise maximum over the ranks: an all-reduce a group, no host wait.
+    def maximum_(self, values: Tensor) -> None:
+        """Replace `values` by their elementwise maximum over the ranks: one all-reduce for each group, no host wait.
 
         Args:
-            signals: fp32 or fp64, shape (n,), any device; written.
+            values: fp32 or fp64, shape (n,), any device; written.
         """
-        self._reduce_(signals, dist.ReduceOp.MAX)
+        self._reduce_(values, dist.ReduceOp.MAX)
 
-    def sum_(self, totals: Tensor) -> None:
-        """Replace `totals` (fp64, shape (n,), any device) by their sums over the ranks, as `maximum_` does."""
-        self._reduce_(totals, dist.ReduceOp.SUM)
+    def sum_(self, values: Tensor) -> None:
+        """Replace `values` (as for `maximum_`) by their sums over the ranks."""
+        self._reduce_(values, dist.ReduceOp.SUM)
 
     def _reduce_(self, values: Tensor, op: Any) -> None:
         for group in self.groups:
@@ -58,7 +57,7 @@ def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agree
     Returns: None for a group of one rank.
 
     Raises: torch's ValueError without a default group; ValueError if this rank is not in the group or a
-        parameter's mesh reaches beyond it. Neither for a bare group.
+        parameter's mesh has ranks outside it. Neither is checked for a bare group.
     """
     group = collectives.checked_group(process_group)
     if collectives.is_bare(group):
@@ -67,15 +66,14 @@ def sharded_agreement(parameters: Iterable[Tensor], process_group: Any) -> Agree
 
 
 def inferred_agreement(parameters: Iterable[Tensor]) -> Agreement | None:
-    """Return who must agree as the parameters' meshes tell: nobody without DTensors, else all who hold a part.
+    """Return the agreement of the ranks of the parameters' meshes; None without DTensors.
 
-    One 1-D mesh: its group. Otherwise the ranks of the root mesh, of several roots the one with the others' ranks, as
-    no smaller set is the same on all ranks: by the default group if they are all there are, else by the root's own
-    groups, one a dimension. A group made here would be one that not all ranks make, after which torch's names of groups
-    can differ between ranks, and making one hangs.
+    One 1-D mesh: its group. Otherwise all ranks of the root mesh, of several root meshes the one with the ranks of all,
+    as every rank arrives at the same set only there: by the default group if that is the whole world, else by the
+    root's own groups, one for each dimension. No group is created here, as not all ranks would join: it could hang, and
+    the names that torch gives to groups could differ between ranks.
 
-    Raises: ValueError if there are several root meshes and none holds the ranks of all: only the caller knows then; or
-        if this rank is not in the mesh.
+    Raises: ValueError if no root mesh has the ranks of all, or if this rank is not in the mesh.
     """
     meshes = _meshes(parameters)
     if not meshes:
@@ -90,8 +88,8 @@ def inferred_agreement(parameters: Iterable[Tensor]) -> Agreement | None:
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
-    placed = (placing(parameter) for parameter in parameters)
-    return list(dict.fromkeys(each.device_mesh for each in placed if each is not None))
+    specs = map(dtensor_spec, parameters)
+    return list(dict.fromkeys(spec.device_mesh for spec in specs if spec is not None))
 
 
 def _mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -99,13 +97,13 @@ def _mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the mesh that `mesh` was sliced from, None where this torch does not tell."""
+    """Return the mesh that `mesh` was sliced from, None if this torch has no such method."""
     find = getattr(mesh, "_get_root_mesh", None)
     return find() if find is not None else None
 
 
 def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """Return the root that reaches all ranks of all meshes' roots; None, which means all ranks, if one is unknown."""
+    """Return the root mesh that has the ranks of all root meshes; None, for the whole world, if one is unknown."""
     roots = [_root_of(mesh) for mesh in meshes]
     known = [root for root in roots if root is not None]
     if len(known) < len(roots):
@@ -121,7 +119,7 @@ def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
 
 
 def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[DeviceMesh]) -> Agreement | None:
-    """Return the groups' members as an agreement, None if that is one rank, if they cover the meshes."""
+    """Return the agreement of `members`, None for a single rank; raise if a mesh has other ranks."""
     for mesh in meshes:
         missing = sorted(set(_mesh_ranks(mesh)) - set(members))
         if missing:

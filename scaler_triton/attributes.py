@@ -1,4 +1,4 @@
-"""The attributes of a scaler, named once for all of its mixins."""
+"""The attributes of a scaler, declared once for all of its mixins."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ else:
 
 
 class ScalerAttributes(_Base):
-    """What a scaler was told, what it is at, and what it knows of its optimizers."""
+    """A scaler's settings, its state, and what it caches of its optimizers."""
 
     _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
     _allow_fp16: bool  # whether unscale_ takes fp16 gradients
-    process_group: Any  # the ranks that must agree; None: the default group, or those that the parameters tell
+    process_group: Any  # the ranks that must agree; None: the default group, or the parameters' meshes
     _backend: str
     _limits: Limits
     _max_consecutive_skips: int | None
@@ -38,14 +38,14 @@ class ScalerAttributes(_Base):
     _warned_fsdp1: bool
     _warned_apart: bool
 
-    # fp32, one element; None until first used: `_initialised_scale` or `_make_scale` comes before all who read it.
+    # fp32, one element; None until `_initialised_scale` or `_make_scale` is called, as all methods that read it do.
     _scale: Tensor
     _growth_tracker: Tensor | None  # int32, one element
     _counters: Counters
     _lagging: Lagging
     _device_policies: dict[torch.device, DevicePolicy]
 
-    _per_optimizer_states: Any  # of this step, a StepState each, by the optimizer's id
+    _per_optimizer_states: Any  # this step's StepStates, by the optimizer's id
     _plans: PlanCache
     _flag_buffers: dict[torch.device, FlagBuffer]
     _last_steps: LastSteps
@@ -53,10 +53,10 @@ class ScalerAttributes(_Base):
 
 
 def fresh(counters: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return what a new scaler begins with, and a copy, which has its own optimizers.
+    """Return the attributes that are created anew for each scaler, copies included.
 
     Args:
-        counters: what was counted so far; None: nothing.
+        counters: their values so far; None: all 0.
     """
     return {
         "_counters": Counters() if counters is None else Counters(counters),

@@ -1,4 +1,4 @@
-"""Gradients as an op sees them: local tensors of one device and one dtype, and what stays of them from step to step."""
+"""Batch: gradients of one device and dtype, for one launch; and Layout, the part of it that is kept between steps."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class LayoutKey(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    dense: bool  # every element of memory between first and last belongs to the tensor, once
+    dense: bool  # the elements fill one span of memory without gaps or overlap, in any order
     plain: bool  # not a tensor subclass
 
 
 @dataclass
 class Layout:
-    """The part of a batch that stays from step to step: one slot a tensor, and what a backend knows of them."""
+    """The part of a batch that is kept between steps: one slot for each tensor, and what backends cache."""
 
     key: LayoutKey
     numels: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)  # the position of each one's parameter, where there is one
-    backends: dict[tuple[str, bool], Backend] = field(default_factory=dict)  # by the last arguments of `choose`
-    tables: dict[str, GradTable] = field(default_factory=dict)  # the kernels', by mode
-    generation: Tensor | None = None  # the number that tables mark with what they see, on the device
-    weights: tuple[Any, list[float] | None] | None = None  # each tensor's share in a global norm, and of what copies
-    neighbours: Neighbours = field(default_factory=Neighbours)  # of all its tensors
-    inverse: Inverse = field(default_factory=Inverse)  # of the scale they are divided by
+    positions: list[int] = field(default_factory=list)  # each slot's parameter, by its index in the optimizer
+    backends: dict[tuple[str, bool], Backend] = field(default_factory=dict)  # by `choose`'s requested and clips
+    tables: dict[str, GradTable] = field(default_factory=dict)  # for kernels, by mode
+    generation: Tensor | None = None  # for OverflowMarks: the skip count that kernels record, on the device
+    weights: tuple[Any, list[float] | None] | None = None  # replica counts, and each slot's weight in a norm from them
+    neighbours: Neighbours = field(default_factory=Neighbours)  # of a complete batch
+    inverse: Inverse = field(default_factory=Inverse)  # of the scale
 
 
 class Batch(NamedTuple):
@@ -47,28 +47,28 @@ class Batch(NamedTuple):
 
     layout: Layout
     tensors: Sequence[Tensor | None]
-    complete: bool = False  # known to be without None
+    complete: bool = False  # known to hold no None
 
     @property
     def present(self) -> Sequence[Tensor]:
-        """The gradients there are, in slot order."""
+        """The gradients without the missing ones, in slot order."""
         if self.complete:
             return self.tensors  # type: ignore[return-value]  # a cast is a call
         return [tensor for tensor in self.tensors if tensor is not None]
 
     @property
     def neighbours(self) -> Neighbours | None:
-        """What is known of the tensors from earlier steps; None if one is missing: the list is another each time."""
+        """What is known from earlier steps; None if a gradient is missing, as the list differs each time then."""
         return self.layout.neighbours if self.complete else None
 
 
-def home_of(tensors: Sequence[Tensor]) -> torch.device:
-    """Return where what becomes of tensors is wanted: on the first one's device, the CPU if there is none."""
+def first_device(tensors: Sequence[Tensor]) -> torch.device:
+    """Return the first tensor's device, where results are put; the CPU if there is none."""
     return tensors[0].device if len(tensors) and isinstance(tensors[0], Tensor) else torch.device("cpu")
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether elements fill one span of memory without gaps or overlap, in any order."""
+    """Tell whether elements fill one span of memory without gaps or overlap, in any order of dimensions."""
     if 0 in shape:
         return True
     expected = 1
@@ -80,14 +80,14 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def is_plain(kind: type) -> bool:
-    """Tell whether a tensor of this type is no subclass with a meaning of its own."""
+    """Tell whether a type is torch's own Tensor or Parameter, not a subclass that may override ops."""
     return kind in (Tensor, torch.nn.Parameter)
 
 
 def layout_key(tensor: Tensor) -> LayoutKey:
-    """Return what `tensor` must share with others to enter the same batch."""
+    """Return the key of the batch that `tensor` belongs to."""
     plain = is_plain(type(tensor))
-    # A contiguous one is known without its sizes, ten times as quickly.
+    # Ten times as quick as looking at sizes and strides.
     dense = plain and (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()))
     return LayoutKey(tensor.device, tensor.dtype, dense, plain)
 
@@ -96,7 +96,7 @@ def group(tensors: Iterable[Tensor], positions: Iterable[int] | None = None) -> 
     """Return `tensors` (local, already checked) as batches, one for each layout key, in order of appearance.
 
     Args:
-        positions: the position of the parameter that each belongs to; None: its own in the list.
+        positions: each tensor's parameter, by its index; None: the tensor's own index in the list.
     """
     groups: dict[LayoutKey, tuple[list[int], list[Tensor]]] = {}
     for index, tensor in zip(itertools.count() if positions is None else positions, tensors, strict=False):

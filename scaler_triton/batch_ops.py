@@ -1,4 +1,4 @@
-"""The ops on batches: what a scaler calls, each a pass run by one backend, and the tables that kernels run over."""
+"""The ops on batches, each run by one backend, and the tables that kernels run over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False) -> list[tuple[Batch, Backend]]:
-    """Pair every batch with its backend; whatever fails to compile or load shows here, before any write.
+    """Pair every batch with its backend; a kernel that does not compile or load fails here, before any write.
 
     Args:
         requested, clips: as `dispatch.choose` takes them.
@@ -51,7 +51,7 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: 
     """`check_nonfinite` for one batch, `found_inf` on its device.
 
     Args:
-        unscaled: `unscale_batch_` has just run on it, so a table that both passes share holds its addresses already.
+        unscaled: `unscale_batch_` has just run on it: if both passes share a table, its addresses are set already.
     """
     if backend == "torch":
         if batch.layout.key.plain:
@@ -59,31 +59,31 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: 
         else:
             _unscale_subclasses_(batch, torch.ones_like(found_inf), found_inf)
         return
-    dense = dense_batch(batch)  # kept until the launch: an address keeps nothing alive
+    dense = dense_batch(batch)  # a reference until the launch: an address keeps nothing alive
     tables = batch.layout.tables
     if unscaled and dense is batch and tables.get("check") is tables["unscale"]:
-        table = tables["check"]  # a capture has room for few copies of addresses
+        table = tables["check"]  # a captured step may copy addresses only a few times
     else:
         table = filled_table(batch.layout, dense, "check")
     kernels().nonfinite.launch_check_nonfinite(table, found_inf)
 
 
 def dense_batch(batch: Batch) -> Batch:
-    """Return the batch itself, or dense copies of tensors with gaps: kernels walk one span of memory a tensor."""
+    """Return the batch itself, or dense copies of tensors with gaps, as kernels read one span of memory per tensor."""
     if batch.layout.key.dense:
         return batch
     return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
 
 
 def copy_back(dense: Batch, batch: Batch) -> None:
-    """Write into the batch what kernels wrote into `dense_batch` of it."""
+    """Copy what kernels wrote into `dense_batch(batch)` back into the batch."""
     if dense is not batch:
         for original, copy in zip(batch.present, dense.present, strict=True):
             original.copy_(copy)
 
 
 def filled_table(layout: Layout, dense: Batch, mode: str) -> GradTable:
-    """Return the kernels' table of a layout, filled with this step's addresses; the layout keeps it."""
+    """Return the kernels' table of a layout, created once, with this step's addresses."""
     table = layout.tables.get(mode)
     if table is None:
         table = layout.tables[mode] = _new_table(layout, mode)
@@ -98,7 +98,7 @@ def filled_table(layout: Layout, dense: Batch, mode: str) -> GradTable:
 
 @functools.cache
 def kernels() -> Any:
-    """Return the kernels' modules, imported when the first one is needed: triton is heavy, and not everywhere."""
+    """Return the kernels' modules, imported on first use: triton is slow to import, and may be missing."""
     from scaler_triton.kernels import clip, nonfinite, norm, unscale, update_scale
 
     return SimpleNamespace(clip=clip, nonfinite=nonfinite, norm=norm, unscale=unscale, update_scale=update_scale)
@@ -112,12 +112,12 @@ def _backend(layout: Layout, requested: str, clips: bool) -> Backend:
 
 
 def _unscale_subclasses_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> None:
-    # A tensor subclass knows itself what torch's op means for it.
+    # Tensor subclasses implement torch's op themselves.
     torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
 
 
 def _new_table(layout: Layout, mode: str) -> GradTable:
-    """Return a table for the configuration that is best here; modes whose configurations are equal share one."""
+    """Return a table for this mode's launch configuration; modes with equal configurations share one."""
     from scaler_triton.kernels.lookup import config_for
     from scaler_triton.kernels.table import GradTable
 

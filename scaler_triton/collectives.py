@@ -1,4 +1,4 @@
-"""A scaler's process group: which ranks it has, and what they reduce and gather over it."""
+"""A scaler's process group: how it is checked and pickled, and the collectives over it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _AVAILABLE = dist.is_available()  # in this build of torch
-# What a rank has to tell goes in one all-gather, behind its length, up to so many bytes.
+# `gather_bytes`: bytes of the length field, and of data in the first all-gather.
 _LENGTH, _AT_ONCE = 8, 1 << 14
 
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """Stands where a scaler's process group was before it was pickled: groups do not outlive their process."""
+    """What a pickle holds of a process group, which cannot be pickled itself."""
 
     ranks: tuple[int, ...]
 
 
 def default_group() -> ProcessGroup | None:
-    """Return the default process group of this moment, None before `init_process_group`."""
+    """Return the current default process group, None before `init_process_group`."""
     return dist.group.WORLD if _AVAILABLE else None
 
 
 def all_reduce_(values: Tensor, op: Any, group: ProcessGroup) -> None:
-    """Replace `values` (any device) by what they come to over the group, on a device that its backend serves."""
+    """All-reduce `values` (any device, written) over the group, on a device that its backend serves."""
     device = _serving_device(group, values.device)
     if device == values.device:
         dist.all_reduce(values, op=op, group=group)
@@ -42,11 +42,11 @@ def all_reduce_(values: Tensor, op: Any, group: ProcessGroup) -> None:
 
 
 def gather_bytes(data: bytes, group: Any) -> list[bytes]:
-    """Return what every rank of `group` passed, in one all-gather; in two where one of them passed much."""
+    """Return the data of every rank of `group`, by one all-gather; two if a rank has more than 16 KB."""
     begin, rest = data[:_AT_ONCE], data[_AT_ONCE:]
-    told = _all_gather(len(data).to_bytes(_LENGTH, "little") + begin, _LENGTH + _AT_ONCE, group)
-    lengths = [int.from_bytes(each[:_LENGTH], "little") for each in told]
-    whole = [each[_LENGTH:] for each in told]
+    gathered = _all_gather(len(data).to_bytes(_LENGTH, "little") + begin, _LENGTH + _AT_ONCE, group)
+    lengths = [int.from_bytes(each[:_LENGTH], "little") for each in gathered]
+    whole = [each[_LENGTH:] for each in gathered]
     longest = max(lengths)
     if longest > _AT_ONCE:
         whole = [*map(operator.add, whole, _all_gather(rest, longest - _AT_ONCE, group))]
@@ -54,7 +54,7 @@ def gather_bytes(data: bytes, group: Any) -> list[bytes]:
 
 
 def _all_gather(data: bytes, size: int, group: Any) -> list[bytes]:
-    """Return what every rank passed, filled up to `size` bytes."""
+    """Return the data of every rank, padded to `size` bytes."""
     mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     mine = mine.to(_serving_device(group, mine.device))
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -63,19 +63,19 @@ def _all_gather(data: bytes, size: int, group: Any) -> list[bytes]:
 
 
 def is_bare(group: Any) -> bool:
-    """Tell whether a group reduces without torch knowing its ranks: a backend by itself, or a test's stand-in."""
+    """Tell whether a group is not a ProcessGroup, so torch does not know its ranks: a bare backend or a fake."""
     return hasattr(group, "allreduce") and not isinstance(group, dist.ProcessGroup)
 
 
 def own_rank(process_group: Any) -> int:
-    """Return this process's rank: the global one, without a default group that in a bare group, 0 without either."""
+    """Return this process's global rank; without a default group its rank in a bare group, 0 without that."""
     if default_group() is not None:
         return dist.get_rank()
     return int(process_group.rank()) if is_bare(process_group) else 0
 
 
 def checked_group(process_group: Any) -> Any:
-    """Return a scaler's process group, the default one where it is None; a bare one is believed, as by torch.
+    """Return a scaler's process group, the default one for None; a bare one is not checked, as by torch.
 
     Raises: torch's ValueError without a default group; ValueError if it was lost by pickling, or is without this rank;
         TypeError if it is no group.
@@ -98,7 +98,7 @@ def checked_group(process_group: Any) -> Any:
 
 
 def gathering_group(process_group: Any) -> Any:
-    """Return the group whose ranks can be asked, None for a process that is alone.
+    """Return the group to gather over, None for a process without a group.
 
     Raises: as `checked_group`.
     """

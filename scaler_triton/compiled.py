@@ -1,7 +1,7 @@
-"""The ops for compiled callers: custom ops, which Dynamo puts into its graph and never looks into.
+"""The ops for compiled callers: custom ops, which Dynamo puts into its graph without tracing into them.
 
-Imported when the first function that calls one of the ops is traced: a custom op costs something a call and something
-a tensor, which nobody else shall pay.
+Imported when a function that calls one of the ops is traced: a custom op has host costs per call and per tensor, which
+eager callers need not pay.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from scaler_triton import ops
-from scaler_triton.batch import home_of
+from scaler_triton.batch import first_device
 
-# A kernel's table of addresses may be filled anew at every call, so inductor's own CUDA graphs go around the ops.
+# Each call may write a table of addresses, so inductor must not capture the ops in its own CUDA graphs.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -53,4 +53,4 @@ def grad_norm(
 def _(
     grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
 ) -> Tensor:
-    return torch.empty((), dtype=torch.float64, device=home_of(grads))
+    return torch.empty((), dtype=torch.float64, device=first_device(grads))

@@ -1,4 +1,4 @@
-"""What the commands share: what is missing here, how they say that something is wrong, a bar of steps."""
+"""What the commands share: missing packages, error messages, progress bars."""
 
 import importlib.util
 import sys
@@ -34,7 +34,7 @@ def driver_version() -> str:
 
 
 class NoBar:
-    """Stands where a bar would be: work goes on without one."""
+    """A bar that shows nothing."""
 
     def __enter__(self) -> "NoBar":
         return self
@@ -50,10 +50,10 @@ class NoBar:
 
 
 def new_bar(title: str, total: int) -> Any:
-    """Return a bar that counts steps, where tqdm is installed.
+    """Return a progress bar; one that shows nothing if tqdm is not installed.
 
     Args:
-        title: what stands before the bar.
+        title: text before the bar.
         total: steps.
     """
     try:

@@ -1,4 +1,4 @@
-"""How a scaler is copied and pickled: what it was told and is at goes along, what it knows of optimizers does not."""
+"""How a scaler is copied and pickled: with its settings, scale and counters, without its optimizers' states."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from scaler_triton.attributes import ScalerAttributes
 
 
 class CopyingMixin(ScalerAttributes):
-    """Copies and pickles, which go on where the scaler stood."""
+    """Copying and pickling."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch has made sure that an enabled scaler's states are empty. What is made afresh is not in a pickle: it
-        # would tie where our classes are.
+        # torch raises unless an enabled scaler's states are empty. Attributes that are created anew are left out: a
+        # pickle would name the modules of their classes.
         fresh = attributes.fresh()
         kept = {name: value for name, value in super().__getstate__().items() if name not in fresh}
         return {**kept, "_counters": self._counters.read(), "process_group": collectives.picklable(self.process_group)}
@@ -22,7 +22,7 @@ class CopyingMixin(ScalerAttributes):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_counters" in state:
             state = {**state, **attributes.fresh(state["_counters"])}
-        else:  # a scaler of torch's, pickled before `patch_torch` put this class in its place
+        else:  # a scaler of torch's, pickled before `patch_torch` replaced its class
             ours: Any = next(cls for cls in type(self).__mro__ if "_is_sharded" in vars(cls))
             ours.__init__(self, state["_device"], enabled=False)
         super().__setstate__(state)
@@ -31,7 +31,7 @@ class CopyingMixin(ScalerAttributes):
         return self._fill(type(self).__new__(type(self)), self.__getstate__())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        clone = memo[id(self)] = type(self).__new__(type(self))  # first: what a scaler holds may hold the scaler
+        clone = memo[id(self)] = type(self).__new__(type(self))  # first: its attributes may refer to it
         return self._fill(clone, copy.deepcopy(self.__getstate__(), memo))
 
     def _fill(self, clone: Self, state: dict[str, Any]) -> Self:

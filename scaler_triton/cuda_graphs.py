@@ -1,4 +1,4 @@
-"""Is a CUDA graph being captured? What is made or waited for meanwhile would hold nothing, or break the capture."""
+"""CUDA graph capture: whether one is under way, and an error for what cannot be captured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def is_captured(tensor: Tensor) -> bool:
-    """Tell whether what is done with `tensor` now goes into a graph instead of being done."""
+    """Tell whether ops on `tensor` are being captured into a graph, not run."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

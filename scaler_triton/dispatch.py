@@ -1,4 +1,4 @@
-"""Which backend serves a device: Triton for CUDA, torch for the rest, torch wherever Triton does not work."""
+"""Chooses the backend for a device: Triton for CUDA, torch for the rest and wherever Triton does not work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _warned: set[torch.device] = set()
 
 
 def _renew_lock() -> None:
-    """Take a new lock: in a forked child nobody releases one that another thread of the parent held."""
+    """Take a new lock in a forked child, where one that another thread of the parent held is never released."""
     global _lock
     _lock = threading.Lock()
 
@@ -47,12 +47,12 @@ def check_backend(backend: str | None) -> str:
 
 
 def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: bool = False) -> Backend:
-    """Return the backend for tensors of `dtype` on `device`, decided once; Triton is tried out before it is chosen.
+    """Return the backend for tensors of `dtype` on `device`, decided once, by a trial run of the kernels.
 
     Args:
         device: with its index.
         requested: as `check_backend` returns it.
-        clips: for norms and clipping, whose kernels are tried when they are first wanted.
+        clips: for norms and clipping, whose kernels are tried on first use.
 
     Raises: RuntimeError with the cause if "triton" was requested and does not work there.
     """
@@ -69,12 +69,12 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
 
 
 def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
-    """Return in words why `choose` chose for these as it did."""
+    """Return the reason for the choice that `choose` made for these."""
     return _without_trial(device, requested) or _chosen[device, dtype, requested, False][1]
 
 
 def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False) -> Backend:
-    """As `choose`, for kernels that read the scale itself: they take a real fp32 tensor, torch's ops any other, too.
+    """As `choose`, for kernels that read the scale, which must be a plain fp32 tensor for that.
 
     Args:
         scale: one element.
@@ -86,7 +86,7 @@ def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False
 
 
 def _without_trial(device: torch.device, requested: str) -> str:
-    """Return why torch is chosen before Triton is tried; "" where it is tried."""
+    """Return why torch is chosen without a trial of Triton; "" if Triton is to be tried."""
     if requested == "auto":
         return "" if device.type == "cuda" else "Triton is chosen for CUDA only"
     return "asked for" if requested == "torch" else ""

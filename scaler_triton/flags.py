@@ -1,4 +1,4 @@
-"""Flags, each fp32, shape () and 0.0 or 1.0: made of others, brought to other devices, served by device."""
+"""Flags (`found_inf`: fp32, shape (), 0.0 or 1.0): converted, combined, copied to other devices, kept by device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Flags = dict[torch.device, Tensor]
 
 
 def as_flag(flag: Tensor, device: torch.device) -> Tensor:
-    """Return any flag as fp32 `()`, 0.0 or 1.0, on `device`; NaN counts as set."""
+    """Return a flag of any dtype and one element as fp32 `()`, 0.0 or 1.0, on `device`; NaN counts as set."""
     return (flag != 0).to(device=device, dtype=torch.float32).reshape(())
 
 
@@ -27,37 +27,37 @@ def any_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def flag_on(device: torch.device, flags: Flags, found_inf: Tensor) -> Tensor:
-    """Return the flag of `device` among `flags`, made when first asked for: on its own device `found_inf` itself."""
+    """Return `flags[device]`, creating it if missing: `found_inf` itself on its own device, else a zero."""
     if device not in flags:
         flags[device] = found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
     return flags[device]
 
 
 def fp32_on(device: torch.device, number: Tensor) -> Tensor:
-    """Return a one-element tensor in fp32 on `device`, itself if it is that, without a host wait."""
+    """Return a one-element tensor as fp32 on `device`, itself if it is that already, without a host wait."""
     if number.device == device and number.dtype is torch.float32:
         return number
-    # The CPU would read a copy that it did not wait for too early.
+    # Not to the CPU: it would read before the copy has arrived.
     return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
 
 
-class ServedFlags(dict[torch.device, Tensor]):
-    """Flags by device. Notes that somebody took one: a collective that writes into it moves no version on."""
+class FlagsByDevice(dict[torch.device, Tensor]):
+    """Flags by device. Records any read: whoever has a flag may write it by a collective, unversioned."""
 
-    taken = False
+    was_read = False
 
     def __getitem__(self, device: torch.device) -> Tensor:
-        self.taken = True
+        self.was_read = True
         return super().__getitem__(device)
 
     def get(self, *args: Any) -> Any:
-        self.taken = True
+        self.was_read = True
         return super().get(*args)
 
     def values(self) -> Any:
-        self.taken = True
+        self.was_read = True
         return super().values()
 
     def items(self) -> Any:
-        self.taken = True
+        self.was_read = True
         return super().items()

@@ -27,8 +27,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         step:     optimizer.step() unless flag; a fused optimizer gets scale and flag and does both itself
         update:   scale *= backoff if any flag, scale *= growth after growth_interval steps without one
 
-    Mixed in before a torch scaler class, which supplies `scale`, `get_scale`, `state_dict` and the getters. The rest of
-    its methods are in the files of its bases, upwards:
+    Mixed in before a torch scaler class, which supplies `scale`, `get_scale`, `state_dict` and the getters. The other
+    methods are in the files of the bases:
 
         clipping/clip.py           clip_grad_norm_, by at_once.py or after_unscaling.py
         updating.py                update, stats, was_skipped
@@ -36,7 +36,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         overflow.py                overflow_report
         unscaling.py               unscale_, _check_inf_per_device
         copying.py                 copy, deepcopy, pickle
-        agreeing.py, states.py     who must agree; an optimizer's state and its flag
+        agreeing.py, states.py     which ranks must agree; an optimizer's state and its flag
         attributes.py              every attribute, with its type
     """
 
@@ -64,7 +64,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
                 growth_interval=growth_interval,
                 enabled=enabled,
             )
-        except TypeError:  # torch compares the factors with 1, whatever they are
+        except TypeError:  # torch compares the factors with 1 before it knows that they are numbers
             policy.check_growth_factor(growth_factor)
             policy.check_backoff_factor(backoff_factor)
             raise
@@ -82,7 +82,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
-        self._scale = None  # type: ignore[assignment]  # until it is first used
+        self._scale = None  # type: ignore[assignment]  # until first used
         self._growth_tracker = None
         self._warned_fsdp1 = self._warned_apart = False
 
@@ -90,46 +90,46 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
 
         Gradients are unscaled first if `unscale_` was not called. Waits for the flag on the host, unless the
-        optimizer takes it on the device (`fused=True`) and skips by itself.
+        optimizer reads it on the device (`fused=True`) and skips by itself.
 
         Args:
-            optimizer: what is stepped, or a wrapper around it; its gradients are written if they are still scaled.
+            optimizer: to be stepped, or a wrapper around one; its gradients are written if they are still scaled.
             args, kwargs: for `optimizer.step`; no closure.
 
         Returns: what `optimizer.step` returns, None when skipped.
 
         Raises: torch's errors for a wrong order of calls and for a closure; RuntimeError if another rank failed
-            to check its gradients; whatever `optimizer.step` raises. After that the stage is UNSCALED and the call
-            may be repeated; it steps then, unless a fused optimizer was to unscale: that step can only be skipped.
+            to check its gradients; whatever `optimizer.step` raises. The stage is UNSCALED then and the call may be
+            repeated; that steps, or skips if a fused optimizer was unscaling when it raised.
         """
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)
             return result
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._initialised_scale("step", self._fail_unscaled, optimizer)
+        self._initialised_scale("step", self._fail_unchecked, optimizer)
         state = self._state(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state.get("must_skip"):
             lending.take_back((optimizer, optimizers.unwrap(optimizer)))
-            self._has_stepped(state)
+            self._mark_stepped(state)
             return None
         if state["stage"] is OptState.READY:
             state["unscaled_flag"] = self._left_unscaled.recall(optimizer)
-        if optimizers.supports_amp_scaling(optimizer) or "deferred" in state:  # then the one inside does
+        if optimizers.supports_amp_scaling(optimizer) or "deferred" in state:  # then the wrapped one does
             return self._step_with_scale(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        self._has_stepped(state)
+        self._mark_stepped(state)
         return result
 
-    def _has_stepped(self, state: StepState) -> None:
+    def _mark_stepped(self, state: StepState) -> None:
         state["stage"] = OptState.STEPPED
-        # What a weak reference holds cannot be swapped, as `model.cpu()` does under FSDP2.
+        # torch refuses to swap a tensor that has a weak reference, as `model.cpu()` does under FSDP2.
         state.pop("first_gradient", None)
         self._last_steps.keep(state)
 
@@ -140,22 +140,22 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         return result
 
     def _step_with_scale(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> float | None:
-        """Step an optimizer that takes scale and flag on the device, by attributes or by the older argument."""
-        asked = state["found_inf_per_device"]
+        """Step an optimizer that takes scale and flag on the device, as attributes or as the older `grad_scaler=`."""
+        before = state["found_inf_per_device"]
         if state["stage"] is OptState.READY:
-            state["found_inf_per_device"] = {}  # checked afresh, however often it was asked before
+            state["found_inf_per_device"] = {}  # check again, even if `_check_inf_per_device` was called before
         step = self._step_by_argument if optimizers.takes_scaler(optimizer) else self._step_fused
         try:
             result: float | None = step(optimizer, state, args, kwargs)
         except BaseException:
             if state["stage"] is OptState.READY and state["found_inf_per_device"]:
-                self._enter_unscaled(state)  # the other ranks go on: a second check would leave this one waiting
+                self._enter_unscaled(state)  # the other ranks would not join the reduction of a second check
                 state["must_skip"] = True
             elif state["stage"] is OptState.READY:
-                state["found_inf_per_device"] = asked
-                state["unscaled_flag"] = None  # by the next call the gradients may be others
+                state["found_inf_per_device"] = before
+                state["unscaled_flag"] = None  # the gradients may be others at the next call
             raise
-        self._has_stepped(state)
+        self._mark_stepped(state)
         return result
 
     def _step_by_argument(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
@@ -170,9 +170,9 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         try:
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         except Exception:
-            if not state["found_inf_per_device"]:  # it never asked for the flag that the other ranks wait for
-                with suppress(Exception):  # the optimizer's error is the one to see
-                    self._fail_unscaled(optimizer)
+            if not state["found_inf_per_device"]:  # it raised before the reduction that the other ranks wait in
+                with suppress(Exception):  # the optimizer's error matters more
+                    self._fail_unchecked(optimizer)
             raise
         finally:
             state["asked_by_step"] = False
@@ -180,7 +180,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
     def _step_fused(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
         inner = optimizers.unwrap(optimizer)
         if self._check_unscaled and state["stage"] is OptState.READY:
-            self.unscale_(optimizer)  # what the optimizer would unscale by itself cannot be checked
+            self.unscale_(optimizer)  # the optimizer would unscale without a check
         ready = state["stage"] is OptState.READY
         if ready:
             self._check_inf_per_device(optimizer)
@@ -198,14 +198,14 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
             try:
                 return optimizer.step(*args, **kwargs)
             except BaseException:
-                # Its kernels divide gradients, and nobody can tell which they reached. The flag stays as agreed.
+                # Unknown which gradients its kernels have divided. The flag stays as agreed.
                 self._enter_unscaled(state)
                 state["must_skip"] = factor is not None
                 raise
 
 
 def _lacks_cuda(device: str) -> bool:
-    """Tell whether CUDA is asked for and is not there, and warn: torch's own warning would name a line of ours."""
+    """Tell whether CUDA is asked for but missing, and warn: torch's own warning would name a line of this package."""
     lacks = device == "cuda" and amp_definitely_not_available()  # type: ignore[no-untyped-call]
     if lacks:
         text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
@@ -213,7 +213,7 @@ def _lacks_cuda(device: str) -> bool:
     return lacks
 
 
-untraced.leave_alone(ScalerMixin)
+untraced.skip_tracing(ScalerMixin)
 
 
 class GradScaler(ScalerMixin, torch.amp.GradScaler):
@@ -234,7 +234,7 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
         backoff_factor: in (0, 1); factor after an overflow.
         growth_interval: steps, >= 1.
         enabled: False makes every method a pass-through.
-        process_group: the ranks that must agree, instead of those that the parameters' meshes tell.
+        process_group: the ranks that must agree, instead of those of the parameters' meshes.
         backend: "auto" (Triton for CUDA, torch elsewhere), "triton" or "torch"; default: the environment's
             SCALER_TRITON_BACKEND, else "auto".
         min_scale: the smallest scale, first one included; None: 2^-126.

@@ -1,4 +1,4 @@
-"""Which gradients an op takes, as this rank holds them; and the sums that some of them have still to become."""
+"""Checks of single gradients, and the reduction of those that are not summed yet: sparse duplicates, Partial."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def coalesce_fp16(gradient: Tensor) -> Tensor:
     return gradient if is_ready else gradient.float().coalesce().half()
 
 
-def is_yet_a_sum(gradient: Tensor) -> bool:
-    """Tell whether a gradient is terms still to be added up: a Partial DTensor, or sparse with duplicates."""
+def is_unreduced(gradient: Tensor) -> bool:
+    """Tell whether a gradient still has to be summed: a Partial DTensor, or an uncoalesced sparse tensor."""
     if is_dtensor(gradient):
         return partial_terms(gradient) > 1
     return gradient.layout is torch.sparse_coo and not gradient.is_coalesced()
 
 
-def sum_of(gradient: Tensor) -> Tensor:
-    """Return the sum that `is_yet_a_sum` told of; for a Partial DTensor all ranks of its mesh must take part."""
+def reduced(gradient: Tensor) -> Tensor:
+    """Return an unreduced gradient summed; for a Partial DTensor a collective that all ranks of its mesh must join."""
     if not is_dtensor(gradient):
         return coalesce_fp16(gradient) if gradient.dtype is torch.float16 else gradient.coalesce()
     from torch.distributed.tensor import Replicate

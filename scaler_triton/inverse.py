@@ -1,4 +1,4 @@
-"""1 / scale for ops that multiply by it; on the CPU by Python's division, as an op on one number costs several."""
+"""1 / scale for ops that multiply by it; on the CPU computed in Python, which is quicker than a torch op."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# From here on the inverse is finite, and a cast rounds it to fp32 as the op does.
+# From here on 1 / scale is finite in fp32.
 _LOW = 2.0**-126
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Return float(1 / double(scale)): for fp32 the correctly rounded reciprocal, which one division gives."""
+    """Return float(1 / double(scale)), which for fp32 equals the correctly rounded fp32 reciprocal."""
     return scale.reciprocal()
 
 
 class Inverse:
-    """The inverse of a scale, in the same tensor from step to step."""
+    """Computes the inverse of a scale into one tensor, reused from step to step."""
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, np.ndarray] | None = None
 
     def of(self, scale: Tensor) -> Tensor:
-        """Return float(1 / double(scale)), to be used before the next call.
+        """Return float(1 / double(scale)); the next call overwrites it.
 
         Args:
             scale: fp32, one element.
 
         Returns: fp32, one element, on the scale's device.
         """
-        if not scale.is_cpu or type(scale) is not Tensor:  # nobody can read torch's fake ones
+        if not scale.is_cpu or type(scale) is not Tensor:  # fake tensors cannot be read
             return inverse(scale)
         value = scale.item()
         if value < _LOW:

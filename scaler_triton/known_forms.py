@@ -1,4 +1,4 @@
-"""The quickest way to tell that this step's gradients look like those that were checked before."""
+"""KnownForms: a quick check, by torch's guards, that gradients have the types, shapes and strides checked before."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 _Check = Callable[..., bool]
 
-# How often a guard is made anew. Some fail for reasons that do not matter here, at every step perhaps, and making one
-# costs more than a comparison by hand.
+# How often a guard is made anew. Some fail for reasons that do not matter here, perhaps at every step, and making one
+# costs more than comparing without.
 _PATIENCE = 16
 
 
 def _guard(tensors: Sequence[Tensor]) -> _Check | None:
-    """Return a check for type, dtype, device, sizes and strides of as many tensors; None where torch has none.
+    """Return a check of type, dtype, device, sizes and strides of a list of tensors; None where torch has none.
 
     torch's own, private guards take 40 ns a tensor, the public way 500.
     """
@@ -29,13 +29,13 @@ def _guard(tensors: Sequence[Tensor]) -> _Check | None:
 
 
 class KnownForms:
-    """The forms that gradients had when they were checked; keeps no gradient.
+    """The forms (type, dtype, device, shape, strides) that gradients had when they were checked; keeps no gradient.
 
-    It may say no to gradients of a known form, and always does where torch's guards are missing: then they are
-    compared by hand.
+    A match is reliable. A mismatch may be wrong, and is the only answer where torch's guards are missing: the plan then
+    compares the forms itself.
 
     Args:
-        size: how many gradients there are, those that are missing counted in.
+        size: the number of gradients, missing ones included.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,19 +43,19 @@ class KnownForms:
         self._each: list[_Check | None] = [None] * size
         self._patience = _PATIENCE
 
-    def all_there(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Tell that none of the gradients is missing and each has the form it had."""
+    def match_all(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Tell whether no gradient is missing and all have the forms that they had."""
         return self._all is not None and bool(gradients) and self._all(*gradients)
 
-    def hold(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Tell that each gradient has the form it had, or is missing."""
+    def match_present(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Tell whether every gradient is missing or has the form that it had."""
         for gradient, check in zip(gradients, self._each, strict=True):
             if gradient is not None and (check is None or not check(gradient)):
                 return False
         return True
 
     def learn(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take these gradients' forms, which were checked, for known."""
+        """Remember the forms of these gradients, which were checked."""
         present = [gradient for gradient in gradients if gradient is not None]
         if len(present) == len(gradients):
             if self._has_patience():
@@ -66,7 +66,7 @@ class KnownForms:
                 self._learn_one(index, gradient)
 
     def forget(self) -> None:
-        """Take no form for known."""
+        """Forget all forms."""
         self._all, self._each, self._patience = None, [None] * len(self._each), _PATIENCE
 
     def _learn_one(self, index: int, gradient: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Each optimizer's last step, kept past `update` so that one can ask how it ended."""
+"""LastSteps: the state of each optimizer's last step, kept after `update` for `was_skipped`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scaler_triton.step_state import StepState
 
 
 class LastSteps:
-    """The states of the last steps, each until its optimizer's next one begins or the optimizer is gone."""
+    """The states of the last steps, each until its optimizer's next step begins or the optimizer is freed."""
 
     def __init__(self) -> None:
         self._states: dict[int, StepState | None] = {}
@@ -18,16 +18,16 @@ class LastSteps:
     def keep(self, state: StepState) -> None:
         """Keep the state of an optimizer that was stepped just now."""
         key = id(state["owner"]())
-        if key not in self._states:  # the dead are dropped when somebody new comes
+        if key not in self._states:  # a new one: drop those of freed optimizers
             self._states = {key: kept for key, kept in self._states.items() if kept is not None and _is_alive(kept)}
         if "wrappers" in state or "earlier" in state:
             state = state.copy()
-            state.pop("wrappers", None)  # without weak references they would keep their optimizer alive
+            state.pop("wrappers", None)  # one without weak references is held strongly, and with it the optimizer
             state.pop("earlier", None)
         self._states[key] = state
 
     def forget(self, state: StepState) -> None:
-        """Drop what is kept of an optimizer whose next step begins with `state`."""
+        """Drop the last step of an optimizer, whose next one begins with `state`."""
         key = id(state["owner"]())
         if key in self._states:
             self._states[key] = None

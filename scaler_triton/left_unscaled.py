@@ -1,4 +1,4 @@
-"""Gradients that were unscaled but not stepped before `update`: a later step must not divide them a second time."""
+"""LeftUnscaled: optimizers that `update` left unscaled but not stepped; a later step must not unscale them again."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from scaler_triton.placement import local_tensor
 
 
 class Snapshot(NamedTuple):
-    """A gradient as it was: the same object, which nobody has written since if its versions are the same."""
+    """A gradient and its version counters, by which later writes show."""
 
     gradient: TensorWeakRef
     versions: tuple[int | None, int | None]
 
     def is_of(self, gradient: Tensor | None) -> bool:
-        """Tell whether this is a snapshot of `gradient`, which nobody has written since."""
+        """Tell whether `gradient` is the same tensor, not written since."""
         return gradient is not None and self.gradient() is gradient and self.versions == _versions(gradient)
 
 
@@ -34,10 +34,10 @@ class _Entry(NamedTuple):
 
 
 class LeftUnscaled:
-    """The optimizers whose step is still to come although `update` ended the step that unscaled them.
+    """Optimizers that were unscaled, but not stepped before `update`, and their flags.
 
-    It cannot be asked of the user whether he skipped that step or postponed it. The gradients tell: new ones, or ones
-    written since, are scaled; the very same ones are not.
+    The user may have skipped that step or postponed it. The gradients tell which: the same tensors, not written since,
+    are still unscaled; new or written ones are scaled.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class LeftUnscaled:
         return bool(self._entries)
 
     def renew(self, flags: Iterable[tuple[Callable[[], Any], Tensor | None]]) -> None:
-        """After an update, remember the optimizers that it left unscaled but not stepped, and forget the stepped ones.
+        """After an update, store the optimizers that it left unscaled but not stepped, and drop the stepped ones.
 
         Args:
-            flags: of each optimizer what returns it, None once it is gone; and a copy of its agreed flag, fp32, shape
-                (), None if it was stepped or not unscaled. No gradient is kept alive.
+            flags: for each optimizer a reference to it, and a copy of its agreed flag, fp32, shape (), or None if it
+                was stepped or not unscaled. No gradient is kept alive.
         """
         for owner, found_inf in flags:
             self._forget(owner)
@@ -63,17 +63,17 @@ class LeftUnscaled:
         if optimizer is None:
             return
         snapshots = snapshots_of(optimizer)
-        if any(snapshots):  # nothing tells an absence of gradients from the next
+        if any(snapshots):  # without gradients this step cannot be told from the next
             self._entries[id(optimizer)] = _Entry(owner, found_inf, snapshots)
 
     def _forget(self, owner: Callable[[], Any]) -> None:
-        """Drop what is kept of an optimizer, and of those that are gone."""
+        """Drop the entries of an optimizer, and of those that were freed."""
         if self._entries:
-            gone = {id(None), id(owner())}  # optimizers may have a way of their own to compare
+            gone = {id(None), id(owner())}  # by id: optimizers may define ==
             self._entries = {key: entry for key, entry in self._entries.items() if id(entry.owner()) not in gone}
 
     def recall(self, optimizer: Any) -> Tensor | None:
-        """Return the flag kept for an optimizer whose gradients are unscaled still; it stays until its next update."""
+        """Return the stored flag of an optimizer whose gradients are still unscaled, kept until its next update."""
         inner = unwrap(optimizer)
         entry = self._entries.get(id(inner))
         return entry.found_inf if entry is not None and entry.fits(inner) else None
@@ -82,28 +82,28 @@ class LeftUnscaled:
 def first_gradient(optimizer: Any) -> TensorWeakRef | None:
     """Return a reference to an optimizer's first gradient, None if it has none.
 
-    It stands for all of them: `zero_grad()`, which drops it, drops them all. To snapshot each would cost every step.
+    It stands for all of them: `zero_grad()` drops them all. A snapshot of each would cost time in every step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (gradient := getattr(parameter, "grad", None)) is not None:  # what is no tensor is refused elsewhere
+            if (gradient := getattr(parameter, "grad", None)) is not None:  # the plan refuses non-tensors
                 return TensorWeakRef(gradient)
     return None
 
 
-def has_first(optimizer: Any, first: TensorWeakRef | None) -> bool:
-    """Tell whether an optimizer has the gradients still that it had when `first_gradient` was asked."""
+def has_first_gradient(optimizer: Any, first: TensorWeakRef | None) -> bool:
+    """Tell whether an optimizer still has the gradients that it had when `first_gradient` was called."""
     now = None if optimizer is None else first_gradient(optimizer)
     return first is not None and now is not None and first() is now()
 
 
 def snapshots_of(optimizer: Any) -> list[Snapshot | None]:
-    """Return an optimizer's gradients as they are now; None where there is none. No gradient is kept alive."""
+    """Return snapshots of an optimizer's gradients, None for a missing one. No gradient is kept alive."""
     return [_snapshot(parameter.grad) for parameter in parameters_of(optimizer)]
 
 
 def unchanged_since(snapshots: list[Snapshot | None], optimizer: Any) -> bool:
-    """Tell whether an optimizer has the gradients that `snapshots_of` saw, and nobody has written them since."""
+    """Tell whether an optimizer has the same gradients as when `snapshots_of` was called, not written since."""
     gradients = [parameter.grad for parameter in parameters_of(optimizer)]
     return len(gradients) == len(snapshots) and all(
         gradient is None if snapshot is None else snapshot.is_of(gradient)
@@ -116,5 +116,5 @@ def _snapshot(gradient: Tensor | None) -> Snapshot | None:
 
 
 def _versions(gradient: Tensor) -> tuple[int | None, int | None]:
-    """Return the write counters of a gradient and, for a DTensor, of its shard, which is written behind its back."""
+    """Return the version counters of a gradient and, of a DTensor, of its shard, which may be written directly."""
     return version_counter(gradient), version_counter(local_tensor(gradient))

@@ -1,4 +1,4 @@
-"""How a fused optimizer gets scale and flag for the time of its step."""
+"""Sets `grad_scale` and `found_inf` on a fused optimizer for the duration of its step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def lent(
 ) -> Iterator[None]:
     """Set `grad_scale` and `found_inf` on a fused optimizer while it steps.
 
-    A `grad_scale` of the user's is multiplied in, and used up by the step: it is put back only if the step raised.
+    A `grad_scale` that the user has set is multiplied in and removed after the step; it is restored if the step raised.
 
     Args:
-        optimizers: the one that is stepped and, if that is a wrapper, the one inside: either may look.
+        optimizers: the one that is stepped and, if that is a wrapper, the one inside: either may read them.
         scale: fp32, shape (); None if the gradients are unscaled already.
-        found_inf: fp32, shape (), 0.0 or 1.0. Like `scale` lent itself only to who does not write into it.
-        on_host: lend copies on the CPU, waited for, as an optimizer with parameters there needs them: torch's fused
-            ones copy both to every device they step on, and their CPU kernels read before such a copy is there.
+        found_inf: fp32, shape (), 0.0 or 1.0. Like `scale`, cloned unless the optimizer is known not to write it.
+        on_host: lend copies on the CPU, waited for, to an optimizer with parameters there: torch's fused ones copy both
+            to each device without waiting, and their CPU kernels read before the copy has arrived.
     """
     own = getattr(optimizers[0], "grad_scale", None)
     factors = [factor for factor in (scale, own) if factor is not None]
@@ -44,11 +44,11 @@ def lent(
 
 
 def _only_reads(optimizer: Any) -> bool:
-    """Tell whether a fused step leaves what it is lent as it is: one of torch's own, without anybody's hooks."""
+    """Tell whether a fused step does not write what it is lent: one of torch's own, without hooks."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return False
-    everywhere = sys.modules["torch.optim.optimizer"]  # its name in torch.optim is something else
-    return not (  # torch promises none of these names: without one nobody knows
+    everywhere = sys.modules["torch.optim.optimizer"]  # torch.optim.optimizer is shadowed
+    return not (  # private to torch: if one is missing, there may be hooks
         getattr(optimizer, "_optimizer_step_pre_hooks", True)
         or getattr(optimizer, "_optimizer_step_post_hooks", True)
         or getattr(everywhere, "_global_optimizer_pre_hooks", True)
@@ -57,12 +57,12 @@ def _only_reads(optimizer: Any) -> bool:
 
 
 def take_back(optimizers: Sequence[Any]) -> None:
-    """Drop what optimizers were lent, and a `grad_scale` of the user's: a step uses it up, also one that is skipped."""
+    """Delete `grad_scale` and `found_inf`, also a `grad_scale` of the user's: it is for one step, even if skipped."""
     for optimizer in optimizers:
         for name in ("grad_scale", "found_inf"):
             try:
                 delattr(optimizer, name)
-            except AttributeError:  # the other one's, seen through the wrapper, or a class attribute
+            except AttributeError:  # the inner one's, seen through the wrapper, or a class attribute
                 continue
 
 
@@ -75,7 +75,7 @@ def _product(factors: Sequence[Tensor]) -> Tensor | None:
 def _set(optimizers: Sequence[Any], **attributes: Any) -> None:
     for optimizer in optimizers:
         for name, value in attributes.items():
-            try:  # `suppress` would cost more than all the rest
+            try:  # `suppress` would cost more than the rest of this function
                 setattr(optimizer, name, value)
             except AttributeError:  # a wrapper with slots: the one inside has them
                 continue

@@ -1,4 +1,4 @@
-"""What goes beyond torch's rule: bounds of the scale, hysteresis, a limit of skips; and how a checkpoint holds them."""
+"""The extras of the update rule: bounds of the scale, hysteresis, a limit of skips; and their part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 from scaler_triton import policy, stats
 
-# The one key of a checkpoint that torch's class does not know, and passes over.
+# The one key of a checkpoint that torch's class does not know, and ignores.
 KEY = "scaler_triton"
 
 
 class Limits(NamedTuple):
-    """How the scale moves, beyond the three numbers that torch knows; by default they change nothing.
+    """Parameters of the update rule beyond torch's three; by default they change nothing.
 
     Args:
         min_scale, max_scale: the scale is clamped to them; fp32 numbers.
-        hysteresis: overflows until the scale backs off; the last of them does it, and each one after it.
-        consecutive_hysteresis: whether every good update starts that count anew, not only one that ends an interval.
+        hysteresis: number of the overflow at which the scale first backs off; each one after it backs off again.
+        consecutive_hysteresis: whether any good update resets that count, not only one that ends an interval.
     """
 
     min_scale: float = policy.MIN_SCALE
@@ -31,7 +31,7 @@ NO_LIMITS = Limits()
 
 
 class Extras(NamedTuple):
-    """What a checkpoint holds beside torch's five fields.
+    """What a checkpoint holds in addition to torch's five fields.
 
     Args:
         limits: see there.
@@ -60,19 +60,19 @@ def check_within(value: Any, name: str, limits: Limits) -> float:
 
 
 def clamp(scale: float, limits: Limits) -> float:
-    """Return `scale`, or the bound that it is beyond."""
+    """Return `scale` clamped to the bounds."""
     return min(max(scale, limits.min_scale), limits.max_scale)
 
 
 def check_order(limits: Limits) -> Limits:
-    """Return `limits` if a scale fits between the bounds."""
+    """Return `limits` if min_scale <= max_scale."""
     if limits.min_scale > limits.max_scale:
         raise ValueError(f"min_scale must be <= max_scale, got {limits.min_scale} and {limits.max_scale}")
     return limits
 
 
 def check(min_scale: Any, max_scale: Any, hysteresis: Any, consecutive_hysteresis: Any) -> Limits:
-    """Return the limits as numbers of the right kinds; a bound of None is no bound.
+    """Return checked limits; None stands for the widest bound.
 
     Raises: ValueError or TypeError naming a wrong one and its value.
     """

@@ -1,4 +1,4 @@
-"""A host copy of a few device numbers, started early and waited for only when somebody reads it."""
+"""HostMirror: an asynchronous host copy of a small device tensor, waited for only when it is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def version_counter(tensor: Tensor) -> int | None:
-    """Return the counter that every write to `tensor` moves on; None for an inference tensor, which has none."""
+    """Return the version counter of `tensor`; None for an inference tensor, which has none."""
     try:
         return tensor._version
     except RuntimeError:
@@ -17,37 +17,31 @@ def version_counter(tensor: Tensor) -> int | None:
 
 
 class HostMirror:
-    """Copies `source` to the host without waiting, as often as asked.
+    """Copies `source` to the host without waiting, any number of times.
 
     Args:
         source: a small tensor on any device, not written. On CUDA a copy goes to pinned memory and an event marks
-            its end; elsewhere the source is read when asked for.
-        frozen: elsewhere, too, what is read is what the source held at the last start.
+            its end; elsewhere it is a clone, which `read` waits for.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, source: Tensor, frozen: bool = False) -> None:
-        self.source = source
-        self._copy = source
-        real = type(source) is Tensor  # torch's fake ones have no memory
-        self._view = source.numpy() if source.is_cpu and real else None  # quicker to read, several times
-        self._frozen = frozen
+    def __init__(self, source: Tensor) -> None:
+        self.source = self._copy = source
         self._event: torch.cuda.Event | None = None
-        if source.is_cuda and real:
+        if source.is_cuda and type(source) is Tensor:  # not one of torch's fake tensors
             self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
-            self._view = self._copy.numpy()
+            self._view = self._copy.numpy()  # several times quicker to read
             with torch.cuda.device(source.device):
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Start a copy in the order of the current stream; the one before is overwritten."""
-        if self._event is not None:
-            with torch.cuda.device(self.source.device):
-                self._copy.copy_(self.source, non_blocking=True)
-                self._event.record()
-        elif self._frozen:
+        """Start a copy on the current stream; it overwrites the one before."""
+        if self._event is None:
             self._copy = self.source.clone()
-            self._view = self._copy.numpy() if self._copy.is_cpu else None
+            return
+        with torch.cuda.device(self.source.device):
+            self._copy.copy_(self.source, non_blocking=True)
+            self._event.record()
 
     def has_arrived(self) -> bool:
         """Tell whether `read` would not wait."""
@@ -55,7 +49,9 @@ class HostMirror:
 
     def read(self) -> list[Any]:
         """Return the values of the last start, waiting for that copy only."""
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[Any] = (self._copy if self._view is None else self._view).tolist()
+        if self._event is None:
+            values: list[Any] = self._copy.tolist()
+            return values
+        self._event.synchronize()
+        values = self._view.tolist()
         return values

@@ -1,4 +1,4 @@
-"""What the parameters that optimizers hold are called in their model."""
+"""The names that the parameters of optimizers have in their model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
+# What FSDP1, activation checkpointing and torch.compile add to the names of wrapped modules.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _NO_NAMES = "model must be a module or what its named_parameters() gives"
 
@@ -16,7 +16,7 @@ _NO_NAMES = "model must be a module or what its named_parameters() gives"
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's parameters by name: FSDP2's shards, which optimizers hold, also while they are gathered.
 
-    From a forward on, FSDP2's modules may hold whole parameters in their place until the next backward has ended.
+    From a forward until the end of backward, FSDP2's modules may hold unsharded parameters instead.
 
     Args:
         model: any module; left as it is.
@@ -27,10 +27,10 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def names_by_id(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> dict[int, str]:
-    """Return parameters' names by their ids, without what wrappers have put into them.
+    """Return parameters' names by their ids, without the parts that wrappers add.
 
     Args:
-        model: a module, or what its `named_parameters()` gives; None: nobody has a name.
+        model: a module, or what its `named_parameters()` gives; None: there are no names.
 
     Raises: TypeError naming `model` for what is neither.
     """
@@ -52,7 +52,7 @@ def _checked_pair(pair: Any) -> tuple[int, str]:
 
 
 def _shards(model: nn.Module) -> dict[int, Tensor]:
-    """Return FSDP2's shards by the ids of what modules hold now; none where this torch keeps them elsewhere."""
+    """Return FSDP2's sharded parameters by the ids of the modules' current ones; empty if this torch lacks the API."""
     try:
         places = [(each._module_info, each.sharded_param) for module in model.modules() for each in _sharded_in(module)]
         return {id(getattr(place.module, place.param_name)): shard for place, shard in places}

@@ -1,4 +1,4 @@
-"""Tensors that touch in memory, merged: an op on a list pays for each of its tensors, however small."""
+"""Merges tensors that are adjacent in memory: a foreach op costs something for each tensor, however small."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-# Among so many tensors neighbours show if there are any: buckets hold whole runs of them.
+# If any tensors are adjacent, some among the first few are: buckets are filled in order.
 _FEW = 4
-# Where there are none, they are looked for again after so many calls: DDP makes its buckets anew after the first step.
+# Where there are none, calls until the next search: DDP rebuilds its buckets after the first step.
 _PAUSE = 15
 
 
 class Neighbours:
-    """Which of a list's tensors touch, remembered from step to step by how far apart they lie.
+    """Which tensors of a list are adjacent, cached for as long as their distances in memory stay the same.
 
-    DDP's bucket views and FSDP1's views of a flat gradient are such neighbours, in whatever order. Only exact
-    adjacency counts: a gap belongs to somebody. Where the first few have no neighbours, none are looked for.
+    DDP's bucket views and FSDP1's views of a flat gradient are adjacent, in whatever order. Only exact adjacency
+    counts: a gap may be another tensor. If none of the first few are adjacent, the rest is not searched.
 
-    An object serves one list: sizes, strides and dtype of its tensors, one dtype in all, stay what they were.
+    Each object is for one list: its tensors have one dtype, and sizes and strides that do not change.
     """
 
     def __init__(self) -> None:
         self._pause = 0
         self._offsets: np.ndarray | None = None
-        self._runs: list[tuple[int, int]] = []  # the position of its first tensor, and its elements in all
+        self._runs: list[tuple[int, int]] = []  # of each: the index of its first tensor, and its number of elements
 
     def merged(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the same memory in fewer tensors: neighbours in one storage become one flat view."""
+        """Return the same memory as fewer tensors: adjacent ones in one storage become one flat view."""
         if self._pause:
             self._pause -= 1
             return tensors
@@ -42,12 +42,12 @@ class Neighbours:
             self._offsets = offsets
         try:
             return [_flat(tensors[first], numel) for first, numel in self._runs]
-        except RuntimeError:  # as far apart as before, but not in one storage
+        except RuntimeError:  # same distances, but not one storage any more
             self._offsets = None
             return tensors
 
     def _first_few_touch(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether there are neighbours among the first few; without any, some calls will not look."""
+        """Tell whether any of the first few are adjacent; if not, pause the search for some calls."""
         found = len(tensors) > 1 and bool(_joints(sorted(tensors[:_FEW], key=Tensor.data_ptr)))
         self._pause = 0 if found else _PAUSE
         return found
@@ -58,7 +58,7 @@ class Neighbours:
         begins = [place for place in range(len(order)) if place not in inner]
         numels = [tensors[index].numel() for index in order]
         spans = pairwise([*begins, len(order)])
-        # The elements of a lone tensor are left to it: it need not be contiguous.
+        # -1: a tensor by itself, which need not be contiguous and stays as it is.
         self._runs = [(order[begin], sum(numels[begin:end]) if end > begin + 1 else -1) for begin, end in spans]
 
 
@@ -67,7 +67,7 @@ def _flat(first: Tensor, numel: int) -> Tensor:
 
 
 def _joints(tensors: Sequence[Tensor]) -> set[int]:
-    """Return the positions of tensors that begin where the one before them ends."""
+    """Return the indices of tensors that start where the one before them ends."""
     itemsize = tensors[0].element_size()
     starts = [tensor.data_ptr() for tensor in tensors]
     ends = [start + tensor.numel() * itemsize for start, tensor in zip(starts, tensors, strict=True)]

@@ -1,4 +1,4 @@
-"""The ops of a gradient scaler on lists of tensors: checked, grouped by device and dtype, run by one backend each."""
+"""The public ops on lists of tensors: arguments are checked, tensors grouped by device and dtype, groups run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import batch_ops, placement, policy, reference_update
-from scaler_triton.batch import Batch, group, home_of
+from scaler_triton.batch import Batch, first_device, group
 from scaler_triton.clipping import clip_ops, reference_norm
 from scaler_triton.dispatch import Backend, check_backend, choose
 from scaler_triton.gradients import check_gradient, check_overlap, sparse_values
@@ -70,12 +70,12 @@ def grad_norm(
     norm_type: float = 2.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Return the norm that all gradients together have once they are unscaled; they are read, not written.
+    """Return the norm of all gradients together as if they were unscaled; they are read, not written.
 
         torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads]) * inv_scale, norm_type)
 
-    in one pass for the 2-norm, with a relative error below 1e-6; other norms are torch's, in fp64. Gradients are not
-    rounded to their dtype between.
+    in one pass for the 2-norm, with a relative error below 1e-6; other norms are torch's, in fp64. Unscaled values are
+    not rounded to the gradients' dtype.
 
     Args:
         grads: fp16, bf16, fp32 or fp64 tensors of any mix of devices, strided or sparse COO (values as they are),
@@ -89,14 +89,14 @@ def grad_norm(
 
     Raises: as `unscale_`; TypeError or ValueError for a `norm_type` that is no number, or 0.
     """
-    grads = list(grads)  # their first tells where, and all are read below
+    grads = list(grads)  # read twice
     if torch.compiler.is_compiling():
         return _compiled_norm(grads, found_inf, inv_scale, norm_type, backend)
     order = policy.check_norm_type(norm_type, positive=False)
     for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
         if scalar is not None:
             _check_scalar(scalar, name)
-    home, requested = home_of(grads), check_backend(backend)
+    home, requested = first_device(grads), check_backend(backend)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     parts: list[Tensor] = []
@@ -132,7 +132,7 @@ def update_scale_(
 ) -> None:
     """Back the scale off after an overflow, let it grow after `growth_interval` good steps.
 
-    On a GPU it waits for the device when factors or interval are new, which no capture can, and never else.
+    On a GPU it waits for the device only if factors or interval are new, which cannot be captured.
 
     Equivalent PyTorch: `torch._amp_update_scale_`, but the tracker is compared by >= and the scale stays in
     [2^-126, fp32 max].
@@ -174,8 +174,8 @@ def _compiled_norm(
     from scaler_triton import compiled
 
     shards = _shards(grads)
-    if found_inf is None:  # inductor takes no None where an op that returns something may write
-        found_inf = torch.zeros((), dtype=torch.float32, device=home_of(shards))
+    if found_inf is None:  # inductor refuses None for an argument that an op with a result mutates
+        found_inf = torch.zeros((), dtype=torch.float32, device=first_device(shards))
     norm: Tensor = compiled.grad_norm(shards, found_inf, inv_scale, norm_type, backend)
     return norm
 
@@ -187,7 +187,7 @@ def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
 def _run(
     grads: Sequence[Tensor], found_inf: Tensor, backend: str | None, op: Callable[[Batch, Tensor, Backend], None]
 ) -> None:
-    """Check and group `grads`, run `op` on each batch with a flag on its device, gather the flags."""
+    """Check and group `grads`, run `op` on each batch with a flag on its device, combine the flags."""
     if found_inf.is_meta:
         raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
     requested = check_backend(backend)

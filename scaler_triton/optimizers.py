@@ -1,4 +1,4 @@
-"""What a scaler asks of optimizers: what is in a wrapper, which parameters, who unscales and skips by itself."""
+"""What a scaler reads from optimizers: the one in a wrapper, the parameters, whether `step` unscales by itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WRAPPERS = 32  # around one optimizer; if there seem to be more, they hold each other
+_WRAPPERS = 32  # around one optimizer at most; more are taken for a cycle
 
 _takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -24,7 +24,7 @@ def unwrap(optimizer: Any) -> Any:
             inner = getattr(optimizer, "optimizer", None)
             if inner is None or inner is optimizer or not _same_groups(inner.param_groups, optimizer.param_groups):
                 return optimizer
-        except Exception:  # a property of another meaning
+        except Exception:  # an unrelated property
             return optimizer
         optimizer = inner
     return outermost
@@ -36,7 +36,7 @@ def _same_groups(groups: Any, others: Any) -> bool:
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of everything with `param_groups`, in order; not to be written."""
+    """Return the parameters of an optimizer, in order; the list may be the optimizer's own, do not write it."""
     groups = optimizer.param_groups
     if type(groups) is list and len(groups) == 1 and type(groups[0]["params"]) is list:
         return groups[0]["params"]
@@ -65,8 +65,8 @@ def weak(optimizer: Any, forget: Callable[[Any], None] | None = None) -> Callabl
 def skip_would_corrupt(optimizer: Any) -> bool:
     """Tell whether a skipped fused step would leave garbage behind: SGD's first one with momentum.
 
-    torch's fused SGD makes its momentum buffers uninitialised before the kernel decides to skip, and uses them in
-    the next step. Such a step must not be called at all.
+    torch's fused SGD allocates momentum buffers without initialising them, its kernel then skips, and the next step
+    reads them. Such a step must not be called.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return False
@@ -84,16 +84,16 @@ def supports_amp_scaling(optimizer: Any) -> bool:
 
 
 def takes_factor(optimizer: Any) -> bool:
-    """Tell whether `optimizer.step` divides gradients by whatever `grad_scale` it is lent; not by the scaler's own."""
+    """Tell whether `optimizer.step` divides gradients by its attribute `grad_scale`, whatever that is."""
     return supports_amp_scaling(optimizer) and not takes_scaler(optimizer)
 
 
 def takes_scaler(optimizer: Any) -> bool:
-    """Tell whether `optimizer.step` wants the scaler as `grad_scaler`, the older way; asked of each function once."""
+    """Tell whether `optimizer.step` takes the scaler as an argument `grad_scaler`, the older way; cached."""
     step = getattr(optimizer.step, "__func__", optimizer.step)
     try:
         known = _takes_scaler.get(step)
-    except TypeError:  # a callable that nothing can refer to weakly
+    except TypeError:  # a callable without weak references
         return _has_grad_scaler(step)
     if known is None:
         known = _takes_scaler[step] = _has_grad_scaler(step)

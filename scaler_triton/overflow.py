@@ -1,4 +1,4 @@
-"""`overflow_report`: why was a step skipped? Asked of the device and, if wanted, of all ranks."""
+"""`overflow_report`: which gradients made a step be skipped, on this rank or on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scaler_triton.words import error_line
 
 
 class OverflowMixin(StatesMixin):
-    """Tells which gradients overflowed last."""
+    """`overflow_report`."""
 
     def overflow_report(
         self, model: nn.Module | Iterable[tuple[str, Tensor]] | None = None, *, gather: bool = False
@@ -29,8 +29,8 @@ class OverflowMixin(StatesMixin):
 
         Args:
             model: names the parameters: a module, or what its `named_parameters()` gives; None: they are numbered.
-            gather: ask all ranks, in an all-gather that each of them must join (a second one for more than a hundred
-                bad gradients on a rank), instead of this one alone.
+            gather: report on all ranks, by an all-gather that each of them must join (two for more than a hundred bad
+                gradients on a rank), instead of on this one.
 
         Returns: a report whose `str` is a table.
 
@@ -42,7 +42,7 @@ class OverflowMixin(StatesMixin):
         try:
             own = self._own_report(model)
         except Exception as error:
-            if group is not None:  # the other ranks wait for this one
+            if group is not None:  # the other ranks wait in the all-gather
                 rank = collectives.own_rank(self.process_group)
                 _gathered(OverflowReport(None, (), False, (f"rank {rank} raised {error_line(error)}",)), group)
             raise
@@ -69,7 +69,7 @@ class OverflowMixin(StatesMixin):
 
 
 def _gathered(own: OverflowReport, group: Any) -> OverflowReport:
-    """Return the report with what every rank of `group` found; all of them must call this."""
-    told = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(own.bad, own.untold), group)]
-    bad = tuple(each for found, _ in told for each in found)
-    return replace(own, bad=bad, untold=tuple(sorted({text for _, untold in told for text in untold})))
+    """Return the report with the findings of every rank of `group`; all of them must call this."""
+    gathered = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(own.bad, own.untold), group)]
+    bad = tuple(each for found, _ in gathered for each in found)
+    return replace(own, bad=bad, untold=tuple(sorted({text for _, untold in gathered for text in untold})))

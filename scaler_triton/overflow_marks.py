@@ -1,4 +1,4 @@
-"""What was seen in whose gradient: the marks that kernels and the CPU's path leave on overflow."""
+"""OverflowMarks: which gradients held NaN or Inf, as kernels and the CPU's path recorded it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
 
 NAN, INF = 1, 2
-# Kernels put the generation above these bits.
+# The layout of a mark: the kinds in the low bits, the generation above.
 _KIND_BITS, _KINDS = 2, NAN | INF
-# How many generations the host keeps: the last skip's, that of gradients left before it, and those after.
+# How many generations the host keeps: the last skip's, that of gradients left unstepped before, and later ones.
 _GENERATIONS = 4
 
-# Positions, those below 0 nobody's, and the bits of each as tables have them, a row each.
+# Parameters by index (below 0: none), and for each a row of marks, as in `GradTable.bits`.
 _Marks = tuple[Sequence[int], Tensor]
 
 
 class OverflowMarks:
-    """NaN and Inf in one optimizer's gradients, each with its generation: the number of skips before.
+    """Which of one optimizer's gradients held NaN or Inf, each with a generation: the number of skips before.
 
-    Kernels mark on the device, where they find the generation in the counters; good steps write nothing. A parameter is
-    named by its position.
+    Kernels write marks on the device, where they read the generation from the counters; good steps write nothing.
+    Parameters are given by their index.
 
     Args:
         size: how many parameters there are.
@@ -37,50 +37,50 @@ class OverflowMarks:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._on_host: dict[int, dict[int, int]] = {}  # the kinds seen on the CPU: by generation, by position
-        self._counters: Tensor | None = None  # on the device: what kernels count generations by
-        self._generation: Tensor | None = None  # a view of them: its number, int32, one element
+        self._on_host: dict[int, dict[int, int]] = {}  # kinds found on the CPU, by generation and parameter
+        self._counters: Tensor | None = None  # the scaler's, on the device
+        self._generation: Tensor | None = None  # the skip count, a view of them: int32, one element
         self._layouts: Sequence[Layout] = ()
-        self._kept: dict[torch.device, Tensor] = {}  # marks of layouts that are gone: as of a table
-        self._replayed: list[_Marks] = []  # as of tables, of such layouts: graphs mark on there
-        self._unmarked: set[torch.device] = set()  # where kernels see gradients without marking which
-        self._left: int | Tensor | None = None  # the generation of gradients left unscaled but not stepped
-        # int64 [2]: that generation, and the later one whose step was skipped for the same gradients; -1: none.
-        self._again: Tensor | None = None
+        self._archived: dict[torch.device, Tensor] = {}  # marks from the tables of replaced layouts
+        self._replayed: list[_Marks] = []  # tables of such layouts that graphs still write
+        self._unmarked: set[torch.device] = set()  # where kernels check gradients without a mark
+        self._unstepped: int | Tensor | None = None  # the generation of gradients left unscaled but not stepped
+        # int64 [2]: that generation, and that of the later step that was skipped for the same gradients; -1: none.
+        self._repeated: Tensor | None = None
 
-    def follow(self, layouts: Sequence[Layout]) -> None:
-        """Have kernels mark in the tables of these layouts from now on; what they saw in others before is kept."""
+    def track(self, layouts: Sequence[Layout]) -> None:
+        """Use the tables of these layouts from now on; archive the marks in those before."""
         if self._layouts:
             for positions, bits in [*self._marked()]:
-                self._keep(positions, bits)
+                self._archive(positions, bits)
         self._replayed = [*self._in_graphs()]
         self._layouts = layouts
-        self._show_generation()
+        self._set_generation()
 
-    def expect(self, layout: Layout, counters: Tensor | None) -> None:
-        """Prepare for a kernel that looks at a batch.
+    def prepare(self, layout: Layout, counters: Tensor | None) -> None:
+        """Prepare for a kernel that checks a batch.
 
         Args:
-            layout: the batch's; of a batch made for one step it may be none of those that are followed.
+            layout: the batch's; that of sparse and Partial gradients is not tracked.
             counters: the scaler's, on the batch's device; None if they are on another.
         """
         if counters is not None and self._counters is not counters:
             self._counters = counters
-            self._generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # an int64's low word comes first
-            self._show_generation()
+            self._generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
+            self._set_generation()
         if layout.generation is None:
             self._unmarked.add(layout.key.device)
 
-    def _show_generation(self) -> None:
+    def _set_generation(self) -> None:
         for layout in self._layouts:
-            layout.generation = None  # no kernel reads another GPU's memory
+            layout.generation = None  # kernels cannot read another GPU's memory
             if self._generation is not None and self._generation.device == layout.key.device:
                 layout.generation = self._generation
                 for table in layout.tables.values():
                     table.generation = self._generation
 
-    def look(self, batch: Batch, generation: int) -> None:
-        """Mark what is not finite in a batch on the CPU."""
+    def mark_on_host(self, batch: Batch, generation: int) -> None:
+        """Mark the gradients of a batch on the CPU that are not finite."""
         seen = self._on_host.setdefault(generation, {})
         if len(self._on_host) > _GENERATIONS:
             del self._on_host[min(self._on_host)]
@@ -88,28 +88,28 @@ class OverflowMarks:
             if tensor is not None and (kinds := _kinds_in(tensor)):
                 seen[position] = seen.get(position, 0) | kinds
 
-    def leave(self, generation: int | Tensor) -> None:
-        """Note that an update left these gradients unscaled but not stepped."""
-        self._left = generation
+    def note_unstepped(self, generation: int | Tensor) -> None:
+        """Note that an update left the gradients of this generation unscaled but not stepped."""
+        self._unstepped = generation
 
-    def count_again(self, generation: int | Tensor, flag: Tensor) -> None:
-        """Note that a step of this generation, if `flag` is set, is skipped for gradients left before."""
-        if self._left is not None:
-            again = self._again_on(flag.device)
-            both = torch.stack([_number_on(flag.device, number) for number in (self._left, generation)])
-            torch.where(flag != 0, both, again, out=again)  # in place: replays go on from what those before them left
+    def note_repeated_skip(self, generation: int | Tensor, flag: Tensor) -> None:
+        """Note that, if `flag` is set, a step of this generation is skipped for gradients that were left unstepped."""
+        if self._unstepped is not None:
+            again = self._repeated_on(flag.device)
+            both = torch.stack([_number_on(flag.device, number) for number in (self._unstepped, generation)])
+            torch.where(flag != 0, both, again, out=again)  # in place: each replay continues from the one before
 
     @torch.inference_mode(False)
-    def _again_on(self, device: torch.device) -> Tensor:
-        if self._again is None or self._again.device != device:
+    def _repeated_on(self, device: torch.device) -> Tensor:
+        if self._repeated is None or self._repeated.device != device:
             refuse_capture(device, "a step of gradients unscaled before an update")
             never = torch.full((2,), -1, dtype=torch.int64, device=device)
-            self._again = never if self._again is None else self._again.to(device)
-        return self._again
+            self._repeated = never if self._repeated is None else self._repeated.to(device)
+        return self._repeated
 
     def of(self, generation: int) -> dict[int, int]:
-        """Return the kinds that steps of this generation were judged by, by position, waiting for the device."""
-        left, again = (-1, -1) if self._again is None else self._again.tolist()
+        """Return the kinds that made steps of this generation skip, by parameter, waiting for the device."""
+        left, again = (-1, -1) if self._repeated is None else self._repeated.tolist()
         generations = (generation, left) if again == generation else (generation,)
         kinds: dict[int, int] = {}
         for position, seen in self._seen_in(generations):
@@ -117,7 +117,7 @@ class OverflowMarks:
         return kinds
 
     def _seen_in(self, generations: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield positions and kinds; a position may come several times."""
+        """Yield parameters and kinds; a parameter may come several times."""
         for generation in generations:
             yield from self._on_host.get(generation, {}).items()
         for positions, bits in self._marked():
@@ -127,7 +127,7 @@ class OverflowMarks:
                         yield position, each & _KINDS
 
     def untold(self) -> Iterator[str]:
-        """Yield in words which gradients were looked at without telling which was bad."""
+        """Yield descriptions of gradients that were checked without marks."""
         for layout in self._layouts:
             device = layout.key.device
             if "torch" in layout.backends.values() and (device.type != "cpu" or not layout.key.plain):
@@ -139,39 +139,39 @@ class OverflowMarks:
                 yield f"gradients on {device}, where the scale is not"
 
     def forget(self) -> None:
-        """Forget what was seen in gradients."""
-        self._on_host, self._left = {}, None
-        if self._again is not None:
-            self._again.fill_(-1)
+        """Clear all marks."""
+        self._on_host, self._unstepped = {}, None
+        if self._repeated is not None:
+            self._repeated.fill_(-1)
         for _, bits in self._marked():
             bits.zero_()
 
-    def take(self, other: OverflowMarks, places: Mapping[int, int]) -> None:
-        """Take over what others saw.
+    def copy_from(self, other: OverflowMarks, places: Mapping[int, int]) -> None:
+        """Copy another plan's marks.
 
         Args:
-            places: the position here of a position there; without those that are nowhere here.
+            places: the index here of each parameter there that both have.
         """
         self._on_host = {
             generation: {places[position]: kinds for position, kinds in seen.items() if position in places}
             for generation, seen in other._on_host.items()
         }
-        self._left, self._again = other._left, other._again
+        self._unstepped, self._repeated = other._unstepped, other._repeated
         self._unmarked |= other._unmarked
         for positions, bits in _moved(other._marked(), places):
-            self._keep(positions, bits)
+            self._archive(positions, bits)
         self._replayed += _moved(other._in_graphs(), places)
 
     def _marked(self) -> Iterator[_Marks]:
-        """Yield the marks in tables and beyond them."""
+        """Yield all marks on devices."""
         for positions, table in self._tables():
             yield positions, table.bits
-        for kept in self._kept.values():
+        for kept in self._archived.values():
             yield range(self._size), kept
         yield from self._replayed
 
     def _in_graphs(self) -> Iterator[_Marks]:
-        """Yield those of `_marked` that graphs mark at every replay, whatever is followed by then."""
+        """Yield those of `_marked` that graphs write at every replay."""
         yield from self._replayed
         yield from ((positions, table.bits) for positions, table in self._tables() if table.is_in_a_graph)
 
@@ -181,21 +181,21 @@ class OverflowMarks:
                 yield layout.positions, table
 
     @torch.inference_mode(False)
-    def _keep(self, positions: Sequence[int], bits: Tensor) -> None:
-        """Keep marks beyond their table; positions below 0 are nobody's."""
+    def _archive(self, positions: Sequence[int], bits: Tensor) -> None:
+        """Keep a table's marks after the table was replaced."""
         refuse_capture(bits.device, "a step with gradients of a new form")
-        if bits.device not in self._kept:
-            self._kept[bits.device] = bits.new_zeros(self._size, bits.shape[1])
-        kept, ours = self._kept[bits.device], [place for place, position in enumerate(positions) if position >= 0]
+        if bits.device not in self._archived:
+            self._archived[bits.device] = bits.new_zeros(self._size, bits.shape[1])
+        kept, ours = self._archived[bits.device], [place for place, position in enumerate(positions) if position >= 0]
         target = torch.tensor([positions[place] for place in ours], device=bits.device, dtype=torch.int64)
         source = bits[torch.tensor(ours, device=bits.device, dtype=torch.int64)]
         held = kept[target]
         same_generation = (held ^ source) <= _KINDS
-        kept[target] = torch.where(same_generation, held | source, torch.maximum(held, source))  # a later one is larger
+        kept[target] = torch.where(same_generation, held | source, torch.maximum(held, source))  # the later one
 
 
 def _moved(marks: Iterable[_Marks], places: Mapping[int, int]) -> Iterator[_Marks]:
-    """Yield marks with the positions that `places` tells; those without are nobody's."""
+    """Yield marks with parameters renumbered by `places`; -1 for those that it lacks."""
     for positions, bits in marks:
         yield [places.get(position, -1) for position in positions], bits
 
@@ -205,5 +205,5 @@ def _kinds_in(tensor: Tensor) -> int:
 
 
 def _number_on(device: torch.device, number: int | Tensor) -> Tensor:
-    """Return a number on a device, without a wait if it is there or on the host."""
+    """Return a number as an int64 tensor on a device; no wait if it is there or on the host."""
     return number.to(device) if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)

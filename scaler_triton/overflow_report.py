@@ -1,4 +1,4 @@
-"""Which gradients made a step be skipped, as a person wants to read it."""
+"""OverflowReport: which gradients made a step be skipped, printed as a table."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class BadGradient:
     """A gradient, or a rank's shard of one, that was not finite.
 
     Args:
-        name: the parameter's, fully qualified where the model told.
+        name: the parameter's, fully qualified if a model was passed.
         kinds: "NaN", "Inf" or "NaN and Inf".
         numel: elements that this rank holds.
-        rank: the one whose shard it was.
+        rank: that held it.
     """
 
     name: str
@@ -34,11 +34,11 @@ class OverflowReport:
     """What `overflow_report` found of the last skip.
 
     Args:
-        update: which update that was, the first one being 1; None: none was skipped, or its update is yet to come.
+        update: the number of that update, counted from 1; None: none was skipped, or its update is still to come.
         bad: the gradients, by rank, each rank's in the order of its parameters.
-        gathered: whether all ranks were asked, or only this one of several.
-        untold: what could not be looked into, in words.
-        pending: whether it is a skip whose update is yet to come.
+        gathered: whether this is of all ranks, or only of this one of several.
+        untold: what has no record, in words.
+        pending: whether it is a skip whose update is still to come.
     """
 
     update: int | None
@@ -63,12 +63,12 @@ class OverflowReport:
 
 
 def to_bytes(bad: Sequence[BadGradient], untold: Sequence[str]) -> bytes:
-    """Return what a rank tells the others."""
+    """Return the findings of a rank, serialised."""
     return json.dumps([[asdict(each) for each in bad], list(untold)]).encode()
 
 
 def from_bytes(data: bytes) -> tuple[list[BadGradient], list[str]]:
-    """Return what a rank told."""
+    """Return what `to_bytes` serialised."""
     bad, untold = json.loads(data)
     return [BadGradient(**each) for each in bad], untold
 

@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor, and what tells that other ranks hold the rest: DTensors, FSDP1's shards."""
+"""Sharded tensors: the local shard of a DTensor, how many shards there are, and how FSDP1's parameters are told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 # DTensor's private names for its shard and its layout, which are quicker to read than `to_local` and `placements`.
 SHARD, SPEC = "_local_tensor", "_spec"
-# Private to DDP over tensor parallel: the layout of a DTensor whose shard it made a parameter of its own.
+# Private to DDP over tensor parallel: the DTensorSpec of a parameter that DDP replaced by its local shard.
 DDP_SPEC = "_st_info"
 
 
@@ -22,27 +22,27 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def is_fsdp1(parameter: Any) -> bool:
-    """Tell whether a parameter is a shard of `FullyShardedDataParallel`, which looks like a plain tensor."""
+    """Tell whether a parameter belongs to `FullyShardedDataParallel`, whose shards are plain tensors."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def has_fsdp1(parameters: Iterable[Tensor]) -> bool:
-    """Tell whether parameters are shards of `FullyShardedDataParallel`, which look like plain tensors."""
+    """Tell whether any of the parameters belongs to `FullyShardedDataParallel`."""
     return any(map(is_fsdp1, parameters))
 
 
-def placing(tensor: Any) -> Any:
-    """Return what tells a tensor's mesh and placements: itself, what DDP notes of a DTensor made plain, else None."""
+def dtensor_spec(tensor: Any) -> Any:
+    """Return what has a tensor's `device_mesh` and `placements`: a DTensor itself, what DDP kept of one, else None."""
     return tensor if is_dtensor(tensor) else getattr(tensor, DDP_SPEC, None)
 
 
-def is_placed(parameter: Any) -> bool:
-    """Tell whether a parameter is known to be a part of something that other ranks hold the rest of, or copies."""
-    return placing(parameter) is not None or is_fsdp1(parameter)
+def is_distributed(parameter: Any) -> bool:
+    """Tell whether a parameter is known to be sharded or replicated over ranks: a DTensor, or FSDP1's."""
+    return dtensor_spec(parameter) is not None or is_fsdp1(parameter)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of `tensor`: a DTensor's shard (waited for if still in flight), else itself."""
+    """Return a DTensor's local shard (waited for if its collective is still in flight), any other tensor itself."""
     if type(tensor) is Tensor or not is_dtensor(tensor):
         return tensor
     shard = getattr(tensor, SHARD, None)
@@ -54,7 +54,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def partial_terms(tensor: Tensor) -> int:
-    """Return how many ranks' local tensors a DTensor is yet to be summed from: 1 if it is not Partial."""
+    """Return how many local tensors add up to a Partial DTensor; 1 if it is not Partial."""
     terms = 1
     for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
         if placement.is_partial():
@@ -62,10 +62,10 @@ def partial_terms(tensor: Tensor) -> int:
     return terms
 
 
-def cut_into(tensor: Any) -> int:
-    """Return into how many different pieces a DTensor, or what a layout describes, is cut."""
-    pieces = 1
+def num_shards(tensor: Any) -> int:
+    """Return into how many different shards a DTensor, or the tensor of a DTensorSpec, is split."""
+    shards = 1
     for dim, placement in enumerate(tensor.placements):
         if not placement.is_replicate():  # is_shard() is False for the strided shards of FSDP2 beside TP
-            pieces *= tensor.device_mesh.size(dim)
-    return pieces
+            shards *= tensor.device_mesh.size(dim)
+    return shards

@@ -1,4 +1,4 @@
-"""GradPlan: an optimizer's parameters, and their gradients as batches that keep their shape from step to step."""
+"""GradPlan: an optimizer's parameters, and the layout of their gradients, which is cached from step to step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scaler_triton import placement
 from scaler_triton.batch import Batch, Layout, LayoutKey, group, is_dense, is_plain
-from scaler_triton.gradients import check_gradient, coalesce_fp16, is_acceptable, is_yet_a_sum, sparse_values, sum_of
+from scaler_triton.gradients import check_gradient, coalesce_fp16, is_acceptable, is_unreduced, reduced, sparse_values
 from scaler_triton.known_forms import KnownForms
 from scaler_triton.overflow_marks import OverflowMarks
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from scaler_triton.verdict import Verdict
 
 _spec_of, _shard_of = attrgetter(placement.SPEC), attrgetter(placement.SHARD)
-_look = attrgetter("__class__", "layout", "dtype", "device", "shape")
+_signature = attrgetter("__class__", "layout", "dtype", "device", "shape")
 
 
 class _Form(NamedTuple):
-    """All that a launch relies on: a gradient of a form that was checked need not be checked again."""
+    """All that a launch depends on: a gradient whose form was checked before need not be checked again."""
 
-    look: tuple[Any, ...]
+    signature: tuple[Any, ...]
     stride: tuple[int, ...]
 
 
@@ -34,51 +34,51 @@ class Gradients(NamedTuple):
     """One step's gradients.
 
     Args:
-        batches: what this rank holds of them.
-        bounds: read-only batches that are finite only if the sums of unreduced (Partial) gradients are: summing them
-            here would take a collective that a rank without such a gradient does not join.
+        batches: this rank's.
+        partials: to be checked only: each unreduced (Partial) gradient times its number of terms. If that is finite, so
+            is the sum. To sum takes a collective, which a rank without such a gradient would not join.
     """
 
     batches: list[Batch]
-    bounds: list[Batch]
+    partials: list[Batch]
 
 
 class GradPlan:
-    """What one optimizer's gradients look like.
+    """The layout of one optimizer's gradients.
 
-    A gradient that is absent leaves its slot empty; only a new shape, stride, dtype or device plans anew. The
-    plan keeps parameters and layouts, no gradient by itself; parameters that are replaced, until the next step.
+    A missing gradient leaves its slot empty; only a new shape, stride, dtype or device changes the layouts. The plan
+    keeps parameters and layouts alive, but no gradient; replaced parameters until the next step.
 
     Args:
-        parameters: the optimizer's, in order; DTensors enter as their local shards.
+        parameters: the optimizer's, in order; of DTensors the local shards are used.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
-        self.is_placed = any(map(placement.is_placed, self.parameters))
+        self.is_distributed = any(map(placement.is_distributed, self.parameters))
         self.rebuilds = 0
         self.marks = OverflowMarks(len(self.parameters))
-        # What others work out once and keep here; the last four with what they worked it out from.
+        # Caches of other modules; the last four hold what they were computed from, too.
         self.verdict: Verdict | None = None  # the optimizer's flag
         self.agreement: tuple[Any, Any, Agreement | None] | None = None  # the ranks that must agree
-        self.joint: tuple[Any, Any, Agreement | None] | None = None  # those that must agree on several plans at once
-        self.copies: tuple[Any, Any, list[int]] | None = None  # how many ranks hold each parameter
-        self.recounted: tuple[Any, Any, list[int]] | None = None  # how many hold each gradient
+        self.joint: tuple[Any, Any, Agreement | None] | None = None  # those that must agree on several plans together
+        self.copies: tuple[Any, Any, list[int]] | None = None  # how many ranks hold each parameter's shard
+        self.recounted: tuple[Any, Any, list[int]] | None = None  # how many hold each gradient's
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if placement.is_dtensor(parameter)]
-        self._whole_specs: list[Any] = [None] * len(self.parameters)  # of DTensors that are not Partial
-        self.cut: dict[int, int] = {}  # whose gradient is not cut as the parameter is, and into how many pieces
-        self.layouts: Sequence[Layout] = ()  # what the gradients' batches have in common from step to step
-        self._place([self._expected_form(parameter) for parameter in self.parameters])
+        self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
+        self.grad_shards: dict[int, int] = {}  # number of a gradient's shards where it is not its parameter's
+        self.layouts: Sequence[Layout] = ()
+        self._build_layouts([self._expected_form(parameter) for parameter in self.parameters])
 
     def take_marks(self, other: GradPlan) -> None:
-        """Keep what another plan knows of parameters that are in this one, too."""
+        """Copy another plan's marks of the parameters that both have."""
         here = {id(parameter): position for position, parameter in enumerate(self.parameters)}
         places = {there: here[id(p)] for there, p in enumerate(other.parameters) if id(p) in here}
-        self.marks.take(other.marks, places)
+        self.marks.copy_from(other.marks, places)
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
-        """Tell whether `parameters` are the ones this plan was made for, the first of them where it was."""
+        """Tell whether `parameters` are the ones this plan was made for, the first still on the same device."""
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, self.parameters, parameters))
@@ -86,20 +86,20 @@ class GradPlan:
         )
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> Gradients:
-        """Return this step's gradients as batches; every one is checked, none is written. No op on them is recorded.
+        """Return this step's gradients as batches, detached; every one is checked, none is written.
 
         Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does.
 
         Args:
-            allow_fp16: whether fp16 gradients are.
-            summed: replace what is yet to be summed by its sum: other uncoalesced gradients too, and Partial ones,
-                which takes a collective each.
+            allow_fp16: False refuses fp16 gradients.
+            summed: replace every unreduced gradient by its sum: all uncoalesced ones, and Partial ones, which takes a
+                collective each.
 
         Raises: what `gradients.check_gradient` raises, naming the parameter's position.
         """
         gradients: list[Tensor | None] = [parameter.grad for parameter in self.parameters]
-        shards = self._whole_shards(gradients) if self._dtensors else gradients
-        if self._known.all_there(shards):
+        shards = self._known_shards(gradients) if self._dtensors else gradients
+        if self._known.match_all(shards):
             if self._fp16 and not allow_fp16:
                 self._refuse_fp16(shards)
             batches = [Batch(layout, row(shards), True) for layout, row in zip(self.layouts, self._rows, strict=True)]
@@ -111,130 +111,135 @@ class GradPlan:
     @torch.no_grad()
     def _sum_up(self, gradients: list[Tensor | None]) -> None:
         for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if gradient is not None and is_yet_a_sum(gradient):
-                gradients[index] = parameter.grad = sum_of(gradient)
+            if gradient is not None and is_unreduced(gradient):
+                gradients[index] = parameter.grad = reduced(gradient)
 
-    def _whole_shards(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the shards of gradients that are all there and none of them Partial, as before; else none."""
+    def _known_shards(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the local shards if every gradient has the DTensorSpec that was seen before, not a Partial one."""
         try:
-            same = all(map(is_, map(_spec_of, gradients), self._whole_specs))
+            same = all(map(is_, map(_spec_of, gradients), self._reduced_specs))
             return list(map(_shard_of, gradients)) if same else []
-        except AttributeError:  # one is missing, or plain, or this torch has no such attribute
+        except AttributeError:  # a gradient is missing or no DTensor, or this torch has no such attribute
             return []
 
     def _collect_each(self, gradients: list[Tensor | None], allow_fp16: bool) -> Gradients:
-        bounds = self._localise(gradients)
+        partials = self._localise(gradients)
         if self._fp16 and not allow_fp16:
             self._refuse_fp16(gradients)
-        loose: dict[int, Tensor] = {}
-        if not self._known.hold(gradients):
-            gradients = [_unrecorded(gradient) for gradient in gradients]
-            loose = self._admit(gradients, allow_fp16)
-            if not loose:
+        sparse: dict[int, Tensor] = {}
+        if not self._known.match_present(gradients):
+            gradients = [_detached(gradient) for gradient in gradients]
+            sparse = self._add_forms(gradients, allow_fp16)
+            if not sparse:
                 self._known.learn(gradients)
         rows = [Batch(layout, row(gradients)) for layout, row in zip(self.layouts, self._rows, strict=True)]
         batches = [batch for batch in rows if any(tensor is not None for tensor in batch.tensors)]
-        return Gradients(batches + group(loose.values(), loose), group(bounds.values(), bounds))
+        return Gradients(batches + group(sparse.values(), sparse), group(partials.values(), partials))
 
     def _localise(self, gradients: list[Tensor | None]) -> dict[int, Tensor]:
-        """Put shards in the place of DTensors; return what bounds the sums of those that are Partial, by position."""
-        bounds = {}
+        """Replace DTensors by their local shards; return `Gradients.partials`, by parameter."""
+        partials = {}
         for index in self._dtensors:
             gradient = gradients[index]
             if gradient is not None:
                 gradients[index] = local = placement.local_tensor(gradient)
                 spec = getattr(gradient, placement.SPEC, None)
-                if spec is not None and spec is self._whole_specs[index]:
-                    continue  # gradients of one parameter mostly share one: it need not be read again
+                if spec is not None and spec is self._reduced_specs[index]:
+                    continue  # DTensor caches specs: mostly the same object in every step
                 if placement.is_dtensor(gradient) and (terms := placement.partial_terms(gradient)) > 1:
-                    bounds[index] = local.detach() * terms
+                    partials[index] = local.detach() * terms
                 else:
-                    self._whole_specs[index] = spec
-                    self._note_cut(index, gradient)
-        return bounds
+                    self._reduced_specs[index] = spec
+                    self._note_shards(index, gradient)
+        return partials
 
-    def _note_cut(self, index: int, gradient: Tensor) -> None:
-        parameter, before = self.parameters[index], self.cut.get(index)
-        # A plain gradient of a DTensor parameter is its shard, and cut as that is.
-        pieces = placement.cut_into(gradient if placement.is_dtensor(gradient) else parameter)
-        if pieces != (placement.cut_into(parameter) if before is None else before):
-            self.cut = {**self.cut, index: pieces}  # another object: whoever knows the old one sees it
+    def _note_shards(self, index: int, gradient: Tensor) -> None:
+        parameter, before = self.parameters[index], self.grad_shards.get(index)
+        # A plain gradient of a DTensor parameter is a local shard, split as the parameter is.
+        shards = placement.num_shards(gradient if placement.is_dtensor(gradient) else parameter)
+        if shards != (placement.num_shards(parameter) if before is None else before):
+            self.grad_shards = {**self.grad_shards, index: shards}  # a new dict: caches compare by identity
 
     def _refuse_fp16(self, gradients: list[Tensor | None]) -> None:
-        for index in self._fp16:  # those of a new form are checked when they are admitted
+        for index in self._fp16:  # those of a new form: see `_add_forms`
             gradient = gradients[index]
             if gradient is not None and gradient.dtype is torch.float16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
 
-    def _admit(self, gradients: list[Tensor | None], allow_fp16: bool) -> dict[int, Tensor]:
-        """Check gradients of a new form and make room for them; take out and return sparse ones, which have no slot."""
-        strange = [
-            (index, placement.local_tensor(gradient))
-            for index, (gradient, form) in enumerate(zip(gradients, self._forms, strict=True))
-            if gradient is not None
-            and (form is None or _look(gradient) != form.look or gradient.stride() != form.stride)
-        ]
-        if not allow_fp16 and any(gradient.dtype is torch.float16 for _, gradient in strange):
+    def _add_forms(self, gradients: list[Tensor | None], allow_fp16: bool) -> dict[int, Tensor]:
+        """Check gradients of a new form and give them slots; remove and return the values of sparse ones."""
+        changed = self._changed(gradients)
+        if not allow_fp16 and any(gradient.dtype is torch.float16 for _, gradient in changed):
             raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
-        for index, gradient in strange:  # all of them, before the first is touched
+        for index, gradient in changed:  # all before any is replaced
             check_gradient(gradient, f"the gradient of parameter {index}")
-        loose: dict[int, Tensor] = {}
+        sparse: dict[int, Tensor] = {}
         forms = list(self._forms)
-        for index, gradient in strange:
+        for index, gradient in changed:
             if gradient.layout is torch.strided:
                 gradients[index] = gradient
                 forms[index] = _form(gradient)
             else:
                 gradients[index] = None
-                loose[index] = self._values(index, gradient)
-        if len(strange) > len(loose):
-            self._place(forms)
+                sparse[index] = self._values(index, gradient)
+        if len(changed) > len(sparse):
+            self._build_layouts(forms)
             self.rebuilds += 1
-        return loose
+        return sparse
+
+    def _changed(self, gradients: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+        """Return the index and local tensor of each gradient that has another form than its slot."""
+        return [
+            (index, placement.local_tensor(gradient))
+            for index, (gradient, form) in enumerate(zip(gradients, self._forms, strict=True))
+            if gradient is not None
+            and (form is None or _signature(gradient) != form.signature or gradient.stride() != form.stride)
+        ]
 
     def _values(self, index: int, gradient: Tensor) -> Tensor:
+        """Return the values of a sparse gradient; one in fp16 is replaced by its coalesced form first."""
         if gradient.dtype is torch.float16:
-            # Scaled fp16 duplicates may overflow when they are summed: check the sum.
+            # The sum of scaled fp16 duplicates may overflow: check the sum.
             gradient = coalesce_fp16(gradient)
             self.parameters[index].grad = gradient
         return sparse_values(gradient)
 
     def _expected_form(self, parameter: Tensor) -> _Form | None:
-        """Return the form of the gradient that a parameter has or is likely to get; None if none is to be expected."""
+        """Return the form of the gradient that a parameter has or is likely to get; None if it will have none."""
         if parameter.grad is None and (not parameter.requires_grad or torch.nn.parameter.is_lazy(parameter)):
-            return None  # frozen, or of no shape yet: a slot would cost a launch's chunks for nothing
+            return None  # frozen or lazy: an empty slot costs programs in every launch
         local = placement.local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
         return _form(local) if is_acceptable(local) and local.layout is torch.strided else None
 
-    def _place(self, forms: list[_Form | None]) -> None:
-        """Give every form a slot, one layout for each device, dtype and kind of memory; all of it or nothing."""
+    def _build_layouts(self, forms: list[_Form | None]) -> None:
+        """Build a layout for each LayoutKey, with a slot for each form; if this raises, nothing has changed."""
         every = dict.fromkeys(parameter.device for parameter in self.parameters)
-        devices = [device for device in every if device.type != "meta"]  # nobody could read a flag there
+        devices = [device for device in every if device.type != "meta"]  # where no flag can be read
         keys = [None if form is None else _layout_key(form) for form in forms]
         layouts = [Layout(key) for key in dict.fromkeys(keys) if key is not None]
         members = [[i for i, key in enumerate(keys) if key == layout.key] for layout in layouts]
         for layout, indices in zip(layouts, members, strict=True):
             layout.positions = indices
-            layout.numels = [form.look[-1].numel() for i in indices if (form := forms[i]) is not None]
+            layout.numels = [form.signature[-1].numel() for i in indices if (form := forms[i]) is not None]
         fp16 = [i for i, key in enumerate(keys) if key is not None and key.dtype is torch.float16]
         rows = [_row(indices, len(forms)) for indices in members]
-        self.marks.follow(layouts)
-        self._known.forget()  # what passed for the layouts before need not fit these
+        self.marks.track(layouts)
+        self._known.forget()  # they matched the layouts before
         self._first_device = next(iter(every), None)
         self.devices, self._forms, self.layouts, self._rows, self._fp16 = devices, forms, layouts, rows, fp16
 
 
-def _unrecorded(gradient: Tensor | None) -> Tensor | None:
-    """Return the gradient such that no graph records what is done to it, as that of `create_graph=True` would."""
+def _detached(gradient: Tensor | None) -> Tensor | None:
+    """Return the gradient detached from the graph of `create_graph=True`."""
     return gradient.detach() if gradient is not None and gradient.requires_grad else gradient
 
 
 def _form(tensor: Tensor) -> _Form:
-    return _Form(_look(tensor), tensor.stride())
+    return _Form(_signature(tensor), tensor.stride())
 
 
 def _row(indices: Sequence[int], size: int) -> Callable[[list[Tensor | None]], Sequence[Tensor | None]]:
-    """Return what picks a layout's gradients out of all `size` of them."""
+    """Return a function that selects a layout's gradients from all `size` of them."""
     if len(indices) == size:
         return lambda gradients: gradients
     if len(indices) == 1:
@@ -243,6 +248,6 @@ def _row(indices: Sequence[int], size: int) -> Callable[[list[Tensor | None]], S
 
 
 def _layout_key(form: _Form) -> LayoutKey:
-    kind, _, dtype, device, shape = form.look
+    kind, _, dtype, device, shape = form.signature
     plain = is_plain(kind)
     return LayoutKey(device, dtype, plain and is_dense(shape, form.stride), plain)

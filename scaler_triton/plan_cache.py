@@ -1,4 +1,4 @@
-"""PlanCache: each optimizer's plan, from step to step, for as long as the optimizer lives."""
+"""PlanCache: the plan of each optimizer, kept for as long as the optimizer lives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scaler_triton.plan import GradPlan
 
 
 class PlanCache:
-    """The plans of a scaler's optimizers; each lives as long as its optimizer and the parameters it was made for."""
+    """The plans of a scaler's optimizers, by weak references to these."""
 
     def __init__(self) -> None:
         self._plans: dict[int, tuple[Callable[[], Any], GradPlan]] = {}
@@ -24,19 +24,19 @@ class PlanCache:
         return [plan for _, plan in self._plans.values()]
 
     def get(self, optimizer: Any) -> GradPlan:
-        """Return the optimizer's plan, made anew when its parameters changed.
+        """Return the optimizer's plan, a new one if its parameters changed.
 
         Raises: AssertionError with torch's text if a parameter is not a tensor.
         """
         inner = unwrap(optimizer)
         parameters = parameters_of(inner)
         _, plan = self._plans.get(id(inner), (None, None))
-        if plan is None or not plan.matches(parameters):  # another optimizer may have this id by now
+        if plan is None or not plan.matches(parameters):  # the id may be another optimizer's by now
             before, plan = plan, GradPlan(checked_parameters(parameters))
             if before is not None:
                 plan.take_marks(before)
             reference = weak(inner, self._forgetter(id(inner)))
-            if isinstance(reference, weakref.ref):  # else nothing would ever tell that the optimizer is gone
+            if isinstance(reference, weakref.ref):  # an entry with a strong one would never be removed
                 self._plans[id(inner)] = (reference, plan)
         return plan
 

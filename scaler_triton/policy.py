@@ -1,4 +1,4 @@
-"""What a scaler accepts as its numbers and its device, and how an illegal one is named."""
+"""Checks of a scaler's numbers and device; the errors name the argument and its value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops on gradients in plain torch: for every device without kernels of ours, and the tests' oracle."""
+"""The ops on gradients in plain torch: for devices without Triton, and the tests' reference."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from scaler_triton.neighbours import Neighbours
 
-# From this size on a tensor on the CPU is checked by its sum, which only reads. Smaller ones are left to torch's op: it
-# takes them all in one call, and to write back the same bits to the cache is two to four times quicker than any sum.
+# From this size on a tensor on the CPU is checked by its sum, which only reads. Smaller ones go to torch's op, in one
+# call: writing the same bits back to the cache is two to four times quicker than any sum.
 _LARGE_BYTES = 1 << 17
 
 
@@ -69,17 +69,17 @@ def _unscale_bf16_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tens
     for tensor in tensors:
         wide = tensor.float()
         found_inf.copy_(torch.maximum(found_inf, (~wide.isfinite().all()).to(found_inf.dtype)))
-        tensor.copy_(wide.mul_(inv_scale.reshape(())))  # a scale of shape (1,) would not go into a scalar
+        tensor.copy_(wide.mul_(inv_scale.reshape(())))  # shape (1,) does not broadcast into a scalar in place
 
 
 def _check_fp64(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
-    # torch's own op on a GPU looks at them as fp32, where large ones are infinite.
+    # torch's own op on a GPU checks them in fp32, where large ones are infinite.
     finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
     found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf.dtype)))
 
 
 def _nonfinite_alone(tensor: Tensor) -> bool:
-    # A finite sum proves every term finite; one that overflowed, as fp16 may, proves nothing.
+    # A finite sum proves every term finite; an infinite one may have overflowed, as in fp16.
     if math.isfinite(tensor.sum().item()):
         return False
     low, high = tensor.aminmax()  # both propagate NaN

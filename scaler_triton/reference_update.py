@@ -1,4 +1,4 @@
-"""The update of the scale in plain torch, and on the host in Python; and what it counts."""
+"""The update of scale and counters in plain torch, and in Python where both are on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scaler_triton.limits import NO_LIMITS, Limits
 from scaler_triton.policy import MAX_TRACKER
 from scaler_triton.stats import BACKOFFS, GROWTHS, LAST_SKIP, SKIPPED, STREAK, STRIKES, UPDATES, Counters
 
-# From here on a double becomes an infinite fp32.
+# Doubles from here on round to infinity in fp32.
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103
 
 
@@ -38,11 +38,11 @@ def update_scale_(
         scale: fp32, one element; written.
         growth_tracker: int32, one element, same device; written.
         found_inf: fp32, one element, same device; anything but 0 is an overflow.
-        counters: count this update; None: nothing is counted, and hysteresis has no memory.
+        counters: count this update; None: nothing is counted, nor overflows for hysteresis.
     """
     counters = Counters() if counters is None else counters
     numbers = growth_factor, backoff_factor, growth_interval
-    if scale.is_cpu and type(scale) is Tensor:  # nobody can read torch's fake ones
+    if scale.is_cpu and type(scale) is Tensor:  # fake tensors cannot be read
         _update_on_host_(scale, growth_tracker, found_inf.item(), numbers, limits, counters.on_host())
     else:
         update_on_device_(scale, growth_tracker, found_inf, numbers, limits, counters.on(scale.device))
@@ -56,9 +56,9 @@ def update_on_device_(
     limits: Limits,
     counters: Tensor,
 ) -> None:
-    """`update_scale_` without a host wait, on any device; where memory runs out nothing has changed."""
+    """`update_scale_` without a host wait, on any device; if memory runs out, nothing has changed."""
     bad, after = found_inf.reshape(()) != 0, scale.clone()
-    # torch grows at tracker + 1 == interval: capped below it, the tracker cannot have passed.
+    # torch grows at tracker + 1 == interval: capped, the tracker cannot be beyond.
     tracker = growth_tracker.clamp(max=min(numbers[2], MAX_TRACKER) - 1)
     torch._amp_update_scale_(after, tracker, found_inf, *numbers)
     if limits.hysteresis > 1:
@@ -107,7 +107,7 @@ def _update_on_host_(
     limits: Limits,
     counters: list[int],
 ) -> None:
-    """Do the same in Python's doubles, which is what torch's op multiplies in; an op on one number costs more."""
+    """The same in Python's doubles, in which torch's op multiplies, too; quicker than ops on one number."""
     growth_factor, backoff_factor, interval = numbers
     low, high, hysteresis, consecutive = limits
     before, successful = scale.item(), int(growth_tracker.item()) + 1
@@ -144,5 +144,5 @@ def _count_flag(counters: list[int], found_inf: float) -> None:
 def _count_change(counters: list[int], before: float, after: float) -> None:
     if after > before:
         counters[GROWTHS] += 1
-    elif after < before:  # neither is true of NaN, nor of a product that rounds back
+    elif after < before:  # neither for NaN, nor if the product rounds back
         counters[BACKOFFS] += 1

@@ -1,4 +1,4 @@
-"""What a scaler goes by: getters, setters, checkpoints; a setter takes effect at the next update."""
+"""A scaler's settings: getters, setters, checkpoints. A setter takes effect at the next update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scaler_triton.stats import NAMES, Lagging
 
 
 class SettingsMixin(ScalerAttributes):
-    """The numbers that `update` goes by, and the counters that a checkpoint holds beside them."""
+    """The numbers that `update` uses, and the counters that a checkpoint also holds."""
 
     def _init_extras(
         self,
@@ -45,7 +45,7 @@ class SettingsMixin(ScalerAttributes):
         return held.hold(self._growth_factor, self._backoff_factor, self._growth_interval, *self._limits)
 
     def _numbers_changed(self) -> None:
-        for device in self._device_policies:  # a replayed graph reads them there
+        for device in self._device_policies:  # where graphs read them at each replay
             self._device_policy(device)
 
     def _set_limits(self, **changed: Any) -> None:
@@ -109,10 +109,10 @@ class SettingsMixin(ScalerAttributes):
         self._lagging = Lagging()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five fields, and `scaler_triton` with limits and counters once they matter; `{}` if disabled.
+        """Return torch's five fields; `{}` if disabled.
 
-        That is once one of `min_scale` to `max_consecutive_skips` is not its default. torch's class loads it, too, and
-        passes over that key.
+        Limits and counters are under one more key, `scaler_triton`, once one of `min_scale` to `max_consecutive_skips`
+        is not its default. torch's class loads that, too, and ignores the key.
         """
         if not self._enabled:
             return {}
@@ -133,7 +133,7 @@ class SettingsMixin(ScalerAttributes):
         if not self._enabled:
             return
         extras = Extras(self._limits, self._max_consecutive_skips, [0] * len(NAMES))
-        if limits.check_dict(state_dict, "state_dict"):  # an empty one is left to torch's error
+        if limits.check_dict(state_dict, "state_dict"):  # torch raises for an empty one
             if limits.KEY in state_dict:
                 extras = limits.from_checkpoint(state_dict[limits.KEY])
             state_dict = policy.check_state_dict(state_dict)
@@ -142,5 +142,5 @@ class SettingsMixin(ScalerAttributes):
         self._counters.set(extras.counters)
         self._lagging = Lagging()
         for plan in self._plans.plans():
-            plan.marks.forget()  # they are of a count that goes on elsewhere
+            plan.marks.forget()  # their generations count another run's skips
         self._numbers_changed()

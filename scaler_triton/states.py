@@ -1,4 +1,4 @@
-"""The states of a step's optimizers: how each is found, and its flag read and kept: ours or somebody's."""
+"""The StepStates of a step's optimizers: how each is found, and how its flag is read and written."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from scaler_triton.verdict import Verdict
 
 
 class StatesMixin(ScalerAttributes):
-    """Finds an optimizer's state, reads its flag, on the device and on the host, and writes it."""
+    """Finds an optimizer's state; reads its flag, on the device or on the host; writes it."""
 
     def _state(self, optimizer: Any) -> StepState:
-        """Return the optimizer's state of this step; one left by a dead optimizer at the same id is set aside.
+        """Return the optimizer's state of this step; that of a freed optimizer with the same id is set aside.
 
-        That of an optimizer in a wrapper is found under both ids: whoever looks for it knows the one he passed.
+        With a wrapper, the state is stored under both ids: a framework may look it up by either.
         """
         inner = unwrap(optimizer)
         states = self._per_optimizer_states
-        if inner is not optimizer and _is_put_there(states.get(id(optimizer)), states.get(id(inner)), optimizer):
+        if inner is not optimizer and _is_foreign(states.get(id(optimizer)), states.get(id(inner)), optimizer):
             states[id(inner)] = states[id(optimizer)]
         state: StepState = states[id(inner)]
         owner = state.get("owner")
@@ -37,18 +37,18 @@ class StatesMixin(ScalerAttributes):
             states[("gone", id(state))] = state  # its flag still counts in update()
             del states[id(inner)]
             return self._state(optimizer)
-        elif before is not inner and _was_of_a_wrapper(state, inner):
-            del states[id(inner)]  # it was found under a wrapper's id, too, and that is another one's now
+        elif before is not inner and _is_stale_alias(state, inner):
+            del states[id(inner)]  # a freed wrapper's entry for another optimizer, at an id that is reused
             return self._state(optimizer)
         elif before is not inner:
-            state["owner"] = weak(inner)  # somebody put another one's here, as hivemind does
+            state["owner"] = weak(inner)  # a framework has moved another optimizer's state here, as hivemind does
         if inner is not optimizer:
             states[id(optimizer)] = state
             state.setdefault("wrappers", {})[id(optimizer)] = weak(optimizer)
         return state
 
     def _is_known(self, optimizer: Any) -> bool:
-        """Tell whether this step has a state of the optimizer."""
+        """Tell whether the optimizer has a state in this step."""
         return any(id(each) in self._per_optimizer_states for each in (optimizer, unwrap(optimizer)))
 
     def _awaiting_step(self) -> list[Any]:
@@ -58,24 +58,24 @@ class StatesMixin(ScalerAttributes):
         return [owner for owner in owners if owner is not None]
 
     def _abandon_step(self, optimizer: Any) -> None:
-        """Have an optimizer begin anew, wherever its step was interrupted."""
+        """Make an optimizer READY again, wherever its step was interrupted."""
         states = self._per_optimizer_states
         left = states.get(id(unwrap(optimizer)))
         for key in [key for key, state in states.items() if state is left]:  # a wrapper's, too
             del states[key]
 
     def _abandon_all_steps(self) -> None:
-        """Have all optimizers begin anew."""
+        """Make all optimizers READY again."""
         self._per_optimizer_states.clear()
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
-        """Return the flags that this step's check of the optimizer left, by device; empty before it."""
+        """Return the optimizer's flags in this step, by device; empty before they are computed."""
         return self._state(optimizer)["found_inf_per_device"]
 
     def _verdict(self, state: StepState) -> Verdict | None:
-        """Return the verdict behind the state's flags, None if somebody else stored them."""
+        """Return the verdict that owns the state's flags, None if others were stored there."""
         verdict: Verdict | None = state.get("verdict")
-        return verdict if verdict is not None and verdict.is_behind(state["found_inf_per_device"]) else None
+        return verdict if verdict is not None and verdict.owns(state["found_inf_per_device"]) else None
 
     def _flag(self, state: StepState) -> Tensor:
         """Return this optimizer's flag, fp32 `()`, 0.0 or 1.0, on the scale's device."""
@@ -86,7 +86,7 @@ class StatesMixin(ScalerAttributes):
         return any_flag([as_flag(flag, device) for flag in state["found_inf_per_device"].values()], device)
 
     def _any_flag(self, states: Iterable[StepState]) -> Tensor:
-        """Return fp32 `()` on the scale's device: 1.0 if the flag of any of these optimizers is set."""
+        """Return 1.0, fp32 `()`, on the scale's device, if the flag of any of these optimizers is set, else 0.0."""
         return any_flag([self._flag(state) for state in states], self._scale.device)
 
     def _host_flag(self, state: StepState) -> bool:
@@ -95,22 +95,22 @@ class StatesMixin(ScalerAttributes):
         state["skips"] = skips
         return skips
 
-    def _keep(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
+    def _store_verdict(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
         if state.get("verdict", verdict) is not verdict:
             state.setdefault("earlier", []).append(state["verdict"])
         state["verdict"] = verdict
-        state["found_inf_per_device"] = verdict.serve(devices)
+        state["found_inf_per_device"] = verdict.copy_to(devices)
 
     def _enter_unscaled(self, state: StepState) -> None:
-        """Tell that the gradients are unscaled, or that some may be."""
-        state["stage"] = OptState.UNSCALED  # first: whatever stops the look must not have them divided again
+        """Enter the stage UNSCALED: all gradients are unscaled, or some may be."""
+        state["stage"] = OptState.UNSCALED  # first: if the next line raises, they must not be divided again
         state["first_gradient"] = first_gradient(state["owner"]())
 
     def _skip(self, state: StepState) -> None:
-        """Set the flag on every device of the parameters, whatever was found; a verdict or a plan need not exist."""
-        self._enter_unscaled(state)  # first: even without a flag it tells that gradients were written
+        """Set the flag on all devices of the parameters, so that the step is skipped; needs no verdict and no plan."""
+        self._enter_unscaled(state)  # first: gradients may have been written, even if no flag can be made below
         state["found_inf_per_device"] = {}
-        state.pop("verdict", None)  # what was looked at before says nothing now
+        state.pop("verdict", None)
         owner = state["owner"]()
         held = () if owner is None else parameters_of(owner)
         devices = [each.device for each in held if isinstance(each, Tensor) and not each.is_meta]
@@ -120,19 +120,19 @@ class StatesMixin(ScalerAttributes):
         }
 
 
-def _is_put_there(found: StepState | None, inside: StepState | None, wrapper: Any) -> bool:
-    """Tell whether somebody made what is found under a wrapper's id, before the first call or to begin anew.
+def _is_foreign(found: StepState | None, inside: StepState | None, wrapper: Any) -> bool:
+    """Tell whether a framework stored the state under a wrapper's id, before the first call or to reset it.
 
     Args:
-        inside: the state of the optimizer in it. If the wrapper was never passed in its step, all that was made by
-            looking for a state under the wrapper's id is an empty one.
+        inside: the state of the optimizer in the wrapper. If the wrapper was not passed in this step, the state under
+            its id was only created by a lookup.
     """
     if found is None or "owner" in found:
         return False
     return inside is None or "owner" not in inside or id(wrapper) in inside.get("wrappers", {})
 
 
-def _was_of_a_wrapper(state: StepState, optimizer: Any) -> bool:
-    """Tell whether a state is found under an optimizer's id because a wrapper was there that is gone."""
+def _is_stale_alias(state: StepState, optimizer: Any) -> bool:
+    """Tell whether a state is stored under an optimizer's id on behalf of a wrapper that had this id and is freed."""
     wrapper = state.get("wrappers", {}).get(id(optimizer))
     return wrapper is not None and wrapper() is not optimizer

@@ -1,4 +1,4 @@
-"""What the updates did: counted where the scale lives, read on the host when somebody asks."""
+"""Counters of updates, skips, growths and backoffs: kept on the scale's device, read on the host on demand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from scaler_triton.cuda_graphs import is_captured, refuse_capture
 from scaler_triton.mirror import HostMirror
 
-# The order of the counters, on every device. Strikes are the overflows that hysteresis counts.
+# The order of the counters, on every device. Strikes: the overflows that count towards `hysteresis`.
 UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES = range(7)
 NAMES = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
 
@@ -22,12 +22,12 @@ class SkipStreakError(FloatingPointError):
 
 @dataclass(frozen=True)
 class ScalerStats:
-    """What a scaler's updates did so far.
+    """Counts of what a scaler's updates did so far.
 
     Args:
         updates: calls of `update`; `update(new_scale)` counts only if gradients were checked since the last update.
         skipped: those with an overflow, after which a step was skipped.
-        consecutive_skips: how many of them came last, without another between; 0 after a good one.
+        consecutive_skips: how many of them were the last ones in a row; 0 after an update without overflow.
         growths: those after which the scale was larger, also if a limit made it so; none by `update(new_scale)`.
         backoffs: those after which it was smaller, the same way.
         last_skip: which update skipped last, the first one being 1; None if none did.
@@ -42,13 +42,13 @@ class ScalerStats:
 
     @classmethod
     def of(cls, counters: Sequence[int]) -> ScalerStats:
-        """Return the stats that `counters` tell."""
+        """Return counters as stats."""
         updates, skipped, streak, growths, backoffs, last_skip, _ = counters
         return cls(updates, skipped, streak, growths, backoffs, last_skip or None)
 
 
 class Counters:
-    """A scaler's counters: ints on the host as long as updates run there, else int64 [7] on the scale's device."""
+    """A scaler's counters: ints if updates run on the host, else int64 [7] on the scale's device."""
 
     def __init__(self, values: Sequence[int] = (0,) * len(NAMES)) -> None:
         self._values: list[int] | Tensor = list(values)
@@ -56,34 +56,34 @@ class Counters:
         self._mirror: HostMirror | None = None
 
     def on_host(self) -> list[int]:
-        """Return the ints themselves, to be written by an update on the host."""
+        """Return the ints, to be written by an update on the host."""
         if not isinstance(self._values, list):
             self._values = self.read()
         return self._values
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the tensor, to be written by an update on `device`; the same one as long as nobody else counts."""
+        """Return the tensor, to be written by an update on `device`; the same one each time."""
         if isinstance(self._values, list) or self._values.device != device:
             refuse_capture(device, "a scaler's first step")
             with torch.inference_mode(False):
-                # Waited for, once a scaler: kernels on other streams read here, too.
+                # Waited for, once per scaler: kernels on other streams read it.
                 self._values = torch.tensor(self.read(), dtype=torch.int64, device="cpu").to(device)
             self._mirror = None
         return self._values
 
-    def where_they_are(self) -> list[int] | Tensor:
-        """Return what `on_host` or `on` returned last."""
+    def storage(self) -> list[int] | Tensor:
+        """Return the ints or the tensor that hold the values now."""
         return self._values
 
     def skips(self) -> int | Tensor:
-        """Return how many updates skipped, a copy where they are counted; no host wait."""
+        """Return a copy of the number of skips, where it is counted; no host wait."""
         skipped = self._values[SKIPPED]
         return skipped.clone() if isinstance(skipped, Tensor) else skipped
 
     def set(self, values: Sequence[int]) -> None:
-        """Write other values, on the device into the same tensor: a graph counts there."""
+        """Write other values, on the device into the same tensor, which graphs write."""
         self._known = list(values)
-        self._mirror = None  # a copy under way is of the values before
+        self._mirror = None  # its copy is of the old values
         if isinstance(self._values, list):
             self._values = list(values)
         else:
@@ -95,7 +95,7 @@ class Counters:
         return list(self._known)
 
     def newest(self) -> list[int]:
-        """Return the values that last arrived on the host, and start the next copy; on CUDA without waiting."""
+        """Return the newest values that have arrived on the host, and start the next copy; on CUDA without waiting."""
         if isinstance(self._values, list):
             return self.read()
         if not is_captured(self._values):
@@ -104,23 +104,23 @@ class Counters:
 
     def _exchange_copies(self, values: Tensor) -> None:
         if self._mirror is None:
-            self._mirror = HostMirror(values, frozen=True)
+            self._mirror = HostMirror(values)
         elif not self._take_arrived(self._mirror):
             return
         self._mirror.start()
-        self._take_arrived(self._mirror)  # at once where nothing is waited for
+        self._take_arrived(self._mirror)  # at once where copies are not asynchronous
 
     def _take_arrived(self, mirror: HostMirror) -> bool:
         if not mirror.has_arrived():
             return False
         values = mirror.read()
-        if values[UPDATES] >= self._known[UPDATES]:  # else somebody has waited for newer ones
+        if values[UPDATES] >= self._known[UPDATES]:  # else `read` has returned newer ones
             self._known = values
         return True
 
 
 class Lagging:
-    """The counters as they were some updates ago: on the host by then, and the same ones on every rank."""
+    """The counters of some updates ago: on the host by then, and the same on every rank."""
 
     LAG = 4  # updates
 
@@ -128,12 +128,12 @@ class Lagging:
         self._taken: list[HostMirror | list[int]] = []
 
     def push(self, values: list[int] | Tensor) -> list[int] | None:
-        """Take the counters after an update, and return those of `LAG` updates before it, None if there are none yet.
+        """Store the counters after an update, and return those of `LAG` updates before, None if there are none yet.
 
         Waits only for a device that is more than `LAG` updates behind.
 
         Args:
-            values: what `Counters` counts in now.
+            values: what `Counters.storage` returned.
         """
         oldest = self._taken.pop(0) if len(self._taken) == self.LAG else None
         seen = oldest.read() if isinstance(oldest, HostMirror) else oldest
@@ -142,8 +142,8 @@ class Lagging:
 
 
 def _started(values: Tensor, done: HostMirror | list[int] | None) -> HostMirror:
-    """Return a copy of `values` under way, through `done` if that has copied them before."""
+    """Return a started copy of `values`, reusing `done` if it is a mirror of them."""
     if not isinstance(done, HostMirror) or done.source is not values:
-        done = HostMirror(values, frozen=True)
+        done = HostMirror(values)
     done.start()
     return done

@@ -1,4 +1,4 @@
-"""What a scaler knows of one optimizer's step."""
+"""StepState: torch's per-optimizer state of a step, with the fields that this package adds."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class StepState(TypedDict, total=False):
-    """A dict, as torch has it: its two fields, which frameworks and subclasses read and write, and ours beside them."""
+    """A dict as in torch, whose two fields frameworks and subclasses read and write, with fields of ours."""
 
     stage: Required[OptState]
-    found_inf_per_device: Required[dict[torch.device, Tensor]]  # fp32, shape (); empty until somebody checked
+    found_inf_per_device: Required[dict[torch.device, Tensor]]  # fp32, shape (); empty until gradients were checked
     owner: Callable[[], Any]  # returns the optimizer, None once it is gone
-    wrappers: dict[int, Callable[[], Any]]  # likewise what was passed, if those were wrappers around it, by their ids
-    verdict: Verdict  # whose flags they are, if nobody wrote others since
-    earlier: list[Verdict]  # of checks before: their flags stay what they were found to be
-    skips: bool  # what the host read of them
+    wrappers: dict[int, Callable[[], Any]]  # by id: likewise the wrappers around it that were passed
+    verdict: Verdict  # the source of these flags, unless others have replaced them
+    earlier: list[Verdict]  # of earlier checks in this step: keeps their flags from being reused
+    skips: bool  # the flag as the host read it
     deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
-    must_skip: bool  # the step or clipping raised, and nobody can tell which gradients it divided
-    first_gradient: TensorWeakRef | None  # as it was when they were unscaled; None: there was none
-    unscaled_flag: Tensor | None  # fp32, shape (): of gradients that were unscaled before an update, else None
-    asked_by_step: bool  # an optimizer's step asks for the flag, once a group: all get the same
-    # While gradients are examined:
+    must_skip: bool  # the step or clipping raised: unknown which gradients it has divided
+    first_gradient: TensorWeakRef | None  # when they were unscaled; None: there was none
+    unscaled_flag: Tensor | None  # fp32, shape (): of gradients still unscaled from before an update, else None
+    asked_by_step: bool  # within an optimizer's step that asks for the flag itself, perhaps for each group
+    # While gradients are checked or unscaled:
     plan: GradPlan
     written: bool  # whether one of them has been written

@@ -1,9 +1,10 @@
-"""The first half of a step: gradients are checked and unscaled, and the ranks agree on what was found."""
+"""The first half of a step: gradients are checked and unscaled, and the flag is reduced over the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ Op = Callable[["Batch", Tensor, dispatch.Backend], None]
 
 
 class UnscalingMixin(AgreeingMixin):
-    """`unscale_` and the check for optimizers that unscale themselves; what goes wrong here splits no ranks."""
+    """`unscale_`, and the check before fused optimizers; an error on one rank neither hangs nor splits the others."""
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the optimizer's gradients by the scale, and agree with the other ranks on whether one overflowed.
@@ -42,12 +43,12 @@ class UnscalingMixin(AgreeingMixin):
                 strided or sparse COO, DTensors) are written.
 
         Raises: torch's errors for a wrong order of calls; those of `ops.unscale_` for a gradient that cannot be
-            unscaled. The stage stays READY then, unless gradients were written or other ranks have already been
-            told: then it is UNSCALED with the flag set, so that the step is skipped.
+            unscaled. The stage stays READY then, unless gradients were written or the failure was reported to other
+            ranks: then it is UNSCALED with the flag set, so that the step is skipped.
         """
         if not self._enabled:
             return
-        scale = self._initialised_scale("unscale_", self._fail_unscaled, optimizer)
+        scale = self._initialised_scale("unscale_", self._fail_unchecked, optimizer)
         state = self._state(optimizer)
         self._check_order(state)
 
@@ -56,16 +57,16 @@ class UnscalingMixin(AgreeingMixin):
                 return self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
             return self._unscale_batches_(optimizer, state, None, found_inf, self._allow_fp16)
 
-        verdict = self._examine(optimizer, state, unscale)
+        verdict = self._check_and_agree(optimizer, state, unscale)
         self._enter_unscaled(state)
         if not optimizers.supports_amp_scaling(optimizer):
             verdict.start_mirror()  # step will ask for the flag on the host
 
     def _unscale_once(self, optimizer: Any) -> None:
-        """`unscale_`, unless the gradients are unscaled; also by a step before an update that did not step them."""
+        """`unscale_`, unless the gradients are unscaled already, in this step or before the last update."""
         state = self._state(optimizer)
         if state["stage"] is not OptState.UNSCALED:
-            state["unscaled_flag"] = self._left_unscaled.recall(optimizer)  # with it nothing is divided
+            state["unscaled_flag"] = self._left_unscaled.recall(optimizer)  # if not None, nothing is divided
             self.unscale_(optimizer)
 
     def _check_order(self, state: StepState, *, again: bool = False, hint: str = "") -> None:
@@ -88,15 +89,15 @@ class UnscalingMixin(AgreeingMixin):
             found_inf: fp32, shape (), zero; becomes the flag of its own device.
             allow_fp16: False refuses fp16 gradients as torch does.
         """
-        # Who calls it by hand, perhaps for a few parameters only, begins no step by that.
-        passing: StepState = {"stage": OptState.READY, "found_inf_per_device": {}}
-        state = self._state(optimizer) if self._is_known(optimizer) else passing
+        # A call from outside a step, perhaps for a few parameters only, must not begin one.
+        temporary: StepState = {"stage": OptState.READY, "found_inf_per_device": {}}
+        state = self._state(optimizer) if self._is_known(optimizer) else temporary
         return self._unscale_batches_(optimizer, state, inv_scale, found_inf, allow_fp16)
 
     def _unscale_batches_(
         self, optimizer: Any, state: StepState, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
     ) -> Flags:
-        """As `_unscale_grads_`; without `inv_scale` 1 / scale is taken where the gradients are unscaled."""
+        """As `_unscale_grads_`; without `inv_scale` the ops compute 1 / scale."""
         state["written"] = False
         factor = self._scale if inv_scale is None else inv_scale
 
@@ -109,39 +110,39 @@ class UnscalingMixin(AgreeingMixin):
         return self._for_each_batch(optimizer, state, found_inf, allow_fp16, unscale)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
-        """Check the optimizer's gradients, read-only, and agree with the other ranks, once a step.
+        """Check the optimizer's gradients, read-only, and agree with the other ranks, once per step.
 
-        Where no other rank must agree, they are looked at again each time, until they are stepped, or clipped together
-        with those of other optimizers.
+        Where no other rank must agree, each call checks again, until the optimizer was stepped or clipped together with
+        others.
 
         Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
         """
         stage = self._state(optimizer)["stage"] if self._is_known(optimizer) else OptState.READY
         try:
-            self._initialised_scale("_check_inf_per_device", self._fail_unscaled, optimizer)
+            self._initialised_scale("_check_inf_per_device", self._fail_unchecked, optimizer)
             state = self._state(optimizer)
-            again = self._may_look_again(optimizer, state)
-            if again and stage is OptState.UNSCALED:
-                state["unscaled_flag"] = None  # of a step before: these are looked at anew
-            if again or not state["found_inf_per_device"]:
-                self._examine(optimizer, state, lambda found_inf: self._check_grads(optimizer, state, found_inf))
+            recheck = self._may_recheck(optimizer, state)
+            if recheck and stage is OptState.UNSCALED:
+                state["unscaled_flag"] = None  # of the step before: check these gradients
+            if recheck or not state["found_inf_per_device"]:
+                self._check_and_agree(optimizer, state, partial(self._check_grads, optimizer, state))
         finally:
             if self._is_known(optimizer):
-                self._state(optimizer)["stage"] = stage  # after a failure, too: the step checks afresh, as other ranks
+                self._state(optimizer)["stage"] = stage  # after a failure, too: step checks again, as other ranks do
         return state["found_inf_per_device"]
 
-    def _may_look_again(self, optimizer: Any, state: StepState) -> bool:
-        """Tell whether a check after one of ours keeps no other rank waiting.
+    def _may_recheck(self, optimizer: Any, state: StepState) -> bool:
+        """Tell whether the gradients may be checked once more: by no reduction, which other ranks would not join.
 
-        Nor may it overrule a step, a failure, or the flag of optimizers that were clipped together.
+        And not after a step, a failure, or a clipping together with other optimizers.
         """
-        steps = state["stage"] is OptState.STEPPED or state.get("asked_by_step")
-        if steps or "verdict" not in state or state["verdict"].shared or state.get("must_skip"):
+        stepped = state["stage"] is OptState.STEPPED or state.get("asked_by_step")
+        if stepped or "verdict" not in state or state["verdict"].shared or state.get("must_skip"):
             return False
         return self._agreement(self._plans.get(optimizer)) is None
 
     def _check_grads(self, optimizer: Any, state: StepState, found_inf: Tensor) -> Flags:
-        if self._unscale_is_overridden():  # the override may know gradients that we do not
+        if self._unscale_is_overridden():  # it may check gradients that the plan does not have
             return self._unscale_grads_(optimizer, torch.ones_like(found_inf), found_inf, True)
         return self._for_each_batch(optimizer, state, found_inf, True, batch_ops.check_batch)
 
@@ -150,57 +151,61 @@ class UnscalingMixin(AgreeingMixin):
         plan = state.get("plan") or self._plans.get(optimizer)
         gradients = plan.collect(allow_fp16=allow_fp16)
         pairs = batch_ops.choose_backends(gradients.batches, self._backend)
-        bounds = batch_ops.choose_backends(gradients.bounds, self._backend) if gradients.bounds else ()
+        partials = batch_ops.choose_backends(gradients.partials, self._backend) if gradients.partials else ()
         for batch, backend in pairs:
             flag = flag_on(batch.layout.key.device, flags, found_inf)
             self._run(plan, op, batch, flag, backend, divides=op is not batch_ops.check_batch)
-        for batch, backend in bounds:
+        for batch, backend in partials:
             self._run(plan, batch_ops.check_batch, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
         return flags
 
     def _run(
         self, plan: GradPlan, op: Op, batch: Batch, flag: Tensor, backend: dispatch.Backend, *, divides: bool = False
     ) -> None:
-        """Run an op on a batch, and have it marked whose gradients overflow."""
+        """Run an op on a batch, and record for `overflow_report` which gradients overflowed.
+
+        Args:
+            divides: whether the op writes the gradients.
+        """
         scale = self._scale
         if backend == "triton":
             counted = scale is not None and flag.device == scale.device
-            plan.marks.expect(batch.layout, self._counters.on(flag.device) if counted else None)
-        looks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # others know few ops
-        if looks and divides and not self._check_unscaled and scale is not None and scale.item() < 1.0:
-            # What is infinite after the op need not have been before, nor count as overflow.
+            plan.marks.prepare(batch.layout, self._counters.on(flag.device) if counted else None)
+        marks = backend == "torch" and flag.is_cpu and batch.layout.key.plain  # subclasses may lack the ops for it
+        if marks and divides and not self._check_unscaled and scale is not None and scale.item() < 1.0:
+            # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
             found = torch.zeros_like(flag)
             batch_ops.check_batch(batch, found, backend)
-            looks = False
+            marks = False
             if found.item():
-                self._look(plan, batch)
+                self._mark_on_host(plan, batch)
         op(batch, flag, backend)
-        if looks and flag.item():
-            self._look(plan, batch)
+        if marks and flag.item():
+            self._mark_on_host(plan, batch)
 
-    def _look(self, plan: GradPlan, batch: Batch) -> None:
-        plan.marks.look(batch, self._counters.read()[SKIPPED])
+    def _mark_on_host(self, plan: GradPlan, batch: Batch) -> None:
+        plan.marks.mark_on_host(batch, self._counters.read()[SKIPPED])
 
     def _unscale_is_overridden(self) -> bool:
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_
 
-    def _examine(self, optimizer: Any, state: StepState, examine: Callable[[Tensor], Flags]) -> Verdict:
-        """Run `examine` with a cleared flag, agree with the other ranks, keep the verdict in `state`.
+    def _check_and_agree(self, optimizer: Any, state: StepState, check: Callable[[Tensor], Flags]) -> Verdict:
+        """Run `check` (which may unscale, too) with a cleared flag, reduce the flag, store the verdict in `state`.
 
-        Whatever error `examine` raises, the other ranks are told, not left waiting.
+        Any error of `check` is reported to the other ranks.
         """
         self._last_steps.forget(state)
-        plan, agreement, verdict = self._begin(optimizer, state)
-        unscaled = state.get("unscaled_flag")  # by a step before this one: its flag is all there is to say
+        plan, agreement, verdict = self._prepare_check(optimizer, state)
+        unscaled = state.get("unscaled_flag")  # before the last update: its flag is still valid
         state.pop("written", None)
         state["plan"] = plan
         try:
             if unscaled is not None:
-                plan.marks.count_again(self._counters.skips(), unscaled)
-            flags = examine(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
+                plan.marks.note_repeated_skip(self._counters.skips(), unscaled)
+            flags = check(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
             verdict.add(flags.values())
             if agreement is not None:
-                verdict.show_scale(self._scale)
+                verdict.write_scale(self._scale)
         except BaseException as error:
             state.setdefault("written", self._unscale_is_overridden())  # an override may have written anything
             self._fail(state, agreement if isinstance(error, Exception) else None)
@@ -210,20 +215,20 @@ class UnscalingMixin(AgreeingMixin):
         try:
             if agreement is not None:
                 verdict.agree(agreement)
-            self._keep(state, verdict, self._served_devices(flags, plan, agreement))
+            self._store_verdict(state, verdict, self._flag_devices(flags, plan, agreement))
         except BaseException:
             self._skip(state)
             raise
         return verdict
 
-    def _begin(self, optimizer: Any, state: StepState) -> tuple[GradPlan, Agreement | None, Verdict]:
-        """Return what an examination takes; if it cannot be had, the ranks that wait for this one are told."""
+    def _prepare_check(self, optimizer: Any, state: StepState) -> tuple[GradPlan, Agreement | None, Verdict]:
+        """Return what a check needs; if that fails, report it to the other ranks."""
         try:
             plan = self._plans.get(optimizer)
             agreement = self._agreement(plan)
             return plan, agreement, self._new_verdict(state, plan)
         except Exception:
-            with suppress(Exception):  # such as an illegal process_group, which every rank meets by itself
+            with suppress(Exception):  # such as an illegal process_group, which fails on every rank
                 agreement = self._new_agreement(optimizers.parameters_of(optimizers.unwrap(optimizer)))
                 if agreement is not None:
                     self._fail(state, agreement)
@@ -231,16 +236,16 @@ class UnscalingMixin(AgreeingMixin):
                 state["unscaled_flag"] = None  # by the next call the gradients may be others
             raise
 
-    def _served_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Sequence[torch.device]:
-        """Return where the flag is needed; nowhere if nobody checked anything, which step and update refuse then."""
+    def _flag_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Sequence[torch.device]:
+        """Return the devices that need the flag; none if nothing was checked, and step and update will raise."""
         if not flags and agreement is None and not self._is_sharded:
-            return ()  # else others follow this flag, even without gradients here
+            return ()  # other ranks need the flag even if there are no gradients here
         return (*flags, *plan.devices, self._scale.device)
 
     def _new_verdict(self, state: StepState, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device."""
         if state["found_inf_per_device"] or "verdict" in state:
-            plan.verdict = None  # what an earlier check found must outlive this one, and a failure of it
+            plan.verdict = None  # the flags of an earlier check stay valid, even if this one fails
         home, verdict = self._scale.device, plan.verdict
         if verdict is None or verdict.device != home:
             if home not in self._flag_buffers:
@@ -250,5 +255,5 @@ class UnscalingMixin(AgreeingMixin):
         captured = is_captured(verdict.found_inf)
         if captured:
             self._flag_buffers[home].captured.add(verdict)
-        verdict.begin(captured)
+        verdict.reset(captured)
         return verdict

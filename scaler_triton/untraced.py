@@ -1,4 +1,4 @@
-"""What torch.compile leaves alone: it does not trace into a scaler, whose plans hold weak references and addresses."""
+"""Keeps torch.compile from tracing into a scaler, whose plans hold weak references and addresses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from types import FunctionType
 REASON = "a scaler runs beside compiled code, not in it; compiled callers have scaler_triton.ops"
 
 
-def leave_alone(cls: type) -> None:
-    """Have every method that a class and its bases of this package define run uncompiled, and all that it calls.
+def skip_tracing(cls: type) -> None:
+    """Have every method of a class and of its bases in this package run uncompiled, with all that it calls.
 
-    Equivalent PyTorch: `torch.compiler.disable` on each, but for a wrapper that every call pays, and the import of
-    Dynamo: here functions stay what they are. What torch.compile was called on runs compiled within them, too, such as
-    an optimizer's step. Methods with names such as `__init__` are left out: Dynamo has ways of its own with those.
+    Equivalent PyTorch: `torch.compiler.disable` on each, but without a wrapper in every call and without importing
+    Dynamo. What is compiled itself, such as an optimizer's step, runs compiled within them, too. Methods with names
+    such as `__init__` are left out: Dynamo treats those specially.
     """
     for base in cls.__mro__:
         if base.__module__.startswith("scaler_triton."):
@@ -23,9 +23,9 @@ def leave_alone(cls: type) -> None:
 
 
 def _mark(function: FunctionType) -> None:
-    """Mark a function as `torch._dynamo.skip` does, and as recursive: its frames switch Dynamo off till they return."""
+    """Mark a function as `torch._dynamo.skip` does, recursively: Dynamo is off until its frame returns."""
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)
-    with suppress(ImportError):  # torch's own names, not promised: who does not compile shall not miss them
+    with suppress(ImportError):  # private to torch, and needed only for torch.compile
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
         set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -1,4 +1,4 @@
-"""The second half of a step: the flags of all optimizers move the scale, and tell what it did."""
+"""The second half of a step: `update` moves the scale by the flags of all optimizers; `stats` and `was_skipped`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import batch_ops, dispatch, limits, reference_update
 from scaler_triton.cuda_graphs import is_captured
-from scaler_triton.left_unscaled import has_first
+from scaler_triton.left_unscaled import has_first_gradient
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
@@ -23,7 +23,7 @@ from scaler_triton.words import count_of
 
 
 class UpdatingMixin(SettingsMixin, OverflowMixin):
-    """`update`, and what can be asked of the updates and steps that were."""
+    """`update`, and questions about earlier updates and steps."""
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Back the scale off if any optimizer's flag was set, let it grow after `growth_interval` good updates.
@@ -63,16 +63,16 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         """Return what the updates did so far, replayed ones included; all 0 on a disabled scaler.
 
         Args:
-            wait: True waits for the device once. False never waits on CUDA: it returns what has arrived on the host
-                by then and starts the next copy, so a call after every update is one or two updates behind.
+            wait: True waits for the device once. False never waits on CUDA: it returns the latest values on the host
+                and starts the next copy, so a call after every update is one or two updates behind.
         """
         return ScalerStats.of(self._counters.read() if wait else self._counters.newest())
 
     def was_skipped(self, optimizer: Any) -> bool:
         """Tell whether the last `step(optimizer)` was skipped, fused or not, until its next `unscale_`, clip or step.
 
-        May be asked before and after `update()`; waits for the device if the optimizer is fused. Of a step in a
-        replayed graph it tells what the last replay did. Always False on a disabled scaler.
+        May be called before and after `update()`; waits for the device if the optimizer is fused. For a step in a
+        graph the last replay counts. Always False on a disabled scaler.
 
         Args:
             optimizer: the one that was stepped, or a wrapper around it.
@@ -90,58 +90,58 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _skips(self, state: StepState) -> bool:
         if state.get("must_skip"):
             return True
-        if "skips" in state:  # the host knew
+        if "skips" in state:  # `step` read the flag
             return state["skips"]
         verdict = self._verdict(state)
         if verdict is not None:
-            return verdict.last()
+            return verdict.last_flag()
         return any(flag.item() for flag in state["found_inf_per_device"].values())
 
     def _check_streak(self, limit: int, scale: Tensor) -> None:
         if is_captured(scale):
             return
-        seen = self._lagging.push(self._counters.where_they_are())
+        seen = self._lagging.push(self._counters.storage())
         if seen is not None and seen[STREAK] > limit:
             raise SkipStreakError(
                 f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
                 f"{Lagging.LAG} updates later the scale is {self.get_scale()}. {ScalerStats.of(seen)}\n"
-                f"{self.overflow_report()}"  # of this rank: not all need have come here
+                f"{self.overflow_report()}"  # of this rank: not all ranks may get here
             )
 
     def _refuse_to_lose_clipping(self, left: Sequence[StepState]) -> None:
         for state in left:
             waits = "deferred" in state and not state.get("must_skip")
-            if waits and state["owner"]() is not None:  # nobody can step an optimizer that is gone
+            if waits and state["owner"]() is not None:  # an optimizer that was freed cannot be stepped
                 raise RuntimeError(
                     "update() is being called before the step() that clip_grad_norm_(defer=True) left the clipping to."
                 )
 
     def _unstepped_flags(self, states: Sequence[StepState]) -> list[tuple[Callable[[], Any], Tensor | None]]:
-        """Return what `LeftUnscaled.renew` takes; nothing if nothing was or is left unstepped."""
+        """Return the argument of `LeftUnscaled.renew`; empty if no optimizer is or was left unstepped."""
         left = [state for state in states if state["stage"] is OptState.UNSCALED]
         if not left and not self._left_unscaled:
             return []
         self._refuse_to_lose_clipping(left)
-        begun = [state for state in states if "owner" in state and state["stage"] is not OptState.READY]
-        return [(state["owner"], self._unstepped_flag(state)) for state in begun]
+        started = [state for state in states if "owner" in state and state["stage"] is not OptState.READY]
+        return [(state["owner"], self._unstepped_flag(state)) for state in started]
 
     def _unstepped_flag(self, state: StepState) -> Tensor | None:
-        """Return a copy of the flag, which the update may clear, of an optimizer that was unscaled but not stepped.
+        """Return a copy of the flag of an optimizer that was unscaled but not stepped, as the update may clear it.
 
-        Returns: None, too, if its gradients are others by now: those are scaled, and nobody has checked them.
+        Returns: None if it was stepped, or has other gradients by now, which are scaled and not checked.
         """
         if state["stage"] is not OptState.UNSCALED:
             return None
         owner = state["owner"]()
-        if owner is None or ("first_gradient" in state and not has_first(owner, state["first_gradient"])):
+        if owner is None or ("first_gradient" in state and not has_first_gradient(owner, state["first_gradient"])):
             return None
-        if state.get("unscaled_flag") is None:  # else it was left before, and is told of by that
-            self._plans.get(owner).marks.leave(self._counters.skips())
+        if state.get("unscaled_flag") is None:  # else it was noted by the update that left it first
+            self._plans.get(owner).marks.note_unstepped(self._counters.skips())
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("must_skip") else flag
 
     def _count(self, scale: Tensor, checked: Sequence[StepState]) -> None:
-        """Count an update that sets the scale, whatever the flags are; there may be none."""
+        """Count an update that sets the scale, if gradients were checked."""
         if checked:
             reference_update.count_(scale, self._any_flag(checked), self._limits, self._counters)
 
@@ -150,7 +150,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             raise AssertionError("No inf checks were recorded prior to update.")
         if scale.dtype not in (torch.float32, torch.float64):  # integers would back off to 0
             raise RuntimeError("current_scale must be a float tensor.")
-        plain = growth_tracker.dtype is torch.int32  # another was put there by somebody
+        plain = growth_tracker.dtype is torch.int32  # a user may have put another there
         if plain and dispatch.choose_for_scale(scale, self._backend) == "triton":
             self._update_by_kernel(scale, growth_tracker, checked)
             return
@@ -167,11 +167,11 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if buffer is None or rows is None:
             launch(scale, growth_tracker, self._any_flag(states), numbers, counters, 1, clear=False)
             return
-        launch(scale, growth_tracker, buffer.signals, numbers, counters, rows, clear=True)
+        launch(scale, growth_tracker, buffer.status, numbers, counters, rows, clear=True)
         captured = is_captured(scale)
         for verdict in verdicts:
             assert verdict is not None
-            verdict.moved, verdict.cleared = True, not captured
+            verdict.saved, verdict.cleared = True, not captured
 
     def _checked_scale(self, new_scale: Any) -> float:
         if isinstance(new_scale, Tensor) and (
@@ -186,7 +186,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
         device = torch.device(dev)
-        # What is made within one of torch.func's has no address; updates outside of inference mode write it, too.
+        # Within torch.func's transforms they would have no address; updates outside inference mode must write them.
         with torch.inference_mode(False), _outside_transforms():
             if self._scale is None:
                 self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
@@ -195,7 +195,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
 
 
 def _outside_transforms() -> AbstractContextManager[Any]:
-    """Return what leaves torch.func's transforms for a while; torch promises no such name, without it nothing does."""
+    """Return a context outside torch.func's transforms, by a private function of torch; a null one without it."""
     module = sys.modules.get("torch._functorch.pyfunctorch")
     leave: Callable[[], Any] = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)
     context: AbstractContextManager[Any] = leave()

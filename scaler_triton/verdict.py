@@ -1,4 +1,4 @@
-"""Verdict: one optimizer's flag in one step, found on this rank, agreed with the others, served where it is needed."""
+"""Verdict: one optimizer's `found_inf`: set on this rank, reduced over ranks, copied to every device that needs it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from scaler_triton.agreement import Agreement
 from scaler_triton.cuda_graphs import is_captured
-from scaler_triton.flags import Flags, ServedFlags, as_flag
+from scaler_triton.flags import Flags, FlagsByDevice, as_flag
 from scaler_triton.mirror import HostMirror, version_counter
 from scaler_triton.scale_comparison import MAX, Comparison, compare_maxima, compare_sums, constants
 
 if TYPE_CHECKING:
     from scaler_triton.flag_buffer import FlagBuffer
 
-# Positions in the signals that the ranks reduce; the flag is a view of them, so one reduction serves all. From the last
-# two it shows whether their scales are equal: where maxima are taken, those of the scale and its negative; where sums
-# are, the sum of the scales, and `excess` as `settle` has it.
+# The status that the ranks all-reduce: the flag, whether a rank failed to check its gradients, and two numbers by which
+# the scales are compared: after a MAX reduction the maxima of the scales and of their negatives; after a SUM (clipping)
+# the sum of the scales, and `excess` as in `set_from_sums`.
 _FLAG, _FAILED, _SCALES = range(3)
 COLUMNS = 4
 _NO_SCALE = -math.inf
@@ -30,54 +30,54 @@ _version_of = attrgetter("_version")
 
 
 class Verdict:
-    """Whether one optimizer's step is to be skipped; used again from step to step.
+    """Whether one optimizer's step is to be skipped; reused from step to step.
 
     Args:
-        signals: fp32, (4,), on the scale's device; flag, failure, and the scales that the ranks compare.
-        buffer: where the signals lie, at `row`; None: nowhere but here.
+        status: fp32, (4,), on the scale's device, as above.
+        buffer: the FlagBuffer of which the status is row `row`; None: of none.
     """
 
-    def __init__(self, signals: Tensor, buffer: FlagBuffer | None = None, row: int = 0) -> None:
+    def __init__(self, status: Tensor, buffer: FlagBuffer | None = None, row: int = 0) -> None:
         self.buffer, self.row = buffer, row
-        self.device = signals.device
-        self.found_inf = signals[_FLAG]
+        self.device = status.device
+        self.found_inf = status[_FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
-        self.moved = False  # whether an update has copied the flag into `buffer.last`
-        self.shared = False  # whether optimizers that were clipped together have it, whatever each one's gradients are
-        self._unsettled = 0  # the ranks whose sums it is yet to become
-        self._signals, self._scales = signals, signals[_SCALES:]
-        # Where they are on the host they are read and cleared as numbers: an op costs several times that.
-        self._host_signals = signals.numpy() if signals.is_cpu and type(signals) is Tensor else None
+        self.saved = False  # whether an update has copied the flag into `buffer.last_flags`
+        self.shared = False  # whether it is the flag of several optimizers, which were clipped together
+        self._pending_ranks = 0  # not 0: the status is still to be computed from sums over so many ranks
+        self._status, self._scales = status, status[_SCALES:]
+        # On the CPU numpy reads and clears it: a torch op on a few numbers costs several times as much.
+        self._host_status = status.numpy() if status.is_cpu and type(status) is Tensor else None
         self._compare: Comparison | None = None
         self._mirror: HostMirror | None = None
         self._mirrored = False
-        self._per_device = ServedFlags()
-        self._served: list[Tensor] = []  # keeps alive what the identities name
+        self._per_device = FlagsByDevice()
+        self._flags: list[Tensor] = []  # keeps their ids from being reused
         self._identities: list[int | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Verdict:
-        """Return itself: a copied state has its own flags, which are not the ones served here."""
+        """Return itself, which does not own the flags of the copied state."""
         return self
 
-    def begin(self, captured: bool = False) -> None:
-        """Forget the step before; in a graph whatever that will be: replays follow what the host has not foreseen."""
+    def reset(self, captured: bool = False) -> None:
+        """Clear the status for a new step; during a capture always, as each replay follows another step."""
         if captured or not self.cleared:
-            if self._host_signals is None:
-                self._signals.zero_()
+            if self._host_status is None:
+                self._status.zero_()
             else:
-                self._host_signals.fill(0.0)
-        self.cleared = self.moved = self.shared = self._mirrored = False
+                self._host_status.fill(0.0)
+        self.cleared = self.saved = self.shared = self._mirrored = False
         self._compare = None
-        self._unsettled = 0
+        self._pending_ranks = 0
 
     def add(self, flags: Iterable[Tensor]) -> None:
-        """Take in flags of other devices, and whatever an override returned as flags."""
+        """Set the flag if any of `flags` is set: those of other devices, or what an override returned."""
         for flag in flags:
             if flag is not self.found_inf:
                 self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
 
-    def join(self, flags: Tensor) -> None:
-        """Become 1.0 if `flags` is not 0, else 0.0: the flag that optimizers clipped together share.
+    def set_shared(self, flags: Tensor) -> None:
+        """Set the flag to that of optimizers that are clipped together: 1.0 if `flags` is not 0, else 0.0.
 
         Args:
             flags: the sum of their flags, one element, on this device.
@@ -85,121 +85,123 @@ class Verdict:
         torch.ne(flags, 0, out=self.found_inf)
         self.shared = True
 
-    def show_scale(self, scale: Tensor) -> None:
-        """Have the ranks compare their scales (one element, on this device) when they agree."""
+    def write_scale(self, scale: Tensor) -> None:
+        """Add the scale (one element, on this device) to the status, so that `agree` compares the ranks' scales."""
         torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=self._scales)
 
     def agree(self, agreement: Agreement) -> None:
-        """Become the maximum over the ranks that must agree, by one all-reduce."""
-        agreement.maximum_(self._signals)
+        """Reduce the status to its maximum over the ranks, by one all-reduce."""
+        agreement.maximum_(self._status)
         self._compare = compare_maxima
 
     def expect_sums(self, ranks: int) -> None:
-        """Announce sums over so many ranks, which a kernel or `settle` is to turn into signals."""
-        self._unsettled = ranks
+        """Announce sums over so many ranks, from which a kernel or `set_from_sums` will compute the status."""
+        self._pending_ranks = ranks
         self._compare = functools.partial(compare_sums, ranks)
         self.shared = True
 
     def leave_to_kernel(self) -> tuple[Tensor, int]:
-        """Return the signals that the caller's kernel is to write, and how many ranks its sums are of; 0: it need not.
+        """Return the status for a kernel to write, and the number of ranks in its sums; 0: nothing to be written.
 
-        `settle` does nothing afterwards.
+        `set_from_sums` does nothing afterwards.
         """
-        ranks, self._unsettled = self._unsettled, 0
-        return self._signals, ranks
+        ranks, self._pending_ranks = self._pending_ranks, 0
+        return self._status, ranks
 
-    def settle(self, sums: Tensor) -> None:
-        """Become what the announced sums tell, unless a kernel has seen to it.
+    def set_from_sums(self, sums: Tensor) -> None:
+        """Compute the status from the announced sums, unless a kernel has done so.
 
             excess = sums[2] * sums[3] / ranks**2 - 1   # 0 for equal scales, else larger
-            signals = [sums[0] != 0, sums[1] != 0, sums[2], excess]
+            status = [sums[0] != 0, sums[1] != 0, sums[2], excess]
 
         Args:
-            sums: fp64, [4], on this device: how many ranks saw an overflow, how many failed to look, and what
-                `write_scales` wrote.
+            sums: fp64, [4], on this device: the number of ranks with an overflow, of ranks that failed, and the sums
+                of what `write_scales` wrote.
         """
         ranks = self.leave_to_kernel()[1]
         if not ranks:
             return
-        torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, MAX, MAX), out=self._signals)
+        torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, MAX, MAX), out=self._status)
         below = constants(sums, torch.float64, -1.0)
         torch.addcmul(below, sums[2:3], sums[3:], value=1 / ranks**2, out=self._scales[1:])
 
-    def serve(self, devices: Sequence[torch.device]) -> Flags:
-        """Return the flag on each of `devices`, in the order of their first mention."""
+    def copy_to(self, devices: Sequence[torch.device]) -> Flags:
+        """Return the flag on each of `devices`, without duplicates, in their order."""
         flag, home = self.found_inf, self.device
         if devices and devices.count(home) == len(devices):
             flags = {home: flag}
         else:
             flags = {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
-        self._per_device, self._served = ServedFlags(flags), [*flags.values()]
+        self._per_device, self._flags = FlagsByDevice(flags), [*flags.values()]
         self._identities = _identities(flags.values())
         return self._per_device
 
-    def is_behind(self, flags: Flags) -> bool:
-        """Tell whether `flags` are the ones served here, and nobody has written others or into them since."""
+    def owns(self, flags: Flags) -> bool:
+        """Tell whether `flags` is what `copy_to` returned last, and no flag in it was replaced or written since."""
         return flags is self._per_device and _identities(dict.values(flags)) == self._identities
 
     def flag(self) -> Tensor:
-        """Return the flag, 0.0 or 1.0, whatever somebody who took it wrote into it, such as a sum over ranks."""
-        return as_flag(self.found_inf, self.device) if self._per_device.taken else self.found_inf
+        """Return the flag as 0.0 or 1.0, even if others have written into it, such as a sum over ranks."""
+        return as_flag(self.found_inf, self.device) if self._per_device.was_read else self.found_inf
 
     def start_mirror(self) -> None:
-        """Start copying the flag to the host, without waiting; not into a graph, whose events cannot be waited for."""
-        if self._host_signals is None and not is_captured(self._signals):
+        """Start copying the status to the host without waiting; not in a capture, whose events cannot be waited for."""
+        if self._host_status is None and not is_captured(self._status):
             self._copy()
 
     def _copy(self) -> None:
         if self._mirror is None:
-            self._mirror = HostMirror(self._signals)
+            self._mirror = HostMirror(self._status)
         self._mirror.start()
         self._mirrored = True
 
     def on_host(self) -> bool:
-        """Return the flag as a bool, waiting for its copy only: for one made now if somebody took the flag meanwhile.
+        """Return the flag as a bool, waiting for its copy only: a new one if others may have written into the flag.
 
         Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
         """
-        values = self._mirrored_values() if self._host_signals is None else self._host_signals.tolist()
+        values = self._mirrored_values() if self._host_status is None else self._host_status.tolist()
         if self._compare is not None:
-            self._check(values)
+            _check(self._compare, values)
         return bool(values[_FLAG])
 
     def _mirrored_values(self) -> list[float]:
-        if not self._mirrored or self._per_device.taken:
+        if not self._mirrored or self._per_device.was_read:
             self._copy()
         assert self._mirror is not None
         return self._mirror.read()
 
-    def _check(self, values: Sequence[float]) -> None:
-        if values[_FAILED]:
-            raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
-        apart = "" if self._compare is None else self._compare(*values[_SCALES:])
-        if apart:
-            raise RuntimeError(
-                f"The ranks hold different scales, {apart}: they no longer train one model. Go back to a checkpoint "
-                "in which they agree, or set one scale on all of them with update(new_scale)."
-            )
+    def last_flag(self) -> bool:
+        """Return the flag of the last step, even if an update has cleared it since, waiting for the device.
 
-    def last(self) -> bool:
-        """Return the flag of the last step, also when an update has cleared it since, waiting for the device.
-
-        Raises: as `on_host`; that another rank failed is no longer known once the flag was cleared.
+        Raises: as `on_host`; but a failure of another rank is cleared by the update, too.
         """
         if self._compare is not None:
-            self._check(self._signals.tolist())
-        flag = self.buffer.last[self.row] if self.buffer is not None and self.moved else self.found_inf
+            _check(self._compare, self._status.tolist())
+        flag = self.buffer.last_flags[self.row] if self.buffer is not None and self.saved else self.found_inf
         return bool(flag.item())
 
 
 def _identities(flags: Collection[Tensor]) -> list[int | None]:
-    """Return what changes when one of `flags` is written, or another tensor stands in its place."""
+    """Return the flags' ids and version counters, which change if one is replaced or written."""
     try:
         return [*map(id, flags), *map(_version_of, flags)]
     except RuntimeError:  # an inference tensor among them
         return [*map(id, flags), *map(version_counter, flags)]
 
 
-def tell_failure(agreement: Agreement, device: torch.device) -> None:
-    """Tell the other ranks that this one could not check its gradients; they skip, and raise when they read."""
+def _check(compare: Comparison, values: Sequence[float]) -> None:
+    """Raise if the reduced status tells of a failed rank or of different scales."""
+    if values[_FAILED]:
+        raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
+    apart = compare(*values[_SCALES:])
+    if apart:
+        raise RuntimeError(
+            f"The ranks hold different scales, {apart}: they no longer train one model. Go back to a checkpoint "
+            "in which they agree, or set one scale on all of them with update(new_scale)."
+        )
+
+
+def report_failure(agreement: Agreement, device: torch.device) -> None:
+    """Join the reduction of a status with the failure set: the other ranks skip, and raise when they read the flag."""
     agreement.maximum_(torch.tensor([1.0, 1.0, _NO_SCALE, _NO_SCALE], dtype=torch.float32, device=device))

@@ -1,16 +1,16 @@
-"""How findings are said: ranks, counts, lists of names, each on one line of bounded length; tables."""
+"""Text for reports: ranks, counts, lists of names, each on one line of bounded length; tables."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
 
-NAMES = 6  # parameters that are named, of those that differ
-WIDTH = 160  # characters of an error: a compiler's has no end
+NAMES = 6  # at most, in a list of names
+WIDTH = 160  # characters of an error: a compiler's may be very long
 
 
 def ranges(ranks: Iterable[int]) -> str:
-    """Return numbers as people write them: "0-2, 5"."""
+    """Return numbers as ranges: "0-2, 5"."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and rank == spans[-1][1] + 1:
@@ -21,7 +21,7 @@ def ranges(ranks: Iterable[int]) -> str:
 
 
 def one_line(text: object, width: int = WIDTH) -> str:
-    """Return one line of bounded length that a terminal can only print: no control characters."""
+    """Return one line of bounded length without control characters."""
     line = " ".join(str(text)[: 10 * width].split())
     return textwrap.shorten("".join(c if c.isprintable() else "?" for c in line), width, placeholder=" ...")
 
@@ -31,18 +31,18 @@ def error_line(error: BaseException) -> str:
     return one_line(f"{type(error).__name__}: {error}")
 
 
-def on(ranks: Sequence[int]) -> str:
+def rank_names(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 0-2, 5"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
 
 
-def some(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """Return the first few names, and how many more there are."""
     return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
 
 
 def count_of(count: int, what: str) -> str:
-    """Return a number of things; what is in brackets stays behind the plural."""
+    """Return a number and a noun, in the plural unless it is 1; a part in brackets stays behind."""
     head, separator, tail = what.partition(" (")
     return f"{count} {head}{'s' if count != 1 else ''}{separator}{tail}"
 
@@ -52,7 +52,7 @@ def table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
     Args:
         rows: the first one is the head.
-        sides: "<" or ">" for each column: the side that its cells stand at.
+        sides: "<" or ">" for each column: how its cells are aligned.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler
 from scaler_triton.flag_buffer import FlagBuffer
-from scaler_triton.mirror import HostMirror
 from scaler_triton.scale_comparison import write_scales
 from scaler_triton.verdict import Verdict
 
@@ -25,33 +23,33 @@ CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
 def fresh(buffer: FlagBuffer | None = None) -> Verdict:
     verdict = (buffer or FlagBuffer(CPU)).verdict()
-    verdict.begin()
+    verdict.reset()
     return verdict
 
 
 def as_on_a_gpu(verdict: Verdict) -> Verdict:
-    """Return a verdict on the CPU that does not read its signals where they are, but a copy of them."""
-    verdict._host_signals = None
+    """Return a verdict on the CPU that does not read its status where they are, but a copy of them."""
+    verdict._host_status = None
     return verdict
 
 
 def test_flags_are_its_own_until_somebody_writes() -> None:
     verdict = fresh()
-    flags = verdict.serve([CPU])
-    assert verdict.is_behind(flags)
-    assert not verdict.is_behind(dict(flags))
+    flags = verdict.copy_to([CPU])
+    assert verdict.owns(flags)
+    assert not verdict.owns(dict(flags))
     flags[CPU].fill_(1.0)
-    assert not verdict.is_behind(flags)
+    assert not verdict.owns(flags)
 
 
 def test_a_flag_replaced_or_added_is_noticed() -> None:
     for key in (CPU, OTHER):
         verdict = fresh()
-        flags = verdict.serve([CPU])
+        flags = verdict.copy_to([CPU])
         flags[key] = other = torch.zeros(())
         while other._version < verdict.found_inf._version:
             other.zero_()
-        assert not verdict.is_behind(flags)
+        assert not verdict.owns(flags)
 
 
 @pytest.mark.parametrize(
@@ -64,24 +62,23 @@ def test_a_flag_replaced_or_added_is_noticed() -> None:
     ],
 )
 def test_a_flag_written_by_a_collective_is_read_anew(
-    take: Callable[[dict[torch.device, torch.Tensor]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    take: Callable[[dict[torch.device, torch.Tensor]], torch.Tensor],
 ) -> None:
-    monkeypatch.setattr("scaler_triton.verdict.HostMirror", functools.partial(HostMirror, frozen=True))
     verdict = as_on_a_gpu(fresh())
-    flags = verdict.serve([CPU])
+    flags = verdict.copy_to([CPU])
     verdict.start_mirror()
     take(flags).data.fill_(1.0)  # like dist.all_reduce, this moves no version on
-    assert verdict.is_behind(flags)
+    assert verdict.owns(flags)
     assert verdict.on_host()
 
 
 def test_a_flag_that_somebody_summed_over_ranks_stays_one() -> None:
     """torch's fused kernels skip at 1.0 only."""
     verdict = fresh()
-    flags = verdict.serve([CPU])
+    flags = verdict.copy_to([CPU])
     assert verdict.flag() is verdict.found_inf
     flags[CPU].data.fill_(2.0)
-    assert verdict.is_behind(flags)
+    assert verdict.owns(flags)
     assert verdict.flag().item() == 1.0
 
 
@@ -108,17 +105,17 @@ def test_a_flag_of_any_device_sets_it_and_none_clears_it(own: float, others: lis
 def test_it_is_served_where_parameters_are_that_have_no_gradient(flags: dict[torch.device, torch.Tensor]) -> None:
     """A fused optimizer's step asks for it there."""
     plan: Any = SimpleNamespace(devices=[CPU, OTHER])
-    devices = started(GradScaler, "cpu")._served_devices(flags, plan, None)
-    assert set(fresh().serve(devices)) == {CPU, OTHER}
+    devices = started(GradScaler, "cpu")._flag_devices(flags, plan, None)
+    assert set(fresh().copy_to(devices)) == {CPU, OTHER}
 
 
 def test_a_write_into_one_row_is_not_taken_for_one_into_another() -> None:
     buffer = FlagBuffer(CPU)
     first, second = fresh(buffer), fresh(buffer)
-    flags = first.serve([CPU])
+    flags = first.copy_to([CPU])
     second.found_inf.fill_(1.0)
-    assert first.is_behind(flags)
-    assert buffer.signals[:2, 0].tolist() == [0.0, 1.0]
+    assert first.owns(flags)
+    assert buffer.status[:2, 0].tolist() == [0.0, 1.0]
     assert buffer.rows([first, second]) == 0b11
     assert buffer.rows([second]) == 0b10
     assert buffer.rows([first, None]) is None
@@ -166,7 +163,7 @@ def test_a_new_step_begins_without_the_last_ones_flag(as_it_is: Callable[[Verdic
     verdict = as_it_is(fresh())
     verdict.found_inf.fill_(1.0)
     verdict.start_mirror()
-    verdict.begin()
+    verdict.reset()
     assert verdict.on_host() is False
 
 
@@ -178,7 +175,7 @@ def settled(scales: list[float], flags: list[float] | None = None) -> Verdict:
         write_scales(row[None, 2:], torch.tensor(scale))
     verdict = fresh()
     verdict.expect_sums(len(scales))
-    verdict.settle(rows.sum(0))
+    verdict.set_from_sums(rows.sum(0))
     return verdict
 
 
@@ -216,7 +213,7 @@ def test_scales_added_up_in_turn_are_equal_still() -> None:
         for ranks in (2, 3, 1000, 65537, 100_000):
             verdict = fresh()
             verdict.expect_sums(ranks)
-            verdict.settle(torch.cat([torch.zeros(2, dtype=torch.float64), sums[ranks - 1]]))
+            verdict.set_from_sums(torch.cat([torch.zeros(2, dtype=torch.float64), sums[ranks - 1]]))
             assert verdict.on_host() is False
 
 
@@ -224,7 +221,7 @@ def test_one_among_very_many_is_found_if_it_is_a_hundredth_apart() -> None:
     row = torch.tensor([0.0, 0.0, 99_999 * 65536.0 + 66192.0, 99_999 / 65536.0 + 1 / 66192.0], dtype=torch.float64)
     verdict = fresh()
     verdict.expect_sums(100_000)
-    verdict.settle(row)
+    verdict.set_from_sums(row)
     with pytest.raises(RuntimeError, match="The ranks hold different scales"):
         verdict.on_host()
 
@@ -255,10 +252,10 @@ def test_what_a_kernel_settles_is_settled_once() -> None:
     verdict = fresh()
     assert verdict.leave_to_kernel()[1] == 0  # nothing to settle
     verdict.expect_sums(2)
-    signals, ranks = verdict.leave_to_kernel()
+    status, ranks = verdict.leave_to_kernel()
     assert ranks == 2
-    signals.copy_(torch.tensor([1.0, 0.0, 16.0, 0.0]))
-    verdict.settle(torch.zeros(4, dtype=torch.float64))
+    status.copy_(torch.tensor([1.0, 0.0, 16.0, 0.0]))
+    verdict.set_from_sums(torch.zeros(4, dtype=torch.float64))
     assert verdict.leave_to_kernel()[1] == 0
     assert verdict.on_host() is True
 
@@ -266,7 +263,7 @@ def test_what_a_kernel_settles_is_settled_once() -> None:
 def test_a_new_step_expects_no_sums_of_the_last_one() -> None:
     verdict = fresh()
     verdict.expect_sums(2)
-    verdict.begin()
+    verdict.reset()
     assert verdict.leave_to_kernel()[1] == 0
 
 
@@ -279,5 +276,5 @@ def test_a_sum_of_flags_is_one_flag() -> None:
 def test_scales_that_differed_are_no_matter_of_a_step_that_compares_none() -> None:
     verdict = settled([3.0, 6.0])
     verdict.cleared = True  # flag and failure, by the update; what the ranks compared is left
-    verdict.begin()
+    verdict.reset()
     assert verdict.on_host() is False

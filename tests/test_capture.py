@@ -173,7 +173,7 @@ def test_nothing_is_made_on_the_device_while_a_graph_is_captured(monkeypatch: py
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     monkeypatch.setattr(scaler, "_scale", SimpleNamespace(device=gpu))
     marks = OverflowMarks(1)
-    for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu), lambda: marks._again_on(gpu)):
+    for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu), lambda: marks._repeated_on(gpu)):
         with pytest.raises(RuntimeError, match="take one step like it before"):
             first()
     assert scaler._flag_buffers == {}

@@ -80,11 +80,11 @@ def test_a_replays_skip_is_told(place: Place) -> None:
 
 def test_what_a_step_after_an_update_skipped_for_stays_where_replays_write_it() -> None:
     marks, flag = OverflowMarks(1), torch.ones(())
-    marks.leave(0)
-    marks.count_again(1, flag)
-    written = marks._again
-    marks.count_again(2, flag.zero_())
-    assert marks._again is written
+    marks.note_unstepped(0)
+    marks.note_repeated_skip(1, flag)
+    written = marks._repeated
+    marks.note_repeated_skip(2, flag.zero_())
+    assert marks._repeated is written
     assert written is not None
     assert written.tolist() == [0, 1]
     marks.forget()

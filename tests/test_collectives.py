@@ -52,15 +52,15 @@ def test_a_host_flag_travels_where_the_group_reduces(
 
 
 def test_what_was_reduced_elsewhere_comes_back(monkeypatch: Any) -> None:
-    signals, sent = torch.tensor([0.0, 1.0]), []
+    status, sent = torch.tensor([0.0, 1.0]), []
 
     def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
-        sent.append((tensor.tolist(), tensor.data_ptr() == signals.data_ptr(), op, group))
+        sent.append((tensor.tolist(), tensor.data_ptr() == status.data_ptr(), op, group))
         tensor.fill_(1.0)
 
     # "cpu:0" is not "cpu": as another device, as far as this code can tell.
     monkeypatch.setattr(collectives, "_serving_device", lambda group, device: torch.device("cpu", 0))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    agreement.Agreement(("the group",), (0, 1)).maximum_(signals)  # type: ignore[arg-type]
+    agreement.Agreement(("the group",), (0, 1)).maximum_(status)  # type: ignore[arg-type]
     assert sent == [([0.0, 1.0], False, dist.ReduceOp.MAX, "the group")]
-    assert signals.tolist() == [1.0, 1.0]
+    assert status.tolist() == [1.0, 1.0]

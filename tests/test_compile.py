@@ -228,6 +228,6 @@ def test_without_torchs_private_names_nothing_is_missing_uncompiled(monkeypatch:
         def double(self) -> float:
             return 2 * self.get_scale()
 
-    untraced.leave_alone(Another)
+    untraced.skip_tracing(Another)
     assert Another("cpu", init_scale=4.0).double() == 8.0
     assert vars(Another.double)["_torchdynamo_disable"]

@@ -95,9 +95,9 @@ def test_a_form_is_known_again_only_by_guards(guards: bool) -> None:
     """Without them every gradient is compared by hand."""
     known, gradients = KnownForms(2), [torch.ones(2, 3), torch.ones(4)]
     known.learn(gradients)
-    assert known.all_there([torch.zeros(2, 3), torch.zeros(4)]) is guards
+    assert known.match_all([torch.zeros(2, 3), torch.zeros(4)]) is guards
     for other in (torch.zeros(3, 2), torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.float64)):
-        assert not known.all_there([other, gradients[1]])
+        assert not known.match_all([other, gradients[1]])
 
 
 def test_patience_ends_and_what_was_known_stays_right() -> None:
@@ -105,5 +105,5 @@ def test_patience_ends_and_what_was_known_stays_right() -> None:
     for _ in range(STEPS):
         known.learn(one)
     known.learn(two)
-    assert known.all_there(one)
-    assert not known.all_there(two)
+    assert known.match_all(one)
+    assert not known.match_all(two)

@@ -160,14 +160,14 @@ def test_a_generation_is_read_on_its_own_device_only() -> None:
     plan = GradPlan(parameters([torch.ones(3)], "cpu"))
     (form,) = plan._forms
     assert form is not None
-    away = _Form((*form.look[:3], torch.device("cuda", 1), form.look[-1]), form.stride)
-    plan._place([form, away])
+    away = _Form((*form.signature[:3], torch.device("cuda", 1), form.signature[-1]), form.stride)
+    plan._build_layouts([form, away])
     here, there = plan.layouts
     for _ in range(2):
         counters = torch.zeros(len(NAMES), dtype=torch.int64)
-        plan.marks.expect(here, counters)
+        plan.marks.prepare(here, counters)
         generation = here.generation
         assert generation.data_ptr() == counters[SKIPPED].data_ptr()
         assert there.generation is None
-    plan._place([away, form])
+    plan._build_layouts([away, form])
     assert [layout.generation for layout in plan.layouts] == [None, generation]

@@ -250,9 +250,9 @@ def test_loading_writes_the_counters_where_a_graph_counts(place: Place) -> None:
     scaler = at(place, hysteresis=2)
     saved = scaler.state_dict()
     step(scaler, BAD, device=scaler._device)
-    tensor = scaler._counters.where_they_are()
+    tensor = scaler._counters.storage()
     scaler.load_state_dict(saved)
-    assert scaler._counters.where_they_are() is tensor
+    assert scaler._counters.storage() is tensor
     assert tensor.tolist() == [0] * len(NAMES)
 
 

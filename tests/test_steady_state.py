@@ -70,7 +70,7 @@ def test_a_thousand_steps_are_planned_once_and_are_torchs(make: Callable[[], Loo
     scaler = GradScaler("cpu", backend="torch", **numbers)
     with (
         mock.patch.object(plan_cache, "GradPlan", side_effect=GradPlan) as made,
-        mock.patch.object(GradPlan, "_admit", autospec=True, side_effect=GradPlan._admit) as compared,
+        mock.patch.object(GradPlan, "_add_forms", autospec=True, side_effect=GradPlan._add_forms) as compared,
     ):
         ours = train(scaler, loop := make())
     plans = [scaler._plans.get(optimizer) for optimizer in loop[0]]
@@ -107,7 +107,7 @@ def test_shards_are_found_without_dtensors_private_names(name: str, monkeypatch:
     for _ in range(3):
         shard = torch.ones(3)
         gradients: list[Any] = [Layered(shard)]
-        quick = made._whole_shards(gradients)
+        quick = made._known_shards(gradients)
         assert quick in ([], [shard])
         assert made._localise(gradients) == {}
         assert gradients[0] is shard

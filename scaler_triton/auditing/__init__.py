@@ -1,1 +1,1 @@
-"""Has this run split? Asked of its ranks, or of what they saved; of torch's scalers, too."""
+"""The audit: have the ranks of a run split? For a running job or saved states; works with torch's scalers, too."""

@@ -1,4 +1,4 @@
-"""What differs between the ranks of an audit, and what is equal."""
+"""Compares the ranks of an audit."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from scaler_triton.auditing.state import NOTHING, UNKNOWN, RankState
-from scaler_triton.words import NAMES, count_of, on, one_line, some
+from scaler_triton.words import NAMES, count_of, first_few, one_line, rank_names
 
 PERHAPS = "Nothing says that they are replicas; if they are, pass the DDP model, or replicated=True."
 
-Holders = dict[str, list[int]]  # ranks by what they hold
+Holders = dict[str, list[int]]  # ranks by the value that they hold
 Groups = Mapping[tuple[str, str], Holders]  # by a parameter's name and the ranks that share it
 
 
 class Compared(NamedTuple):
-    """Lines on what differs, what is equal, and what cannot be told."""
+    """Lines on what differs, what is equal, and what is uncertain."""
 
     differences: list[str]
     equal: list[str]
@@ -23,53 +23,53 @@ class Compared(NamedTuple):
 
 
 def compare_readings(states: Sequence[RankState]) -> tuple[list[str], list[str]]:
-    """Return what differs and what is equal, of the columns that several ranks have."""
+    """Compare the columns that several ranks have; return lines on what differs and what is equal."""
     differences, equal = [], []
     for column in columns(states):
         holders = _holders(states, column)
         if len(holders) > 1:
-            differences.append(told(states, column))
+            differences.append(described(states, column))
         elif several(holders):
             (ranks,) = holders.values()
-            equal.append(column if len(ranks) == len(states) else f"{column} (on {on(ranks)})")
+            equal.append(column if len(ranks) == len(states) else f"{column} (on {rank_names(ranks)})")
     return differences, equal
 
 
 def compare_copies(groups: Groups) -> Compared:
-    """Return what differs and what is equal, of the parameters that several ranks hold."""
+    """Compare the parameters that several ranks hold."""
     known, plain = named(groups, known=True), named(groups, known=False)
     split = {name: different for name, holders in known.items() if (different := [h for h in holders if len(h) > 1])}
     apart = [name for name, holders in plain.items() if any(len(each) > 1 for each in holders)]
     found = Compared([], [], [])
     if split:
-        found.differences.append(f"replicated parameters: {len(split)} of {len(known)} differ: {some(list(split))}")
+        found.differences.append(f"replicated parameters: {len(split)} of {len(known)} differ: {first_few([*split])}")
         found.differences.extend(f"  {name}: {_parts(split[name])}" for name in list(split)[:NAMES])
     elif known:
         found.equal.append(count_of(len(known), "replicated parameter"))
     if apart:
-        found.notes.append(f"Plain parameters: {len(apart)} of {len(plain)} differ: {some(apart)}. {PERHAPS}")
+        found.notes.append(f"Plain parameters: {len(apart)} of {len(plain)} differ: {first_few(apart)}. {PERHAPS}")
     elif plain:
         found.notes.append(f"Plain parameters: {len(plain)} of {len(plain)} are equal, though nothing says they must.")
     return found
 
 
-def told(states: Sequence[RankState], column: str) -> str:
-    """Return a column in one line: each value, and the ranks that hold it."""
+def described(states: Sequence[RankState], column: str) -> str:
+    """Return a column as one line: each value, and the ranks that hold it."""
     readings = [state.readings[column] for state in states if column in state.readings]
     shown = {reading.compared: reading.shown for reading in reversed(readings)}
-    values = [f"{shown[value]} on {on(ranks)}" for value, ranks in _holders(states, column).items()]
+    values = [f"{shown[value]} on {rank_names(ranks)}" for value, ranks in _holders(states, column).items()]
     return f"{column}: {'; '.join(values) or NOTHING}"
 
 
 def not_compared(states: Sequence[RankState]) -> Iterator[str]:
-    """Yield a line for each reason to leave parameters out, with the most that a rank left out for it."""
+    """Yield a line for each reason why parameters were left out, with the largest number on any rank."""
     reasons = dict.fromkeys(reason for state in states for reason in state.left_out)
     for reason in reasons:
         yield f"Not compared: {count_of(max(state.left_out.get(reason, 0) for state in states), reason)}."
 
 
 def columns(states: Sequence[RankState]) -> list[str]:
-    """Return the columns that any rank has, in the order in which they came."""
+    """Return all ranks' columns, in order of appearance."""
     return list(dict.fromkeys(column for state in states for column in state.readings))
 
 
@@ -83,7 +83,7 @@ def groups(states: Sequence[RankState]) -> Groups:
 
 
 def named(groups: Groups, *, known: bool) -> dict[str, list[Holders]]:
-    """Return the copies of each parameter that have others beside them: one entry for each set of replicas."""
+    """Return the parameters that several ranks hold: for each an entry per set of replicas."""
     found: dict[str, list[Holders]] = {}
     for (name, among), holders in groups.items():
         if several(holders) and (among != UNKNOWN) is known:
@@ -107,4 +107,4 @@ def _holders(states: Sequence[RankState], column: str) -> Holders:
 
 
 def _parts(sets: Iterable[Holders]) -> str:
-    return one_line("; ".join(" | ".join(on(ranks) for ranks in holders.values()) for holders in sets))
+    return one_line("; ".join(" | ".join(rank_names(ranks) for ranks in holders.values()) for holders in sets))

@@ -1,4 +1,4 @@
-"""Which of a rank's parameters are meant to equal those of other ranks, and what this rank's copies hold."""
+"""Finds the parameters of which other ranks should hold equal copies, and hashes this rank's."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def hashed_copies(
 
     Args:
         optimizers: what is trained.
-        model: names the parameters; DDP and FSDP1's NO_SHARD tell which ranks hold the same.
-        ranks: all that take part.
-        replicated: plain parameters are meant to be equal on all of them.
+        model: names the parameters; from DDP and FSDP1's NO_SHARD follows which ranks hold the same.
+        ranks: all of the audit.
+        replicated: plain parameters should be equal on all of them.
     """
-    told = _told_by(model) if model is not None else {}
+    shared = _shared_by_module(model) if model is not None else {}
     everybody = ranges(ranks) if replicated else UNKNOWN
     chosen: list[tuple[str, str, Tensor]] = []
     left_out: Counter[str] = Counter()
     for name, parameter in _named(optimizers, model):
-        among = _among(parameter, told, everybody)
+        among = _among(parameter, shared, everybody)
         if among in (FSDP1_SHARD, DTENSOR_SHARD, OPAQUE):
             left_out[among] += 1
         else:
@@ -51,7 +51,7 @@ def hashed_copies(
 
 
 def _named(optimizers: Sequence[Any], model: nn.Module | None) -> Iterator[Named]:
-    """Yield every parameter once: the model's by name, then what only an optimizer has, by its place."""
+    """Yield every parameter once: the model's by name, then those of optimizers only, by their position."""
     seen: set[int] = set()
     for name, parameter in [*(named_parameters(model) if model is not None else ()), *_by_place(optimizers)]:
         if id(parameter) not in seen:
@@ -67,19 +67,19 @@ def _by_place(optimizers: Sequence[Any]) -> Iterator[Named]:
                 yield f"{prefix}group {index} parameter {place} {tuple(parameter.shape)}", parameter
 
 
-def _among(parameter: Tensor, told: dict[int, str], everybody: str) -> str:
-    """Return the ranks whose copies must equal this one's, UNKNOWN, or why there are none to compare."""
+def _among(parameter: Tensor, shared: dict[int, str], everybody: str) -> str:
+    """Return the ranks whose copies should equal this one's, UNKNOWN, or the reason why there are none."""
     if is_dtensor(parameter):
         return _among_mesh(parameter)
     if _opaque(parameter):
         return OPAQUE
     if is_fsdp1(parameter):
-        return told.get(id(parameter), FSDP1_SHARD)
-    return told.get(id(parameter), everybody)
+        return shared.get(id(parameter), FSDP1_SHARD)
+    return shared.get(id(parameter), everybody)
 
 
 def _among_mesh(parameter: Any) -> str:
-    """Return the ranks at the same coordinates of the dimensions that shard; they hold the same part."""
+    """Return the ranks with the same coordinates in the sharded mesh dimensions, which hold the same shard."""
     mesh = parameter.device_mesh
     coordinates = mesh.get_coordinate()
     if coordinates is None or _opaque(local_tensor(parameter)):
@@ -94,24 +94,24 @@ def _opaque(tensor: Tensor) -> bool:
     return wrapper or tensor.layout is not torch.strided or tensor.device.type == "meta"
 
 
-def _told_by(model: nn.Module) -> dict[int, str]:
-    """Return the ranks that share a parameter, by its id, as far as a module of torch's says so."""
-    told: dict[int, str] = {}
+def _shared_by_module(model: nn.Module) -> dict[int, str]:
+    """Return the ranks that hold the same parameter, by its id, for parameters of DDP and NO_SHARD modules."""
+    shared: dict[int, str] = {}
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            told.update(dict.fromkeys(map(id, _parameters_of(module)), _ranks_of(module)))
-    return told | _told_by_no_shard(model)
+            shared.update(dict.fromkeys(map(id, _parameters_of(module)), _ranks_of(module)))
+    return shared | _shared_by_no_shard(model)
 
 
 def _parameters_of(module: nn.parallel.DistributedDataParallel) -> Iterator[Tensor]:
-    """Yield what DDP keeps equal; over tensor parallelism every forward puts other tensors in its module."""
-    yield from getattr(module, "_module_parameters", ())  # torch promises no such name
+    """Yield the parameters that DDP keeps equal; over tensor parallelism each forward replaces the module's."""
+    yield from getattr(module, "_module_parameters", ())  # private to torch
     yield from (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
 
 
-def _told_by_no_shard(model: nn.Module) -> dict[int, str]:
-    """Return the ranks of FSDP1's parameters if nothing is sharded; with several strategies nobody is asked."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody imported it, no module is one of its
+def _shared_by_no_shard(model: nn.Module) -> dict[int, str]:
+    """Return the ranks of FSDP1's parameters if all its modules are NO_SHARD over the same ranks."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if not imported, no module is FSDP1's
     wrapped = [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
     among = {_ranks_of(module) for module in wrapped}
     if len(among) != 1 or any(m.sharding_strategy.name != "NO_SHARD" for m in wrapped):
@@ -124,7 +124,7 @@ def _ranks_of(module: Any) -> str:
 
 
 def _digests(tensors: Iterable[Tensor]) -> list[str]:
-    """Return hashes as hexadecimal digits; the host waits once for each device."""
+    """Return hashes in hexadecimal; the host waits once per device."""
     with torch.no_grad():
         found = [fingerprint(tensor) for tensor in tensors]
     values: dict[int, int] = {}

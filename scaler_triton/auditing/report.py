@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scaler_triton.auditing import comparison
 from scaler_triton.auditing.comparison import Groups, Holders
 from scaler_triton.auditing.state import NOTHING, UNKNOWN, RankState, Reading
-from scaler_triton.words import count_of, on, ranges, table
+from scaler_triton.words import count_of, ranges, rank_names, table
 
 ROWS = 16  # with more ranks, those that hold the same share a row
 TABLE = 120  # characters of columns: with more, as of several checkpoints, each of them gets a line
@@ -66,7 +66,7 @@ class AuditReport:
         if self.verdict == "nothing" and len(self.ranks) < 2:
             said = f"NOTHING TO COMPARE: {'this is the only rank' if self.ranks else 'no rank was found'}."
         lines = [f"  {line}" for line in self.differences]
-        failed = [f"{on(ranks)}: {error}" for error, ranks in errors.items()]
+        failed = [f"{rank_names(ranks)}: {error}" for error, ranks in errors.items()]
         held = [*_held(self.ranks), ""] if self.ranks else []
         return "\n".join([title, "", *held, *failed, said, *lines, *self.notes])
 
@@ -91,7 +91,7 @@ def judge(states: Sequence[RankState], notes: Iterable[str] = (), subject: str =
 def _held(states: Sequence[RankState]) -> list[str]:
     columns, groups = comparison.columns(states) or ["state"], comparison.groups(states)
     if sum(map(len, columns)) > TABLE:
-        return [comparison.told(states, column) for column in columns]
+        return [comparison.described(states, column) for column in columns]
     with_replicas = bool(comparison.named(groups, known=True))
     rows: dict[object, tuple[list[int], list[str]]] = {}
     for state in states:

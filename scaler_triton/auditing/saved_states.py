@@ -1,4 +1,4 @@
-"""What a saved file says of a scaler and of optimizers; nothing in it is run, and no tensor but counters is read."""
+"""Reads scaler and optimizer states from a saved file, without running code in it; of tensors only counters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from scaler_triton.words import error_line, one_line
 
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 OPTIMIZER = {"state", "param_groups"}
-STRUCTURE_LIMIT = 2**28  # bytes of a file's structure, tensors apart; 100,000 parameters take a tenth of it
-DEPTH = 8  # of dicts and lists in each other
+STRUCTURE_LIMIT = 2**28  # bytes of a file without its tensors; 100,000 parameters take a tenth of it
+DEPTH = 8  # of nested dicts and lists
 NAME = 40  # characters of a key
 
 Found = dict[str, Reading]  # what a file says, by its place in the file and what it is
 
 
 class Unreadable(ValueError):
-    """A file that was not read; says why, on one line."""
+    """A file that cannot be read, with the reason on one line."""
 
 
 def read_file(path: Path) -> Found:
@@ -42,7 +42,7 @@ def read_file(path: Path) -> Found:
         return {one_line(f"{place} {name}"): each for place, found in _search(content) for name, each in found.items()}
     except Unreadable:
         raise
-    except Exception as error:  # whatever a broken or hostile file makes of torch's reader
+    except Exception as error:  # torch's reader on a broken or hostile file
         raise Unreadable(_reason(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""What one rank holds, as an audit reads it and compares it."""
+"""RankState: what an audit reads on one rank, and compares."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 NOTHING = "-"
-UNKNOWN = "?"  # nothing says which ranks' copies of a parameter are meant to be equal
+UNKNOWN = "?"  # it is not known which ranks' copies of a parameter should be equal
 
 
 class Reading(NamedTuple):
-    """A value of one rank, as people read it and as it is compared; None: not compared."""
+    """A value of one rank, as shown and as compared; None: not compared."""
 
     shown: str
     compared: str | None
 
 
 class Copy(NamedTuple):
-    """One rank's copy of a parameter; `among` names the ranks whose copies are meant to be equal."""
+    """One rank's copy of a parameter; `among` names the ranks whose copies should be equal."""
 
     name: str
     among: str
@@ -28,11 +28,11 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank holds.
+    """The values of one rank.
 
     Args:
         rank: its global number.
-        readings: by column; all columns of a report are compared on their own.
+        readings: by column; each column is compared on its own.
         copies: parameters, hashed.
         left_out: how many parameters were not compared, by the reason.
         error: why the rank could not be read, on one line; empty if it could.
@@ -60,7 +60,7 @@ class RankState:
 
 
 def number(value: float) -> str:
-    """Return a number without a needless fraction, with all its digits."""
+    """Return a number with all its digits, without a trailing ".0"."""
     return repr(float(value)).removesuffix(".0")
 
 

@@ -1,4 +1,4 @@
-"""Clipping in a pass of its own, once all is unscaled: some of the parameters, or another norm."""
+"""Clipping in passes of their own, after unscaling: by another norm, or of some of the parameters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters
-from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
-from scaler_triton.left_unscaled import has_first
+from scaler_triton.clipping.rank_norms import local_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
+from scaler_triton.left_unscaled import has_first_gradient
 
 if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
 
 
 class AfterUnscalingMixin(PartsMixin):
-    """Unscales and checks optimizers one by one, then clips what was chosen of them under one norm."""
+    """Unscales optimizers one by one, then clips the chosen gradients by one norm."""
 
     def _clip_after_unscaling(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> Tensor:
         try:
@@ -30,7 +30,7 @@ class AfterUnscalingMixin(PartsMixin):
         except Exception:
             if agreement is not None:
                 self._skip_together([part.optimizer for part in parts], request.chosen)
-                self._tell_of_no_norm(agreement, request)
+                self._report_unknown_norm(agreement, request)
             raise
         try:
             norm, flag = norm_of_terms(terms, request.norm_type, agreement)
@@ -49,22 +49,22 @@ class AfterUnscalingMixin(PartsMixin):
         return norm
 
     def _measure_unscaled(self, parts: Sequence[Part], request: Request) -> tuple[list[Tensor], Tensor]:
-        """Return the gradients that were chosen, and this rank's terms of their norm."""
+        """Return the chosen gradients, and this rank's terms of their norm."""
         flag = self._any_flag(part.state for part in parts)
-        unscaled = [part for part in parts if has_first(part.optimizer, part.state.get("first_gradient"))]
+        unscaled = [part for part in parts if has_first_gradient(part.optimizer, part.state.get("first_gradient"))]
         parameters, copies = all_parameters([part.optimizer for part in parts]), chain(*(part.copies for part in parts))
-        gradients, counts = held_gradients(parameters, copies, request.chosen)
+        gradients, counts = local_gradients(parameters, copies, request.chosen)
         for part in unscaled:
-            self._enter_unscaled(part.state)  # a sum may stand in its first gradient's place
+            self._enter_unscaled(part.state)  # its first gradient may have been replaced by a sum
         return gradients, terms_of_norm(gradients, counts, request.norm_type, flag)
 
-    def _tell_of_no_norm(self, agreement: Agreement, request: Request) -> None:
-        """Take part in the reduction that is still to come; the norm is NaN then on all ranks."""
+    def _report_unknown_norm(self, agreement: Agreement, request: Request) -> None:
+        """Join the norm's reduction, which gives NaN on all ranks."""
         terms = unknown_terms(request.norm_type, self._scale.device)
         norm_of_terms(terms, request.norm_type, agreement)
 
     def _unscale_each(self, parts: Sequence[Part], agreement: Agreement | None) -> None:
-        """Unscale what is not; raise the first error after the last: the other ranks wait in the reductions between."""
+        """Unscale those that are not yet; raise the first error only after the last: each one has a reduction."""
         first: Exception | None = None
         for part in parts:
             if part.state["stage"] is not OptState.READY:
@@ -79,17 +79,17 @@ class AfterUnscalingMixin(PartsMixin):
             if first is not None:
                 raise first
         finally:
-            first = None  # an error that its own frame holds keeps gradients alive until garbage is collected
+            first = None  # else a reference cycle through this frame would keep gradients alive
 
     def _take_flag(self, part: Part, flag: Tensor) -> None:
-        """Have an optimizer skip, too, if `flag` is set, which all that are clipped together share."""
+        """Replace an optimizer's flag by `flag`, which is of all that are clipped together."""
         state, devices = part.state, (*part.state["found_inf_per_device"],)
         if not devices:
             return
         verdict = self._verdict(state)
-        if verdict is None:  # somebody has put other flags there
+        if verdict is None:  # others have replaced the flags
             state.pop("verdict", None)
             state["found_inf_per_device"] = {each: flag.to(each, copy=True) for each in devices}
             return
-        verdict.join(flag)
-        self._leave_flag(part, verdict, devices)
+        verdict.set_shared(flag)
+        self._store_flag(part, verdict, devices)

@@ -1,4 +1,4 @@
-"""What `clip_grad_norm_` was given, checked before anything is touched."""
+"""The arguments of `clip_grad_norm_`, checked before any gradient is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_HELD = (
 
 
 class Request(NamedTuple):
-    """What is to be clipped, and how.
+    """A checked call of `clip_grad_norm_`.
 
     Args:
         max_norm, norm_type, error_if_nonfinite, model: as `clip_grad_norm_` takes them.
@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all gradients' 2-norm, which the pass that checks them can take."""
+        """Whether the 2-norm of all gradients is asked for, which the checking pass can compute."""
         return self.chosen is None and self.norm_type == 2.0
 
 
@@ -63,7 +63,7 @@ def checked_request(
     parameters: Iterable[Tensor] | Tensor | None,
     optimizers: Sequence[Any],
 ) -> Request:
-    """Return what was asked for; warn if `parameters` are none of the optimizers'.
+    """Return the request; warn if `parameters` are none of the optimizers'.
 
     Raises: ValueError or TypeError naming what cannot be.
     """
@@ -84,12 +84,12 @@ def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None, optimizers: Sequen
     for each in chosen:
         if not isinstance(each, Tensor):  # such as the pairs of named_parameters()
             raise TypeError(f"parameters must be tensors, got {type(each).__name__}")
-    if not chosen and isinstance(parameters, GeneratorType):  # that something else has used up
+    if not chosen and isinstance(parameters, GeneratorType):  # probably consumed before
         warnings.warn(
             "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=callers.stacklevel()
         )
     ids = {id(each) for each in chosen}
-    trained = any(each.requires_grad for each in chosen)  # a frozen part of the model is nobody's
+    trained = any(each.requires_grad for each in chosen)  # frozen ones are in no optimizer
     held = (id(parameter) for each in optimizers for parameter in parameters_of(unwrap(each)))
     if trained and ids.isdisjoint(held):
         warnings.warn(_NOT_HELD, stacklevel=callers.stacklevel())
@@ -99,7 +99,7 @@ def _chosen_ids(parameters: Iterable[Tensor] | Tensor | None, optimizers: Sequen
 def _checked_bound(max_norm: float) -> float:
     try:
         is_bound = bool(max_norm >= 0)  # False for NaN
-        bound = float(max_norm)  # now: an array or a huge int shows only here that it cannot be used
+        bound = float(max_norm)  # raises for arrays and huge ints
     except (TypeError, ValueError, RuntimeError):  # the last two: of several numbers
         raise TypeError(f"max_norm must be a number, got {one_line(repr(max_norm))}") from None
     if not is_bound:

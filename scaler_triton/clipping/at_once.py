@@ -1,4 +1,4 @@
-"""Clipping whose norm is of all gradients: a pass that reads, one reduction, a pass that writes."""
+"""Clipping by the 2-norm of all gradients: a pass that reads, one reduction, a pass that writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Measured(NamedTuple):
-    """What the pass that reads left of one optimizer."""
+    """What the pass that reads returned for one optimizer."""
 
     part: Part
     verdict: Verdict
@@ -53,26 +53,26 @@ class AtOnceMixin(PartsMixin):
             self._agree_on_totals(measured, totals, agreement)
             refused = request.error_if_nonfinite and not math.isfinite(reference_norm.norm_of(totals).item())
             if refused:
-                _settle(measured, totals)
+                _set_from_sums(measured, totals)
                 totals[reference_norm.FLAG] = 1.0  # nothing is clipped then
             if backend is not None:
-                norms_found = [self._leave_to_step(measured, totals, request.max_norm, backend)]
+                norm = self._defer_to_step(measured, totals, request.max_norm, backend)
             else:
-                norms_found = [norm for each in measured for norm in self._write(each, totals, request.max_norm)]
-            _settle(measured, totals)
+                norm = self._unscale_and_clip(measured, totals, request.max_norm)
+            _set_from_sums(measured, totals)
             for each in measured:
                 self._finish(each, agreement)
         except BaseException:
-            self._leave_nothing(parts, defer)
+            self._skip_all(parts, defer)
             raise
         if refused:
             if defer:
-                self._leave_nothing(parts, defer)
+                self._skip_all(parts, defer)
             raise RuntimeError(reference_norm.NONFINITE.format(2.0))
-        return norms_found[0] if norms_found else reference_norm.norm_of(totals)
+        return norm
 
     def _measure(self, part: Part) -> _Measured:
-        """Check one optimizer's gradients and sum their squares, each piece's share of the global sum."""
+        """Check one optimizer's gradients and sum their squares, each divided by the number of its replicas."""
         verdict = self._new_verdict(part.state, part.plan)
         flags: Flags = {}
         totals: list[Tensor] = []
@@ -95,67 +95,70 @@ class AtOnceMixin(PartsMixin):
         return fp32_on(device, self._scale)
 
     def _totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
-        """Return the optimizers' totals, summed up over them, with the scale that the ranks compare."""
+        """Return the sum of the optimizers' totals, with the scale once, for the ranks to compare."""
         totals = _sum_of([each.totals for each in measured], measured[0].verdict.device)
-        if agreement is not None and sum(len(each.pairs) for each in measured) != 1:  # one batch's totals have it
+        if agreement is not None and sum(len(each.pairs) for each in measured) != 1:  # a single batch's totals have it
             write_scales(totals[reference_norm.SCALES :], self._scale)
         return totals
 
     def _agree_on_totals(self, measured: Sequence[_Measured], totals: Tensor, agreement: Agreement | None) -> None:
-        """Sum up `totals` (written) over the ranks; the optimizers' flags become one."""
+        """Sum `totals` (written) over the ranks; all optimizers get one flag."""
         if agreement is not None:
             agreement.sum_(totals)
         for each in measured:
             if agreement is not None:
                 each.verdict.expect_sums(agreement.size)
-            elif len(measured) > 1 and self._served_devices(each.flags, each.part.plan, agreement):
-                each.verdict.join(totals[reference_norm.FLAG])
+            elif len(measured) > 1 and self._flag_devices(each.flags, each.part.plan, agreement):
+                each.verdict.set_shared(totals[reference_norm.FLAG])
 
-    def _leave_to_step(
+    def _defer_to_step(
         self, measured: Sequence[_Measured], totals: Tensor, max_norm: float, backend: dispatch.Backend
     ) -> Tensor:
-        """Have the optimizers unscale and clip; return the norm."""
+        """Leave unscaling and clipping to the optimizers' steps; return the norm."""
         norm, factor = clip_ops.deferred(totals, self._scale, max_norm, backend, measured[0].verdict)
         for each in measured:
             each.part.state["deferred"] = factor
         return norm
 
-    def _leave_nothing(self, parts: Sequence[Part], deferred: bool) -> None:
+    def _skip_all(self, parts: Sequence[Part], deferred: bool) -> None:
         for part in parts:
             self._skip(part.state)
-            part.state["must_skip"] = deferred  # or an update would wait for the step that clips
+            part.state["must_skip"] = deferred  # else `update` would require the step that clips
 
-    def _write(self, each: _Measured, totals: Tensor, max_norm: float) -> list[Tensor]:
-        """Unscale and clip; return the norm as it came to be known on the scale's device."""
-        found = []
-        for batch, backend in each.pairs:
-            device = batch.layout.key.device
-            at_home = device == totals.device
-            local = totals if at_home else totals.to(device, non_blocking=device.type != "cpu")
-            scale, verdict = self._scale_on(device), each.verdict if at_home else None
-            found.append(clip_ops.clip_batch_(batch, scale, local, max_norm, backend, measured=True, verdict=verdict))
-        return [norm for norm in found if norm.device == totals.device]
+    def _unscale_and_clip(self, measured: Sequence[_Measured], totals: Tensor, max_norm: float) -> Tensor:
+        """Unscale and clip all gradients; return the norm."""
+        norm: Tensor | None = None
+        for each in measured:
+            for batch, backend in each.pairs:
+                device = batch.layout.key.device
+                scale = self._scale_on(device)
+                if device == totals.device:
+                    norm = clip_ops.clip_batch_(batch, scale, totals, max_norm, backend, each.verdict)
+                else:
+                    local = totals.to(device, non_blocking=device.type != "cpu")
+                    clip_ops.clip_batch_(batch, scale, local, max_norm, backend)
+        return reference_norm.norm_of(totals) if norm is None else norm
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
         part = each.part
-        self._leave_flag(part, each.verdict, self._served_devices(each.flags, part.plan, agreement))
+        self._store_flag(part, each.verdict, self._flag_devices(each.flags, part.plan, agreement))
         self._enter_unscaled(part.state)
 
     def _fail_together(self, optimizers: Sequence[Any], agreement: Agreement) -> None:
-        """Tell the other ranks, in the reduction that they wait in, that this one could not check its gradients."""
+        """Join the reduction that the other ranks wait in, with the failure set: gradients could not be checked."""
         try:
             self._skip_together(optimizers, None)
-        finally:  # whatever cannot be made here: they wait
-            told = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._scale.device)
-            told[reference_norm.SQUARES] = math.nan  # nobody knows the norm
-            told[reference_norm.SCALES :] = 0.0  # none: an update clears the failure, and what is left is compared
-            agreement.sum_(told)
+        finally:  # even if that fails: they wait
+            failed = torch.ones(reference_norm.COLUMNS, dtype=torch.float64, device=self._scale.device)
+            failed[reference_norm.SQUARES] = math.nan
+            failed[reference_norm.SCALES :] = 0.0  # an update clears the failure, but scales are still compared then
+            agreement.sum_(failed)
 
 
-def _settle(measured: Sequence[_Measured], totals: Tensor) -> None:
-    """Settle by ops the verdicts that no kernel has settled."""
+def _set_from_sums(measured: Sequence[_Measured], totals: Tensor) -> None:
+    """Compute by ops the flags that no kernel has computed."""
     for each in measured:
-        each.verdict.settle(totals[reference_norm.FLAG :])
+        each.verdict.set_from_sums(totals[reference_norm.FLAG :])
 
 
 def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:
@@ -167,7 +170,7 @@ def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _weights(batch: Batch, copies: Sequence[int]) -> list[float] | None:
-    """Return each gradient's share in the global sum, the same list as long as `copies` is; None: 1 for all."""
+    """Return 1 / replicas for each gradient, the same list as long as `copies` is the same; None: 1 for all."""
     layout = batch.layout
     if layout.weights is None or layout.weights[0] is not copies:
         weights = [1.0 / copies[position] for position in layout.positions]

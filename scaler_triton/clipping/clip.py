@@ -1,4 +1,4 @@
-"""`clip_grad_norm_`: what is checked before anything is done, and which of the two ways is taken."""
+"""`clip_grad_norm_`: its checks, and the choice between the two ways to clip."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
 
 
-UNSCALES_ITSELF = " clip_grad_norm_ unscales, too: call one of the two, once per step."
+_UNSCALES_TOO = " clip_grad_norm_ unscales, too: call one of the two, once per step."
 
 
 class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
@@ -46,9 +46,9 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
-        The norm is that of the whole model: shards are summed over the ranks, copies counted once. It moves 12 bytes an
-        fp32 element instead of 20, and makes one reduction (one a dimension for a mesh that is a part of the world),
-        after one for each Partial gradient, which must be there on all ranks of its mesh. An overflow skips the steps
+        The norm is that of the whole model: shards are summed over the ranks, replicas counted once. It moves 12 bytes
+        per fp32 element instead of 20, and makes one reduction (one per dimension for a mesh that is a part of the
+        world), after one for each Partial gradient, which all ranks of its mesh must have. An overflow skips the steps
         of all these optimizers; gradients are unscaled then, not clipped.
 
         Args:
@@ -58,8 +58,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             error_if_nonfinite: raise torch's RuntimeError on every rank if the norm is NaN or infinite; waits for it.
                 What was deferred is skipped then.
             model: what holds the FSDP1 modules, where parameters are theirs.
-            parameters: the ones that the norm is of and that are clipped, of those that the optimizers hold; all
-                gradients are unscaled and checked. The call may be repeated with others. Warns if they hold none.
+            parameters: clip only these, by their norm; all gradients of the optimizers are unscaled and checked. The
+                call may be repeated with others. Warns if the optimizers hold none of them.
             defer: leave the second pass to the optimizer's step, which then unscales and clips; the gradients stay
                 scaled until then, and unscaling, clipping or updating before it raises. For optimizers that take
                 `grad_scale` (`fused=True`).
@@ -77,9 +77,9 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 parameters = all_parameters(together)
                 return clip_unscaled(parameters, request, self.process_group, sharded=self._is_sharded)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
-            self._initialised_scale("clip_grad_norm_", self._tell_of_no_scale, together, request, at_once, defer)
+            self._initialised_scale("clip_grad_norm_", self._report_missing_scale, together, request, at_once, defer)
             for each in together:
-                self._check_order(self._state(each), again=request.chosen is not None, hint=UNSCALES_ITSELF)
+                self._check_order(self._state(each), again=request.chosen is not None, hint=_UNSCALES_TOO)
             if defer:
                 self._check_deferrable(together, request)
             parts, agreement = self._parts_of(together, request, at_once)
@@ -90,34 +90,34 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
     def _parts_of(
         self, optimizers: Sequence[Any], request: Request, at_once: bool
     ) -> tuple[list[Part], Agreement | None]:
-        """Return what clipping takes; if it cannot be had, the ranks that wait for this one are told."""
+        """Return the optimizers as parts, and the agreement; if that fails, report it to the other ranks."""
         try:
             plans = [self._plans.get(each) for each in optimizers]
             agreement = self._joint_agreement(plans)
             copies = [plan_copies(plan, agreement, request.model) for plan in plans]
             return [*map(Part, optimizers, map(self._state, optimizers), plans, copies)], agreement
-        except ValueError:  # of what was passed, or of the ranks: all of them meet it
+        except ValueError:  # a wrong argument, which raises on all ranks
             raise
         except Exception:
-            with suppress(Exception):  # the first one is the one to see
-                self._tell_of_failure(optimizers, request, at_once)
+            with suppress(Exception):  # the first error matters more
+                self._report_failure(optimizers, request, at_once)
             raise
 
-    def _tell_of_no_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
-        """Tell the ranks that wait for this one, unless the call is wrong: that all ranks meet by themselves."""
+    def _report_missing_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
+        """Report to the ranks that must agree that this one has no scale; raise first what would raise on all ranks."""
         if self._new_agreement(all_parameters(optimizers)) is None:
-            return  # before a look, which would leave a state
+            return  # before `_state`, which would create one
         for optimizer in optimizers:
-            self._check_order(self._state(optimizer), again=True, hint=UNSCALES_ITSELF)
+            self._check_order(self._state(optimizer), again=True, hint=_UNSCALES_TOO)
         if defer:
             self._check_deferrable(optimizers, request)
-        self._tell_of_failure(optimizers, request, at_once)
+        self._report_failure(optimizers, request, at_once)
 
-    def _tell_of_failure(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
-        """Take part in all reductions that the others wait in, without a plan, which may be what failed.
+    def _report_failure(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
+        """Join all reductions that the other ranks wait in; without plans, which may be what failed.
 
         Args:
-            at_once: they wait in one reduction; else in each optimizer's, and then in the norm's.
+            at_once: there is one reduction; else one for each optimizer, and then the norm's.
         """
         parameters = all_parameters(optimizers)
         agreement = self._new_agreement(parameters)
@@ -132,7 +132,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             if state["stage"] is OptState.READY:
                 self._fail(state, self._new_agreement(all_parameters([optimizer])))
         self._skip_together(optimizers, request.chosen)
-        self._tell_of_no_norm(agreement, request)
+        self._report_unknown_norm(agreement, request)
 
     def _check_deferrable(self, optimizers: Sequence[Any], request: Request) -> None:
         if not request.is_whole:

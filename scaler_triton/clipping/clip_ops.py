@@ -1,4 +1,4 @@
-"""The ops on batches that clipping takes: what the norm is made of, and clipping by it."""
+"""The ops on batches for clipping: the sum of squares, and unscaling and clipping by a known norm."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def sum_of_squares_batch(
     *,
     inverse: bool,
 ) -> Tensor:
-    """Return the weighted sum of squares that a batch has once it is unscaled, and flag what is not finite in it.
+    """Return the weighted sum of squares of a batch as if it were unscaled, and flag what is not finite in it.
 
         squares = sum(w * (grad.double() * inv_scale).square().sum() for grad, w in zip(batch.tensors, weights))
-        totals = [squares, found_inf, 0, factor, 1 / factor]    # in the order of `reference_norm`; sums make sense
+        totals = [squares, found_inf, 0, factor, 1 / factor]    # in the order of `reference_norm`; may be summed
 
     Args:
         batch: read only.
         factor: fp32, one element, the batch's device: `inv_scale` if `inverse`, else the scale itself.
         found_inf: fp32, one element, the batch's device; set to 1.0 on overflow, else left as it is.
-        weights: one for each slot of the batch's layout, such as 1 / the number of a gradient's copies; None: 1 for
-            all. Other weights than in the step before are copied to the device.
+        weights: for each slot of the batch's layout 1 / the number of ranks that hold the gradient; None: 1 for all.
+            New weights are copied to the device.
         inverse: see `factor`.
 
     Returns: totals, fp64, [5], on the batch's device.
@@ -60,11 +60,9 @@ def clip_batch_(
     totals: Tensor,
     max_norm: float,
     backend: Backend,
-    *,
-    measured: bool = False,
     verdict: Verdict | None = None,
 ) -> Tensor:
-    """Unscale a batch whose flag is known, then multiply it by a coefficient: two products, each rounded.
+    """Unscale a batch, then multiply it by the clip coefficient: two products, each rounded.
 
         norm = totals[0].sqrt().float()
         coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -73,12 +71,11 @@ def clip_batch_(
     `torch._foreach_mul_(grads, coef)` as on the CPU.
 
     Args:
-        batch: written.
+        batch: written; of its layout the last one that `sum_of_squares_batch` read.
         scale: fp32, one element, the batch's device.
         totals: fp64, [5], the batch's device: the sum of what `sum_of_squares_batch` returned.
         max_norm: >= 0.
-        measured: this batch is what `sum_of_squares_batch` saw last of its layout: a table that both share is filled.
-        verdict: settled by the kernel, if one is launched; on the batch's device.
+        verdict: on the batch's device; the kernel, if one is launched, writes its status.
 
     Returns: the norm, fp32, `()`, on the batch's device.
     """
@@ -87,11 +84,11 @@ def clip_batch_(
         _reference_clip_(batch, batch.layout.inverse.of(scale), coef)
         return norm
     dense = batch_ops.dense_batch(batch)
-    table = _clip_table(batch, dense, measured)
+    table = _clip_table(batch, dense)
     if table.n_chunks:
         norm = torch.empty((), dtype=torch.float32, device=table.device)
-        settled = () if verdict is None else verdict.leave_to_kernel()
-        batch_ops.kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *settled)
+        status = () if verdict is None else verdict.leave_to_kernel()
+        batch_ops.kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *status)
     else:
         norm = reference_norm.norm_of(totals)
     batch_ops.copy_back(dense, batch)
@@ -102,14 +99,14 @@ def clip_batch_(
 def deferred(
     totals: Tensor, scale: Tensor, max_norm: float, backend: Backend, verdict: Verdict
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm, and by what an optimizer divides gradients to unscale and to clip them: scale / coef.
+    """Return the norm, and the `grad_scale` by which an optimizer unscales and clips at once: scale / coef.
 
     Args:
-        totals: fp64, [5]: as for `clip_batch_`, which tells norm and coef.
+        totals: fp64, [5]: as for `clip_batch_`, which also defines norm and coef.
         scale: one element, on the same device.
         max_norm: >= 0.
         backend: what `dispatch.choose_for_scale` returned.
-        verdict: settled by the kernel, if one is launched.
+        verdict: the kernel, if one is launched, writes its status.
 
     Returns: fp32, `()`, twice.
     """
@@ -121,9 +118,10 @@ def deferred(
     return norm, factor
 
 
-def _clip_table(batch: Batch, dense: Batch, measured: bool) -> GradTable:
+def _clip_table(batch: Batch, dense: Batch) -> GradTable:
+    """Return the table to clip with: that of the norm, whose addresses are set, if both passes share one."""
     tables = batch.layout.tables
-    if measured and dense is batch and tables.get("unscale") is tables["norm"]:
+    if dense is batch and "norm" in tables and tables.get("unscale") is tables["norm"]:
         return tables["norm"]
     return batch_ops.filled_table(batch.layout, dense, "unscale")
 
@@ -141,7 +139,7 @@ def _reference_totals(
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if batch.layout.key.plain:
         squares = reference_norm.sum_one_by_one(batch.present, found_inf, weights)
-    else:  # a tensor subclass knows itself what torch's ops mean for it
+    else:  # tensor subclasses implement torch's ops themselves
         batch_ops.check_batch(batch, found_inf, "torch")
         squares = reference_norm.sum_one_by_one(batch.present, torch.zeros_like(found_inf), weights)
     inv_scale, factor, flag = (number.double().reshape(()) for number in (inv_scale, factor, found_inf))
@@ -159,7 +157,7 @@ def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:
 
 
 def _norm_table(layout: Layout, dense: Batch) -> NormTable:
-    """Return the layout's table for norms, filled with this step's addresses; clipping shares it if it can."""
+    """Return the layout's table for norms, with this step's addresses; clipping may share it."""
     if "norm" not in layout.tables:
         from scaler_triton.kernels.lookup import config_for
 

@@ -1,4 +1,4 @@
-"""How many ranks hold the same piece of a parameter: a global norm counts each piece once."""
+"""How many ranks hold the same shard of a parameter: a global norm counts each shard once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaler_triton.collectives import several_ranks
-from scaler_triton.placement import cut_into, has_fsdp1, is_fsdp1, placing
+from scaler_triton.placement import dtensor_spec, has_fsdp1, is_fsdp1, num_shards
 
 if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: nn.Module | None) -> list[int]:
-    """Return for each parameter how many of the ranks hold what this rank holds of it.
+    """Return for each parameter how many of the ranks hold the same shard of it as this rank.
 
-    A DTensor's placements tell, and its mesh if it spans a part of the ranks: the other parts hold copies, as the
-    norms of FSDP x TP do. An FSDP1 parameter looks the same sharded or not, so its wrapper is asked, which knows, too,
-    how tensor parallelism had cut it before; DDP notes that on the parameter. Any other parameter is taken for a copy,
-    as under DDP: torch's own clipping counts it on every rank.
+    A DTensor's placements give the number of shards; ranks outside its mesh are taken to hold copies. An FSDP1
+    parameter looks the same sharded or not, so its FSDP module is asked, which also knows how tensor parallelism had
+    sharded it before. DDP over tensor parallel keeps the DTensorSpec on the parameter. Any other parameter is taken to
+    be replicated on all ranks, as under DDP.
 
     Args:
         parameters: of any kind, frozen ones too.
@@ -31,7 +31,7 @@ def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: 
         model: holds the `FullyShardedDataParallel` modules, where there are any.
 
     Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules, or holds several whose copies
-        count differently; naming `process_group` if one is cut into more pieces than there are ranks.
+        count differently; naming `process_group` if one has more shards than there are ranks.
     """
     ranks = 1 if agreement is None else agreement.size
     if ranks == 1 and not (several_ranks() and has_fsdp1(parameters)):
@@ -41,7 +41,7 @@ def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: 
 
 
 def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:
-    """`copies_of` for a plan, which keeps the answer."""
+    """`copies_of` for a plan, which caches the result."""
     if plan.copies is None or plan.copies[0] is not agreement or plan.copies[1]() is not model:
         seen = (lambda: None) if model is None else weakref.ref(model)
         plan.copies = (agreement, seen, copies_of(plan.parameters, agreement, model))
@@ -49,37 +49,37 @@ def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | 
 
 
 def gradient_copies(plan: GradPlan, copies: Sequence[int]) -> Sequence[int]:
-    """Return how many ranks hold each gradient that the plan collected last: backward may cut it differently.
+    """Return how many ranks hold each gradient that the plan collected last: backward may shard it differently.
 
     Args:
         copies: how many ranks hold each parameter.
 
-    Returns: `copies` itself where all are cut alike; else the same list as long as nothing changes.
+    Returns: `copies` itself where all are sharded alike; else the same list as long as nothing changes.
     """
-    if not plan.cut:
+    if not plan.grad_shards:
         return copies
-    if plan.recounted is None or plan.recounted[0] is not copies or plan.recounted[1] is not plan.cut:
+    if plan.recounted is None or plan.recounted[0] is not copies or plan.recounted[1] is not plan.grad_shards:
         counts = list(copies)
-        for index, pieces in plan.cut.items():
-            counts[index] = copies_of_gradient(copies[index], plan.parameters[index], pieces)
-        plan.recounted = (copies, plan.cut, counts)
+        for index, shards in plan.grad_shards.items():
+            counts[index] = copies_of_gradient(copies[index], plan.parameters[index], shards)
+        plan.recounted = (copies, plan.grad_shards, counts)
     return plan.recounted[2]
 
 
-def copies_of_gradient(count: int, parameter: Tensor, pieces: int) -> int:
-    """Return how many ranks hold a piece of a DTensor gradient: backward need not place it as its parameter is.
+def copies_of_gradient(count: int, parameter: Tensor, shards: int) -> int:
+    """Return how many ranks hold the same shard of a DTensor gradient, whose placements may not be its parameter's.
 
     Args:
-        count: how many hold a piece of the parameter.
-        pieces: into how many the gradient is cut.
+        count: how many ranks hold the same shard of the parameter.
+        shards: how many shards the gradient has.
     """
-    return count * cut_into(parameter) // pieces
+    return count * num_shards(parameter) // shards
 
 
 def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int], model: nn.Module | None) -> int:
-    placed = placing(parameter)
-    if placed is not None:
-        return max(1, ranks // cut_into(placed))
+    spec = dtensor_spec(parameter)
+    if spec is not None:
+        return max(1, ranks // num_shards(spec))
     if not is_fsdp1(parameter):
         return ranks
     if id(parameter) not in shards:
@@ -102,7 +102,7 @@ def _copies_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int
 
 
 def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
-    """Return into how many pieces each FSDP1 parameter of `model` is cut, by its id."""
+    """Return the number of shards of each FSDP1 parameter of `model`, by its id."""
     if model is None:
         return {}
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -110,24 +110,24 @@ def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
     shards = {}
     for module in FullyShardedDataParallel.fsdp_modules(model):  # outer ones first: the innermost has the last word
         whole = module.sharding_strategy is ShardingStrategy.NO_SHARD
-        pieces = 1 if whole else dist.get_world_size(module.process_group)
-        shards.update({id(parameter): pieces for parameter in module.parameters()})
-        shards.update({key: pieces * before for key, before in _cut_before(module._handle).items()})
+        size = 1 if whole else dist.get_world_size(module.process_group)
+        shards.update({id(parameter): size for parameter in module.parameters()})
+        shards.update({key: size * before for key, before in _shards_before_fsdp1(module._handle).items()})
     return shards
 
 
-def _cut_before(handle: Any) -> dict[int, int]:
-    """Return into how many pieces the parameters of an FSDP1 module's own shard were cut before FSDP1, by their ids."""
+def _shards_before_fsdp1(handle: Any) -> dict[int, int]:
+    """Return how many shards tensor parallelism made of an FSDP1 module's own parameters, by their ids."""
     try:
         flat, specs, originals = handle.flat_param, handle.flat_param._param_extensions, handle.flat_param._params
-    except AttributeError:  # all its parameters are other modules', or this torch keeps that elsewhere
+    except AttributeError:  # it has no parameters of its own, or this torch has no such attributes
         return {}
-    cuts = [1 if spec is None else cut_into(spec) for spec in specs]  # those of DTensors
+    before = [1 if spec is None else num_shards(spec) for spec in specs]  # a spec is that of a DTensor
     if originals is not None:  # use_orig_params=True
-        return {id(parameter): cut for parameter, cut in zip(originals, cuts, strict=True)}
-    if len(set(cuts)) > 1:
+        return {id(parameter): shards for parameter, shards in zip(originals, before, strict=True)}
+    if len(set(before)) > 1:
         raise ValueError(
             "model must be FullyShardedDataParallel with use_orig_params=True, got flat parameters that hold what "
             "tensor parallelism cut beside what it did not"
         )
-    return {id(flat): cuts[0]}
+    return {id(flat): before[0]}

@@ -1,4 +1,4 @@
-"""Clipping by a scaler that is switched off: nothing to unscale, nothing to check."""
+"""`clip_grad_norm_` of a disabled scaler: gradients are clipped, neither unscaled nor checked."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from scaler_triton.agreement import Agreement, inferred_agreement, sharded_agreement
-from scaler_triton.batch import home_of
+from scaler_triton.batch import first_device
 from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.copies import copies_of
-from scaler_triton.clipping.rank_norms import held_gradients, multiply_, norm_of_terms, terms_of_norm
+from scaler_triton.clipping.rank_norms import local_gradients, multiply_, norm_of_terms, terms_of_norm
 from scaler_triton.collectives import several_ranks
-from scaler_triton.placement import has_fsdp1, placing
+from scaler_triton.placement import dtensor_spec, has_fsdp1
 
 
 def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, *, sharded: bool) -> Tensor:
-    """Clip as torch does; where ranks hold shards, by the norm of all ranks'.
+    """Clip as torch does; where ranks hold shards, by the norm over all ranks.
 
     Args:
-        parameters: all that the optimizers hold; their gradients are written.
+        parameters: all of the optimizers'; their gradients are written.
         group: the scaler's process group.
-        sharded: all ranks of it share the norm, whatever their parameters are; None is the default group then.
+        sharded: the norm is over all ranks of the group, whatever the parameters are; None is the default group then.
 
-    Returns: the norm, `()`, as torch's clipping does; fp32 where ranks share it.
+    Returns: the norm, `()`, as torch's clipping does; fp32 if it is over several ranks.
 
     Raises: ValueError naming `model` as `copies_of`; torch's RuntimeError for a norm that is not finite.
     """
@@ -39,20 +39,20 @@ def clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, *,
     agreement = _agreement(parameters, group, together)
     with torch.no_grad():
         copies = copies_of(parameters, agreement, model)
-        gradients, counts = held_gradients(parameters, copies, chosen)
-        nobody = torch.zeros((), dtype=torch.float32, device=home_of(parameters))
-        norm, _ = norm_of_terms(terms_of_norm(gradients, counts, norm_type, nobody), norm_type, agreement)
+        gradients, counts = local_gradients(parameters, copies, chosen)
+        flag = torch.zeros((), dtype=torch.float32, device=first_device(parameters))
+        norm, _ = norm_of_terms(terms_of_norm(gradients, counts, norm_type, flag), norm_type, agreement)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise RuntimeError(reference_norm.NONFINITE.format(norm_type))
-        multiply_(gradients, reference_clip.coefficient(nobody, norm, max_norm))
+        multiply_(gradients, reference_clip.coefficient(flag, norm, max_norm))
     return norm
 
 
 def _torch_can_clip(parameters: Sequence[Tensor]) -> bool:
-    """Tell whether torch's clipping finds the norm of all, on every rank: only where each holds whole gradients."""
+    """Tell whether torch's clipping computes the right norm: only if this rank holds whole gradients."""
     if has_fsdp1(parameters):
         return not several_ranks()
-    return all(placing(parameter) is None for parameter in parameters)
+    return all(dtensor_spec(parameter) is None for parameter in parameters)
 
 
 def _agreement(parameters: Sequence[Tensor], group: Any, together: bool) -> Agreement | None:

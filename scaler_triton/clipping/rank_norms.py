@@ -1,4 +1,4 @@
-"""A norm of any order over gradients that several ranks hold, and clipping by it: a pass each, after unscaling."""
+"""A norm of any order over gradients that are sharded over ranks, and clipping by it: a pass each, after unscaling."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ import torch
 from torch import Tensor
 
 from scaler_triton.clipping.copies import copies_of_gradient
-from scaler_triton.gradients import is_yet_a_sum, sparse_values, sum_of
-from scaler_triton.placement import cut_into, is_dtensor, local_tensor
+from scaler_triton.gradients import is_unreduced, reduced, sparse_values
+from scaler_triton.placement import is_dtensor, local_tensor, num_shards
 
 if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
 
 
-def held_gradients(
+def local_gradients(
     parameters: Iterable[Tensor], copies: Iterable[int], chosen: Container[int] | None
 ) -> tuple[list[Tensor], list[int]]:
-    """Return this rank's pieces of the gradients, and how many ranks hold each.
+    """Return this rank's shards of the gradients, and how many ranks hold each.
 
     Args:
-        parameters: whose gradients; what is yet to be summed is replaced by its sum, a collective for a Partial one.
-        copies: of each, how many of the ranks hold the piece of the parameter that this rank has.
-        chosen: the ids of those that count; None: all.
+        parameters: their unreduced gradients are replaced by the sums, which takes a collective for a Partial one.
+        copies: for each parameter, how many of the ranks hold the same shard of it as this rank.
+        chosen: the ids of the parameters that count; None: all.
     """
     gradients, counts = [], []
     for parameter, count in zip(parameters, copies, strict=True):
         if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
             continue
-        if is_yet_a_sum(parameter.grad):
-            parameter.grad = sum_of(parameter.grad)
+        if is_unreduced(parameter.grad):
+            parameter.grad = reduced(parameter.grad)
         local = local_tensor(parameter.grad)
         gradients.append(sparse_values(local) if local.layout is torch.sparse_coo else local)
         placed = is_dtensor(parameter) and is_dtensor(parameter.grad)
-        counts.append(copies_of_gradient(count, parameter, cut_into(parameter.grad)) if placed else count)
+        counts.append(copies_of_gradient(count, parameter, num_shards(parameter.grad)) if placed else count)
     return gradients, counts
 
 
 def terms_of_norm(gradients: Sequence[Tensor], copies: Sequence[int], order: float, flag: Tensor) -> Tensor:
-    """Return what this rank brings to `norm_of_terms`, fp64, [2] or [3], on the flag's device.
+    """Return this rank's contribution to `norm_of_terms`, fp64, [2] or [3], on the flag's device.
 
     Args:
         gradients: floating point, of any devices; read.
-        copies: for each, how many of the ranks hold it.
+        copies: for each, how many ranks hold it.
         order: > 0.
-        flag: fp32, `()`, on the device where the norm is wanted; goes along.
+        flag: fp32, `()`, on the device where the norm is wanted; reduced together with it.
     """
     norms: dict[int, list[Tensor]] = defaultdict(list)
     for gradient, count in zip(gradients, copies, strict=True):
@@ -56,28 +56,28 @@ def terms_of_norm(gradients: Sequence[Tensor], copies: Sequence[int], order: flo
             norms[count].append(torch.linalg.vector_norm(gradient, order, dtype=torch.float64).to(flag.device))
     if order == math.inf:
         largest = _stacked([norm for of_a_count in norms.values() for norm in of_a_count], flag).amax()
-        is_nan = largest.isnan()  # told beside it: a maximum over ranks may pass over it
+        is_nan = largest.isnan()  # apart: a MAX reduction may drop NaN
         return torch.stack([torch.where(is_nan, 0.0, largest), is_nan.double(), flag.double()])
     shares = [(torch.stack(of_a_count) ** order).sum() / count for count, of_a_count in norms.items()]
     return torch.stack([_stacked(shares, flag).sum(), flag.double()])
 
 
 def unknown_terms(order: float, device: torch.device) -> Tensor:
-    """Return what a rank that cannot measure brings to `norm_of_terms`: the norm is NaN then, and the flag set."""
+    """Return the contribution of a rank that failed: it makes the norm NaN, and sets the flag."""
     return torch.tensor([0.0, 1.0, 1.0] if order == math.inf else [math.nan, 1.0], dtype=torch.float64, device=device)
 
 
 def norm_of_terms(terms: Tensor, order: float, agreement: Agreement | None) -> tuple[Tensor, Tensor]:
-    """Return the norm of all ranks' gradients together, each piece counted once: one reduction, no host wait.
+    """Return the norm of all ranks' gradients, each shard counted once: one reduction, no host wait.
 
-        (sum over ranks and pieces of abs(g) ** order / copies) ** (1 / order), for inf the largest abs(g)
+        (sum over ranks and shards of abs(g) ** order / copies) ** (1 / order), for inf the largest abs(g)
 
     Args:
-        terms: this rank's, of `terms_of_norm`; written.
-        order: the same.
-        agreement: the ranks; None: this one alone.
+        terms: this rank's, from `terms_of_norm`; written.
+        order: as passed to `terms_of_norm`.
+        agreement: the ranks; None: only this one.
 
-    Returns: the norm, and whether a rank's flag is not 0 (then 1.0), both fp32, `()`.
+    Returns: the norm, and 1.0 if the flag of any rank is set, else 0.0; both fp32, `()`.
     """
     if agreement is not None:
         (agreement.maximum_ if order == math.inf else agreement.sum_)(terms)

@@ -1,4 +1,4 @@
-"""Clipping by a norm that is known, in plain torch: the path of every device without kernels of ours."""
+"""Clipping by a known norm in plain torch: for devices without Triton."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from scaler_triton import reference
 from scaler_triton.clipping.reference_norm import FLAG, flat_pieces, norm_of
 from scaler_triton.neighbours import Neighbours
 
-# So many bytes are unscaled and then clipped while they are in the cache.
+# Bytes that are unscaled and then clipped while they are in the cache.
 _BLOCK_BYTES = 1 << 19
-# From this size on a tensor is more than the caches hold.
+# From this size on a tensor does not fit in the caches.
 _SPLIT_BYTES = 1 << 23
 
 
 def coefficient(flag: Tensor, norm: Tensor, max_norm: float) -> Tensor:
-    """Return what gradients are multiplied by, fp32 `()`: torch's coefficient for a norm, 1 if the flag is not 0."""
+    """Return the clip coefficient, fp32 `()`: torch's for a norm, 1 if the flag is not 0."""
     return torch.where(flag != 0, 1.0, _torchs_coefficient(norm, max_norm))
 
 
 def norm_and_coefficient(totals: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Return `norm_of(totals)`, and the coefficient for it and the totals' flag."""
-    if not totals.is_cpu or type(totals) is not Tensor:  # nobody can read torch's fake ones
+    """Return `norm_of(totals)`, and the clip coefficient."""
+    if not totals.is_cpu or type(totals) is not Tensor:  # fake tensors cannot be read
         norm = norm_of(totals)
         return norm, coefficient(totals[FLAG], norm, max_norm)
-    squares, flag, *_ = totals.tolist()  # numbers at hand need no ops
+    squares, flag, *_ = totals.tolist()  # in Python: quicker than ops on one number
     norm = torch.tensor(math.sqrt(squares), dtype=torch.float32, device="cpu")
     return norm, torch.ones_like(norm) if flag else _torchs_coefficient(norm, max_norm)
 
@@ -66,12 +66,12 @@ def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor, neighbours
 def _multiply_(tensors: Sequence[Tensor], coef: Tensor, ignored: Tensor) -> None:
     if tensors[0].dtype in (torch.float32, torch.float64):
         torch._foreach_mul_(list(tensors), coef.reshape(()).to(tensors[0].dtype))
-    else:  # the same product; where the factor's dtype is another, `_foreach_mul_` is an op a tensor
+    else:  # the same product; with a factor of another dtype `_foreach_mul_` is one op per tensor
         reference.unscale_(tensors, coef.to(torch.float32), ignored)
 
 
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the same memory in lists of about `_BLOCK_BYTES`, larger tensors alone."""
+    """Yield the tensors in lists of about `_BLOCK_BYTES`, larger ones alone."""
     block: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -88,7 +88,7 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _split(tensor: Tensor) -> Iterator[list[Tensor]]:
-    """Yield a large tensor, in parts if that pays: with several threads it does not, nor with 16 bits."""
+    """Yield a large tensor, in parts if that is quicker: not with several threads, nor with 16-bit dtypes."""
     pays = tensor.nbytes >= _SPLIT_BYTES and tensor.element_size() >= 4 and torch.get_num_threads() == 1
     if pays and tensor.is_contiguous():
         yield from ([part] for part in flat_pieces(tensor, _BLOCK_BYTES // tensor.element_size()))

@@ -1,4 +1,4 @@
-"""Sums of squares and other norms in plain torch: the path of every device without kernels of ours.
+"""Sums of squares and other norms in plain torch: for devices without Triton.
 
 torch's own norms are rounded to the gradients' dtype, and on the CPU their fp32 sums of millions of squares drift.
 Here squares are summed in fp32 over short rows only, and the rows in fp64.
@@ -15,27 +15,27 @@ from torch import Tensor
 
 from scaler_triton import reference
 
-# What a pass that reads leaves: the sum of squares, whether a gradient overflowed, whether somebody failed to look.
-# Behind it stands what ranks that sum theirs up add to compare their scales.
+# Totals, fp64 [5], that ranks sum: the sum of squares, the flag, whether a rank failed to check its gradients, and the
+# scale and its inverse, by which the ranks compare their scales.
 SQUARES, FLAG, FAILED, SCALES = range(4)
 COLUMNS = 5
 
-# In torch's words.
+# torch's message.
 NONFINITE = (
     "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
     "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
 )
 
-# How many squares are summed in fp32: whole vectors, few enough for the sum to be right, enough to be quick.
+# How many squares are summed in fp32: multiples of a vector, few enough to be accurate, enough to be quick.
 _ROWS = range(512, 127, -16)
-# So few are added up in Python more quickly than by ops on them.
+# Up to so many row sums, Python is quicker than ops.
 _FEW_ROWS = 32
-# Smaller tensors are copied together until they have so many elements: fewer than the 32,768 from which on torch
-# calls upon more threads, which costs more than it gains; what has to be converted gains by size.
+# Smaller tensors are concatenated up to so many elements: below the 32,768 from which on torch uses more threads, which
+# costs more than it gains; for dtypes that have to be converted larger is better.
 _GATHERED, _GATHERED_16BIT = 1 << 13, 1 << 17
-# Dtypes of 16 bits are converted in pieces of so many elements: they stay in the cache, and in the allocator's heap.
+# 16-bit dtypes are converted in pieces of so many elements, which stay in the cache and in the allocator's heap.
 _CONVERTED = 1 << 17
-# Where the squares' mean is below this, what they lost by underflow may count.
+# If the mean of the squares is below this, underflow may matter.
 _LOW_SQUARE = 2.0**-120
 _ENOUGH = 2.0**-60  # for more elements than there can be
 
@@ -80,14 +80,14 @@ def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def norm_of(totals: Tensor) -> Tensor:
-    """Return the 2-norm in fp32, `()`, that totals (fp64, [5]) tell."""
+    """Return the 2-norm, fp32 `()`, from totals (fp64, [5])."""
     return totals[SQUARES].sqrt().float()
 
 
 def sum_on_host(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None) -> float:
     """`sum_one_by_one` for tensors on the CPU, quicker, and as a number; its relative error is below 1e-6.
 
-    The same for equal values in equal shapes, wherever they lie: ranks that hold copies must not drift apart.
+    Equal values in equal shapes give equal bits at any address: ranks with replicas must not drift apart.
     """
     if weights is None:
         total = _quick_sum(tensors)
@@ -134,12 +134,12 @@ def _quick_sum(tensors: Sequence[Tensor]) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _row_length(numel: int) -> int:
-    """Return the longest row that leaves no rest, which would be an op more; else the longest at all."""
+    """Return the longest row that divides `numel`, as a rest is one more op; else the longest of all."""
     return next((row for row in _ROWS if numel % row == 0), _ROWS[0])
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield all elements: small tensors gathered, large ones that are to be converted split."""
+    """Yield all elements: small tensors concatenated, large ones split if they have to be converted."""
     converted = tensors[0].element_size() < 4
     enough = _GATHERED_16BIT if converted else _GATHERED
     small: list[Tensor] = []
@@ -150,19 +150,19 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             small.append(tensor)
             size += numel
             if size >= enough:
-                yield _copied_together(small)
+                yield _concatenated(small)
                 small, size = [], 0
         elif converted:
             yield from flat_pieces(tensor, _CONVERTED)
         else:
             yield tensor
     if small:
-        yield _copied_together(small)
+        yield _concatenated(small)
 
 
-def _copied_together(tensors: list[Tensor]) -> Tensor:
+def _concatenated(tensors: list[Tensor]) -> Tensor:
     if all(tensor.dim() == 1 for tensor in tensors):
-        return torch.cat(tensors)  # three times as quick, but for flat ones only
+        return torch.cat(tensors)  # three times as quick, but only for 1-D tensors
     flat: Tensor = torch.ops.aten.flatten_dense_tensors(tensors)
     return flat
 

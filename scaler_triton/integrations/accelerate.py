@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, and the Trainer on top of it: our scaler, clipping in one pass, the truth about skips."""
+"""Hugging Face Accelerate, and the Trainer on top of it: our scaler, fused clipping, correct `step_was_skipped`."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
 
 
 class AcceleratedOptimizer(_Original):  # type: ignore[misc]
-    """Accelerate's own, but for what it says of skipped steps, and for steps that are none."""
+    """Accelerate's optimizer wrapper with a correct `step_was_skipped`; steps of checkpointing bypass the scaler."""
 
     def step(self, closure: Any = None) -> None:
-        """Step through the scaler, or straight if `torch.distributed.checkpoint` asks, to have a state made.
+        """Step through the scaler; directly if `torch.distributed.checkpoint` calls, to initialise the state.
 
         That step, of zero gradients at a learning rate of zero, comes when FSDP2's checkpoints are saved or loaded.
         """
@@ -84,7 +84,7 @@ class AcceleratedOptimizer(_Original):  # type: ignore[misc]
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped; waits for the device if the optimizer is fused.
 
-        Between clipping or unscaling and the step that follows: what the last question was answered by.
+        Between clipping or unscaling and the next step it is the last answer.
         """
         with suppress(ValueError):  # not stepped yet, or unscaled since
             self._is_overflow = self.scaler.was_skipped(self.optimizer)
@@ -139,10 +139,10 @@ def _is_fsdp1(accelerator: Any) -> bool:
 
 
 def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_optimizer`, whose wrapper knows which steps were skipped and whose next one begins anew."""
+    """`Accelerator.prepare_optimizer` with our wrapper; an interrupted step is abandoned."""
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
     optimizer.__class__ = AcceleratedOptimizer
-    # The Trainer prepares its optimizer in every run: one that was interrupted in a step has left its stage.
+    # The Trainer prepares its optimizer in every run, also after one that was interrupted within a step.
     accelerator.scaler._abandon_step(optimizer)
     return optimizer
 
@@ -164,7 +164,7 @@ def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_typ
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     ids = set(map(id, chosen))
-    prepared = {id(one.optimizer): one.optimizer for one in accelerator._optimizers}  # again and again, maybe
+    prepared = {id(one.optimizer): one.optimizer for one in accelerator._optimizers}  # may be prepared repeatedly
     optimizers = [one for one in prepared.values() if any(id(p) in ids for p in parameters_of(one))]
     if not optimizers or not accelerator.scaler.is_enabled():
         norm: Tensor = type(accelerator).clip_grad_norm_(accelerator, chosen, max_norm, norm_type)

@@ -62,38 +62,38 @@ def fsdp_precision(framework: type, scaler: grad_scaler.ScalerMixin | None = Non
 
 
 class _Plugin:
-    """What the plugins share: gradients are unscaled once a step, by whoever comes first.
+    """What the plugins share: gradients are unscaled once per step, by the first call that needs it.
 
-    Another optimizer's step, which updates the scale, makes nothing scaled again.
+    They stay unscaled when another optimizer's step updates the scale.
     """
 
     scaler: Any
     _theirs: type  # Lightning's plugin
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run it, unless it adds to gradients that were unscaled for a step which is still to come."""
+        """Run backward; raise if it wrote gradients that were unscaled for a step which is still to come."""
         with refused_between_unscaling_and_step(self.scaler):
             super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by Lightning's class, as launchers that spawn do: ours is made when it is asked for."""
+        """Pickle by Lightning's class, for launchers that spawn: our class is created at run time."""
         return _restored, (self._theirs,), self.__dict__
 
 
 class _TrainerPlugin(_Plugin):
-    """The Trainer's: it unscales, clips and steps by itself."""
+    """The Trainer's plugin, which unscales, clips and steps."""
 
     _clip_model: Any = None  # what holds the FSDP modules
     _no_backward = False  # in hooks after a training step that returned None: there is nothing to clip
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Begin a run: remember the model as the strategy has wrapped it."""
+        """Start a run; keep the model as the strategy has wrapped it."""
         self._clip_model = model
         self.scaler._abandon_all_steps()  # a run may have been interrupted in one
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
     def teardown(self) -> None:
-        """End a run: a plugin that is kept for another one must not keep this one's model."""
+        """End a run; drop its model, as the plugin may be reused."""
         self._clip_model = None
         super().teardown()  # type: ignore[misc]
 
@@ -128,17 +128,17 @@ class _TrainerPlugin(_Plugin):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the whole model, however it is sharded."""
-        # All parameters are named, as after `unscale_` they must be: unscaling by the same call would save a reduction,
-        # but whether that was done before an update a rank without gradients cannot know.
+        # With `parameters`, as gradients are unscaled already. To unscale in this call would save a reduction, but a
+        # rank without gradients cannot know whether they were unscaled before an update.
         parameters = self.main_params(optimizer)  # type: ignore[attr-defined]
         self.scaler.clip_grad_norm_(optimizer, clip_val, model=self._clip_model, parameters=parameters)
 
 
 class _FabricPlugin(_Plugin):
-    """Fabric's: the strategy clips, after this."""
+    """Fabric's plugin; its strategy clips afterwards."""
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Unscale, a fused optimizer's gradients too, and only once however often it clips."""
+        """Unscale once per step, a fused optimizer's gradients, too."""
         self.scaler._unscale_once(optimizer)
 
 

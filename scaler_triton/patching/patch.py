@@ -16,7 +16,7 @@ import torch
 from scaler_triton import callers, grad_scaler, policy
 from scaler_triton.patching import cpu_amp, cuda_amp, stand_in
 
-# torch's class -> ours. Our bases are torch's, even where somebody has put a class of ours in their place by hand.
+# torch's class -> ours, by our bases: torch's names may have been replaced by hand already.
 _STAND_INS: dict[type, type] = {
     grad_scaler.GradScaler.__bases__[-1]: grad_scaler.GradScaler,
     torch.cuda.amp.grad_scaler.GradScaler: cuda_amp.GradScaler,
@@ -29,12 +29,12 @@ if torch.distributed.is_available():  # else there is no FSDP
 
 _NOT_NAMED = ("torch", "scaler_triton", "__mp_main__")  # the last is multiprocessing's alias of __main__
 
-_lock = threading.RLock()  # re-entrant: a warning may run anybody's code
+_lock = threading.RLock()  # re-entrant: a warning may run other code
 _holds: set[_Hold] = set()
 
 
 class _Hold(AbstractContextManager[None]):
-    """One call of `patch_torch`: torch is patched for as long as there is any."""
+    """One call of `patch_torch`: torch stays patched while there is any."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -53,7 +53,7 @@ class _Hold(AbstractContextManager[None]):
 
 
 def patch_torch(*, strict: bool = False) -> AbstractContextManager[None]:
-    """Put our classes in the place of torch's, now and for the whole process.
+    """Replace torch's classes by ours, for the whole process.
 
     `torch.amp.GradScaler`, `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler` and whatever module of
     torch re-exports them become `scaler_triton.GradScaler` and `ShardedGradScaler`; `torch.cuda.amp.GradScaler` and
@@ -80,14 +80,14 @@ def patch_torch(*, strict: bool = False) -> AbstractContextManager[None]:
 
 
 def unpatch_torch() -> None:
-    """Give torch its classes back, however often `patch_torch` was called; what was imported meanwhile keeps ours."""
+    """Restore torch's classes, however often `patch_torch` was called; modules imported meanwhile keep ours."""
     with _lock:
         _holds.clear()
         _settle()
 
 
 def _settle() -> None:
-    """Make torch what the calls in force ask for."""
+    """Patch or restore torch, according to the calls in force."""
     stand_in.strict = any(hold.strict for hold in _holds)
     if _holds and not stand_in.originals:
         stand_in.originals.update({ours: theirs for theirs, ours in _STAND_INS.items()})
@@ -102,7 +102,7 @@ def _settle() -> None:
 
 
 def _rename(successors: Mapping[type, type]) -> None:
-    """Let every name in torch's modules that means one of these classes mean its successor."""
+    """Rebind every name in torch's modules that refers to one of these classes to its successor."""
     known = {id(old): new for old, new in successors.items()}
     for module, names in _modules():
         if module.split(".")[0] == "torch":
@@ -134,12 +134,12 @@ def _takers() -> Iterator[str]:
 def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType):
-            # vars() would wake a module that is loaded at its first use.
+            # vars() would load a lazy module.
             yield name, object.__getattribute__(module, "__dict__")
 
 
 def _reduce(scaler: Any) -> tuple[Any, ...]:
-    """Pickle a scaler of torch's own, whose class is not to be found under its name while ours is."""
+    """Pickle a scaler of torch's own class, whose name refers to ours meanwhile."""
     return _new_original, (type(scaler).__module__,), scaler.__getstate__()
 
 

@@ -1,4 +1,4 @@
-"""What the scalers know of `patch_torch`: which classes ours stand in for, and what that means for `isinstance`."""
+"""The state of `patch_torch` that the scalers read: which classes are replaced, and `isinstance` meanwhile."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Protocol  # torch's Stateful is one of these; it is typing's in newer Pythons
 
-# Also that of a protocol, so that a subclass may derive from ABC or a protocol, too, as one of torch's class may.
+# The metaclass of protocols, so that subclasses may also derive from ABC or a protocol, as those of torch's class may.
 if TYPE_CHECKING:
     _Base = ABCMeta
 else:
     _Base = type(Protocol)
 
 # Written by patch.py only.
-originals: dict[type, type] = {}  # ours -> torch's, while ours is found under its name
+originals: dict[type, type] = {}  # ours -> torch's, while patched
 strict = False  # whether a GradScaler refuses FSDP1 parameters instead of warning
 
 
 class StandIn(_Base):
-    """The type of our scaler classes: torch's class and its subclasses count as ours while ours stands in for it.
+    """The metaclass of our scalers: while torch is patched, torch's class and its subclasses count as ours.
 
     So scalers made before `patch_torch` are still instances of `torch.amp.GradScaler`, and so is a
-    `ShardedGradScaler`. Otherwise inheritance alone tells: what ABCMeta remembers would outlive the patch.
+    `ShardedGradScaler`. Otherwise by inheritance only: ABCMeta's registry and cache would outlive the patch.
     """
 
     def __new__(mcls, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ BAD_RANK = 1
 # What may run out of memory before the first gradient is looked at.
 WHERE = {
     "plan": (GradPlan, "__init__"),
-    "layouts": (GradPlan, "_place"),
+    "layouts": (GradPlan, "_build_layouts"),
     "flag_buffer": ("scaler_triton.unscaling.FlagBuffer", None),
 }
 

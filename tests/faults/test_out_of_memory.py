@@ -185,7 +185,7 @@ def test_every_allocation_of_an_update_by_torchs_ops_on_a_device(flag: float, li
         return
 
 
-@pytest.mark.parametrize("method", ["serve", "add", "start_mirror"])
+@pytest.mark.parametrize("method", ["copy_to", "add", "start_mirror"])
 @PLACES
 def test_after_the_gradients_were_written(place: Place, method: str, monkeypatch: Any) -> None:
     """The flag cannot be copied to a second device or to the host: the retry must not unscale again."""
@@ -209,7 +209,7 @@ def test_after_the_gradients_were_written(place: Place, method: str, monkeypatch
     assert values(optimizer) in ([0.0] * 4, [-2.0] * 4)
 
 
-@pytest.mark.parametrize("point", ["__init__", "_place", "collect"])
+@pytest.mark.parametrize("point", ["__init__", "_build_layouts", "collect"])
 @PLACES
 def test_a_plan_is_being_built(place: Place, point: str, monkeypatch: Any) -> None:
     """No plan, or half of one, is left behind: the same call again is right."""
@@ -235,7 +235,7 @@ def test_a_plan_is_being_built_anew(place: Place, monkeypatch: Any) -> None:
     scaler, optimizer = three_dtypes(place, False)
     one_good_step(scaler, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(plan.GradPlan, "_place", out_of_memory)
+        patch.setattr(plan.GradPlan, "_build_layouts", out_of_memory)
         torch.nn.ParameterList(optimizer.param_groups[0]["params"]).to(torch.float64)
         backward(optimizer, 4.0)
         with pytest.raises(torch.OutOfMemoryError):

@@ -51,7 +51,7 @@ TYPES = {
     "partial_ptr": "*fp64",
     "totals_ptr": "*fp64",
     "norm_ptr": "*fp32",
-    "signals_ptr": "*fp32",
+    "status_ptr": "*fp32",
     "factor_ptr": "*fp32",
 }
 CONFIG_TARGET = "sm_90"

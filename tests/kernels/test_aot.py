@@ -93,7 +93,7 @@ def test_clipping_moves_by_128_bits_only(kernels, target, dtype):
         assert accesses.pop(f"{access}.{WIDE[itemsize]}") == VECTORS
 
     # What is left is one narrow access at the edges, the table's two int32 and two int64, the scale, flag and sum of
-    # squares, and the norm; and in one program all but the squares once more, for the ranks' four signals.
+    # squares, and the norm; and in one program all but the squares once more, for the ranks' four status.
     want = {"ld.global.b32": 3, "ld.global.b64": 4 + 4, "st.global.b32": 1 + 4}
     for access in ("ld.global", "st.global"):
         narrow = f"{access}.b{8 * itemsize}"
@@ -105,7 +105,7 @@ def test_clipping_moves_by_128_bits_only(kernels, target, dtype):
 def test_what_one_program_reads_and_writes(kernels, target):
     for name in FINISHES:
         assert kernels[f"{target}-{name}"]["accesses"]["st.global.b64"] == 5
-    # The five totals, the flag twice, and the scale; norm, factor and four signals.
+    # The five totals, the flag twice, and the scale; norm, factor and four status.
     assert kernels[f"{target}-defer"]["accesses"] == {"ld.global.b32": 1, "ld.global.b64": 6, "st.global.b32": 6}
 
 

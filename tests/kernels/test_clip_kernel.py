@@ -104,28 +104,28 @@ def test_what_an_optimizer_divides_by_is_the_scale_over_the_coefficient(max_norm
             totals = torch.tensor([NAN, squares, flag, NAN, NAN, NAN, NAN], dtype=torch.float64, device=DEVICE)
             out = torch.full((6,), NAN, device=DEVICE)
             with launched("_defer_kernel"):
-                launch_defer(torch.tensor(scale, device=DEVICE), totals[1:6], max_norm, out[1], out[4])
+                launch_defer(torch.tensor(scale, device=DEVICE), totals[1:6], max_norm, out[1], out[4], out, 0)
             norm, coef = expected_coefficient(max_norm, squares, flag)
             want = torch.tensor([NAN, norm, NAN, NAN, torch.tensor(scale) / coef, NAN])
             assert_same(out, want)
 
 
 def settled(how, totals, ranks):
-    """What a pass leaves in the signals, and that it writes beside neither them nor the norm."""
+    """What a pass leaves in the status, and that it writes beside neither it nor the norm."""
     totals = torch.tensor(totals, dtype=torch.float64, device=DEVICE)
     out = torch.full((8,), NAN, device=DEVICE)
-    norm, signals, scale = out[7], out[1:5], torch.ones((), device=DEVICE)
+    norm, status, scale = out[7], out[1:5], torch.ones((), device=DEVICE)
     if how == "clip":
         grads = [Guarded(torch.ones(2 * SMALL.chunk_elements(4)), 1), Guarded(torch.ones(3))]
         table = make_table(grads, torch.float32)
         table.set_addresses([0, grads[1].tensor.data_ptr()])  # the program that settles has nothing to clip
-        launch_clip(table, scale, totals, 0.5, norm, signals, ranks)
+        launch_clip(table, scale, totals, 0.5, norm, status, ranks)
         assert not torch.equal(grads[1].tensor.cpu(), grads[1].values) or totals[1] != 0
     else:
-        launch_defer(scale, totals, 0.5, norm, torch.zeros((), device=DEVICE), signals, ranks)
+        launch_defer(scale, totals, 0.5, norm, torch.zeros((), device=DEVICE), status, ranks)
     assert out[[0, 5, 6]].isnan().all()
     assert not norm.isnan()
-    return signals.tolist()
+    return status.tolist()
 
 
 HOW = pytest.mark.parametrize("how", ["clip", "defer"])

@@ -140,15 +140,15 @@ def test_without_counters_nothing_is_remembered():
 
 def test_cleared_flags_are_kept_row_by_row():
     buffer = FlagBuffer(DEVICE)
-    buffer.signals[:] = torch.arange(128.0).view(32, 4) % 3
-    before = buffer.signals.clone()
+    buffer.status[:] = torch.arange(128.0).view(32, 4) % 3
+    before = buffer.status.clone()
     scale, tracker = torch.tensor(64.0, device=DEVICE), torch.zeros((), dtype=torch.int32, device=DEVICE)
     rows = 0b10110
     with launched("_update_scale_kernel"):
         launch_update_rows(
             scale,
             tracker,
-            buffer.signals,
+            buffer.status,
             DevicePolicy(DEVICE).hold(2.0, 0.5, 3),
             torch.zeros(7, dtype=torch.int64, device=DEVICE),
             rows,
@@ -156,8 +156,8 @@ def test_cleared_flags_are_kept_row_by_row():
         )
     for row in range(32):
         chosen = rows >> row & 1
-        assert buffer.signals[row].tolist() == ([0.0, 0.0] * bool(chosen) + before[row].tolist()[2 * bool(chosen) :])
-        assert buffer.last[row].item() == (before[row, 0].item() if chosen else 0.0)
+        assert buffer.status[row].tolist() == ([0.0, 0.0] * bool(chosen) + before[row].tolist()[2 * bool(chosen) :])
+        assert buffer.last_flags[row].item() == (before[row, 0].item() if chosen else 0.0)
 
 
 def test_numbers_are_copied_only_when_they_changed(monkeypatch):
