@@ -8,15 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scaler_triton.placement import DDP_SPEC, is_dtensor, local_tensor
+
 # What FSDP1, activation checkpointing and torch.compile add to the names of wrapped modules.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _NO_NAMES = "model must be a module or what its named_parameters() gives"
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's parameters by name: FSDP2's shards, which optimizers hold, also while they are gathered.
+    """Yield a module's parameters by name: those that optimizers hold, also while modules hold others.
 
-    From a forward until the end of backward, FSDP2's modules may hold unsharded parameters instead.
+    From a forward until the end of backward, FSDP2's modules may hold unsharded parameters instead; from the first
+    forward on, those of DDP over tensor parallel hold DTensors over its parameters' memory.
 
     Args:
         model: any module; left as it is.
@@ -24,6 +27,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     shards = _shards(model) if "torch.distributed.fsdp" in sys.modules else {}
     for name, parameter in model.named_parameters():
         yield name, shards.get(id(parameter), parameter)
+    yield from _named_by_ddp(model)
 
 
 def names_by_id(model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> dict[int, str]:
@@ -68,3 +72,13 @@ def _sharded_in(module: nn.Module) -> Iterator[Any]:
     for group in groups:
         if group is not None:
             yield from group.fsdp_params
+
+
+def _named_by_ddp(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield DDP's parameters that are shards of tensor parallelism, once modules hold DTensors in their place."""
+    parameters = [each for module in model.modules() for each in getattr(module, "_module_parameters", ())]
+    shards = {each.data_ptr(): each for each in parameters if hasattr(each, DDP_SPEC)}
+    for path, module in model.named_modules() if shards else ():
+        for name, held in vars(module).items():
+            if is_dtensor(held) and local_tensor(held).data_ptr() in shards:
+                yield f"{path}.{name}", shards[local_tensor(held).data_ptr()]

@@ -66,7 +66,7 @@ ALLOWED = {
     },
     "flag_buffer": {"verdict"},
     "states": {"attributes", "flags", "optimizers", "step_state", "left_unscaled", "verdict"},
-    "naming": set(),
+    "naming": {"placement"},
     "words": set(),
     "overflow_report": {"overflow_marks", "words"},
     "overflow": {"collectives", "naming", "overflow_report", "placement", "states", "stats", "words"},
