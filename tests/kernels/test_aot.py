@@ -22,7 +22,7 @@ WIDE = {2: "v4.b32", 4: "v4.b32", 8: "v2.b64"}
 # sm_75 has 32 warps only, so 64 registers cost it nothing; sm_70 runs 32 of 64.
 REGISTERS = {"sm_70": 64, "sm_75": 64, "sm_80": 48, "sm_90": 40, "sm_100": 40, "gfx942": 64}
 if Version(triton.__version__) >= Version("3.8"):  # keeps the rare path's addresses for longer; 36 warps stay resident
-    REGISTERS |= {"sm_90": 56, "sm_100": 56, "gfx942": 72}
+    REGISTERS |= {"sm_90": 48, "sm_100": 56, "gfx942": 72}
 
 
 @pytest.fixture(scope="module")
