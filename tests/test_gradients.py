@@ -49,6 +49,7 @@ KINDS: dict[str, Callable[[], list[Tensor | None]]] = {
     "transposed": lambda: [dense().t()],
     "channels_last": lambda: [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)],
     "strided": lambda: [torch.randn(40)[::3], torch.randn(6, 8)[:, 1:5]],
+    "stride-0": lambda: [torch.randn(5).as_strided((1, 5), (0, 1)), torch.randn(1).as_strided((1,), (0,))],
     "misaligned": lambda: [torch.randn(70)[1:], torch.randn(70)[3:66]],
     "sparse": lambda: [sparse(torch.float32, coalesced=True), dense()],
     "sparse-uncoalesced": lambda: [sparse(torch.float32, coalesced=False)],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -235,6 +235,7 @@ def test_a_bf16_scalar_takes_a_scale_of_one_dimension() -> None:
     st.floats(1e-3, 1.0),
     st.integers(1, 6),
 )
+@example(2.0**127, 0, 0.0, 2 - 2.0**-24, 0.5, 1)  # the least product that rounds to infinity
 @settings(max_examples=300, deadline=None)
 def test_update_is_torchs_where_torch_is_right(
     scale: float, tracker: int, found: float, growth: float, backoff: float, interval: int

@@ -46,6 +46,7 @@ def test_every_update_is_counted(place: Place, fused: bool) -> None:
         scaler.update()
     want = ScalerStats(updates=6, skipped=3, consecutive_skips=1, growths=1, backoffs=3, last_skip=6)
     assert scaler.stats() == want
+    assert str(scaler.stats()) == str(want)  # numbers, not tensors
     scaler.update(8.0)  # nothing was checked
     assert scaler.stats() == want
     for gradient in (BAD, GOOD, BAD):

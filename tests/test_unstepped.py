@@ -47,6 +47,20 @@ def test_18_a_postponed_step_divides_once(kind: str, place: Place) -> None:
     scaler.update()
 
 
+@pytest.mark.parametrize("came", [False, True])
+def test_18_a_parameter_without_a_gradient_is_no_sign_of_new_ones_until_it_gets_one(came: bool) -> None:
+    early, late = optimizer_of("plain", "cpu"), sgd([torch.full((3,), 8.0), torch.full((3,), 8.0)], "cpu")
+    first, second = late.param_groups[0]["params"]
+    second.grad = None
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    if came:
+        second.grad = torch.full((3,), 8.0)
+    scaler.step(late)
+    assert first.tolist() == [-0.5 * 8.0 / SCALE / (SCALE if came else 1.0)] * 3
+    assert second.tolist() == [-0.5 * 8.0 / SCALE if came else 0.0] * 3
+
+
 def test_18_a_call_that_was_refused_does_not_end_the_wait() -> None:
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
     scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
@@ -187,7 +201,8 @@ def test_18_gradients_that_clipping_summed_are_the_same_ones(norm_type: float, c
     optimizer = sgd([gradient])
     scaler = started(GradScaler, "cpu", init_scale=SCALE)
     parameters = [only(optimizer)] if chosen else None
-    scaler.clip_grad_norm_(optimizer, 1e6, norm_type, parameters=parameters)
+    norm = scaler.clip_grad_norm_(optimizer, 1e6, norm_type, parameters=parameters)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(torch.full((3,), 8.0 / SCALE), norm_type))
     scaler.update()
     scaler.step(optimizer)
     assert only(optimizer).tolist() == [-0.5 * 8.0 / SCALE] * 3

@@ -28,6 +28,7 @@ Numbers = tuple[float, float, int]
 @example(2.0**-126, 3, 1.0, 2.0, 0.5, 1)
 @example(1e-45, 0, 0.0, 2.0, 0.5, 9)
 @example(3e38, 8, 0.0, 4.0, 0.5, 2)
+@example(2.0**127, 0, 0.0, 2 - 2.0**-24, 0.5, 1)  # the least product that rounds to infinity
 @settings(max_examples=200, deadline=None)
 def test_update_is_the_same_on_every_backend(
     place: Place, scale: float, tracker: int, flag: float, growth: float, backoff: float, interval: int
