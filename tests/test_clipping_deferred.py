@@ -57,6 +57,19 @@ def test_deferred_clipping_is_done_by_the_step_of_a_wrapper_that_does_not_tell(g
 
 
 @PLACES
+@pytest.mark.parametrize(("norm_type", "defer"), [(2.0, False), (2.0, True), (math.inf, False)])
+def test_clipping_to_0_leaves_nothing_of_the_gradients(place: Place, norm_type: float, defer: bool) -> None:
+    optimizer = sgd([torch.full((3,), 24.0), torch.full((1,), -32.0)], place.device, fused=defer)
+    scaler = scaler_on(place)
+    norm = scaler.clip_grad_norm_(optimizer, 0.0, norm_type, defer=defer)
+    assert norm.item() == pytest.approx(math.sqrt(3 * 3.0**2 + 4.0**2) if norm_type == 2.0 else 4.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not any(p.detach().any() for p in optimizer.param_groups[0]["params"])
+    assert not scaler.was_skipped(optimizer)
+
+
+@PLACES
 def test_a_deferred_overflow_skips(place: Place) -> None:
     optimizer = sgd([torch.tensor([math.inf, 8.0])], place.device, fused=True)
     scaler = scaler_on(place)
