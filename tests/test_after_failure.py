@@ -11,7 +11,7 @@ import torch
 from helpers import Place, flags, grads, places, sgd, started, values
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import GradScaler, batch_ops, states
+from scaler_triton import GradScaler, batch_ops, lending, states
 
 
 def two_dtypes(place: Place, **kwargs: Any) -> tuple[Any, Any]:
@@ -120,7 +120,7 @@ def test_plain_step_raises_and_is_called_again(place: Place, explicit: bool) -> 
     assert scaler._get_growth_tracker() == 1
 
 
-def raising(*args: Any) -> None:
+def raising(*args: Any, **kwargs: Any) -> None:
     raise MemoryError("in the optimizer")
 
 
@@ -171,6 +171,52 @@ def test_fused_step_that_unscales_raises_and_can_only_be_skipped(place: Place, w
         backward(optimizer)
         scaler.step(optimizer)
         assert values(optimizer) == [-2.0, -2.0]
+
+
+class Asking(torch.optim.SGD):
+    """A step that is passed the scaler, asks it for the flag, divides, and raises the first time."""
+
+    _step_supports_amp_scaling = True
+    calls = 0
+
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+        self.calls += 1
+        if not sum(flag.item() for flag in grad_scaler._check_inf_per_device(self).values()):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad /= grad_scaler.get_scale()
+            if self.calls == 1:
+                raise MemoryError("in the optimizer")
+            super().step()
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_an_older_step_that_divides_and_raises_can_only_be_skipped(place: Place) -> None:
+    scaler, fused = two_dtypes(place)
+    optimizer = Asking(fused.param_groups[0]["params"], lr=1.0)
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+    scaler.step(optimizer)
+    assert (optimizer.calls, values(optimizer)) == (1, [0.0, 0.0])
+    scaler.update()
+    backward(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_a_fused_step_that_could_not_begin_after_the_check_can_only_be_skipped(place: Place, monkeypatch: Any) -> None:
+    scaler, optimizer = two_dtypes(place, fused=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(lending, "lent", raising)
+        with pytest.raises(MemoryError):
+            scaler.step(optimizer)
+    scaler.step(optimizer)  # on other ranks, which have checked once, it is over
+    assert (grads(optimizer), values(optimizer)) == ([8.0, 8.0], [0.0, 0.0])
+    scaler.update()
+    scaler.step(optimizer)
+    assert values(optimizer) == [-2.0, -2.0]
 
 
 def test_interrupted_once_all_is_divided(monkeypatch: Any) -> None:
