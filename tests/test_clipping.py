@@ -272,6 +272,17 @@ def test_flags_that_were_written_stay_each_optimizers_own() -> None:
     assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [False, True]
 
 
+def test_a_flag_that_was_cleared_is_set_again_by_another_optimizers_overflow() -> None:
+    optimizers = [sgd([torch.ones(3)]), sgd([torch.full((5,), math.inf)])]
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    scaler.unscale_(optimizers[0])
+    scaler._found_inf_per_device(optimizers[0])[torch.device("cpu")].fill_(0.0)
+    scaler.clip_grad_norm_(optimizers, 1.0, parameters=[])
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [True, True]
+
+
 @pytest.mark.parametrize("name", ["norm_of_terms", "multiply_"])
 def test_after_other_norms_failed_the_step_is_skipped(name: str) -> None:
     optimizer, scaler = sgd(some_gradients()), started(GradScaler, "cpu", init_scale=SCALE)

@@ -234,6 +234,14 @@ def test_no_tensors_on_a_gpu_are_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("special", [math.inf, math.nan])
+def test_overflow_is_flagged_where_norms_are_taken_one_by_one(dtype: torch.dtype, special: float) -> None:
+    found_inf = torch.zeros(())
+    total = reference_norm.sum_one_by_one([torch.tensor([1.0, special], dtype=dtype)], found_inf)
+    assert (math.isfinite(total.item()), found_inf.item()) == (False, 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_large_and_small_ones_side_by_side(dtype: torch.dtype) -> None:
     numels = [reference_norm._CONVERTED + 77, 0, 5, reference_norm._GATHERED, 700, 513]
     tensors = [values(numel, dtype, seed) for seed, numel in enumerate(numels)]

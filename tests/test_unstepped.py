@@ -73,6 +73,17 @@ def test_18_a_call_that_was_refused_does_not_end_the_wait() -> None:
     assert only(late).tolist() == [-0.5 * 8.0 / SCALE] * 3
 
 
+def test_18_a_check_after_the_wait_looks_at_the_gradients() -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    postpone(scaler, late, early)
+    scaler._unscale_once(late)
+    only(late).grad[0] = math.nan
+    assert [flag.item() for flag in scaler._check_inf_per_device(late).values()] == [1.0]
+    scaler.step(late)
+    assert only(late).tolist() == [0.0] * 3
+
+
 def test_18_that_there_are_no_gradients_is_no_sign_of_the_same_ones() -> None:
     """An optimizer that somebody else unscaled had none, and has none again."""
     late = optimizer_of("plain", "cpu")
