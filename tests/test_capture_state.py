@@ -92,6 +92,27 @@ def test_what_a_step_after_an_update_skipped_for_stays_where_replays_write_it() 
 
 
 @TRITON
+@pytest.mark.parametrize(
+    ("setter", "value"),
+    [
+        ("set_growth_factor", 3.0),
+        ("set_backoff_factor", 0.25),
+        ("set_growth_interval", 7),
+        ("set_min_scale", 2.0),
+        ("set_max_scale", 2.0**20),
+        ("set_hysteresis", 2),
+    ],
+)
+def test_setters_write_at_once_what_a_graph_reads(place: Place, setter: str, value: float) -> None:
+    scaler, _ = new(place)
+    (policy,) = scaler._device_policies.values()
+    numbers, before = policy.numbers, policy.numbers.tolist()
+    getattr(scaler, setter)(value)
+    assert policy.numbers is numbers
+    assert numbers.tolist() != before
+
+
+@TRITON
 def test_what_a_graph_marks_is_told_after_gradients_of_another_form(place: Place) -> None:
     scaler, optimizer = new(place)
     (layout,) = scaler._plans.plans()[0].layouts

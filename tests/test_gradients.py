@@ -378,6 +378,7 @@ def test_lists_of_tensors_go_through_the_same_ops() -> None:
             NotImplementedError,
             "has layout torch.sparse_csr",
         ),
+        (lambda: ops.check_nonfinite([], torch.zeros(2)), ValueError, "found_inf must be one"),
         (
             lambda: ops.unscale_([], torch.ones(()), torch.zeros(()), backend="cuda"),
             ValueError,

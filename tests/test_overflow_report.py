@@ -240,6 +240,14 @@ def test_good_steps_mark_nothing(place: Place) -> None:
     assert all(not table.bits.any() for layout in plan.layouts for table in layout.tables.values())
 
 
+def test_marks_of_long_ago_are_dropped() -> None:
+    scaler, model, optimizer = setup(Place("cpu", "torch"), fused=False)
+    for _ in range(9):
+        step(scaler, model, optimizer, False, _0_bias=[math.inf])
+    (plan,) = scaler._plans.plans()
+    assert [generation for generation in range(9) if plan.marks.of(generation)] == [5, 6, 7, 8]
+
+
 @PLACES
 def test_an_overflow_that_skips_no_step_leaves_the_last_skip(place: Place) -> None:
     scaler, model, optimizer = setup(place, fused=False)

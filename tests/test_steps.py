@@ -72,9 +72,13 @@ def test_first_step_skipped_leaves_no_garbage_in_fused_momentum(place: Place) ->
     for gradient in (math.inf, 4.0):
         scaler.scale(torch.ones((), device=place.device))
         parameter.grad = torch.full_like(parameter, gradient)
+        assert optimizers.skip_would_corrupt(optimizer)
         scaler.step(optimizer)
         scaler.update()
     assert torch.equal(parameter.detach().cpu(), torch.full((1000,), 1.0 - 4.0 / 1.0))
+    assert not optimizers.skip_would_corrupt(optimizer)  # no wait any more
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1, device=place.device))]})
+    assert not optimizers.skip_would_corrupt(optimizer)  # without a gradient it is left out
 
 
 def test_disabled_passes_everything_through() -> None:
