@@ -76,8 +76,6 @@ class OverflowMarks:
             layout.generation = None  # kernels cannot read another GPU's memory
             if self._generation is not None and self._generation.device == layout.key.device:
                 layout.generation = self._generation
-                for table in layout.tables.values():
-                    table.generation = self._generation
 
     def mark_on_host(self, batch: Batch, generation: int) -> None:
         """Mark the gradients of a batch on the CPU that are not finite."""

@@ -240,6 +240,16 @@ def test_good_steps_mark_nothing(place: Place) -> None:
     assert all(not table.bits.any() for layout in plan.layouts for table in layout.tables.values())
 
 
+@PLACES
+def test_marks_go_by_the_counters_wherever_these_have_moved(place: Place) -> None:
+    scaler, model, optimizer = setup(place, fused=False)
+    step(scaler, model, optimizer, False, _0_bias=[math.inf])
+    scaler._counters.on_host()  # as an update there does
+    step(scaler, model, optimizer, False, _0_bias=[math.inf])
+    step(scaler, model, optimizer, False, _1_bias=[math.nan])
+    assert told(scaler, model) == [("1.bias", "NaN", 3)]
+
+
 def test_marks_of_long_ago_are_dropped() -> None:
     scaler, model, optimizer = setup(Place("cpu", "torch"), fused=False)
     for _ in range(9):

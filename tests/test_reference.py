@@ -257,6 +257,15 @@ def test_the_tracker_saturates() -> None:
     assert tracker.item() == 2**31 - 1
 
 
+@pytest.mark.parametrize("gaps", [slice(0, 8, 4), slice(4, 12, 4)], ids=["before", "behind"])
+def test_a_tensor_with_gaps_does_not_end_where_its_neighbour_starts(gaps: slice) -> None:
+    buffer = torch.full((12,), 4.0)
+    reference.unscale_([buffer[gaps], buffer[2:4]], torch.tensor(0.5), flag())
+    want = torch.full((12,), 4.0)
+    want[gaps] = want[2:4] = 2.0
+    assert_same(buffer, want)
+
+
 def test_a_tensor_with_gaps_among_neighbours_is_left_as_it_is() -> None:
     buffer, gaps = torch.full((8,), 4.0), torch.full((6,), 4.0)
     reference.unscale_([buffer[:3], buffer[3:], gaps[::2]], torch.tensor(0.5), torch.zeros(()))

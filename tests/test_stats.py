@@ -98,10 +98,11 @@ def test_an_update_counts_once_whatever_the_number_of_optimizers(place: Place) -
 
 
 @EVERYWHERE
-def test_flags_written_by_hand_count(place: Place) -> None:
+@FUSED
+def test_flags_written_by_hand_count(place: Place, fused: bool) -> None:
     """Then the flags do not lie where one launch finds them all."""
     scaler = at(place)
-    optimizer = optimizer_of(GOOD, place)
+    optimizer = optimizer_of(GOOD, place, fused=fused)
     for number in (1, 2):
         renew(optimizer, GOOD)
         scaler.unscale_(optimizer)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Place, places
+from helpers import Place, places, sgd, started
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -388,3 +388,18 @@ def test_a_subclass_that_only_passes_through_has_an_empty_state() -> None:
     scaler = PassThrough()
     assert scaler.state_dict() == {}
     scaler.load_state_dict({})
+
+
+def test_steps_that_an_integration_ends_are_those_it_names() -> None:
+    optimizers = [sgd([torch.ones(3)]) for _ in range(4)]
+    scaler = started(GradScaler, "cpu")
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizers[0])
+    assert scaler._awaiting_step() == optimizers[1:]
+    scaler._abandon_step(optimizers[1])
+    del optimizer, optimizers[3]
+    assert scaler._awaiting_step() == [optimizers[2]]
+    scaler.unscale_(optimizers[1])
+    scaler._abandon_all_steps()
+    assert scaler._awaiting_step() == []
