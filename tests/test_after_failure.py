@@ -173,6 +173,19 @@ def test_fused_step_that_unscales_raises_and_can_only_be_skipped(place: Place, w
         assert values(optimizer) == [-2.0, -2.0]
 
 
+def test_what_was_found_before_does_not_outlive_a_failure_without_room_for_a_flag(monkeypatch: Any) -> None:
+    scaler, optimizer = two_dtypes(Place("cpu", "torch"))
+    assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [0.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_ops, "unscale_batch_", fail_on_second_call(batch_ops.unscale_batch_))
+        patch.setattr(torch, "ones", raising)
+        with pytest.raises(MemoryError):
+            scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+    assert values(optimizer) == [0.0, 0.0]
+
+
 class Asking(torch.optim.SGD):
     """A step that is passed the scaler, asks it for the flag, divides, and raises the first time."""
 

@@ -383,4 +383,21 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", "(*flags, *plan.devices, self._scale", "(*flags, self._scale", AGREED),
     Mutant("kernels/launcher.py", "elif self._current_device() == self._device.index:", "elif True:", LAUNCHES),
     Mutant("kernels/launcher.py", "with torch.get_device_module(device).device(device):", "if True:", TABLE),
+    # found by changing lines at random
+    Mutant(_S + "grad_scaler.py", 'state["must_skip"] = True', "pass", FAILURE),
+    Mutant(_S + "states.py", 'state["found_inf_per_device"] = {}', "pass", FAILURE),
+    Mutant(_S + "states.py", "if state is left]", "if True]", TOUCHED),
+    Mutant(_S + "neighbours.py", "left.is_contiguous() and right", "right", REFERENCE),
+    Mutant(_S + "left_unscaled.py", "gradient is None if snapshot is None else snapshot", "snapshot", UNSTEPPED),
+    Mutant(_S + "clipping/rank_norms.py", "parameter.grad = reduced(parameter.grad)", "pass", UNSTEPPED),
+    Mutant(_S + "clipping/arguments.py", "max_norm >= 0", "max_norm > 0", CLIP),
+    Mutant(
+        _S + "clipping/after_unscaling.py", 'state["found_inf_per_device"] = {each: flag', "flag = {each: flag", CLIP
+    ),
+    Mutant(_S + "clipping/reference_norm.py", "reference.check_nonfinite(tensors, found_inf)", "pass", NORMS),
+    Mutant(
+        _S + "settings.py", "for device in self._device_policies:", "for device in ():", "tests/test_capture_state.py"
+    ),
+    Mutant(_S + "optimizers.py", 'and optimizer.state.get(parameter, {}).get("momentum_buffer") is None', "", STEPS),
+    Mutant(_S + "overflow_marks.py", "if len(self._on_host) > _GENERATIONS:", "if False:", REPORT),
 ]
