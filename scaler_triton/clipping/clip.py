@@ -104,11 +104,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             raise
 
     def _report_missing_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
-        """Report to the ranks that must agree that this one has no scale; raise first what would raise on all ranks."""
-        if self._new_agreement(all_parameters(optimizers)) is None:
-            return  # before `_state`, which would create one
-        for optimizer in optimizers:
-            self._check_order(self._state(optimizer), again=True, hint=_UNSCALES_TOO)
+        """Report to the ranks that must agree that this one has no scale; raise first what raises on all ranks."""
         if defer:
             self._check_deferrable(optimizers, request)
         self._report_failure(optimizers, request, at_once)

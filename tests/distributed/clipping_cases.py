@@ -241,6 +241,7 @@ def _told(scaler: Any, params: Sequence[Tensor], how: str, mended: Callable[[], 
         "after unscaling": {"norm_type": 1.0},
         "largest": {"norm_type": math.inf},
         "some parameters": {"parameters": params},
+        "deferred": {"defer": True},
     }
     before = [local_of(param.detach()).clone() for param in params]
     steps = [functools.partial(scaler.step, optimizer) for optimizer in optimizers]

@@ -400,4 +400,5 @@ MUTANTS = [
     ),
     Mutant(_S + "optimizers.py", 'and optimizer.state.get(parameter, {}).get("momentum_buffer") is None', "", STEPS),
     Mutant(_S + "overflow_marks.py", "if len(self._on_host) > _GENERATIONS:", "if False:", REPORT),
+    Mutant(_S + "clipping/clip.py", "self._check_deferrable(optimizers, request)", "pass", CLIPPED),
 ]
