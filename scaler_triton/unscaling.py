@@ -229,9 +229,7 @@ class UnscalingMixin(AgreeingMixin):
             return plan, agreement, self._new_verdict(state, plan)
         except Exception:
             with suppress(Exception):  # such as an illegal process_group, which fails on every rank
-                agreement = self._new_agreement(optimizers.parameters_of(optimizers.unwrap(optimizer)))
-                if agreement is not None:
-                    self._fail(state, agreement)
+                self._fail(state, self._new_agreement(optimizers.parameters_of(optimizers.unwrap(optimizer))))
             if state["stage"] is OptState.READY:
                 state["unscaled_flag"] = None  # by the next call the gradients may be others
             raise

@@ -234,9 +234,12 @@ def one_rank_fails_where_nobody_must_agree(rank: int, how: str, scales: bool) ->
     return _told(scaler, params, how, mended=lambda: setattr(params[0], "grad", torch.ones(3)))
 
 
-def _told(scaler: Any, params: Sequence[Tensor], how: str, mended: Callable[[], None] = lambda: None) -> list[str]:
+def _told(
+    scaler: Any, params: Sequence[Tensor], how: str, mended: Callable[[], None] = lambda: None, first: Any = None
+) -> list[str]:
     """Clip an optimizer for each parameter together and step; what each call said, and what has become of all."""
     optimizers = [cases.new_optimizer("sgd", [param]) for param in params]
+    optimizers[0] = first or optimizers[0]
     ways: dict[str, dict[str, Any]] = {
         "after unscaling": {"norm_type": 1.0},
         "largest": {"norm_type": math.inf},
@@ -268,6 +271,34 @@ def one_rank_has_no_memory(rank: int, kind: str, how: str, optimizers: int) -> l
             for module, name in ((at_once, "_sum_of"), (torch.linalg, "vector_norm")):
                 missing.enter_context(mock.patch.object(module, name, side_effect=MemoryError("no room")))
         return _told(scaler, params, how)
+
+
+def one_rank_has_no_room_once_all_is_unscaled(rank: int, kind: str) -> list[str]:
+    """Rank 1 fails before it looks at gradients, of which one optimizer's are unscaled already."""
+    scaler = cases.new_scaler(kind)
+    params = [cases.dtensor_param(cases.line(), [Shard(0)]) for _ in range(2)]
+    cases.give_grads(scaler, params, 0)
+    first = cases.new_optimizer("sgd", params[:1])
+    scaler.unscale_(first)
+    fails = mock.patch("scaler_triton.clipping.clip.plan_copies", side_effect=MemoryError("no room"))
+    with fails if rank == 1 else nullcontext():
+        return _told(scaler, params, "some parameters", first=first)
+
+
+def interrupted_together(rank: int, kind: str) -> tuple[int, bool]:
+    """All ranks are interrupted while they unscale: how many collectives that takes, and whether they step then."""
+    scaler, params = cases.new_scaler(kind), [cases.dtensor_param(cases.line(), [Shard(0)])]
+    cases.give_grads(scaler, params, 0)
+    optimizer = cases.new_optimizer("sgd", params)
+
+    def interrupted() -> None:
+        with suppress(KeyboardInterrupt):
+            scaler.unscale_(optimizer)
+
+    with mock.patch("scaler_triton.batch_ops.unscale_batch_", side_effect=KeyboardInterrupt):
+        count = collectives_of(interrupted)
+    scaler.step(optimizer)
+    return count, scaler.was_skipped(optimizer)
 
 
 def one_rank_has_no_kernel(rank: int, kind: str) -> list[str]:
@@ -417,11 +448,15 @@ def ddp_over_tensor_parallel(rank: int, kind: str) -> tuple[list[float], list[fl
 
 
 def fsdp1_without_model(rank: int, *, inner: bool = False) -> str:
-    """An FSDP1 model's optimizer clipped without telling the model, or telling only what the model wraps."""
+    """An FSDP1 model's optimizer clipped, once well, then without telling the model or by what the model wraps."""
     model = model_cases.WRAPPERS["fsdp1-full"](model_cases.Net(), False)
     scaler = cases.new_scaler("sharded")
     optimizer = cases.new_optimizer("sgd", model.parameters())
     _backward(model, optimizer, (0, 1), 0, scaler)
+    scaler.clip_grad_norm_(optimizer, 1.0, model=model)
+    scaler.step(optimizer)
+    scaler.update()
+    _backward(model, optimizer, (0, 1), 1, scaler)
     try:
         scaler.clip_grad_norm_(optimizer, 1.0, model=model.module if inner else None)
     except ValueError as error:

@@ -216,6 +216,18 @@ def test_a_rank_without_memory_for_the_norm_tells_the_others(two, kind, how, opt
     assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
 
 
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
+def test_a_rank_that_fails_once_some_is_unscaled_joins_the_reductions_to_come(two, kind):
+    first, second = two.run(clipping_cases.one_rank_has_no_room_once_all_is_unscaled, kind)
+    assert [first[0], second[0]] == ["", "MemoryError: no room"]
+    assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
+def test_an_interrupt_asks_nothing_of_other_ranks(two, kind):
+    assert two.run(clipping_cases.interrupted_together, kind) == [(0, True)] * 2
+
+
 def test_a_rank_that_cannot_defer_tells_the_others(two):
     first, second = two.run(clipping_cases.one_rank_has_no_kernel, "sharded")
     assert [first[0], second[0]] == ["", "no kernel"]
