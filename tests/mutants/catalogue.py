@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(_S + "states.py", "device: torch.ones((), ", "device: torch.zeros((), ", FAILURE),
     Mutant(
         _S + "unscaling.py",
-        "if agreement is not None:\n                    self._fail",
-        "if False:\n                    self._fail",
+        "self._fail(state, self._new_agreement",
+        "(lambda *_: 0)(state, self._new_agreement",
         UNPLANNED,
     ),
     Mutant(_S + "verdict.py", "if values[_FAILED]:", "if False:", RANKS),
