@@ -4,6 +4,7 @@ import math
 import types
 
 import clipping_cases
+import clipping_failure_cases
 import pytest
 from cases import INIT_SCALE, Fault
 from clipping_cases import MAX_NORM
@@ -164,7 +165,7 @@ def test_a_plain_gradient_counts_as_its_parameter_whatever_came_before(two, kind
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("how", ["at once", "after unscaling", "largest", "some parameters"])
 def test_a_rank_that_fails_tells_the_others(two, how, optimizers):
-    first, second = two.run(clipping_cases.one_rank_fails, how, optimizers)
+    first, second = two.run(clipping_failure_cases.one_rank_fails, how, optimizers)
     assert second[0].startswith("RuntimeError: unsupported operation: more than one element")
     assert first[0] == ""
     assert first[1].startswith("RuntimeError: Another rank failed to check its gradients")
@@ -174,7 +175,7 @@ def test_a_rank_that_fails_tells_the_others(two, how, optimizers):
 @pytest.mark.parametrize("scales", [True, False])
 @pytest.mark.parametrize("how", ["at once", "after unscaling", "largest", "some parameters"])
 def test_a_rank_that_fails_takes_part_in_the_sums_of_others(two, how, scales):
-    first, second = two.run(clipping_cases.one_rank_fails_beside_a_sum, how, scales)
+    first, second = two.run(clipping_failure_cases.one_rank_fails_beside_a_sum, how, scales)
     assert second[0].startswith("RuntimeError: unsupported" if scales else "AssertionError: Attempted")
     assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
 
@@ -182,7 +183,7 @@ def test_a_rank_that_fails_takes_part_in_the_sums_of_others(two, how, scales):
 @pytest.mark.parametrize("scales", [True, False])
 @pytest.mark.parametrize("how", ["at once", "after unscaling", "largest", "some parameters"])
 def test_a_rank_that_fails_where_nobody_must_agree_skips_what_the_others_skip(two, how, scales):
-    first, second = two.run(clipping_cases.one_rank_fails_where_nobody_must_agree, how, scales)
+    first, second = two.run(clipping_failure_cases.one_rank_fails_where_nobody_must_agree, how, scales)
     assert second[0].startswith("RuntimeError: unsupported" if scales else "AssertionError: Attempted")
     assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
 
@@ -191,7 +192,7 @@ def test_a_rank_that_fails_where_nobody_must_agree_skips_what_the_others_skip(tw
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("how", ["at once", "after unscaling", "largest", "some parameters"])
 def test_a_rank_that_never_scaled_tells_the_others(two, kind, how, optimizers):
-    first, second = two.run(clipping_cases.one_rank_never_scaled, kind, how, optimizers)
+    first, second = two.run(clipping_failure_cases.one_rank_never_scaled, kind, how, optimizers)
     assert second[0].startswith("AssertionError: Attempted clip_grad_norm_ but _scale is None.")
     assert first[0] == ""
     assert first[1].startswith("RuntimeError: Another rank failed to check its gradients")
@@ -200,7 +201,7 @@ def test_a_rank_that_never_scaled_tells_the_others(two, kind, how, optimizers):
 
 @pytest.mark.parametrize("kind", ["sharded", "grad"])
 def test_a_rank_that_never_scaled_waits_for_nobody_where_all_are_refused(two, kind):
-    first, second = two.run(clipping_cases.one_rank_never_scaled, kind, "deferred", 1)
+    first, second = two.run(clipping_failure_cases.one_rank_never_scaled, kind, "deferred", 1)
     assert first[0].startswith("ValueError: defer=True needs optimizers that take grad_scale")
     assert second[0].startswith("AssertionError: Attempted clip_grad_norm_ but _scale is None.")
     assert first[1].startswith("RuntimeError: Another rank failed to check its gradients")
@@ -211,25 +212,25 @@ def test_a_rank_that_never_scaled_waits_for_nobody_where_all_are_refused(two, ki
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("how", ["at once", "after unscaling", "largest", "some parameters"])
 def test_a_rank_without_memory_for_the_norm_tells_the_others(two, kind, how, optimizers):
-    first, second = two.run(clipping_cases.one_rank_has_no_memory, kind, how, optimizers)
+    first, second = two.run(clipping_failure_cases.one_rank_has_no_memory, kind, how, optimizers)
     assert [first[0], second[0]] == ["", "MemoryError: no room"]
     assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
 
 
 @pytest.mark.parametrize("kind", ["sharded", "grad"])
 def test_a_rank_that_fails_once_some_is_unscaled_joins_the_reductions_to_come(two, kind):
-    first, second = two.run(clipping_cases.one_rank_has_no_room_once_all_is_unscaled, kind)
+    first, second = two.run(clipping_failure_cases.one_rank_has_no_room_once_all_is_unscaled, kind)
     assert [first[0], second[0]] == ["", "MemoryError: no room"]
     assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
 
 
 @pytest.mark.parametrize("kind", ["sharded", "grad"])
 def test_an_interrupt_asks_nothing_of_other_ranks(two, kind):
-    assert two.run(clipping_cases.interrupted_together, kind) == [(0, True)] * 2
+    assert two.run(clipping_failure_cases.interrupted_together, kind) == [(0, True)] * 2
 
 
 def test_a_rank_that_cannot_defer_tells_the_others(two):
-    first, second = two.run(clipping_cases.one_rank_has_no_kernel, "sharded")
+    first, second = two.run(clipping_failure_cases.one_rank_has_no_kernel, "sharded")
     assert [first[0], second[0]] == ["", "no kernel"]
     assert first[1:] == second[1:] == ["True", str(INIT_SCALE / 2)]
 
