@@ -1,7 +1,7 @@
 """The process_group argument: whom it binds, what it refuses, how it is copied, and when it is looked up."""
 
 import dtensor_cases
-import failure_cases
+import group_cases
 import pytest
 import rank_local_cases
 import torch
@@ -47,7 +47,7 @@ def assert_refused(attempt, *words):
 @METHODS
 @NAMES
 def test_a_group_that_this_rank_is_not_in(two, kind, method, name):
-    member, stranger = two.run(failure_cases.group_without_me, kind, name, method)
+    member, stranger = two.run(group_cases.group_without_me, kind, name, method)
     assert_refused(stranger, "this rank, 1")
     assert member.error is None
 
@@ -57,7 +57,7 @@ def test_a_group_that_this_rank_is_not_in(two, kind, method, name):
 @NAMES
 @pytest.mark.parametrize(("mesh", "word"), [(True, "DeviceMesh"), (False, "list")])
 def test_what_is_no_group(two, kind, method, name, mesh, word):
-    for attempt in two.run(failure_cases.no_group, kind, name, method, mesh):
+    for attempt in two.run(group_cases.no_group, kind, name, method, mesh):
         assert attempt.error == f"TypeError: process_group must be a torch.distributed.ProcessGroup, got {word}"
         assert (attempt.collectives, attempt.grads_changed, attempt.params_changed) == (0, False, False)
         assert attempt.stage == "READY"
@@ -68,7 +68,7 @@ def test_what_is_no_group(two, kind, method, name, mesh, word):
 @NAMES
 @pytest.mark.parametrize("layout", ["hsdp", "line-shards", "fsdp-then-tp", "line-beside-plain"])
 def test_a_group_that_misses_ranks_of_a_mesh(four, kind, method, name, layout):
-    attempts = four.run(failure_cases.group_too_small, kind, name, layout, method)
+    attempts = four.run(group_cases.group_too_small, kind, name, layout, method)
     for rank, attempt in enumerate(attempts):
         assert_refused(attempt, f"ranks {[0, 1] if rank < 2 else [2, 3]} without [")
 
@@ -76,9 +76,9 @@ def test_a_group_that_misses_ranks_of_a_mesh(four, kind, method, name, layout):
 @METHODS
 @NAMES
 def test_meshes_that_do_not_tell_need_a_group(four, method, name):
-    for rank, attempt in enumerate(four.run(failure_cases.roots_over_different_ranks, "grad", name, method)):
+    for rank, attempt in enumerate(four.run(group_cases.roots_over_different_ranks, "grad", name, method)):
         assert_refused(attempt, "process_group is needed", str([[0, 1], [2, 3]][rank // 2]), f"[{rank % 2}, ")
-    for attempt in four.run(failure_cases.roots_over_different_ranks, "world", name, method):
+    for attempt in four.run(group_cases.roots_over_different_ranks, "world", name, method):
         assert (attempt.error, attempt.collectives) == (None, 1)
 
 
@@ -86,7 +86,7 @@ def test_meshes_that_do_not_tell_need_a_group(four, method, name):
 @NAMES
 @pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])
 def test_a_group_binds_its_own_ranks_only(four, kind, name, copied):
-    results = four.run(failure_cases.agree_in_pairs, kind, name, [Fault(1, 3)], copied)
+    results = four.run(group_cases.agree_in_pairs, kind, name, [Fault(1, 3)], copied)
     reports = [report for report, _ in results]
     assert_agreed(reports[:2], [])
     assert_agreed(reports[2:], [1])
@@ -96,14 +96,28 @@ def test_a_group_binds_its_own_ranks_only(four, kind, name, copied):
 @KINDS
 @NAMES
 def test_a_backend_that_torch_keeps_no_list_of_is_a_group(two, tmp_path, kind, name):
-    reports = two.run(failure_cases.bare_backend, str(tmp_path / "store"), kind, name, [Fault(1, 1)])
+    reports = two.run(group_cases.bare_backend, str(tmp_path / "store"), kind, name, [Fault(1, 1)])
     assert_agreed(reports, [1], collectives=0)  # one, which does not pass through torch's dispatcher
+
+
+@KINDS
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("how", ["unscaled", "clipped"])
+def test_another_group_binds_from_the_next_step_on(four, kind, optimizers, how):
+    others = [how == "clipped"] * (optimizers - 1)  # clipped together, they are skipped together
+    reports = four.run(group_cases.another_group_later, kind, optimizers, how)
+    for first, _ in reports:
+        assert first == ([True, *others], 4.0)
+    for _, second in reports[:2]:
+        assert second == ([True, *others], 2.0)
+    for _, second in reports[2:]:
+        assert second == ([False] * optimizers, 4.0)
 
 
 @KINDS
 def test_a_deepcopy_shares_the_group_and_nothing_else(four, kind):
     """Difference 7 from torch."""
-    for shared, scales in four.run(failure_cases.deepcopied_in_mid_run, kind):
+    for shared, scales in four.run(group_cases.deepcopied_in_mid_run, kind):
         assert shared
         assert scales == [8.0, 4.0]
 
@@ -112,13 +126,13 @@ def test_a_deepcopy_shares_the_group_and_nothing_else(four, kind):
 @METHODS
 def test_a_pickled_group_is_refused_until_set(four, kind, method):
     """Difference 7 from torch."""
-    for rank, attempt in enumerate(four.run(failure_cases.unpickled, kind, method)):
+    for rank, attempt in enumerate(four.run(group_cases.unpickled, kind, method)):
         assert_refused(attempt, "[0, 1]" if rank < 2 else "[2, 3]", "set scaler.process_group")
 
 
 @KINDS
 def test_a_destroyed_group_can_be_pickled_and_is_refused_until_set(two, kind):
-    for left, error in two.run(failure_cases.pickled_too_late, kind):
+    for left, error in two.run(group_cases.pickled_too_late, kind):
         assert left.ranks == ()
         assert error.startswith("ValueError: process_group is unset")
 
@@ -126,7 +140,7 @@ def test_a_destroyed_group_can_be_pickled_and_is_refused_until_set(two, kind):
 @pytest.mark.parametrize(("kind", "explicit"), [("sharded", False), ("sharded", True), ("grad", True)])
 def test_a_pickled_default_group_stays_the_default(two, kind, explicit):
     """Difference 7 from torch."""
-    reports = two.run(failure_cases.unpickled_default, kind, explicit, [Fault(1, 1)])
+    reports = two.run(group_cases.unpickled_default, kind, explicit, [Fault(1, 1)])
     if kind == "sharded":
         assert_agreed(reports, [1])
     else:  # None tells a GradScaler to look at the parameters: plain ones bind nobody.
@@ -135,7 +149,7 @@ def test_a_pickled_default_group_stays_the_default(two, kind, explicit):
 
 @NAMES
 def test_the_default_group_is_looked_up_when_used(two, tmp_path, name):
-    case = failure_cases.reborn_group
+    case = group_cases.reborn_group
     for first, second in two.run(case, str(tmp_path / "store"), "sharded", name):
         assert first.scales == scale_model([], 2)[0]
         assert [float.fromhex(scale) for scale in second.scales] == [8.0, 8.0]

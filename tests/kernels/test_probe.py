@@ -1,5 +1,6 @@
 """The probe tells whether the kernels work here, before any gradient is written."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -77,6 +78,54 @@ def test_a_check_that_writes_is_found_out():
         pytest.raises(RuntimeError, match="check_nonfinite of"),
     ):
         probe(DEVICE, torch.float32)
+
+
+# Launch, which call of it, which argument it writes, and how many numbers.
+WRITTEN = {
+    probe: [
+        ("launch_check_nonfinite", 0, 1, 1),
+        ("launch_unscale", 0, 2, 1),
+        ("launch_unscale", 1, 2, 1),
+        ("launch_update_scale", 0, 0, 1),
+        ("launch_update_scale", 0, 1, 1),
+        ("launch_update_rows", 0, 0, 1),
+        ("launch_update_rows", 0, 1, 1),
+        ("launch_update_rows", 0, 2, 160),
+        ("launch_update_rows", 0, 4, 7),
+    ],
+    probe_clipping: [
+        *(("launch_sum_of_squares", call, 3, 5) for call in range(3)),
+        ("launch_clip", 0, 4, 1),
+        ("launch_clip", 1, 5, 4),
+        ("launch_defer", 0, 3, 1),
+        ("launch_defer", 0, 4, 1),
+        ("launch_defer", 0, 5, 4),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("tried", "name", "call", "argument", "place"),
+    [
+        (tried, *written, place)
+        for tried, launches in WRITTEN.items()
+        for *written, numbers in launches
+        for place in sorted({0, numbers // 2, numbers - 1})
+    ],
+)
+def test_every_number_that_a_kernel_writes_is_looked_at(tried, name, call, argument, place):
+    def spoil(*args, **options):
+        start(*args, **options)
+        if next(calls) == call:
+            args[argument].view(-1)[place] = 77
+
+    start, calls = getattr(probe_module, name), itertools.count()
+    with (
+        mock.patch.object(probe_module, name, spoil),
+        pytest.raises(RuntimeError, match=r"the Triton kernel for .* gives"),
+    ):
+        tried(DEVICE, torch.float32)
+    assert next(calls) > call
 
 
 @pytest.mark.parametrize("seen", [0, 1], ids=["nothing", "NaN"])
