@@ -43,6 +43,17 @@ def test_what_is_written_is_read(tmp_path):
     assert os.listdir(tmp_path) == ["gpu.json"]
 
 
+def test_a_change_of_one_configuration_is_a_change_of_one_line(tmp_path):
+    path, key = tmp_path / "gpu.json", KEYS[0]
+    tuned_file.write(path, TUNED)
+    before = path.read_text().splitlines()
+    tuned_file.write(path, TunedFile(TUNED.origin, {**TUNED.chosen, key: CANDIDATES[-1]}))
+    after = path.read_text().splitlines()
+    assert len(after) == len(before)
+    assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+    assert sum('"mode"' in line for line in after) == len(KEYS)
+
+
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "gpu.json"
     tuned_file.write(path, TUNED)

@@ -8,6 +8,8 @@ import torch
 from kernel_cases import DEVICE, NATIVE, launched
 
 from scaler_triton.kernels import launcher
+from scaler_triton.kernels.nonfinite import launch_check_nonfinite
+from scaler_triton.kernels.norm import NormTable
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_unscale
 from scaler_triton.kernels.update_scale import launch_update_scale
@@ -79,6 +81,25 @@ def test_wide_warps_are_fewer(monkeypatch, lanes, want):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(warp_size=lanes))
     assert launcher._native_warps(8, torch.device("cuda")) == want
     assert launcher._native_warps(1, torch.device("cuda")) == 1
+
+
+def first_launch(table):
+    table.set_addresses([0])
+    launch_check_nonfinite(table, torch.zeros((), device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [lambda _: GradTable([8], torch.float32, DEVICE), lambda table: table.set_weights([2.0]), first_launch],
+    ids=["table", "weights", "launch"],
+)
+def test_what_allocates_copies_or_compiles_is_refused_in_a_capture(monkeypatch, first):
+    table = NormTable([8], torch.float32, DEVICE)
+    with monkeypatch.context() as patched:
+        patched.setattr(launcher, "capture_query", lambda device: lambda: True)
+        with pytest.raises(RuntimeError, match="cannot be captured: take one step like it before"):
+            first(table)
+    first(table)
 
 
 @pytest.mark.gpu

@@ -187,6 +187,24 @@ def test_a_write_beside_the_tensors_is_found_out():
         assert tried.problem("check", FIRST) == "wrong values"
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seen", ["first", "last"])
+def test_a_pass_that_looks_at_one_end_only_is_found_out(mode, seen):
+    name = {"unscale": "launch_unscale", "check": "launch_check_nonfinite"}[mode]
+    tried = Scratch([64, 64], torch.float32, DEVICE)
+
+    def half_blind(launch, table, *args, **kwargs):
+        before = args[-1].clone()
+        views = dict(zip(["first", "last"], tried._views(tried.buffer), strict=True))
+        bad = not views[seen].isfinite().all()
+        launch(table, *args, **kwargs)
+        args[-1].copy_(torch.ones_like(before) if bad else before)
+
+    with spoiled(name, half_blind):
+        assert tried.problem(mode, DEFAULT) == ""
+        assert tried.problem(mode, FIRST) == "an Inf was missed"
+
+
 def test_the_workloads_of_a_gpu():
     numels = sweep.gpu_workloads(50 * 2**20)
     for itemsize in ITEMSIZES:
