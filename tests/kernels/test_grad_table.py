@@ -162,6 +162,18 @@ def test_after_a_capture_addresses_are_always_sent():
     table_module._captured.remove(table)
 
 
+def test_a_capture_takes_down_addresses_that_are_there_already():
+    """Later steps may write others before the replay."""
+    table, sent, capturing = GradTable([1, 1], torch.float32, DEVICE), [], [False]
+    table._staging = SimpleNamespace(
+        captured=[], is_capturing=lambda: capturing[0], send=lambda values, out: sent.append(list(values))
+    )
+    table.set_addresses([16, 32])
+    capturing[0] = True
+    table.set_addresses([16, 32])
+    assert sent == [[16, 32]] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not NATIVE, reason="pinned memory needs a GPU")
 def test_many_steps_ahead_of_the_device_each_see_their_own_addresses():
