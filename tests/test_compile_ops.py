@@ -220,3 +220,10 @@ print(json.dumps([sorted({"scaler_triton.compiled"} & set(sys.modules)), hasattr
 def test_who_does_not_compile_registers_nothing() -> None:
     run = [sys.executable, "-c", UNCOMPILED]
     assert json.loads(subprocess.check_output(run, cwd=Path(__file__).parents[1], timeout=120)) == [[], False]
+
+
+def test_inductor_may_not_capture_the_ops_in_graphs_of_its_own() -> None:
+    from scaler_triton import compiled  # noqa: F401 - registers them
+
+    for name in ("unscale_", "check_nonfinite", "update_scale_", "grad_norm"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.scaler_triton, name).default.tags
