@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
-from torch.cuda.amp.common import amp_definitely_not_available
+from torch.cuda.amp import common
 
 from scaler_triton import attributes, callers, dispatch, lending, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
@@ -206,7 +206,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
 
 def _lacks_cuda(device: str) -> bool:
     """Tell whether CUDA is asked for but missing, and warn: torch's own warning would name a line of this package."""
-    lacks = device == "cuda" and amp_definitely_not_available()  # type: ignore[no-untyped-call]
+    lacks = device == "cuda" and common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
     if lacks:
         text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
         warnings.warn(text, stacklevel=callers.stacklevel())

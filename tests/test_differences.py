@@ -184,6 +184,20 @@ def test_2_unknown_devices_are_refused_and_known_ones_normalised() -> None:
         assert scaler.get_scale() == 2.0
 
 
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda"), torch.device("cuda", 1)], ids=str)
+def test_2_of_a_cuda_device_only_its_type_counts(monkeypatch: pytest.MonkeyPatch, cls: type, device: Any) -> None:
+    """Whether there is CUDA is asked for as torch asks, so that a test may answer for both."""
+    common = torch.cuda.amp.common
+    monkeypatch.setattr(common, "amp_definitely_not_available", lambda: True)
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        assert not cls(device).is_enabled()
+    monkeypatch.setattr(common, "amp_definitely_not_available", lambda: False)
+    scaler = cls(device)
+    assert scaler.is_enabled()
+    assert scaler._device == "cuda"
+
+
 def grown(cls: type, place: Place, **kwargs: Any) -> Any:
     scaler = started(cls, place.device, init_scale=2.0, growth_interval=6, **kwargs)
     for step in range(5):

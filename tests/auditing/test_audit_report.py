@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from textwrap import dedent
 from typing import Any
 
 import pytest
 
 from scaler_triton.auditing.report import judge
-from scaler_triton.auditing.state import Copy, RankState, Reading, number, scaler_readings, steps_reading
+from scaler_triton.auditing.state import UNKNOWN, Copy, RankState, Reading, number, scaler_readings, steps_reading
 
 
 def state(rank: int, scale: float = 4.0, **more: Any) -> RankState:
@@ -89,3 +91,138 @@ def test_a_rank_without_replicas_has_none_that_are_equal() -> None:
     shared = [Copy("w", "0-1", "a")]
     rows = str(judge([state(0, copies=shared), state(1, copies=shared), state(2)])).splitlines()
     assert [row.split()[-1] for row in rows[4:7]] == ["equal", "equal", "-"]
+
+
+def copies(among: str, *digests: str) -> list[Copy]:
+    return [Copy(name, among, digest) for name, digest in zip("wb", digests, strict=False)]
+
+
+def agreeing(*notes: str) -> str:
+    """The report of two ranks with equal scales, and these lines below it."""
+    table = ["rank  scale  tracker", "----  -----  -------", "   0      4        0", "   1      4        0"]
+    return "\n".join(["audit; 2 ranks", "", *table, "", "AGREE: every rank holds the same scale, tracker.", *notes])
+
+
+PERHAPS = "Nothing says that they are replicas; if they are, pass the DDP model, or replicated=True."
+REPORTS: dict[str, tuple[Sequence[RankState], str]] = {
+    "nobody": ([], "audit; 0 ranks\n\nNOTHING TO COMPARE: no rank was found."),
+    "alone": (
+        [state(0)],
+        """
+        audit; 1 rank
+
+        rank  scale  tracker
+        ----  -----  -------
+           0      4        0
+
+        NOTHING TO COMPARE: this is the only rank.
+        """,
+    ),
+    "nothing in common": (
+        [state(0), RankState(1, {"steps": Reading("3", "3")})],
+        """
+        audit; 2 ranks
+
+        rank  scale  tracker  steps
+        ----  -----  -------  -----
+           0      4        0      -
+           1      -        -      3
+
+        NOTHING TO COMPARE: no two ranks hold a value of the same kind.
+        """,
+    ),
+    "empty": (
+        [RankState(0), RankState(1)],
+        """
+        audit; 2 ranks
+
+        rank  state
+        ----  -----
+           0      -
+           1      -
+
+        NOTHING TO COMPARE: no two ranks hold a value of the same kind.
+        """,
+    ),
+    "equal replicas": (
+        [state(rank, copies=copies("0-1", "a", "c"), subject="GradScaler of torch; SGD") for rank in range(2)],
+        """
+        GradScaler of torch; SGD; 2 ranks
+
+        rank  scale  tracker  replicated parameters
+        ----  -----  -------  ---------------------
+           0      4        0                2 equal
+           1      4        0                2 equal
+
+        AGREE: every rank holds the same scale, tracker, 2 replicated parameters.
+        """,
+    ),
+    "one replica apart": (
+        [state(rank, copies=copies("0-1", f"{rank}", "c")) for rank in range(2)],
+        """
+        audit; 2 ranks
+
+        rank  scale  tracker  replicated parameters
+        ----  -----  -------  ---------------------
+           0      4        0          1 of 2 differ
+           1      4        0          1 of 2 differ
+
+        SPLIT: the ranks no longer train one model. This does not heal; go back to a state in which they agree.
+          replicated parameters: 1 of 2 differ: w
+            w: rank 0 | rank 1
+        """,
+    ),
+    "plain parameters, equal": (
+        [state(rank, copies=copies(UNKNOWN, "a", "c")) for rank in range(2)],
+        agreeing("Plain parameters: 2 of 2 are equal, though nothing says they must."),
+    ),
+    "plain parameters, one apart": (
+        [state(rank, copies=copies(UNKNOWN, f"{rank}", "c")) for rank in range(2)],
+        agreeing(f"Plain parameters: 1 of 2 differ: w. {PERHAPS}"),
+    ),
+    "replicas beside plain ones, in pairs": (
+        [
+            state(rank, copies=[*copies("0-1" if rank < 2 else "2-3", f"{rank // 2}"), Copy("p", UNKNOWN, f"{rank}")])
+            for rank in range(4)
+        ],
+        f"""
+        audit; 4 ranks
+
+        rank  scale  tracker  replicated parameters
+        ----  -----  -------  ---------------------
+           0      4        0                1 equal
+           1      4        0                1 equal
+           2      4        0                1 equal
+           3      4        0                1 equal
+
+        AGREE: every rank holds the same scale, tracker, 1 replicated parameter.
+        Plain parameters: 1 of 1 differ: p. {PERHAPS}
+        """,
+    ),
+    "errors": (
+        [state(0), RankState(1, error="OSError: gone"), state(2, error="OSError: half")],
+        """
+        audit; 3 ranks
+
+        rank  scale  tracker
+        ----  -----  -------
+           0      4        0
+           1  error        -
+           2      4        0
+
+        rank 1: OSError: gone
+        rank 2: OSError: half
+        UNKNOWN: not every rank could be read. Nothing differs among those that could.
+        """,
+    ),
+    "left out": (
+        [state(0, left_out={"shard": 2}), state(1, left_out={"shard": 3, "meta tensor": 1})],
+        agreeing("Not compared: 3 shards.", "Not compared: 1 meta tensor."),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_whole_report(name: str) -> None:
+    states, text = REPORTS[name]
+    assert str(judge(states)) == dedent(text).strip()

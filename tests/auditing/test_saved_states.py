@@ -1,48 +1,20 @@
-"""`python -m scaler_triton audit`: what ranks have saved, and files that somebody made to harm."""
+"""`python -m scaler_triton audit`: what ranks have saved."""
 
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import stepped
+from saving import Command, save, scaler_state
 
 from scaler_triton import cli
+from scaler_triton.auditing.saved_states import DEPTH
 from scaler_triton.words import one_line
-
-
-def scaler_state(scale: Any = 4.0, tracker: Any = 1) -> dict[str, Any]:
-    rest = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    return {"scale": scale, **rest, "_growth_tracker": tracker}
-
-
-def save(folder: Path, contents: Mapping[str, Any]) -> None:
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, folder / name)
-
-
-Command = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `audit` on the folder and gives its status and its only output."""
-
-    def run(*words: str) -> tuple[int, str]:
-        status = cli.main(["audit", str(tmp_path), *words])
-        said = capsys.readouterr()
-        assert not (said.out and said.err)
-        assert "Traceback" not in said.out + said.err
-        return status, said.out or said.err
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -89,6 +61,49 @@ def test_steps_that_a_group_counts_are_found(tmp_path: Path, command: Command) -
     save(tmp_path, {f"rank{rank}.pt": {"state": {}, "param_groups": [{"step": 2 + rank}]} for rank in range(2)})
     status, text = command()
     assert (status, "\n  steps: 2 on rank 0; 3 on rank 1" in text) == (1, True)
+
+
+def test_places_are_named_by_number_too_and_others_are_not(tmp_path: Path, command: Command) -> None:
+    nested = {7: scaler_state(2.0), (1, 2): scaler_state(8.0)}
+    save(tmp_path, {f"rank{rank}.pt": {"states": nested} for rank in range(2)})
+    head = next(line for line in command()[1].splitlines() if line.startswith("rank "))
+    assert "rank*.pt states.7 scale" in head
+    assert "rank*.pt states.? scale" in head
+
+
+def test_a_scaler_is_looked_for_so_deep_and_no_deeper(tmp_path: Path, command: Command) -> None:
+    """In a file that somebody made to harm, each place's name could be as long as the file."""
+    nested: Any = scaler_state()
+    for depth in range(DEPTH + 2):
+        save(tmp_path, {f"rank{rank}.pt": nested for rank in range(2)})
+        assert (command()[0], depth) == (0 if depth <= DEPTH else 2, depth)
+        nested = [nested]
+
+
+def test_folders_and_other_files_are_no_states(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, {f"rank{rank}.pt": scaler_state() for rank in range(2)})
+    (tmp_path / "rank2.pt").mkdir()
+    (tmp_path / "rank3.txt").write_text("a note")
+    status, text = command("--pattern", "*")
+    assert (status, text.splitlines()[0].endswith("; 2 ranks")) == (0, True)
+
+
+def test_every_file_of_a_rank_that_cannot_be_read_is_named(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, {f"scaler_rank{rank}.pt": scaler_state() for rank in range(2)})
+    for name in ("optim", "model"):
+        (tmp_path / f"{name}_rank1.pt").write_bytes(b"no archive")
+    status, text = command()
+    assert (status, "UNKNOWN" in text) == (2, True)
+    assert "\nrank 1: model_rank1.pt: not a zip archive" in text
+    assert "; optim_rank1.pt: not a zip archive" in text
+
+
+def test_states_of_parameters_that_count_nothing_have_no_steps(tmp_path: Path, command: Command) -> None:
+    group = {"params": [0, 1, 2, 3]}
+    state = {0: {"step": 3}, 1: torch.ones(2), 2: None, 3: {"momentum": torch.ones(2)}}
+    save(tmp_path, {f"rank{rank}.pt": {"state": state, "param_groups": [group]} for rank in range(2)})
+    status, text = command()
+    assert (status, text.endswith("\nAGREE: every rank holds the same steps.\n")) == (0, True)
 
 
 def test_two_scalers_are_told_apart(tmp_path: Path, command: Command) -> None:
@@ -195,136 +210,3 @@ def test_a_folder_that_cannot_be_read_is_said_to_be(
     monkeypatch.setattr(os, "scandir", refused)  # root may read anything
     status, text = command()
     assert (status, text.endswith(": Permission denied\n"), text.count("\n")) == (2, True, 1)
-
-
-# Files that somebody made to harm, or that broke.
-
-
-class Bomb:
-    """A pickle that writes a file where it is loaded."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.mark),)
-
-
-def cyclic() -> list[Any]:
-    """Lists in lists: 40 levels of a hundred, each level one object."""
-    inner: list[Any] = []
-    for _ in range(40):
-        inner = [inner] * 100
-    inner.append(inner)
-    return inner
-
-
-def compressed(path: Path) -> None:
-    """Rewrite an archive so that it is larger in memory than on disk."""
-    with zipfile.ZipFile(path) as archive:
-        records = {info.filename: archive.read(info) for info in archive.infolist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in records.items():
-            archive.writestr(name, data)
-
-
-def unreadable(command: Command, text: str) -> None:
-    """Rank 1's file is one line, and the exit status says that not all was read."""
-    status, said = command()
-    assert status == 2
-    assert "\nrank 1: rank1.pt: " in said
-    assert text in said
-    assert "UNKNOWN" in said
-    assert "weights_only" not in said
-
-
-@pytest.fixture
-def harmless(tmp_path: Path) -> Path:
-    """Two ranks' states; gives the second's."""
-    save(tmp_path, {f"rank{rank}.pt": scaler_state() for rank in range(2)})
-    return tmp_path / "rank1.pt"
-
-
-def test_a_bomb_does_not_go_off(harmless: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    mark = harmless.parent / "mark"
-    torch.save({"scaler": scaler_state(), "x": Bomb(mark)}, harmless)
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    unreadable(command, "rank1.pt: holds posix.mkdir, not only tensors and plain values")
-    assert not mark.exists()
-    torch.load(harmless, weights_only=False)  # it is one
-    assert mark.exists()
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_bare_pickles_are_not_opened(harmless: Path, command: Command, legacy: bool) -> None:
-    mark = harmless.parent / "mark"
-    if legacy:
-        torch.save(Bomb(mark), harmless, _use_new_zipfile_serialization=False)
-    else:
-        harmless.write_bytes(pickle.dumps(Bomb(mark)))
-    for name in ("random_states_0.pkl", ".metadata", "rank0.pkl", "random_states_rank0.pkl"):
-        (harmless.parent / name).write_bytes(pickle.dumps(Bomb(mark)))
-    unreadable(command, "not a zip archive")
-    assert not mark.exists()
-
-
-def test_broken_files_are_one_line_each(harmless: Path, command: Command) -> None:
-    whole = harmless.read_bytes()
-    for data in (b"", whole[: len(whole) // 2], b"PK\x05\x06" + bytes(18), os.urandom(1000)):
-        harmless.write_bytes(data)
-        unreadable(command, "rank1.pt: ")
-    harmless.write_bytes(whole[:100] + bytes(100) + whole[200:])
-    assert command()[0] in (0, 2)
-
-
-def test_a_compressed_archive_is_refused(harmless: Path, command: Command) -> None:
-    torch.save({"x": torch.zeros(10**6)}, harmless)
-    compressed(harmless)
-    assert harmless.stat().st_size < 10**5
-    unreadable(command, "its archive is compressed")
-
-
-def test_too_large_a_structure_is_refused(harmless: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from scaler_triton.auditing import saved_states
-
-    monkeypatch.setattr(saved_states, "STRUCTURE_LIMIT", 1000)
-    torch.save(["x" * 2000], harmless)
-    unreadable(command, "; the limit is 1000")
-    renamed = harmless.with_suffix(".zip")  # which torch reads just the same
-    with zipfile.ZipFile(harmless) as archive, zipfile.ZipFile(renamed, "w") as copy:
-        for record in archive.infolist():
-            copy.writestr(record.filename.replace("data.pkl", "DATA.PKL"), archive.read(record))
-    renamed.replace(harmless)
-    assert torch.load(harmless, weights_only=True) == ["x" * 2000]
-    unreadable(command, "; the limit is 1000")
-
-
-@pytest.mark.parametrize("field", ["scale", "_growth_tracker"])
-@pytest.mark.parametrize("value", ["4", None, True, [4.0], torch.ones(2), b"\x80"])
-def test_a_state_is_numbers(harmless: Path, command: Command, field: str, value: Any) -> None:
-    torch.save({"scaler": scaler_state() | {field: value}}, harmless)
-    unreadable(command, f"rank1.pt: {field} must be a number, got {type(value).__name__}")
-
-
-def test_a_step_is_a_number(harmless: Path, command: Command) -> None:
-    torch.save({"state": {0: {"step": "many"}}, "param_groups": []}, harmless)
-    unreadable(command, "step must be a number, got str")
-
-
-def test_lists_within_themselves_end(harmless: Path, command: Command) -> None:
-    torch.save([cyclic(), scaler_state(8.0)], harmless)
-    torch.save([[], scaler_state()], harmless.with_name("rank0.pt"))
-    assert command()[0] == 1
-
-
-def test_names_cannot_write_to_the_terminal(tmp_path: Path, command: Command) -> None:
-    key = "\x1b[2J" * 100
-    save(tmp_path, {f"\x1b[1m_rank{r}.pt": {key: scaler_state(), "b": scaler_state()} for r in range(2)})
-    status, text = command()
-    assert status == 0
-    assert "\x1b" not in text
-
-
-def test_torchs_advice_to_load_unsafely_is_not_passed_on(harmless: Path, command: Command) -> None:
-    torch.save({"x": pytest.raises}, harmless)
-    unreadable(command, "holds ")
