@@ -67,7 +67,12 @@ def test_the_first_rank_prints_to_standard_output(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("states", "steps"),
-    [([{"step": 3}, {"step": 5.0}], "3..5"), ([{"step": torch.tensor(7.0)}, {}], "7"), ([{"momentum": 1}, {}], "-")],
+    [
+        ([{"step": 3}, {"step": 5.0}], "3..5"),
+        ([{"step": torch.tensor(7.0)}, {}], "7"),
+        ([{"momentum": 1}, {}], "-"),
+        ([["step"], {"step": torch.ones(2)}], "-"),  # not what torch's optimizers count by
+    ],
 )
 def test_steps_are_numbers_or_tensors(states: list[Any], steps: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1)) for _ in states])
