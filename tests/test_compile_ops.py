@@ -187,6 +187,20 @@ def test_what_is_refused_uncompiled_is_refused_when_the_graph_runs(
                 function(grads(), scalar(0.5), scalar(0.0))
 
 
+def test_custom_ops_run_on_the_backend_that_they_are_told() -> None:
+    from scaler_triton import compiled
+
+    tracker = torch.zeros((), dtype=torch.int32)
+    for op, args in (
+        (compiled.unscale_, ([torch.ones(2)], scalar(0.5), scalar(0.0))),
+        (compiled.check_nonfinite, ([torch.ones(2)], scalar(0.0))),
+        (compiled.grad_norm, ([torch.ones(2)], scalar(0.0), None, 2.0)),
+        (compiled.update_scale_, (scalar(8.0), tracker, scalar(0.0), 2.0, 0.5, 2)),
+    ):
+        with pytest.raises(ValueError, match="backend must be"):
+            op(*args, "neither")
+
+
 def test_custom_ops_tell_the_truth_of_what_they_write() -> None:
     """Torch's own checker runs them under its fake tensors, and looks for writes that the schema hides."""
     from scaler_triton import compiled

@@ -154,11 +154,24 @@ def test_every_candidate_is_shown(tuned: tuple[int, Path, str, str]) -> None:
     assert "100%" in bar
 
 
-def test_a_dropped_candidate_is_shown_with_the_reason() -> None:
+def test_the_table_in_full() -> None:
     pytest.importorskip("tabulate")
-    dropped = sweep_module.Figures("check", 2, FASTER, "wrong values (span)", {}, {}, 1.0)
-    table = tune.figures_table([dropped], {("check", 2): DEFAULT})
-    assert table.splitlines()[-1].endswith("dropped: wrong values (span)")
+
+    def figures(mode: str, config: LaunchConfig, span: float) -> sweep_module.Figures:
+        gbps = {"span": span, "mixed": span / 2}
+        return sweep_module.Figures(mode, 2, config, "", dict.fromkeys(gbps, 1.0), gbps, 2000.0)
+
+    dropped = sweep_module.Figures("unscale", 2, FASTER, "wrong values (span)", {}, {}, 2000.0)
+    both = [figures("check", DEFAULT, 1500.4), figures("check", FASTER, 1800.0), figures("unscale", DEFAULT, 1000.0)]
+    table = tune.figures_table([*both, dropped], {("check", 2): FASTER, ("unscale", 2): DEFAULT})
+    lines = table.splitlines()
+    assert [" ".join(line.split()) for line in lines if not line.startswith("--")][1:] == [
+        "check 2 8 x 2 x 2 1500 75% 750 38% default",
+        "check 2 8 x 2 x 1 1800 90% 900 45% chosen",
+        "unscale 2 8 x 2 x 2 1000 50% 500 25% default, chosen",
+        "unscale 2 8 x 2 x 1 dropped: wrong values (span)",
+    ]
+    assert [line.startswith("--") for line in lines] == [False, True, False, False, True, False, False]
 
 
 def test_a_sweep_that_fails_writes_nothing(

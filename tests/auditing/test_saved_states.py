@@ -133,6 +133,15 @@ def test_a_star_beside_the_rank_takes_no_digit_of_it(tmp_path: Path, command: Co
     assert (status, "  scale: 4 on ranks 0-10; 5 on rank 11\n" in text) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "name"), [("part_0{rank}.pt", "part_0{}.pt"), ("{rank}/part{rank}_{rank}.pt", "x/part{}_3.pt")]
+)
+def test_what_else_is_in_a_pattern_stands_for_itself(tmp_path: Path, command: Command, pattern: str, name: str) -> None:
+    save(tmp_path, {name.format(rank): scaler_state(4.0 + rank) for rank in range(2)})
+    status, text = command("--pattern", pattern)
+    assert (status, "  scale: 4 on rank 0; 5 on rank 1\n" in text) == (1, True)
+
+
 def test_a_pattern_chooses_the_files(tmp_path: Path, command: Command) -> None:
     save(
         tmp_path,
