@@ -68,6 +68,29 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert text.endswith(f"tuned files   {tmp_path}/scaler_triton/tuned (not there yet: `tune` makes it)\n")
 
 
+@pytest.mark.parametrize(
+    ("cuda", "hip", "said"),
+    [("12.8", None, "12.8"), (None, "6.4", "ROCm 6.4"), (None, None, "none: this torch is built without it")],
+)
+def test_what_torch_is_built_with(monkeypatch: pytest.MonkeyPatch, cuda: str, hip: str, said: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert f"\nCUDA          {said}\n" in info.version_lines()
+
+
+def test_it_says_if_triton_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert info.triton_version() == f"{triton.__version__}, which interprets: TRITON_INTERPRET is set"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert info.triton_version() == triton.__version__
+
+
+def test_a_folder_that_is_there_needs_no_word(tmp_path: Path) -> None:
+    (tmp_path / "scaler_triton" / "tuned").mkdir(parents=True)
+    assert info.cache_line() == f"tuned files   {tmp_path}/scaler_triton/tuned"
+
+
 def test_what_torch_says_of_a_missing_gpu_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_available() -> bool:
         warnings.warn("the driver is too old", UserWarning, stacklevel=2)
@@ -141,6 +164,7 @@ def test_files_of_another_triton_are_counted() -> None:
     other = lookup.user_file(Origin(ORIGIN.device, ORIGIN.capability, "3.6.0", ORIGIN.kernels))
     assert other is not None
     other.parent.mkdir(parents=True)
+    assert "another Triton" not in "".join(info.config_lines(GPU))
     tuned_file.write(other, TunedFile(ORIGIN, {}))
     assert "another Triton or other kernels" in info.config_lines(GPU)[-1]
 
