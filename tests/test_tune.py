@@ -97,6 +97,11 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypat
         tune.output_path(None, ORIGIN)
 
 
+def test_a_folder_may_be_named_at_the_prompt(tmp_path: Path) -> None:
+    assert cli.build_parser().parse_args(["tune"]).out is None
+    assert cli.build_parser().parse_args(["tune", "--out", str(tmp_path)]).out == tmp_path
+
+
 def test_the_file_goes_to_the_cache_or_to_the_folder_named(tmp_path: Path) -> None:
     assert tune.output_path(tmp_path / "new", ORIGIN) == tmp_path / "new" / "Some_GPU.json"
     path = tune.output_path(None, ORIGIN)

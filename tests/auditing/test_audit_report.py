@@ -118,6 +118,19 @@ REPORTS: dict[str, tuple[Sequence[RankState], str]] = {
         NOTHING TO COMPARE: this is the only rank.
         """,
     ),
+    "alone and unreadable": (
+        [RankState(0, error="OSError: gone")],
+        """
+        audit; 1 rank
+
+        rank  state
+        ----  -----
+           0  error
+
+        rank 0: OSError: gone
+        UNKNOWN: not every rank could be read. Nothing differs among those that could.
+        """,
+    ),
     "nothing in common": (
         [state(0), RankState(1, {"steps": Reading("3", "3")})],
         """

@@ -151,6 +151,12 @@ def test_large_tensors_are_no_large_structure(
     assert command()[0] == 0
 
 
+def test_states_that_were_saved_on_a_gpu_are_read_without_one(tmp_path: Path, command: Command) -> None:
+    with mock.patch.object(torch.serialization, "location_tag", return_value="cuda:7"):
+        save(tmp_path, {f"rank{rank}.pt": scaler_state(torch.tensor(4.0)) for rank in range(2)})
+    assert command()[0] == 0
+
+
 def test_what_torch_says_while_it_reads_is_silenced_and_later_heard(harmless: Path, command: Command) -> None:
     log = logging.getLogger("torch.distributed.device_mesh")
     before, seen = log.level, []

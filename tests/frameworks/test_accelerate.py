@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,8 @@ from accelerate.utils import DistributedType, GradScalerKwargs
 from accelerate_cases import Job, backward, linear, new_accelerator, use_torch
 from helpers import waits_raise
 
-from scaler_triton import GradScaler
+from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton.integrations import accelerate as integration
 from scaler_triton.integrations.accelerate import AcceleratedOptimizer, use_scaler_triton
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,19 @@ def test_settings_beat_accelerates_numbers():
     assert scaler.get_scale() == 64.0
     assert scaler.get_min_scale() == 2.0
     assert scaler.get_growth_interval() == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "fsdp2", "cls"),
+    [
+        (DistributedType.NO, False, GradScaler),
+        (DistributedType.MULTI_CPU, False, GradScaler),
+        (DistributedType.FSDP, False, ShardedGradScaler),
+        (DistributedType.FSDP, True, GradScaler),  # its DTensors tell who must agree
+    ],
+)
+def test_the_class_that_each_sharding_needs(kind, fsdp2, cls):
+    assert integration._scaler_class(SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2)) is cls
 
 
 def test_called_again_it_changes_nothing():
