@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -71,6 +71,17 @@ def test_settings_beat_accelerates_numbers():
 )
 def test_the_class_that_each_sharding_needs(kind, fsdp2, cls):
     assert integration._scaler_class(SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2)) is cls
+
+
+@pytest.mark.parametrize("trainer", [False, True])
+def test_versions_are_looked_at(monkeypatch, trainer):
+    accelerator = new_accelerator()
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    if trainer:
+        monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    with mock.patch.object(integration.versions, "check") as check:
+        use_scaler_triton(accelerator)
+    assert [call.args for call in check.call_args_list] == [("accelerate",), ("transformers",)][: 1 + trainer]
 
 
 def test_called_again_it_changes_nothing():
