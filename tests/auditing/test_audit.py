@@ -6,6 +6,7 @@ import io
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helpers import started, stepped
 
 import scaler_triton
 from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton.auditing import audit as audit_module
 from scaler_triton.auditing.replicas import hashed_copies
 from scaler_triton.auditing.report import AuditReport
 from scaler_triton.auditing.state import UNKNOWN
@@ -118,6 +120,11 @@ def test_a_model_is_a_module() -> None:
 
 def test_a_rank_may_have_no_optimizer() -> None:
     assert str(audited([], GradScaler("cpu"))).startswith("GradScaler of scaler_triton; 1 rank\n")
+
+
+def test_one_rank_alone_hashes_nothing() -> None:
+    with mock.patch.object(audit_module, "hashed_copies", side_effect=AssertionError):
+        assert not audited(stepped(), GradScaler("cpu")).ranks[0].error
 
 
 def test_at_the_prompt_a_report_takes_one_line() -> None:

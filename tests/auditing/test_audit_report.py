@@ -54,8 +54,9 @@ def test_many_ranks_share_rows() -> None:
 
 def test_what_is_too_wide_for_a_table_is_a_list() -> None:
     columns = [f"checkpoint-{step}/rank*.pt scale" for step in range(8)]
-    report = judge([RankState(rank, {name: Reading("4", "4") for name in columns}) for rank in range(3)])
-    assert str(report).splitlines()[2:10] == [f"{name}: 4 on ranks 0-2" for name in columns]
+    held = {name: Reading("4", "4") for name in columns} | {"steps": Reading("-", None)}
+    report = judge([RankState(rank, held) for rank in range(3)])
+    assert str(report).splitlines()[2:11] == [*(f"{name}: 4 on ranks 0-2" for name in columns), "steps: -"]
 
 
 def test_values_that_look_alike_still_differ() -> None:

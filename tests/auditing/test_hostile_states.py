@@ -157,9 +157,11 @@ def test_states_that_were_saved_on_a_gpu_are_read_without_one(tmp_path: Path, co
     assert command()[0] == 0
 
 
-def test_what_torch_says_while_it_reads_is_silenced_and_later_heard(harmless: Path, command: Command) -> None:
-    log = logging.getLogger("torch.distributed.device_mesh")
-    before, seen = log.level, []
+def test_what_torch_says_while_it_reads_is_silenced_and_later_heard(
+    harmless: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, seen = logging.getLogger("torch.distributed.device_mesh"), []
+    monkeypatch.setattr(log, "level", logging.WARNING)
 
     def noisy(*args: Any, **options: Any) -> Any:
         seen.append(log.isEnabledFor(logging.ERROR))
@@ -170,7 +172,7 @@ def test_what_torch_says_while_it_reads_is_silenced_and_later_heard(harmless: Pa
     with mock.patch.object(torch, "load", noisy):
         assert command()[0] == 0
     assert seen == [False, False]
-    assert log.level == before
+    assert log.level == logging.WARNING
 
 
 def test_torchs_advice_to_load_unsafely_is_not_passed_on(harmless: Path, command: Command) -> None:
