@@ -179,6 +179,16 @@ def test_the_table_in_full() -> None:
     assert [line.startswith("--") for line in lines] == [False, True, False, False, True, False, False]
 
 
+def test_what_was_tuned_counts_from_now_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tabulate")
+    figures = [sweep_module.Figures("check", 2, DEFAULT, "", {"span": 1.0}, {"span": 1.0}, 1.0)]
+    monkeypatch.setattr(sweep_module, "sweep", lambda *_: figures)
+    path = tmp_path / "gpu.json"
+    assert tuned_file.read(path) is None
+    assert run_tune(path) == 0
+    assert tuned_file.read(path) is not None
+
+
 def test_a_sweep_that_fails_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

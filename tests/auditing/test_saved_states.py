@@ -142,6 +142,12 @@ def test_what_else_is_in_a_pattern_stands_for_itself(tmp_path: Path, command: Co
     assert (status, "  scale: 4 on rank 0; 5 on rank 1\n" in text) == (1, True)
 
 
+def test_a_pattern_that_no_file_matches_is_shown(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, {"rank0.pt": scaler_state()})
+    status, text = command("--pattern", "state-{rank}.pt")
+    assert (status, "\nNo file of torch.save matches state-{rank}.pt.\n" in text) == (2, True)
+
+
 def test_a_pattern_chooses_the_files(tmp_path: Path, command: Command) -> None:
     save(
         tmp_path,
