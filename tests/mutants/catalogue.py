@@ -404,4 +404,23 @@ MUTANTS = [
     Mutant(_S + "clipping/clip.py", 'if state["stage"] is OptState.READY:', "if True:", CLIPPED),
     Mutant(_S + "clipping/copies.py", " or plan.copies[1]() is not model", "", CLIPPED),
     Mutant(_S + "unscaling.py", "agreement if isinstance(error, Exception) else None", "agreement", CLIPPED),
+    Mutant(_S + "agreeing.py", " or first.joint[0] != key", "", GROUPS),
+    Mutant(_S + "compiled.py", "(torch.Tag.cudagraph_unsafe,)", "()", "tests/test_compile_ops.py"),
+    Mutant(
+        _S + "integrations/accelerate.py", "and not accelerator.is_fsdp2", "", "tests/frameworks/test_accelerate.py"
+    ),
+    Mutant("kernels/table.py", " or (self._staging is not None and self._staging.is_capturing())", "", TABLE),
+    Mutant("kernels/table.py", "launcher.refuse_first_in_capture(device)", "pass", TABLE),
+    Mutant(
+        "kernels/scratch.py",
+        "        self.reset(3.0)\n        self.buffer[",
+        "        self.buffer[",
+        "tests/kernels/test_sweep.py",
+    ),
+    Mutant(
+        "kernels/probe.py",
+        "torch.stack([norm, factor])",
+        "torch.stack([_floats(8.0), factor])",
+        "tests/kernels/test_probe.py",
+    ),
 ]
