@@ -117,7 +117,7 @@ def _probe_update_rows(device: torch.device) -> None:
     flags, counters = before.to(device, copy=True), torch.zeros(N_COUNTERS, dtype=torch.int64, device=device)
     policy = DevicePolicy(device).hold(2.0, 0.5, 2000)
     launch_update_rows(scale, growth_tracker, flags, policy, counters, 0b11, clear=True)
-    _expect("update_scale by several flags", torch.stack([scale, growth_tracker]), _floats([4.0, 0.0]))
+    _expect("update_scale by several flags", torch.stack([scale, growth_tracker.float()]), _floats([4.0, 0.0]))
     _expect("clearing flags", flags, after)
     _expect("counting", counters, torch.tensor([1, 1, 1, 0, 1, 1, 1], dtype=torch.int64, device="cpu"))
 
