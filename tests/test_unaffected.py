@@ -201,6 +201,24 @@ def test_optimizers_for_each_and_fused(place: Place, optimizer_class: Any, optio
     assert_as_torch(train, place)
 
 
+def optimizers_of_torch() -> list[type[torch.optim.Optimizer]]:
+    """All of this torch, but for LBFGS, which needs a closure, and one for sparse gradients only."""
+    found = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    others = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+    return [each for each in found if issubclass(each, torch.optim.Optimizer) and each not in others]
+
+
+@PLACES
+@pytest.mark.parametrize("optimizer_class", optimizers_of_torch(), ids=lambda v: v.__name__)
+def test_every_optimizer_of_torch(place: Place, optimizer_class: Any) -> None:
+    def train(scaler: Any, device: str) -> list[Tensor]:
+        model = network(device)
+        matrices = [p for p in model.parameters() if p.dim() == 2]  # Muon takes no others
+        return plain_loop(scaler, model, optimizer_class(matrices, lr=0.05), device)
+
+    assert_as_torch(train, place)
+
+
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
     """Compiled code of other tests neither helps nor counts towards limits."""

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import cases
 import torch
@@ -190,3 +191,40 @@ def warned_about_fsdp1(rank: int, kind: str, wrapper: str) -> tuple[list[str], l
             reports.append(_train(rank, model, scaler, "adamw", [Fault(2, 1)], False, part=(0, 1)))
     texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
     return [text for text in texts if "Scaler" in text], reports
+
+
+def zero_beside_whole(rank: int, kind: str, *, fused: bool) -> tuple[list[float], list[float], bool]:
+    """Train under DDP with our scaler and optimizer states split over the ranks, then with torch's and whole states.
+
+    Returns: the scales of both, and whether they ended with the same parameters, to the bit.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # its module scripts other optimizers
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    nets = Net(), Net()
+    nets[1].load_state_dict(nets[0].state_dict())
+    options = {"lr": cases.LEARNING_RATE, "fused": fused}
+    zero = ZeroRedundancyOptimizer(nets[0].parameters(), torch.optim.AdamW, **options)
+    whole = torch.optim.AdamW(nets[1].parameters(), **options)
+    torch_scaler = torch.amp.GradScaler("cpu", init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL)
+    ours = _scales_under_ddp(rank, nets[0], zero, cases.new_scaler(kind))
+    theirs = _scales_under_ddp(rank, nets[1], whole, torch_scaler)
+    pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)
+    return ours, theirs, all(torch.equal(one, other) for one, other in pairs)
+
+
+def _scales_under_ddp(rank: int, net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> list[float]:
+    """Train; the loss of the last rank is infinite at two steps. Returns the scale after every step."""
+    world_size = dist.get_world_size()
+    model, scales = _ddp(net, False), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = _batch(step, (rank, world_size))
+        loss = nn.functional.mse_loss(model(x), y)
+        bad = step in (2, 5) and rank == world_size - 1
+        scaler.scale(loss * float("inf") if bad else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales

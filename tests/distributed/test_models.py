@@ -1,5 +1,7 @@
 """Whole training runs: ranks under every wrapper do what one process does that skips the same steps."""
 
+from itertools import pairwise
+
 import model_cases
 import pytest
 from cases import Fault
@@ -46,6 +48,18 @@ def test_ddp(two, kind, name, clip):
     faults = everywhere(2) if kind == "grad" else one_rank_at_a_time(2)
     outcomes = two.run(model_cases.against_one_process, kind, "ddp", name, faults, clip=clip)
     assert_like_one_process(outcomes, collectives=0 if kind == "grad" else 1)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("kind", ["sharded", "grad"])
+def test_ddp_with_optimizer_states_split_over_the_ranks(two, kind, fused):
+    """`ZeroRedundancyOptimizer`: each rank steps its part of the parameters, and sends it to the others."""
+    results = two.run(model_cases.zero_beside_whole, kind, fused=fused)
+    scales, _, _ = results[0]
+    assert [later < earlier for earlier, later in pairwise(scales)].count(True) == len(BAD_STEPS)
+    for ours, theirs, same in results:
+        assert ours == theirs == scales
+        assert same
 
 
 @CLIP
