@@ -47,7 +47,7 @@ def check_backend(backend: str | None) -> str:
 
 
 def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: bool = False) -> Backend:
-    """Return the backend for tensors of `dtype` on `device`, decided once, by a trial run of the kernels.
+    """Return the backend for tensors of `dtype` on `device`, decided once; for Triton by a trial run of the kernels.
 
     Args:
         device: with its index.
@@ -56,12 +56,12 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
 
     Raises: RuntimeError with the cause if "triton" was requested and does not work there.
     """
-    if _without_trial(device, requested) or (clips and choose(device, dtype, requested) == "torch"):
-        return "torch"
     key = (device, dtype, requested, clips)
     known = _chosen.get(key)
     if known is not None:
         return known[0]
+    if clips:
+        choose(device, dtype, requested)
     with _lock:
         if key not in _chosen:
             _chosen[key] = _decide(*key)
@@ -70,7 +70,7 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
 
 def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
     """Return the reason for the choice that `choose` made for these."""
-    return _without_trial(device, requested) or _chosen[device, dtype, requested, False][1]
+    return _chosen[device, dtype, requested, False][1]
 
 
 def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False) -> Backend:
@@ -93,7 +93,13 @@ def _without_trial(device: torch.device, requested: str) -> str:
 
 
 def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> tuple[Backend, str]:
+    unscales = _chosen.get((device, dtype, requested, False))
+    if unscales is not None and unscales[0] == "torch":
+        return unscales
     place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
+    untried = _without_trial(device, requested)
+    if untried:
+        return _logged(place, "torch", untried)
     refuse_capture(device, f"the first step with {place}")
     try:
         from scaler_triton.kernels import probe

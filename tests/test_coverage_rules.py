@@ -19,7 +19,10 @@ def left_out(path: Path) -> set[int]:
     """Return the lines of a file that are not measured, but for empty ones."""
     measured = coverage.Coverage(data_file=None, config_file=str(ROOT / "pyproject.toml"))
     lines = path.read_text().splitlines()
-    return {number for number in measured.analysis2(str(path))[2] if lines[number - 1].strip()}
+    try:
+        return {number for number in measured.analysis2(str(path))[2] if lines[number - 1].strip()}
+    finally:
+        measured.get_data().close(force=True)  # as it is in memory it would stay open
 
 
 def kernels_in(text: str) -> set[int]:

@@ -41,6 +41,21 @@ def test_a_trial_is_made_once_and_one_line_says_how_it_went(place: Place, caplog
     ]
 
 
+@pytest.mark.parametrize(
+    ("backend", "reason"), [("auto", "Triton is chosen for CUDA only"), ("torch", "asked for")], ids=["auto", "torch"]
+)
+def test_one_line_says_why_a_device_is_torchs(backend: str, reason: str, caplog: Any) -> None:
+    scaler = GradScaler("cpu", backend=backend)
+    with caplog.at_level(logging.DEBUG, "scaler_triton"):
+        for _ in range(2):
+            optimizer = sgd([torch.tensor([4.0])])
+            scaler.scale(torch.ones(()))
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [record.getMessage() for record in caplog.records] == [f"float32 on cpu is served by torch: {reason}"]
+
+
 def test_xpu_and_the_rest_are_torchs() -> None:
     assert dispatch.choose(torch.device("xpu", 0), FP32, "auto") == "torch"
 

@@ -67,7 +67,7 @@ class Recipe:
 
 
 ON_CPU = ("'pin_memory' argument is set as true but no accelerator is found",)  # the Trainer's data loader
-DYNAMO = ("`torch.jit.script_method` is deprecated", "Guards may run slower on Python 3.13.0")  # torch's, about itself
+DYNAMO = ("`torch.jit.script_method` is", "Guards may run slower on Python 3.13.0")  # torch's, about itself
 LIGHTNING = (
     "The 'train_dataloader' does not have many workers",  # advice
     "`isinstance(treespec, LeafSpec)` is deprecated",  # torch's, about Lightning

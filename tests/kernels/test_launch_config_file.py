@@ -83,7 +83,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
     [
         (b"", "Expecting value"),
         (b'{"schema": "\xff"}', "decode"),
-        (b"[" * 100_000, "recursion"),
+        (b"[" * 100_000, "recursion|Stack overflow"),  # before and from Python 3.14 on
         (b"[]", "the file must be a dict, got list"),
         (b'{"schema": NaN}', "NaN is not a number"),
         (content(schema=2), "schema must be 1, got 2"),
@@ -109,7 +109,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
 def test_what_cannot_be_believed_is_ignored_with_one_warning(tmp_path, text, said):
     path = tmp_path / "gpu.json"
     path.write_bytes(text)
-    with pytest.warns(RuntimeWarning, match=f"gpu.json is ignored: .*{said}"):
+    with pytest.warns(RuntimeWarning, match=f"gpu.json is ignored: .*({said})"):
         assert tuned_file.read(path) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
