@@ -11,6 +11,8 @@ from scaler_triton import limits, policy
 from scaler_triton.limits import Extras
 from scaler_triton.stats import NAMES, STRIKES
 
+_NO_HYSTERESIS = {"delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
+
 
 def from_megatron(
     state: Mapping[str, Any],
@@ -60,20 +62,22 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
         good = cur_iter - last_overflow_iter - 1
         _growth_tracker = (good - 1) % scale_window if good else 0, overflows counted = delayed_shift - cur_hysteresis
 
-    DeepSpeed grows one good step later than its window says, the first time after an overflow; ours does not.
+    DeepSpeed (ZeRO: since 0.17.1) grows one good step later than its window says, the first time after an overflow;
+    ours does not. FP16_Optimizer backs off at every overflow, whatever its configuration says of hysteresis.
     See deepspeed/runtime/fp16/loss_scaler.py and fused_optimizer.py.
 
     Args:
-        state: `vars()` of the loss scaler that ZeRO saves, or FP16_Optimizer's state dict with the run's `min_scale`,
-            `delayed_shift`, `consecutive_hysteresis` and, where it is missing, `cur_hysteresis` added; numbers or
-            tensors of one element; other keys are ignored; read.
+        state: `vars()` of the loss scaler that ZeRO saves, or FP16_Optimizer's state dict with the run's
+            `min_loss_scale` added as `min_scale`; numbers or tensors of one element; other keys are ignored; read.
 
     Returns: plain numbers; counters of `stats()` are 0, `max_consecutive_skips` is None.
 
     Raises: KeyError for a missing field; TypeError or ValueError naming a wrong one and its value.
     """
     scale = policy.check_scale(_number(state, "cur_scale"), "cur_scale")
-    name = "dynamic" if "dynamic" in state else "dynamic_loss_scale"
+    name = "dynamic" if "dynamic" in state else "dynamic_loss_scale"  # the latter is FP16_Optimizer's
+    if name == "dynamic_loss_scale":
+        state = {**state, **_NO_HYSTERESIS}
     if not policy.check_bool(_field(state, name), name):
         return _state_dict(scale, (1.0, 1.0), 1, 0, limits.NO_LIMITS, strikes=0)
     factor = policy.check_growth_factor(_number(state, "scale_factor"), "scale_factor")

@@ -128,7 +128,7 @@ def assert_plain(state: dict[str, Any]) -> None:
             assert value is None or type(value) in (int, float, bool)
 
 
-def test_deepspeeds_optimizer_saves_less_and_the_rest_can_be_added() -> None:
+def test_deepspeeds_optimizer_saves_less_and_has_no_hysteresis() -> None:
     saved = {
         "dynamic_loss_scale": True,
         "cur_scale": 256.0,
@@ -138,11 +138,14 @@ def test_deepspeeds_optimizer_saves_less_and_the_rest_can_be_added() -> None:
         "scale_window": 8,
         "optimizer_state_dict": object(),
     }
-    config = {"min_scale": 1, "delayed_shift": 2, "consecutive_hysteresis": False, "cur_hysteresis": 1}
+    config = {"min_scale": 1, "delayed_shift": 2, "consecutive_hysteresis": True}  # of which it uses only the first
     ours = from_deepspeed({**saved, **config})
     assert (ours["scale"], ours["growth_interval"], ours["_growth_tracker"]) == (256.0, 8, 3)
-    assert ours[KEY]["counters"]["strikes"] == 1
+    assert (ours[KEY]["min_scale"], ours[KEY]["hysteresis"], ours[KEY]["consecutive_hysteresis"]) == (1.0, 1, False)
     assert_plain(ours)
+    assert from_deepspeed({**saved, "min_scale": 1}) == ours
+    with pytest.raises(KeyError, match="^'min_scale'$"):
+        from_deepspeed(saved)
     by_four = from_deepspeed({**saved, **config, "scale_factor": 4.0})
     assert (by_four["growth_factor"], by_four["backoff_factor"]) == (4.0, 0.25)
 
