@@ -53,10 +53,11 @@ class OverflowMixin(StatesMixin):
         counters = self._counters.read()
         checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
         pending = any(self._flag(state).item() for state in checked)
+        update = None if pending else counters[LAST_SKIP] or None
         generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
         bad = tuple(self._marked(generation, names_by_id(model)))
-        untold = sorted({text for plan in self._plans.plans() for text in plan.marks.untold()})
-        update = None if pending else counters[LAST_SKIP] or None
+        plans = self._plans.plans() if pending or update else ()
+        untold = sorted({text for plan in plans for text in plan.marks.untold()})
         return OverflowReport(update, bad, False, tuple(untold), pending)
 
     def _marked(self, generation: int, names: dict[int, str]) -> Iterator[BadGradient]:

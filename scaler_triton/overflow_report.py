@@ -48,10 +48,9 @@ class OverflowReport:
     pending: bool = False
 
     def __str__(self) -> str:
-        if self.update is None and not self.pending:
-            return "No step was skipped."
         when = "The last skip" if self.update is None else f"The last skip, at update {self.update}"
-        lines = [f"{when}: {self._summary()}", *_table(self.bad)]
+        none = self.update is None and not self.pending
+        lines = ["No step was skipped."] if none else [f"{when}: {self._summary()}", *_table(self.bad)]
         return "\n".join([*lines, *(f"Not told: {text}." for text in self.untold)])
 
     def _summary(self) -> str:

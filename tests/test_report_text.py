@@ -18,6 +18,8 @@ def test_a_step_that_is_not_yet_counted_is_told_without_a_number() -> None:
 
 def test_without_a_skip_there_is_no_table() -> None:
     assert str(OverflowReport(None, (), gathered=True)) == "No step was skipped."
+    failed = OverflowReport(None, (), gathered=True, untold=("rank 0 raised TypeError",))
+    assert str(failed) == "No step was skipped.\nNot told: rank 0 raised TypeError."
 
 
 def test_a_pending_skip_of_which_nothing_is_known_is_told() -> None:

@@ -1,4 +1,4 @@
-"""An actor and a critic, updated as RL trainers do: micro-batches, FSDP2, a clip, a look at the norm.
+"""An actor and a critic, updated as RL trainers do: micro-batches, FSDP2, a clip; and was it skipped?
 
 torchrun --standalone --nproc-per-node 2 docs/recipes/verl_style.py
 """
@@ -40,8 +40,8 @@ for step in range(20):
     if step == 10 and dist.get_rank() == dist.get_world_size() - 1:
         batch[3, 5] = float("inf")  # on one rank; all skip
     for name, learner in {"actor": actor, "critic": critic}.items():
-        norm = learner.update(batch)
-        if not norm.isfinite():  # on every rank alike
+        learner.update(batch)
+        if learner.scaler.was_skipped(learner.optimizer):  # on every rank alike
             print(f"rank {dist.get_rank()}, step {step}: {name} skipped, scale now {learner.scaler.get_scale():g}")
 dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
 dist.destroy_process_group()
