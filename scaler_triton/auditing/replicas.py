@@ -20,7 +20,9 @@ from scaler_triton.words import one_line, ranges
 
 FSDP1_SHARD = "FSDP1 shard (nothing tells which ranks hold the same)"
 DTENSOR_SHARD = "DTensor shard (no other rank of its mesh holds a copy)"
+ELSEWHERE = "DTensor (on a mesh without this rank)"
 OPAQUE = "parameter (on meta, sparse, or of a class of its own: no bits to read)"
+_LEFT_OUT = (FSDP1_SHARD, DTENSOR_SHARD, ELSEWHERE, OPAQUE)
 
 Named = tuple[str, Tensor]
 
@@ -42,7 +44,7 @@ def hashed_copies(
     left_out: Counter[str] = Counter()
     for name, parameter in _named(optimizers, model):
         among = _among(parameter, shared, everybody)
-        if among in (FSDP1_SHARD, DTENSOR_SHARD, OPAQUE):
+        if among in _LEFT_OUT:
             left_out[among] += 1
         else:
             chosen.append((name, among, local_tensor(parameter)))
@@ -82,7 +84,9 @@ def _among_mesh(parameter: Any) -> str:
     """Return the ranks with the same coordinates in the sharded mesh dimensions, which hold the same shard."""
     mesh = parameter.device_mesh
     coordinates = mesh.get_coordinate()
-    if coordinates is None or _opaque(local_tensor(parameter)):
+    if coordinates is None:
+        return ELSEWHERE
+    if _opaque(local_tensor(parameter)):
         return OPAQUE
     places = zip(parameter.placements, coordinates, strict=True)
     peers = mesh.mesh[tuple(slice(None) if p.is_replicate() else at for p, at in places)].flatten().tolist()

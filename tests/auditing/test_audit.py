@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -134,6 +135,12 @@ def test_at_the_prompt_a_report_takes_one_line() -> None:
 def test_a_process_group_needs_a_default_one() -> None:
     with pytest.raises(ValueError, match="process group"):
         scaler_triton.audit(stepped(), GradScaler("cpu"), process_group=object())  # type: ignore[arg-type]
+
+
+def test_a_backend_without_known_ranks_is_refused(tmp_path: Path) -> None:
+    group = torch.distributed.ProcessGroupGloo(torch.distributed.FileStore(str(tmp_path / "store"), 1), 0, 1)
+    with pytest.raises(TypeError, match=r"^process_group must be a torch.distributed.ProcessGroup, got \w+Gloo$"):
+        scaler_triton.audit(stepped(), GradScaler("cpu"), process_group=group)  # type: ignore[arg-type]
 
 
 def test_parameters_without_bits_are_counted() -> None:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from cases import Fault, dtensor_param, local_of, new_optimizer, new_scaler, params_of, plain_param, square
 from collective_counter import CollectiveCounter
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 import scaler_triton
 from scaler_triton.placement import DDP_SPEC
@@ -96,6 +97,26 @@ def flipped_mesh(rank: int, layout: str, bad: int) -> Said:
     if rank == bad:
         flip(param, 5)
     return said(new_optimizer("sgd", [param]), new_scaler("grad"))
+
+
+def on_some_ranks(rank: int, bad: int) -> Said:
+    """A DTensor on the first two of four ranks; one bit is flipped on the bad rank."""
+    param = _replicated_on_two(torch.ones(2, 3))
+    if rank == bad:
+        flip(param)
+    return said(new_optimizer("sgd", [param, plain_param(2)]), new_scaler("grad"), replicated=True)
+
+
+def around_a_wrapper(rank: int) -> str:
+    """DTensors whose shards are tensors of a class of its own."""
+    param = _replicated_on_two(TwoTensor(torch.ones(2, 3), torch.ones(2, 3)))
+    optimizer = new_optimizer("sgd", [param])
+    return str(scaler_triton.audit(optimizer, new_scaler("grad"), replicated=True, file=io.StringIO()))
+
+
+def _replicated_on_two(local: Tensor) -> Tensor:
+    mesh = cases.mesh((2,), ("pair",), (0, 1))
+    return nn.Parameter(DTensor.from_local(local, mesh, [Replicate()], run_check=False))
 
 
 def own_parameters(rank: int, replicated: bool) -> Said:

@@ -114,6 +114,22 @@ def test_dtensors_are_compared_at_equal_coordinates(four, layout, bad):
         assert answer.differences[-1].endswith(f": {told[layout][bad]}")
 
 
+@pytest.mark.parametrize("bad", [NOBODY, 1])
+def test_dtensors_on_some_ranks_are_compared_among_these(four, bad):
+    answer = agreed_on(four.run(audit_cases.on_some_ranks, bad))
+    assert answer.verdict == ("agree" if bad == NOBODY else "split")
+    assert [row(answer, rank)[-2:] for rank in (2, 3)] == [["1", "equal"]] * 2
+    assert "\nNot compared: 1 DTensor (on a mesh without this rank)." in answer.text
+    if bad != NOBODY:
+        assert answer.differences[-1].endswith(": rank 0 | rank 1")
+
+
+def test_dtensors_around_tensors_of_a_class_of_its_own_are_not_compared(four):
+    for text in four.run(audit_cases.around_a_wrapper):
+        assert "\nNot compared: 1 parameter (on meta, sparse, or of a class of its own: no bits to read)." in text
+        assert "replicated" not in text
+
+
 def test_plain_parameters_that_differ_are_no_split_until_it_is_said(two):
     unsaid = agreed_on(two.run(audit_cases.own_parameters, replicated=False))
     assert unsaid.verdict == "agree"

@@ -105,6 +105,14 @@ def test_a_scaler_of_ours_stays_with_what_was_prepared():
     assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
 
 
+def test_a_model_that_was_prepared_with_autocast_is_no_reason_to_refuse():
+    accelerator = new_accelerator()
+    accelerator.native_amp = True  # as on a GPU
+    accelerator.prepare(nn.Linear(2, 1))
+    assert use_scaler_triton(accelerator) is accelerator.scaler
+    assert type(accelerator.scaler) is GradScaler
+
+
 def test_autocast_is_on_where_accelerate_leaves_it_out():
     accelerator, seen = new_accelerator(), []
     use_scaler_triton(accelerator)
