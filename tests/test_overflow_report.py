@@ -384,10 +384,17 @@ def test_a_step_that_comes_after_a_loaded_checkpoint_tells_nothing_of_marks_befo
 def test_sparse_gradients_are_told_or_said_not_to_be(place: Place) -> None:
     parameter = nn.Parameter(torch.zeros(4, 2, device=place.device))
     scaler = started(GradScaler, place.device, init_scale=8.0, backend=place.backend)
-    values, index = torch.full((1, 2), math.inf, device=place.device), torch.tensor([[1]], device=place.device)
-    parameter.grad = torch.sparse_coo_tensor(index, values, parameter.shape, check_invariants=True)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scaler.step(optimizer)
+
+    def step(value: float) -> None:
+        values, index = torch.full((1, 2), value, device=place.device), torch.tensor([[1]], device=place.device)
+        parameter.grad = torch.sparse_coo_tensor(index, values, parameter.shape, check_invariants=True)
+        scaler.step(optimizer)
+
+    step(1.0)
+    assert str(scaler.overflow_report()) == "No step was skipped."
+    scaler.update()
+    step(math.inf)
     report = scaler.overflow_report([("table", parameter)])
     if place == Place("cpu", "torch"):
         assert [(each.name, each.kinds) for each in report.bad] == [("table", "Inf")]
