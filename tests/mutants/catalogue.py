@@ -363,7 +363,7 @@ MUTANTS = [
     Mutant(_S + "stats.py", "if values[UPDATES] >= self._known[UPDATES]:", "if True:", STATS),
     Mutant(_S + "updating.py", "seen[STREAK] > limit:", "seen[STREAK] >= limit:", EXTRAS),
     Mutant(_S + "overflow.py", "counters[SKIPPED] if pending else", "counters[SKIPPED] - 1 if pending else", REPORT),
-    Mutant(_S + "overflow_report.py", "none = self.update is None and not self.pending", "none = self.update is None", TEXT),
+    Mutant(_S + "overflow_report.py", "self.update is None and not self.pending", "self.update is None", TEXT),
     Mutant(_S + "limits.py", "return _as_fp32(policy.check_scale(value, name))", "return float(value)", EXTRAS),
     Mutant(_S + "states.py", 'and verdict.owns(state["found_inf_per_device"]) else', "else", CONTRACT),
     Mutant(_S + "last_steps.py", "            self._states[key] = None", "            pass", STATS),
