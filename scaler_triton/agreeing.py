@@ -90,8 +90,6 @@ class AgreeingMixin(StatesMixin):
 
     def _initialised_scale(self, funcname: str, report: Callable[..., None], *args: Any) -> Tensor:
         """Return the scale; without one call `report(*args)`, which joins the reductions of other ranks, and raise."""
-        if self._scale is not None and self._growth_tracker is not None:
-            return self._scale
         try:
             return self._check_scale_growth_tracker(funcname)[0]
         except AssertionError:

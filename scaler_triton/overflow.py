@@ -21,7 +21,7 @@ class OverflowMixin(StatesMixin):
     """`overflow_report`."""
 
     def overflow_report(
-        self, model: nn.Module | Iterable[tuple[str, Tensor]] | None = None, *, gather: bool = False
+        self, model: nn.Module | Iterable[tuple[str, Tensor]] | None = None, gather: bool = False
     ) -> OverflowReport:
         """Return which gradients made the last skipped step be skipped; it survives `zero_grad()` and good steps.
 

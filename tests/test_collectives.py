@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaler_triton import agreement, collectives
+from scaler_triton import GradScaler, agreeing, agreement, collectives
 from scaler_triton.demo import rank_process
 
 CPU = torch.device("cpu")
@@ -20,6 +21,19 @@ def test_ranks_start_on_a_torch_that_cannot_lower_their_limit(monkeypatch: Any) 
     monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout", raising=False)
     monkeypatch.delattr(dist, "set_timeout", raising=False)
     rank_process.limit_collectives(1.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fsdp1_parameters_are_warned_of_where_there_are_other_ranks(ranks: int, monkeypatch: Any) -> None:
+    """Difference 10 from torch."""
+    monkeypatch.setattr(agreeing, "has_fsdp1", lambda parameters: True)
+    monkeypatch.setattr(collectives, "default_group", object)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    scaler = GradScaler("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler._warn_of_fsdp1([])
+    assert len(caught) == ranks - 1
 
 
 def test_without_a_root_mesh_the_whole_world_agrees(monkeypatch: Any) -> None:

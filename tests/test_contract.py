@@ -6,6 +6,7 @@ import gc
 import inspect
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -267,6 +268,35 @@ def test_flags_put_into_the_dict_by_item_are_heard() -> None:
         scaler.update()
         assert optimizer.param_groups[0]["params"][0].item() == 0.0
         assert scaler.get_scale() == 2.0
+
+
+def methods_called(base: type, fused: bool) -> list[str]:
+    """Return the methods that two steps call through `self`, in order, by a subclass that overrides all of torch's."""
+    called: list[str] = []
+
+    def overriding(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return method
+
+    names = [name for name, value in vars(torch.amp.GradScaler).items() if callable(value) and name[:2] != "__"]
+    scaler = type("Overriding", (base,), {name: overriding(name) for name in names})("cpu", init_scale=8.0)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], fused=fused)
+    for _ in range(2):
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return called
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_subclass_is_asked_as_often_and_in_the_same_order_as_torchs(fused: bool) -> None:
+    called = methods_called(GradScaler, fused)
+    assert called == methods_called(torch.amp.GradScaler, fused)
+    assert {"_unscale_grads_", "_check_inf_per_device" if fused else "_maybe_opt_step"} <= {*called}
 
 
 def test_exports() -> None:

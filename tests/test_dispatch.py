@@ -73,13 +73,19 @@ def broken(cause: Exception) -> Any:
     return probe
 
 
-def test_auto_falls_back_with_one_warning_that_carries_the_cause(monkeypatch: Any) -> None:
+def test_auto_falls_back_with_one_warning_that_carries_the_cause(monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(probe_module, "probe", broken(RuntimeError("Failed to find C compiler")))
     device = torch.device("cuda", 0)
-    with pytest.warns(
-        RuntimeWarning, match=r"float32 on cuda:0.*torch's own ops.*RuntimeError: Failed to find C compiler"
-    ) as warned:
+    with (
+        pytest.warns(
+            RuntimeWarning, match=r"float32 on cuda:0.*torch's own ops.*RuntimeError: Failed to find C compiler"
+        ) as warned,
+        caplog.at_level(logging.DEBUG, "scaler_triton"),
+    ):
         assert dispatch.choose(device, FP32, "auto") == "torch"
+    assert [record.getMessage() for record in caplog.records] == [
+        "float32 on cuda:0 is served by torch: RuntimeError: Failed to find C compiler"
+    ]
     assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
 from scaler_triton.overflow_report import BadGradient, OverflowReport
+
+ROOT = Path(__file__).parents[1]
 
 BAD = BadGradient("weight", "NaN", 3, rank=1)
 
@@ -14,6 +21,19 @@ def test_a_step_that_is_not_yet_counted_is_told_without_a_number() -> None:
         "----  ---------  -----  -----",
         "   1  weight     NaN        3",
     ]
+
+
+def test_the_pages_show_a_report_as_it_is() -> None:
+    report = OverflowReport(39, (BadGradient("positions", "Inf", 2048, rank=1),), gathered=True)
+    for page in ("README.md", "docs/why-skipped.md"):
+        assert f"\n{report}\n```" in (ROOT / page).read_text()
+
+
+def test_a_finding_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        OverflowReport(None, (), gathered=True).update = 3  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        BAD.rank = 3  # type: ignore[misc]
 
 
 def test_without_a_skip_there_is_no_table() -> None:

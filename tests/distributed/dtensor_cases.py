@@ -164,9 +164,9 @@ def world_beside_a_pair(rank: int, name: str, faults: Sequence[Fault], unscale: 
 
 
 def an_optimizer_each(rank: int, kind: str, layout: str) -> list[str]:
-    """Two steps with an optimizer for each parameter of a layout; what is warned of."""
+    """Two steps with two optimizers for each parameter of a layout; what is warned of."""
     scaler = new_scaler(kind)
-    optimizers = [new_optimizer("sgd", [param]) for param in LAYOUTS[layout]()]
+    optimizers = [new_optimizer("sgd", [param]) for _ in range(2) for param in LAYOUTS[layout]()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(2):

@@ -1,6 +1,7 @@
 """The audit over ranks: it finds every split, and calls nothing one that is none."""
 
 import re
+from pathlib import Path
 
 import audit_cases
 import pytest
@@ -9,6 +10,7 @@ from cases import Fault
 
 pytestmark = pytest.mark.distributed
 
+ROOT = Path(__file__).parents[2]
 NOBODY = -1
 GATHERS = 1
 
@@ -41,6 +43,12 @@ def test_torchs_scaler_and_a_fused_optimizer_split(ranks):
     assert row(answer, ranks.world_size - 1)[1:] == ["8", "1", "3"]
     assert answer.text.startswith(f"ShardedGradScaler of torch; AdamW, fused; {ranks.world_size} ranks\n")
     assert "Not compared: 6 FSDP1 shards" in answer.text
+
+
+def test_the_pages_show_an_audit_as_it_is(four):
+    answer = agreed_on(four.run(audit_cases.trained, "torch", "fsdp1-full", "sharded", "adamw-fused", [Fault(2, 1)]))
+    for page in ("README.md", "docs/why-skipped.md"):
+        assert f"\n{answer.text}\n```" in (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp1-full", "fsdp1-full-flat", "fsdp1-no-shard", "fsdp2"])

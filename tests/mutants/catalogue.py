@@ -428,4 +428,10 @@ MUTANTS = [
     Mutant(_S + "migration.py", "{**state, **_NO_HYSTERESIS}", "{**_NO_HYSTERESIS, **state}", MIGRATION),
     Mutant(_S + "overflow.py", "self._plans.plans() if pending or update else ()", "self._plans.plans()", REPORT),
     Mutant(_S + "auditing/replicas.py", "        return ELSEWHERE\n", "        return OPAQUE\n", AUDITED),
+    Mutant(_S + "dispatch.py", 'return _logged(place, "torch", reason)', 'return "torch", reason', DISPATCH),
+    Mutant(
+        _S + "grad_scaler.py", "self._maybe_opt_step(optimizer", "ScalerMixin._maybe_opt_step(self, optimizer", CONTRACT
+    ),
+    Mutant(_S + "agreeing.py", "not collectives.several_ranks()", "False", "tests/test_collectives.py"),
+    Mutant(_S + "agreeing.py", "self._warned_apart = True", "pass", MESHES),
 ]
