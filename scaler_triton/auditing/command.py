@@ -6,12 +6,13 @@ import argparse
 import fnmatch
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from scaler_triton.auditing.report import AuditReport, judge
-from scaler_triton.auditing.state import RankState
+from scaler_triton.auditing.state import Copy, RankState
 from scaler_triton.console import complain
 from scaler_triton.words import one_line, ranges
 
@@ -20,6 +21,7 @@ PATTERN = "**/*"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of torch.save; never a bare pickle
 RANK = re.compile(r"(?<![A-Za-z])rank[-_.]?(?P<rank>\d{1,6})", re.IGNORECASE)
 NUMBERED = re.compile(r"(?:^|/)(?:grad_?scaler|scaler|optimizer|optim)[-_.]?(?P<rank>\d{1,6})\.\w+$")
+EVERYBODY = "all"  # the ranks whose copies should be equal
 STATUS = {"agree": 0, "split": 1, "unknown": 2, "nothing": 2}
 ONE_FOR_ALL = (
     "A state that one rank saves for all (such as scaler.pt) says nothing of the others: "
@@ -47,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"only these files (default: {PATTERN}). Where a rank's number stands, write {{rank}}; without it, the "
         "number is the one after the word rank, or the one that counts files named scaler or optimizer from 0 on",
     )
+    parser.add_argument(
+        "--replicated",
+        action="store_true",
+        help="the ranks saved copies, as under DDP: compare all floating-point tensors outside of optimizers, too, but "
+        "for BatchNorm's running statistics",
+    )
     parser.epilog = "exit status: 0 the ranks agree, 1 they have split, 2 nothing to compare or a file not readable"
 
 
@@ -60,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         files = find_files(arguments.folder, arguments.pattern)
     except (ValueError, NotImplementedError, IndexError) as error:
         return complain(one_line(f"--pattern must be a relative pattern of files, got {arguments.pattern!r}: {error}"))
-    report = audit_files(arguments.folder, files, arguments.pattern)
+    report = audit_files(arguments.folder, files, arguments.pattern, replicated=arguments.replicated)
     print(report)
     return STATUS[report.verdict]
 
@@ -76,13 +84,13 @@ def find_files(folder: Path, pattern: str) -> Files:
     return files | _numbered({path: name for path, name in names.items() if not by_word[path]})
 
 
-def audit_files(folder: Path, files: Files, pattern: str = PATTERN) -> AuditReport:
-    """Read and compare what the ranks saved."""
+def audit_files(folder: Path, files: Files, pattern: str = PATTERN, *, replicated: bool = False) -> AuditReport:
+    """Read and compare what the ranks saved; with `replicated` also their tensors."""
     states: dict[int, RankState] = {}
     speaking = []
     for name, by_rank in files.items():
-        found = {rank: _state(rank, name, path, path.relative_to(folder)) for rank, path in by_rank.items()}
-        if any(state.readings or state.error for state in found.values()):
+        found = {rank: _state(rank, name, path, folder, replicated) for rank, path in by_rank.items()}
+        if any(state.readings or state.copies or state.left_out or state.error for state in found.values()):
             speaking.append(name)
             states.update({rank: _joined(states.get(rank), state) for rank, state in found.items()})
     subject = f"{one_line(', '.join(speaking) or 'no states of ranks')} in {one_line(folder)}"
@@ -139,20 +147,24 @@ def _starred(text: str, match: re.Match[str]) -> str:
     return f"{text[: match.start('rank')]}*{text[match.end('rank') :]}"
 
 
-def _state(rank: int, name: str, path: Path, shown: Path) -> RankState:
+def _state(rank: int, name: str, path: Path, folder: Path, replicated: bool) -> RankState:
     from scaler_triton.auditing.saved_states import Unreadable, read_file
 
     try:
-        return RankState(rank, {f"{one_line(name)} {what}": reading for what, reading in read_file(path).items()})
+        readings, hashes, left_out = read_file(path, replicated=replicated)
     except Unreadable as error:
-        return RankState(rank, error=one_line(f"{shown}: {error}"))
+        return RankState(rank, error=one_line(f"{path.relative_to(folder)}: {error}"))
+    name = one_line(name)
+    copies = [Copy(f"{name} {place}", EVERYBODY, digest) for place, digest in hashes.items()]
+    return RankState(rank, {f"{name} {what}": reading for what, reading in readings.items()}, copies, left_out)
 
 
 def _joined(state: RankState | None, more: RankState) -> RankState:
     if state is None:
         return more
-    errors = one_line("; ".join(error for error in (state.error, more.error) if error))
-    return RankState(state.rank, {**state.readings, **more.readings}, error=errors)
+    error = one_line("; ".join(error for error in (state.error, more.error) if error))
+    left_out = Counter(state.left_out) + Counter(more.left_out)
+    return RankState(state.rank, {**state.readings, **more.readings}, [*state.copies, *more.copies], left_out, error)
 
 
 def _simply_named(states: Sequence[RankState]) -> list[RankState]:

@@ -1,4 +1,4 @@
-"""Reads scaler and optimizer states from a saved file, without running code in it; of tensors only counters."""
+"""Reads scaler and optimizer states from a saved file, without running code in it; of other tensors hashes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import logging
 import re
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from scaler_triton.auditing.saved_tensors import UNASKED, hashed
 from scaler_triton.auditing.state import Reading, scaler_readings, steps_reading
 from scaler_triton.words import error_line, one_line
 
@@ -20,26 +22,52 @@ SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 OPTIMIZER = {"state", "param_groups"}
 STRUCTURE_LIMIT = 2**28  # bytes of a file without its tensors; 100,000 parameters take a tenth of it
 DEPTH = 8  # of nested dicts and lists
-NAME = 40  # characters of a key
+NAME, LEAF = 40, 160  # characters of a key, and of a tensor's
 
 Found = dict[str, Reading]  # what a file says, by its place in the file and what it is
+
+
+class Saved(NamedTuple):
+    """What a file says of its rank.
+
+    Args:
+        readings: scale, tracker and steps, by their place in the file, such as "model.opt steps".
+        hashes: of tensors, by their place.
+        left_out: how many other tensors there are, by the reason.
+    """
+
+    readings: Found
+    hashes: Mapping[str, str]
+    left_out: Mapping[str, int]
 
 
 class Unreadable(ValueError):
     """A file that cannot be read, with the reason on one line."""
 
 
-def read_file(path: Path) -> Found:
-    """Return the scale, tracker and steps that are anywhere in a file of `torch.save`, such as "model.opt steps".
+def read_file(path: Path, *, replicated: bool = False) -> Saved:
+    """Return the scale, tracker and steps that are anywhere in a file of `torch.save`.
 
     Args:
         path: a file that anybody may have written.
+        replicated: hash the floating-point tensors outside of optimizers' states, too.
 
     Raises: Unreadable for every other file, and for values that are no numbers.
     """
     try:
-        content = _load(path)
-        return {one_line(f"{place} {name}"): each for place, found in _search(content) for name, each in found.items()}
+        readings: Found = {}
+        tensors: dict[str, Tensor] = {}
+        names: Counter[str] = Counter()  # long ones are cut, and may become equal
+        for place, found in _search(_load(path)):
+            if isinstance(found, Tensor):
+                name = one_line(place)
+                names[name] += 1
+                tensors[f"{name} #{names[name]}" if names[name] > 1 else name] = found
+            else:
+                readings.update({one_line(f"{place} {name}"): each for name, each in found.items()})
+        if not replicated:
+            return Saved(readings, {}, {UNASKED: len(tensors)} if tensors else {})
+        return Saved(readings, *hashed(tensors, path.stat().st_size))
     except Unreadable:
         raise
     except Exception as error:  # torch's reader on a broken or hostile file
@@ -73,13 +101,15 @@ def _check_archive(path: Path) -> None:
         raise Unreadable(f"its structure takes {structure} bytes; the limit is {STRUCTURE_LIMIT}")
 
 
-def _search(content: Any) -> Iterator[tuple[str, Found]]:
-    """Yield every scaler's and optimizer's readings with their place, e.g. "states.scaler"."""
+def _search(content: Any) -> Iterator[tuple[str, Found | Tensor]]:
+    """Yield every scaler's and optimizer's readings, and every other tensor, with their place, e.g. "states.scaler"."""
     waiting = [("", content, 0)] if isinstance(content, (Mapping, list, tuple)) else []
     seen = {id(content)}
     while waiting:
         place, value, depth = waiting.pop()
-        if isinstance(value, Mapping) and value.keys() >= SCALER:
+        if isinstance(value, Tensor):
+            yield place, value
+        elif isinstance(value, Mapping) and value.keys() >= SCALER:
             yield place, _scaler(value)
         elif isinstance(value, Mapping) and value.keys() >= OPTIMIZER and isinstance(value["state"], Mapping):
             yield place, {"steps": steps_reading(list(_steps(value)))}
@@ -90,11 +120,13 @@ def _search(content: Any) -> Iterator[tuple[str, Found]]:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the dicts, lists and tuples in a container, with their names in it."""
+    """Yield the dicts, lists, tuples and floating-point tensors in a container, with their names in it."""
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, each in pairs:
-        if isinstance(each, (Mapping, list, tuple)):
-            yield key[:NAME] if isinstance(key, str) else f"{key}" if isinstance(key, int) else "?", each
+        is_tensor = isinstance(each, Tensor) and each.is_floating_point()
+        if is_tensor or isinstance(each, (Mapping, list, tuple)):
+            length = LEAF if is_tensor else NAME
+            yield key[:length] if isinstance(key, str) else f"{key}" if isinstance(key, int) else "?", each
 
 
 def _scaler(state: Mapping[str, Any]) -> Found:

@@ -190,7 +190,7 @@ def test_a_distributed_checkpoint_is_said_to_hold_one_copy(tmp_path: Path, comma
 
 
 def test_states_without_scaler_and_optimizer_say_nothing(tmp_path: Path, command: Command) -> None:
-    save(tmp_path, {f"model_rank{rank}.pt": {"w": torch.ones(3)} for rank in range(2)})
+    save(tmp_path, {f"rng_rank{rank}.pt": {"rng": torch.get_rng_state()} for rank in range(2)})
     save(tmp_path, {f"tensor_rank{rank}.pt": torch.ones(3) for rank in range(2)})
     status, text = command()
     assert (status, "no states of ranks" in text) == (2, True)

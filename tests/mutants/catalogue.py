@@ -434,4 +434,7 @@ MUTANTS = [
     ),
     Mutant(_S + "agreeing.py", "not collectives.several_ranks()", "False", "tests/test_collectives.py"),
     Mutant(_S + "agreeing.py", "self._warned_apart = True", "pass", MESHES),
+    Mutant(_S + "auditing/saved_tensors.py", "            limit -= tensor.nbytes\n", "", AUDIT),
+    Mutant(_S + "auditing/saved_tensors.py", "return STATISTIC if name", 'return "" if name', AUDIT),
+    Mutant(_S + "auditing/saved_states.py", "if names[name] > 1 else name", "if False else name", AUDIT),
 ]
