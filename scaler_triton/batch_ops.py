@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scaler_triton import reference
 from scaler_triton.batch import Batch, Layout
-from scaler_triton.dispatch import Backend, choose
+from scaler_triton.dispatch import Backend, choose, choose_for_subclasses
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
@@ -106,7 +106,10 @@ def kernels() -> Any:
 
 def _backend(layout: Layout, requested: str, clips: bool) -> Backend:
     key = layout.key
-    backend = choose(key.device, key.dtype, requested, clips=clips) if key.plain else "torch"
+    if key.plain:
+        backend = choose(key.device, key.dtype, requested, clips=clips)
+    else:
+        backend = choose_for_subclasses(key.device, key.dtype)
     layout.backends[requested, clips] = backend
     return backend
 

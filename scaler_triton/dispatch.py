@@ -73,6 +73,11 @@ def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
     return _chosen[device, dtype, requested, False][1]
 
 
+def choose_for_subclasses(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Return the backend for tensor subclasses, whatever was requested: torch, whose ops they implement themselves."""
+    return _logged(f"a tensor subclass of {_place(device, dtype)}", "torch", "it implements these ops itself")[0]
+
+
 def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False) -> Backend:
     """As `choose`, for kernels that read the scale, which must be a plain fp32 tensor for that.
 
@@ -96,7 +101,7 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
     unscales = _chosen.get((device, dtype, requested, False))
     if unscales is not None and unscales[0] == "torch":
         return unscales
-    place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
+    place = f"{'clipping ' if clips else ''}{_place(device, dtype)}"
     untried = _without_trial(device, requested)
     if untried:
         return _logged(place, "torch", untried)
@@ -113,6 +118,10 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
         _warn_once(device, f"Triton does not work for {place}, so torch's own ops are used there ({reason})")
         return _logged(place, "torch", reason)
     return _logged(place, "triton", f"{requested}, and a trial run was right")
+
+
+def _place(device: torch.device, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device}"
 
 
 def _warn_once(device: torch.device, text: str) -> None:

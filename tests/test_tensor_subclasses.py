@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from operator import attrgetter
 from typing import Any
@@ -43,6 +44,19 @@ def pair(device: str, right: float) -> tuple[Any, Tensor, Pair]:
     plain = torch.nn.Parameter(torch.zeros(2, device=device))
     plain.grad = torch.full((2,), 8.0, device=device)
     return torch.optim.SGD([plain, parameter], lr=1.0, foreach=False), plain, parameter.grad
+
+
+@PLACES
+def test_one_line_says_that_torch_serves_them(place: Place, caplog: Any) -> None:
+    scaler = started(GradScaler, place.device, backend=place.backend)
+    with caplog.at_level(logging.DEBUG, "scaler_triton"):
+        optimizer = pair(place.device, 8.0)[0]
+        for _ in range(2):
+            scaler.step(optimizer)
+            scaler.update()
+    device = torch.zeros(0, device=place.device).device
+    lines = [record.getMessage() for record in caplog.records if "subclass" in record.getMessage()]
+    assert lines == [f"a tensor subclass of float32 on {device} is served by torch: it implements these ops itself"]
 
 
 class Unscalable(Pair):
