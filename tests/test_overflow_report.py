@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 from unittest import mock
@@ -13,7 +12,6 @@ from helpers import Place, places, started
 from torch import nn
 
 from scaler_triton import GradScaler
-from scaler_triton.naming import named_parameters
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 CLIPS = pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
@@ -188,22 +186,6 @@ def test_as_a_person_reads_it() -> None:
         "optimizer 0, parameter 0",
         "optimizer 0, parameter 3",
     ]
-
-
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        (3, "got int"),
-        ("net", "got str for a name and a tensor"),
-        ([torch.ones(2)], "got Tensor for a name and a tensor"),
-        ({"weight": torch.ones(2)}, "got str for a name and a tensor"),
-        (enumerate([torch.ones(2)]), "got int for a name"),
-    ],
-)
-def test_parameters_have_names(model: Any, text: str) -> None:
-    text = rf"^model must be a module or what its named_parameters\(\) gives, {text}$"
-    with pytest.raises(TypeError, match=text):
-        GradScaler("cpu").overflow_report(model)
 
 
 def test_wrappers_are_left_out_of_names() -> None:
@@ -400,10 +382,3 @@ def test_sparse_gradients_are_told_or_said_not_to_be(place: Place) -> None:
         assert [(each.name, each.kinds) for each in report.bad] == [("table", "Inf")]
     elif place.backend == "triton":
         assert report.untold == (f"sparse and Partial gradients on {parameter.device}",)
-
-
-def test_without_torchs_private_names_a_modules_own_names_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    importlib.import_module("torch.distributed.fsdp")
-    monkeypatch.delattr("torch.distributed._composable_state._get_module_state")
-    assert [(name, id(p)) for name, p in named_parameters(model)] == [(n, id(p)) for n, p in model.named_parameters()]
