@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from perf.goals import Answer, answers
+from perf.goals import Answer, Cause, answers
 from perf.headlines import costs
 from perf.machine import Machine
 from perf.rows import Entry, read_csv
@@ -47,19 +47,25 @@ def _marks(name: str) -> tuple[str, str]:
 
 def _results(entries: Sequence[Entry], found: Sequence[Answer]) -> str:
     """Return each goal's worst case, the misses, and where it was measured."""
-    missed = [_miss(answer) for answer in found if answer.met == "no"]
     parts = [answers_table(found, "github"), "\n\n".join(_place(entries, device) for device in _devices(entries))]
+    missed = [answer for answer in found if answer.met == "no"]
     if missed:
-        parts.append("Missed:\n\n" + "\n".join(missed))
+        causes = dict.fromkeys(answer.goal.because for answer in missed)
+        parts.append("Missed:\n\n" + "\n".join(_missed_by(cause, missed) for cause in causes))
     return "\n\n".join(part for part in parts if part)
 
 
+def _missed_by(cause: Cause, missed: Sequence[Answer]) -> str:
+    """Return a cause, what was tried against it, and which goals it makes us miss, by how much."""
+    why = cause.why[0].upper() + cause.why[1:]
+    goals = [_miss(answer) for answer in missed if answer.goal.because == cause]
+    return "\n".join([f"- {why}. Tried: {cause.tried}.", *goals])
+
+
 def _miss(answer: Answer) -> str:
-    """Return by how much a goal is missed, and why."""
     assert answer.value is not None
     goal, row = answer.goal, answer.rows[answer.goal.subject]
-    where = f"{row.case}, {answer.device}"
-    return f"- {goal.question} ({where}): {number(row)}, the goal is {goal.text()}. Cause: {goal.because}."
+    return f"  - {goal.question} ({row.case}, {answer.device}): {number(row)}, the goal is {goal.text()}"
 
 
 def _devices(entries: Sequence[Entry]) -> list[str]:

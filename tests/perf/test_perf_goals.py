@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from perf import headlines, readme
-from perf.goals import GOALS, Goal, answers
+from perf.goals import GOALS, UNKNOWN, Cause, Goal, answers
 from perf.machine import Machine
 from perf.plot import save_plot
-from perf.rows import Entry, Row, row, time_rows, write_csv
+from perf.rows import Entry, Row, read_csv, row, time_rows, write_csv
 from perf.table import answers_table, cases_table
 
 MACHINE = Machine("card", "1.2", "2.13", "3.7", "3.11", "abc", "2025-01-01")
-FASTER = Goal("is it faster", "cpu", r"[ab]", "unscale", 0.5, because="it rains")
+FASTER = Goal("is it faster", "cpu", r"[ab]", "unscale", 0.5, because=Cause("it rains", "an umbrella"))
 
 
 def entries(*rows: Row) -> list[Entry]:
@@ -97,7 +97,7 @@ def test_pages_tell_of_misses_and_causes(tmp_path: Path, monkeypatch: pytest.Mon
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "- is it faster (a, card): 0.750, the goal is <= 0.5. Cause: it rains." in text
+    assert "- It rains. Tried: an umbrella.\n  - is it faster (a, card): 0.750, the goal is <= 0.5\n" in text
     assert readme.current(pages[1], "costs").count("\n") == 1  # nothing of what is shown there was measured
 
 
@@ -114,3 +114,9 @@ def test_the_front_page_shows_what_was_measured_and_what_is_lost() -> None:
 @pytest.mark.parametrize(("page", "name", "text"), readme.blocks())
 def test_pages_say_what_the_csvs_say(page: Path, name: str, text: str) -> None:
     assert readme.current(page, name) == text
+
+
+def test_whatever_was_missed_has_a_cause() -> None:
+    found = answers(entry for path in readme.RESULTS.glob("*.csv") for entry in read_csv(path))
+    missed = [answer.goal for answer in found if answer.met == "no"]
+    assert [goal.question for goal in missed if goal.because is UNKNOWN] == []
