@@ -20,7 +20,7 @@ from perf.gpu import ColdClock
 from perf.grads import Gradients
 from perf.host_cases import Case
 from perf.measure import Clock, Effort, Subject, host_clock, interleaved, one_thread
-from perf.rows import Row, row, time_rows
+from perf.rows import Row, bandwidth_rows, row, time_rows
 from perf.trace import record
 
 FEW = {"100 x 64": [64] * 100}
@@ -29,6 +29,10 @@ LARGE, MOST = 5_000_000, 200  # 1e9 elements where they fit
 COPIES = 9  # of all gradients: values, gradients old and new, parameters, two moments, what a check needs
 RANKS, SHARDED = 2, 50
 STEPS = 5
+DEVICE = ", device"
+# How often a gradient's bytes are moved: torch unscales (both ways), takes the norm and clips (both ways); ours reads,
+# then does the rest both ways. tests/kernels/test_traffic.py counts ours.
+MOVES = {"torch": 5, "ours": 3}
 
 Lists = Mapping[str, Sequence[int]]
 
@@ -62,7 +66,7 @@ def on_cpu(context: Context) -> Iterator[Row]:
 
 def on_gpu(context: Context) -> Iterator[Row]:
     """Time lists on the GPU: its own work, and the wait for it."""
-    clocks = {", device": ColdClock(device_only=True), ", wall": ColdClock(device_only=False)}
+    clocks = {DEVICE: ColdClock(device_only=True), ", wall": ColdClock(device_only=False)}
     for name, numels in gpu_lists(context).items():
         gradients = Gradients(numels, device="cuda")
         yield from compared(f"{name} fp32, cuda", gradients, context.effort(0.6, 9), clocks)
@@ -85,10 +89,21 @@ def compared(case: str, gradients: Gradients, effort: Effort, clocks: Mapping[st
         require_right(case, lambda share, metric=metric: Clipping(gradients, metric, share=share))
     alone = Clipping(gradients).subjects()
     for suffix, clock in clocks.items():
-        yield from time_rows("clip", case, CLIP + suffix, interleaved(alone, effort, clock=clock))
+        times = interleaved(alone, effort, clock=clock)
+        yield from time_rows("clip", case, CLIP + suffix, times)
+        if suffix == DEVICE:
+            yield from moving_rows(case, gradients.values.nbytes, times)
         times = interleaved(stepped(gradients), effort, clock=clock)
         yield from time_rows("clip", case, STEP + suffix, {name: times[name] for name in ("torch", "ours")})
         yield from time_rows("clip", case, DEFERRED + suffix, {"torch": times["torch"], "ours": times["deferred"]})
+
+
+def moving_rows(case: str, size: int, times: Mapping[str, Sequence[float]]) -> Iterator[Row]:
+    """Give how many bytes unscaling and clipping move of gradients of `size` bytes, and how fast."""
+    moved = {name: MOVES[name] * size for name in times}
+    for name, n_bytes in moved.items():
+        yield row("clip", case, "bytes", name, "GB", [n_bytes * 1e-9])
+    yield from bandwidth_rows("clip", case, moved, times)
 
 
 def stepped(gradients: Gradients) -> dict[str, Subject]:
