@@ -112,7 +112,7 @@ gpu-tests:
 gpu-sanitize sanitize:
 	OUT=$(OUT) tests/kernels/sanitize.sh
 
-# What is out of time is interrupted here, too: what was measured by then is written.
+# Begins nothing after 7 minutes. What hangs is interrupted here, too: what was measured by then is written.
 gpu-perf:
 	timeout --signal=INT --kill-after=15 560 python3 -m perf --out $(OUT)
 

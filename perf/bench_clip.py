@@ -15,7 +15,7 @@ from perf.bench_host import measure_path, measure_stub
 from perf.check import require
 from perf.clipping import CLIP, DEFERRED, METRICS, STEP, Clipping, require_right
 from perf.compare import DTYPES
-from perf.context import Context, Section
+from perf.context import Context, Section, Turn
 from perf.gpu import ColdClock
 from perf.grads import Gradients
 from perf.host_cases import Case
@@ -40,15 +40,15 @@ Lists = Mapping[str, Sequence[int]]
 def sections(context: Context) -> list[Section]:
     """Return the CPU's parts, and the GPU's: its host part over the stub driver where there is none."""
     found = [
-        Section("clip, cpu path", lambda: measure_path(context, "cpu", clip_host.measure), on_cpu=True),
-        Section("clip, lists on the CPU", lambda: on_cpu(context), on_cpu=True),
-        Section("clip, collectives", collectives, on_cpu=True),
+        Section("clip, cpu path", lambda: measure_path(context, "cpu", clip_host.measure), Turn.ON_CPU),
+        Section("clip, lists on the CPU", lambda: on_cpu(context), Turn.ON_CPU),
+        Section("clip, collectives", collectives, Turn.ON_CPU),
     ]
     if context.gpu:
         return [
             Section("clip, lists on the GPU", lambda: on_gpu(context)),
             Section("clip, launches", launches),
-            Section("clip, cuda path", lambda: measure_path(context, "cuda", clip_host.measure)),
+            Section("clip, cuda path", lambda: measure_path(context, "cuda", clip_host.measure), Turn.EXPLAINS),
             *found,
         ]
     context.leave_out("unscale + clip of 1e9 elements, alone and with fused AdamW", "needs a GPU")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from perf import shapes
 from perf.compare import DTYPES, Build, checking, require_equal, unscaling
-from perf.context import Context, Section
+from perf.context import Context, Section, Turn
 from perf.grads import Gradients
 from perf.measure import Effort, interleaved, one_thread
 from perf.rows import Row, time_rows
@@ -23,13 +23,13 @@ def sections(context: Context) -> list[Section]:
     large = few if context.quick else MANY | LARGE | GPT2
     effort = context.effort(0.4, 9)
     return [
-        Section("cpu, unscale", lambda: compared("unscale", lists, unscaling, effort), on_cpu=True),
+        Section("cpu, unscale", lambda: compared("unscale", lists, unscaling, effort), Turn.ON_CPU),
         Section(
             "cpu, unscale adjacent",
             lambda: compared("unscale, adjacent", lists, unscaling, effort, adjacent=True),
-            on_cpu=True,
+            Turn.ON_CPU,
         ),
-        Section("cpu, check", lambda: compared("check", large, checking, effort), on_cpu=True),
+        Section("cpu, check", lambda: compared("check", large, checking, effort), Turn.ON_CPU),
     ]
 
 

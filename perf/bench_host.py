@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from perf.context import Context, Section
+from perf.context import Context, Section, Turn
 from perf.host_cases import COUNTS, Case, cases, measure, split
 from perf.machine import ROOT
 from perf.measure import Effort
@@ -22,9 +22,9 @@ Measure = Callable[[Case, DeviceMesh | None, Effort], Iterator[Row]]
 
 def sections(context: Context) -> list[Section]:
     """Return the CPU's path, and the GPU's: on the GPU, or over the stub driver where there is none."""
-    found = [Section("host, cpu path", lambda: measure_path(context, "cpu"), on_cpu=True)]
+    found = [Section("host, cpu path", lambda: measure_path(context, "cpu"), Turn.ON_CPU)]
     if context.gpu:
-        return [Section("host, cuda path", lambda: measure_path(context, "cuda")), *found]
+        return [Section("host, cuda path", lambda: measure_path(context, "cuda"), Turn.EXPLAINS), *found]
     return [*found, Section("host, gpu path over the stub driver", lambda: measure_stub(context, "perf.host_stub"))]
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from perf.context import Context, Section
+from perf.context import Context, Section, Turn
 from perf.machine import ROOT
 from perf.rows import Row, row
 
@@ -20,7 +20,7 @@ MEASURE = "import time, torch\nbegin = time.perf_counter()\n{}\nprint(1e6 * (tim
 
 def sections(context: Context) -> list[Section]:
     """Return the one part."""
-    return [Section("import", lambda: measure(context), on_cpu=True)]
+    return [Section("import", lambda: measure(context), Turn.ON_CPU)]
 
 
 def measure(context: Context) -> Iterator[Row]:

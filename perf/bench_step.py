@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from perf import models
 from perf.check import require, same_bits
-from perf.context import Context, Section
+from perf.context import Context, Section, Turn
 from perf.gpu import ColdClock
 from perf.measure import Effort, Subject, interleaved, one_thread
 from perf.models import adamw, tokens, transformer
@@ -38,7 +38,7 @@ def sections(context: Context) -> list[Section]:
             Section("step, LoRA", lambda: lora(context)),
             Section("step, FSDP2", lambda: fsdp2(context)),
             Section("step, CPU offload", lambda: offload(context)),
-            Section("step, captured", lambda: captured(context), last=True),
+            Section("step, captured", lambda: captured(context), Turn.CAPTURES),
         ]
     for what in ("GPT-2 124M", "LoRA on 8B", "FSDP2 of 1500 parameters", "captured", "CPU offload"):
         context.leave_out(f"whole step, {what}", "needs a GPU")

@@ -2,10 +2,11 @@
 
 import argparse
 import gc
+import math
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,18 +30,19 @@ from perf.plot import save_plot
 from perf.rows import Entry, Row, merged, pooled, read_csv, write_csv
 from perf.table import answers_table, cases_table
 
-# In this order: time may run out, so what needs a GPU comes first, and whole steps before what only explains them.
+# In this order: whole steps decide.
 BENCHES = {
+    "step": bench_step,
+    "launches": bench_launches,
     "unscale": bench_unscale,
     "check": bench_check,
     "clip": bench_clip,
-    "launches": bench_launches,
-    "step": bench_step,
     "host": bench_host,
     "cpu": bench_cpu,
     "import": bench_import,
 }
 QUICK_OUT = Path("out/perf-quick")
+MINUTES = 7.0  # on a GPU, to which many have no more than short access; a section begun by then takes one more
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -59,7 +61,9 @@ def main(words: Sequence[str] | None = None) -> int:
     def with_others(rows: Sequence[Row]) -> list[Entry]:
         return merged(before, [Entry(row, machine) for row in pooled(rows)], {row.bench for row in rows})
 
-    rows, failed = run_all(sections * arguments.runs, lambda rows: write_csv(path, with_others(rows)) if rows else None)
+    limit = arguments.minutes or (MINUTES * arguments.runs if context.gpu else math.inf)
+    within = in_time(sections * arguments.runs, limit, context)
+    rows, failed = run_all(within, lambda rows: write_csv(path, with_others(rows)) if rows else None)
     entries = with_others(rows)
     report(entries, {row.bench for row in rows}, context, failed)
     if entries:
@@ -71,9 +75,19 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def in_order(context: Context, chosen: Sequence[str]) -> list[tuple[str, Section]]:
-    """Return the sections of the chosen benches; what a GPU machine's CPU does comes after all that its GPU does."""
+    """Return the sections of the chosen benches; on a GPU machine, where time may run out, by their turns."""
     found = [(name, section) for name in chosen for section in BENCHES[name].sections(context)]
-    return sorted(found, key=lambda pair: (pair[1].on_cpu, pair[1].last)) if context.gpu else found
+    return sorted(found, key=lambda pair: pair[1].turn) if context.gpu else found
+
+
+def in_time(sections: Iterable[tuple[str, Section]], minutes: float, context: Context) -> Iterator[tuple[str, Section]]:
+    """Yield sections for as long as there is time, and note the others as left out."""
+    end = time.monotonic() + 60 * minutes
+    for bench, section in sections:
+        if time.monotonic() < end:
+            yield bench, section
+        else:
+            context.leave_out(section.name, f"{minutes:g} minutes are over")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -85,6 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=_names, default=list(BENCHES), help=f"some of {','.join(BENCHES)}")
     parser.add_argument(
         "--runs", type=int, choices=range(1, 10), default=1, metavar="N", help="measure all N times; medians count"
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help=f"begin nothing later (default: {MINUTES:g} where there is a GPU)"
     )
     parser.add_argument("--quick", action="store_true", help="see that all works; its numbers mean nothing")
     parser.add_argument("--readme", action="store_true", help="only write the CSVs' results into the two READMEs")
@@ -126,7 +143,7 @@ def report(entries: Sequence[Entry], ran: set[str], context: Context, failed: Se
     for bench in [name for name in BENCHES if name in ran]:
         print(f"\n{bench}: {BENCHES[bench].__doc__}\n{cases_table(e.row for e in entries if e.row.bench == bench)}")
     print(f"\nGoals, each by its worst case\n{answers_table(answers(entries))}")
-    for text in context.left_out:
+    for text in dict.fromkeys(context.left_out):
         print(f"left out: {text}")
     for name in failed:
         print(f"FAILED: {name}")

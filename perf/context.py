@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -10,13 +11,21 @@ from perf.measure import QUICK, Effort
 from perf.rows import Row
 
 
+class Turn(IntEnum):
+    """When a section's turn comes on a GPU machine, where time may run out."""
+
+    DECIDES = 0
+    CAPTURES = 1  # may spoil the GPU for the process
+    EXPLAINS = 2  # the host's part of what was measured before
+    ON_CPU = 3  # needs no GPU
+
+
 class Section(NamedTuple):
     """A part of a bench that may fail on its own."""
 
     name: str
     run: Callable[[], Iterator[Row]]
-    on_cpu: bool = False  # where there is a GPU, the time it takes is better spent there
-    last: bool = False  # it may spoil the GPU for the process
+    turn: Turn = Turn.DECIDES
 
 
 @dataclass

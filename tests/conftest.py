@@ -6,8 +6,11 @@ import math
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import in_shards
 import pytest
 import torch
 
@@ -41,14 +44,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def shards_of(items: list[pytest.Item], count: int) -> dict[pytest.Item, int]:
-    """Return each test's shard: the first for what uses a GPU; of three or more the second for processes that do.
+    """Return each test's shard: the first ones for what uses a GPU, one for processes that do, others for the rest.
 
-    The others are in turn for the files of the rest.
+    Files stay whole, but for tests with and without the GPU.
     """
-    on_gpu = min(2, count - 1)
-    files = dict.fromkeys(item.path for item in items if turn(item) == LAST)
-    others = {path: on_gpu + index % (count - on_gpu) for index, path in enumerate(files)}
-    return {item: others[item.path] if turn(item) == LAST else min(turn(item) // 2, on_gpu - 1) for item in items}
+    own, first = in_shards.by_itself(count), in_shards.on_gpu(count)
+    alone, rest = ([item for item in items if turn(item) in turns] for turns in ((0, 1), (LAST,)))
+    shards = dict.fromkeys(items, first - 1)
+    return {**shards, **_spread(alone, range(own)), **_spread(rest, range(first, count))}
+
+
+def _spread(items: list[pytest.Item], shards: range) -> dict[pytest.Item, int]:
+    """Give each file to the shard that has least tests so far, the largest files first."""
+    load = dict.fromkeys(shards, 0)
+    found: dict[Path, int] = {}
+    for path, tests in Counter(item.path for item in items).most_common():
+        found[path] = shard = min(shards, key=load.__getitem__)
+        load[shard] += tests
+    return {item: found[item.path] for item in items}
 
 
 def pytest_configure() -> None:

@@ -1,7 +1,8 @@
-"""Runs the tests in several processes of pytest side by side: what uses the GPU in the first two, the rest beside it.
+"""Runs the tests in several processes of pytest side by side: what uses the GPU in the first ones, the rest beside it.
 
-tests/conftest.py tells by SHARD which tests are whose. OUT names a folder for the log and the report, which take in
-those of the processes; all arguments but --shards go to pytest.
+tests/conftest.py tells by SHARD which tests are whose. The rest does not see the GPU and runs as where there is none.
+OUT names a folder for the log and the report, which take in those of the processes; all arguments but --shards go to
+pytest.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-MOST = 6  # processes beside the first
+MOST = 9  # processes beside the first
 GRACE = 6.0  # seconds to write a report once interrupted; whoever ends this process gives it ten
 TAIL = 60  # lines
 WELL = (0, 5)  # pytest's statuses: all passed; no test in this shard
+# For shards without the GPU. No kernels are simulated where they run natively beside them.
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "SIMULATE": ""}
 
 interrupted = False
 
@@ -35,7 +38,8 @@ class Shard:
         self._process: subprocess.Popen[bytes] | None = None
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, f"--junitxml={self.report}"]
         threads = str(max(1, (os.cpu_count() or 1) // count))
-        variables = {"OMP_NUM_THREADS": threads, **os.environ, "SHARD": self.name}
+        hidden = HIDDEN if number >= on_gpu(count) else {}
+        variables = {"OMP_NUM_THREADS": threads, **os.environ, "SHARD": self.name, **hidden}
         with self.log.open("wb") as log:
             try:  # with a group of its own, what it started can be ended with it
                 self._process = subprocess.Popen(
@@ -92,6 +96,16 @@ def main(words: list[str] | None = None) -> int:
     write_log(out / "tests.log", shards)
     write_report(out / "junit.xml", [shard.report for shard in shards])
     return 0 if all(shard.status in WELL for shard in shards) else 1
+
+
+def by_itself(count: int) -> int:
+    """Return how many of `count` shards share the tests that use the GPU within their own process."""
+    return 3 if count > 5 else 1
+
+
+def on_gpu(count: int) -> int:
+    """Return how many shards see the GPU: of three or more one has the processes that use it."""
+    return min(by_itself(count) + 1, count - 1)
 
 
 def default_count() -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import in_shards
@@ -23,6 +24,12 @@ def test_it():
     print("stuck", flush=True)
     time.sleep(600)
 """
+
+
+class Item(SimpleNamespace):
+    """Stands for a test."""
+
+    __hash__ = object.__hash__
 
 
 def start(folder: Path, shards: int, *, grace: float = 6.0, **files: str) -> subprocess.Popen[str]:
@@ -61,6 +68,28 @@ def test_every_test_is_in_one_shard(tmp_path: Path) -> None:
     for number in range(4):
         assert f"shard {number}/4, status " in log
         assert f"shard {number}/4, status " in said
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_what_uses_no_gpu_does_not_see_it(tmp_path: Path, shards: int) -> None:
+    seen = "import os\n" + TEST.format("assert os.environ.get('CUDA_VISIBLE_DEVICES') {} ''")
+    status, said = run(tmp_path, shards, gpu=seen.format("!="), a=seen.format("=="))
+    assert status == 0, said
+
+
+def test_several_shards_share_what_uses_the_gpu(request: pytest.FixtureRequest) -> None:
+    """The largest files first; of the processes that use it one shard has all."""
+    shards_of = request.config.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py")).shards_of
+
+    def items(path: str, count: int, *marks: str) -> list[SimpleNamespace]:
+        return [Item(path=Path(path), get_closest_marker=lambda name: name in marks) for _ in range(count)]
+
+    several = [("kernels/test_a.py", 1), ("kernels/test_b.py", 5), ("kernels/test_c.py", 2), ("kernels/test_d.py", 2)]
+    found = [item for path, count in several for item in items(path, count)]
+    found += items("distributed/test_e.py", 2, "gpu", "distributed") + items("test_f.py", 1) + items("test_g.py", 2)
+    shards = shards_of(found, 6)
+    held = {(item.path.name[5], shards[item]) for item in found}
+    assert held == {("b", 0), ("c", 1), ("d", 2), ("a", 1), ("e", 3), ("g", 4), ("f", 5)}
 
 
 def test_a_shard_that_fails_is_shown_and_is_the_status(tmp_path: Path) -> None:
@@ -113,7 +142,7 @@ def test_a_shard_that_cannot_start_stops_no_other(tmp_path: Path, monkeypatch: p
     assert "shard 1/3, status -1\ndid not start: no process to be had\n" in log
 
 
-@pytest.mark.parametrize(("cores", "count"), [(None, 2), (1, 2), (2, 2), (4, 2), (6, 3), (16, 7), (200, 7)])
+@pytest.mark.parametrize(("cores", "count"), [(None, 2), (1, 2), (2, 2), (4, 2), (6, 3), (16, 8), (200, 10)])
 def test_one_process_for_each_two_cores(cores: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert in_shards.default_count() == count

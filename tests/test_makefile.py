@@ -147,7 +147,7 @@ def test_a_test_that_takes_too_long_is_interrupted_and_the_report_written(tmp_pa
     report = tmp_path / "junit.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     command += [f"--rootdir={tmp_path}", f"--junitxml={report}", str(tmp_path / "test_slow.py")]
-    environment = {**os.environ, "TEST_SECONDS": "-9"}
+    environment = {**os.environ, "TEST_SECONDS": "-9", "PYTHONPATH": str(ROOT / "tests")}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=40, check=False)
     assert run.returncode == 2, run.stdout + run.stderr
     assert "KeyboardInterrupt: out of time" in run.stdout
@@ -160,7 +160,7 @@ def test_nothing_interrupts_the_report_or_the_end_of_the_process(tmp_path: Path)
     (tmp_path / "test_quick.py").write_text("def test_it():\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     command += [f"--rootdir={tmp_path}", str(tmp_path)]
-    environment = {**os.environ, "TEST_SECONDS": "1000"}
+    environment = {**os.environ, "TEST_SECONDS": "1000", "PYTHONPATH": str(ROOT / "tests")}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "interrupted in 0.0\n" in run.stdout

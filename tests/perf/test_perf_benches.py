@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -283,16 +285,30 @@ def test_an_interrupt_loses_nothing_that_was_measured(
     assert "FAILED: 2, and what comes after it: interrupted" in capsys.readouterr().out
 
 
-def test_a_gpu_is_measured_before_its_machines_cpu() -> None:
+def test_a_gpu_machine_begins_with_what_decides() -> None:
     """Time may run out."""
-    found = [section for _, section in command.in_order(Context(gpu=True), list(command.BENCHES))]
-    names = [section.name for section in found]
-    last = names.index("step, captured")
-    assert [section.on_cpu for section in found] == [index > last for index in range(len(found))]
-    assert {"clip, cpu path", "host, cpu path", "cpu, check", "import"} <= set(names[last:])
-    assert names.index("step, FSDP2") < names.index("host, cuda path")
+    found = [section.name for _, section in command.in_order(Context(gpu=True), list(command.BENCHES))]
+    captured, explaining = found.index("step, captured"), found.index("clip, cuda path")
+    assert found[0] == "step, GPT-2, batch 1, plain"
+    assert {"step, FSDP2", "launches", "unscale", "check", "clip, lists on the GPU"} <= set(found[:captured])
+    assert found[captured + 1 : explaining + 2] == ["clip, cuda path", "host, cuda path"]
+    assert {"clip, cpu path", "host, cpu path", "cpu, check", "import"} <= set(found[explaining + 2 :])
     alone = [name for name, _ in command.in_order(Context(gpu=False), list(command.BENCHES))]
     assert alone == sorted(alone, key=list(command.BENCHES).index)
+
+
+def test_what_there_is_no_time_for_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(case: str) -> Iterator[Row]:
+        time.sleep(0.2)
+        yield row("cpu", case, "m", "ours", "us", [1.0])
+
+    parts = [Section(case, partial(measured, case)) for case in ("first", "second")]
+    monkeypatch.setattr(bench_cpu, "sections", lambda context: parts)
+    assert command.main(["--only", "cpu", "--minutes", "0.002", "--out", str(tmp_path)]) == 0
+    assert [found.row.case for found in read_csv(tmp_path / f"{here().device}.csv")] == ["first"]
+    assert "left out: second: 0.002 minutes are over" in capsys.readouterr().out
 
 
 def test_a_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
