@@ -1,11 +1,12 @@
 """The four ways to spread a model over ranks, and the way back to whole parameters."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -28,11 +29,17 @@ def spread(model: CharTransformer, mode: str, ranks: int) -> nn.Module:
     if mode == "fsdp1":
         return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device)
     if mode == "fsdp2":
-        mesh = init_device_mesh(device.type, (ranks,))
+        mesh = _mesh(device.type, ranks)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
+
+
+def _mesh(device_type: str, ranks: int) -> DeviceMesh:
+    # Where there is a GPU torch 2.11 makes a group for the mesh that takes NCCL, which refuses two ranks on one GPU.
+    backend: dict[int | str, Any] | None = {0: "gloo"} if dist.get_backend() == "gloo" else None
+    return init_device_mesh(device_type, (ranks,), backend_override=backend)
 
 
 def whole_parameters(model: nn.Module) -> Tensor:
