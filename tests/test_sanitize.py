@@ -59,6 +59,13 @@ def test_a_finding_fails_and_want_of_time_does_not(
     assert lines == ["== memcheck", summary, *early, "== racecheck", summary, *early]
 
 
+def test_a_device_that_it_does_not_support_is_no_finding(tmp_path: Path) -> None:
+    ended, lines = sanitize(tmp_path, 1, "1 error", "Device not supported")
+    assert ended == 0
+    refused = "it does not support this device: SKIPPED"
+    assert lines == ["== memcheck", refused, "== racecheck", refused]
+
+
 def test_each_file_is_run_once_and_what_writes_comes_first(tmp_path: Path) -> None:
     sanitize(tmp_path, 0, "9 passed")
     for call in (tmp_path / "calls").read_text().splitlines():
