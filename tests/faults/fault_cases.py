@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import time
@@ -15,9 +14,7 @@ import cases
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from scaler_triton.demo.rank_process import limit_collectives
 
@@ -360,46 +357,3 @@ def _alone(name: str) -> bytes:
         return f"{scaler.get_scale()} {changed}".encode()
     except Exception as error:
         return cases.described(error).encode()
-
-
-# Gradients that are reduced only after several backward passes.
-
-
-def accumulates_without_sync(rank: int, how: str) -> list[dict[str, Any]]:
-    """Train under DDP or FSDP2 with `no_sync`, with torch's scaler and with ours; what each left."""
-    runs = []
-    for ours in (False, True):
-        settings = {"device": "cpu", "init_scale": cases.INIT_SCALE, "growth_interval": cases.GROWTH_INTERVAL}
-        scaler = cases.scaler_class("grad")(**settings) if ours else torch.amp.GradScaler(**settings)
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        model = DistributedDataParallel(model) if how == "ddp" else fully_shard(model, mesh=cases.line())
-        runs.append(_accumulate(rank, scaler, model))
-    return runs
-
-
-def _accumulate(rank: int, scaler: Any, model: Any) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    generator, scales, digests = torch.Generator().manual_seed(rank), [], []
-    for step in range(cases.STEPS):
-        optimizer.zero_grad()
-        for micro in range(3):
-            loss = model(torch.randn(2, 4, generator=generator)).square().mean()
-            spoiled = (step, micro, rank) == (1, 0, 1)  # one rank, in a pass that is not reduced by itself
-            with _synchronised(model, micro == 2):
-                scaler.scale(loss * torch.inf if spoiled else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-        digests.append([cases.digest(p) for p in model.parameters()])
-    return {"scales": scales, "digests": copy.deepcopy(digests)}
-
-
-@contextmanager
-def _synchronised(model: Any, wanted: bool) -> Iterator[None]:
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = wanted  # all that no_sync() sets, here after the forward pass
-        yield
-    else:
-        model.set_requires_gradient_sync(wanted)
-        yield
