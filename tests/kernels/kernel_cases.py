@@ -146,18 +146,24 @@ def make_table(grads: list[Guarded], dtype: torch.dtype, config: LaunchConfig = 
     return table
 
 
+@contextmanager
+def guarded_flag() -> Iterator[Tensor]:
+    """A cleared flag; what lies beside it must not be written."""
+    flags = torch.tensor([NAN, 0.0, NAN], device=DEVICE)
+    yield flags[1]
+    assert flags.isnan().tolist() == [True, False, True]
+
+
 def run_unscale(table: GradTable, scale: Tensor, *, inverse: bool) -> Tensor:
     """Unscale natively or interpreted, as this process should; the flag afterwards, on the CPU."""
-    found_inf = torch.zeros((), device=DEVICE)
-    with launched(*["_unscale_kernel"][: table.n_chunks]):
+    with launched(*["_unscale_kernel"][: table.n_chunks]), guarded_flag() as found_inf:
         launch_unscale(table, scale.to(DEVICE), found_inf, inverse=inverse)
     return found_inf.cpu()
 
 
 def run_check(table: GradTable) -> Tensor:
     """As `run_unscale`, for the read-only check."""
-    found_inf = torch.zeros((), device=DEVICE)
-    with launched(*["_check_nonfinite_kernel"][: table.n_chunks]):
+    with launched(*["_check_nonfinite_kernel"][: table.n_chunks]), guarded_flag() as found_inf:
         launch_check_nonfinite(table, found_inf)
     return found_inf.cpu()
 

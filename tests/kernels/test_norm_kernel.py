@@ -15,6 +15,7 @@ from kernel_cases import (
     assert_untouched,
     expected_bits,
     finite_values,
+    guarded_flag,
     inverse_of,
     launched,
 )
@@ -36,10 +37,10 @@ def make_table(grads, dtype, config=SMALL):
 
 def run(table, scale=1.0, *, inverse=True):
     """The sum and the flag, on the CPU, which stand in the totals; what lies beside those is not written."""
-    found_inf = torch.zeros((), device=DEVICE)
     out = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
     factor = torch.tensor(scale)
-    with launched(*["_sum_squares_kernel"][: table.n_chunks], "_finish_kernel"):
+    names = [*["_sum_squares_kernel"][: table.n_chunks], "_finish_kernel"]
+    with launched(*names), guarded_flag() as found_inf:
         launch_sum_of_squares(table, factor.to(DEVICE), found_inf, out[1:6], inverse=inverse)
     assert out[::6].isnan().all()
     assert out[2:6].tolist() == [found_inf.item(), 0.0, factor.item(), 1.0 / factor.item()]
@@ -232,21 +233,23 @@ def test_all_partial_sums_are_added(n_partials):
     table = NormTable([1] * n_partials, torch.float32, DEVICE, SMALL)
     partials = torch.rand(n_partials, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     table.partials[:n_partials].copy_(partials)
-    totals = torch.zeros(5, dtype=torch.float64, device=DEVICE)
+    totals = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
     scale, found_inf = torch.tensor([4.0, 0.0], device=DEVICE)
     with launched("_finish_kernel"):
-        table.launch_finish(scale, found_inf, totals, inverse=False)
-    assert totals[0].item() == pytest.approx(math.fsum(partials.tolist()) / 16, rel=1e-14)  # fp64 sums of few thousand
+        table.launch_finish(scale, found_inf, totals[1:6], inverse=False)
+    assert totals.isnan().tolist() == [True, *[False] * 5, True]
+    assert totals[1].item() == pytest.approx(math.fsum(partials.tolist()) / 16, rel=1e-14)  # fp64 sums of few thousand
 
 
 def test_a_raised_flag_is_left_raised():
     table = make_table([Guarded(torch.ones(40))], torch.float32)
     flags = torch.tensor([5.0, 1.0, 7.0], device=DEVICE)
-    totals = torch.zeros(5, dtype=torch.float64, device=DEVICE)
+    totals = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
     for each, sum_of_it in ((table, 40), (NormTable([], torch.float32, DEVICE), 0)):
-        launch_sum_of_squares(each, torch.ones((), device=DEVICE), flags[1], totals, inverse=True)
+        launch_sum_of_squares(each, torch.ones((), device=DEVICE), flags[1], totals[1:6], inverse=True)
         assert flags.tolist() == [5.0, 1.0, 7.0]
-        assert totals.tolist() == [sum_of_it, 1, 0, 1, 1]
+        assert totals[1:6].tolist() == [sum_of_it, 1, 0, 1, 1]
+        assert totals[::6].isnan().all()
 
 
 def test_no_elements_are_finished_without_a_pass_over_them():

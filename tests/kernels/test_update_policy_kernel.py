@@ -142,18 +142,13 @@ def test_cleared_flags_are_kept_row_by_row():
     buffer = FlagBuffer(DEVICE)
     buffer.status[:] = torch.arange(128.0).view(32, 4) % 3
     before = buffer.status.clone()
-    scale, tracker = torch.tensor(64.0, device=DEVICE), torch.zeros((), dtype=torch.int32, device=DEVICE)
-    rows = 0b10110
+    scales, trackers = torch.tensor([NAN, 64.0, NAN]).to(DEVICE), torch.tensor([GUARD, 0, GUARD]).int().to(DEVICE)
+    counters, rows = torch.tensor([GUARD, *[0] * 7, GUARD]).to(DEVICE), 0b10110
+    policy = DevicePolicy(DEVICE).hold(2.0, 0.5, 3)
     with launched("_update_scale_kernel"):
-        launch_update_rows(
-            scale,
-            tracker,
-            buffer.status,
-            DevicePolicy(DEVICE).hold(2.0, 0.5, 3),
-            torch.zeros(7, dtype=torch.int64, device=DEVICE),
-            rows,
-            clear=True,
-        )
+        launch_update_rows(scales[1], trackers[1], buffer.status, policy, counters[1:8], rows, clear=True)
+    assert scales[::2].isnan().all()
+    assert {*trackers[::2].tolist(), *counters[::8].tolist()} == {GUARD}
     for row in range(32):
         chosen = rows >> row & 1
         assert buffer.status[row].tolist() == ([0.0, 0.0] * bool(chosen) + before[row].tolist()[2 * bool(chosen) :])
