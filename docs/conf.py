@@ -16,7 +16,6 @@ html_title = f"scaler_triton {__version__}"
 default_role = "code"  # docstrings are read in editors more often than here: one backtick is code
 
 myst_heading_anchors = 3
-suppress_warnings = ["myst.xref_missing"]  # links of README and perf/README that point into the repository
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
