@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 import torch
 from compile_cases import fresh_compiler, nothing_new
 from helpers import Place, assert_same, places
+from page_blocks import blocks
 from torch import Tensor
 
 from scaler_triton import ops
@@ -154,9 +154,8 @@ def test_gradients_of_a_models_parameters(compiler: str) -> None:
 
 def test_the_page_on_compile() -> None:
     """Its function is one graph, and steps or skips."""
-    text = (Path(__file__).parents[1] / "docs" / "compile.md").read_text()
-    (source,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names: dict[str, Any] = {"torch": torch}
+    (source,) = blocks("docs/compile.md")
+    names: dict[str, Any] = {}
     exec(source.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'"), names)
     parameter, scale = torch.nn.Parameter(torch.ones(3)), scalar(4.0)
     tracker = torch.zeros((), dtype=torch.int32)

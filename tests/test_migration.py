@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from helpers import sgd, started
 from megatron_rule import Megatron
+from page_blocks import blocks
 
 from scaler_triton import GradScaler, ShardedGradScaler
 from scaler_triton.limits import KEY
@@ -240,8 +239,6 @@ def test_an_object_is_no_state() -> None:
 
 def test_the_page_on_checkpoints() -> None:
     """Its programs run, and leave the scaler with what they were given."""
-    text = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "load_state_dict" in block]
     optimizer = {"dynamic_loss_scale": True, **{name: DEEPSPEED[name] for name in ("scale_factor", "scale_window")}}
     optimizer |= {"cur_scale": 128.0, "cur_iter": 9, "last_overflow_iter": 3}
     names: dict[str, Any] = {
@@ -250,9 +247,9 @@ def test_the_page_on_checkpoints() -> None:
         "optimizer_state": {"loss_scaler": RUNS[3], **optimizer},
     }
     scales = []
-    for block in blocks:
+    for block in blocks("docs/checkpoints.md"):
         names["scaler"] = GradScaler("cpu")
-        exec("from scaler_triton.migration import from_deepspeed\n" + block, names)
+        exec(block, names)
         scales.append((names["scaler"].get_scale(), names["scaler"].get_growth_interval()))
     assert scales == [(64.0, 1000), (64.0, 2), (128.0, 3)]
 
