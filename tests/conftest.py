@@ -13,6 +13,7 @@ from pathlib import Path
 import in_shards
 import pytest
 import torch
+import torch.distributed as dist
 
 from scaler_triton import dispatch
 from scaler_triton.demo.ranks import RankPool
@@ -125,6 +126,16 @@ def pools() -> Iterator[Callable[..., RankPool]]:
     yield pool
     for each in opened.values():
         each.close()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process is rank 0 of two, of which the other is pretended: reductions change nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

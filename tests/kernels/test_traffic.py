@@ -3,7 +3,9 @@
 import pytest
 import torch
 from kernel_cases import DEVICE, DTYPES, INF, SIMULATED, Guarded
+from step_figure import drawn
 
+from perf.bench_clip import MOVES
 from scaler_triton.kernels.clip import launch_clip
 from scaler_triton.kernels.launch_config import DEFAULT
 from scaler_triton.kernels.nonfinite import launch_check_nonfinite
@@ -73,17 +75,30 @@ def test_only_a_chunk_that_overflowed_is_read_again(moved):
     assert moved() == {"_check_nonfinite_kernel": {"loaded": size + 3 * MAP + again + generation, "stored": FLAG}}
 
 
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_clipping_reads_twice_and_writes_once(moved, dtype, offset):
-    """12 bytes an fp32 element, where torch's unscaling, norm and clipping move 20."""
+def clip(dtype, offset=0):
+    """Clip two tensors; return the bytes of both."""
     table, size = table_of(dtype, offset=offset)
     scale, flag, norm = scalars(1024.0, 0.0, 0.0)
     totals = torch.zeros(5, dtype=torch.float64)
     launch_sum_of_squares(table, scale, flag, totals, inverse=False)
     launch_clip(table, scale, totals, 1e-3, norm)
+    return size
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clipping_reads_twice_and_writes_once(moved, dtype, offset):
+    """12 bytes an fp32 element, where torch's unscaling, norm and clipping move 20."""
+    size = clip(dtype, offset)
     assert moved() == {
         "_sum_squares_kernel": {"loaded": size + 3 * (MAP + WEIGHT), "stored": 3 * PARTIAL},
         "_finish_kernel": {"loaded": _FINISH_BLOCK * PARTIAL + SCALE + FLAG, "stored": 5 * 8},
         "_clip_kernel": {"loaded": size + 3 * (MAP + SCALE + TOTALS), "stored": size + 4},
     }
+
+
+def test_the_figure_is_as_wide_as_what_clipping_moves(moved):
+    size = clip(torch.float32)
+    times = [sum(count // size for count in moved()[name].values()) for name in ("_sum_squares_kernel", "_clip_kernel")]
+    assert sum(times) == MOVES["ours"]
+    assert [4 * each for each in times] == [work.moved for work in drawn("OURS") if work.kind == "pass"]
