@@ -127,6 +127,9 @@ class SettingsMixin(ScalerAttributes):
 
         Without the key `scaler_triton` limits stay as they are. Counters are the checkpoint's, all 0 if it has none.
 
+        Args:
+            state_dict: the five fields, and perhaps that key; read.
+
         Raises: torch's RuntimeError for an empty dict and KeyError for a missing field; ValueError or TypeError
             naming a wrong field and its value; TypeError for what is no dict. The scaler is as before then.
         """
