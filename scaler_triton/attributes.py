@@ -33,7 +33,6 @@ class ScalerAttributes(_Base):
     process_group: Any  # the ranks that must agree; None: the default group, or the parameters' meshes
     _backend: str
     _limits: Limits
-    _max_consecutive_skips: int | None
     _check_unscaled: bool
     _warned_fsdp1: bool
     _warned_apart: bool

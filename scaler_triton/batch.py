@@ -15,7 +15,7 @@ from scaler_triton.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from scaler_triton.dispatch import Backend
-    from scaler_triton.kernels.table import GradTable
+    from scaler_triton.kernels.norm import NormTable
 
 
 class LayoutKey(NamedTuple):
@@ -35,7 +35,7 @@ class Layout:
     numels: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)  # each slot's parameter, by its index in the optimizer
     backends: dict[tuple[str, bool], Backend] = field(default_factory=dict)  # by `choose`'s requested and clips
-    tables: dict[str, GradTable] = field(default_factory=dict)  # for kernels, by mode
+    tables: dict[str, NormTable] = field(default_factory=dict)  # for kernels, by mode
     generation: Tensor | None = None  # for OverflowMarks: the skip count that kernels record, on the device
     weights: tuple[Any, list[float] | None] | None = None  # replica counts, and each slot's weight in a norm from them
     neighbours: Neighbours = field(default_factory=Neighbours)  # of a complete batch

@@ -15,7 +15,7 @@ from scaler_triton.batch import Batch, Layout
 from scaler_triton.dispatch import Backend, choose, choose_for_subclasses
 
 if TYPE_CHECKING:
-    from scaler_triton.kernels.table import GradTable
+    from scaler_triton.kernels.norm import NormTable
 
 
 def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False) -> list[tuple[Batch, Backend]]:
@@ -43,7 +43,7 @@ def unscale_batch_(batch: Batch, factor: Tensor, found_inf: Tensor, backend: Bac
             _unscale_subclasses_(batch, inv_scale, found_inf)
         return
     dense = dense_batch(batch)
-    kernels().unscale.launch_unscale(filled_table(batch.layout, dense, "unscale"), factor, found_inf, inverse=inverse)
+    kernels().unscale.launch_unscale(filled_table(dense, "unscale"), factor, found_inf, inverse=inverse)
     copy_back(dense, batch)
 
 
@@ -51,7 +51,7 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: 
     """`check_nonfinite` for one batch, `found_inf` on its device.
 
     Args:
-        unscaled: `unscale_batch_` has just run on it: if both passes share a table, its addresses are set already.
+        unscaled: `unscale_batch_` has just run on it.
     """
     if backend == "torch":
         if batch.layout.key.plain:
@@ -60,11 +60,7 @@ def check_batch(batch: Batch, found_inf: Tensor, backend: Backend, *, unscaled: 
             _unscale_subclasses_(batch, torch.ones_like(found_inf), found_inf)
         return
     dense = dense_batch(batch)  # a reference until the launch: an address keeps nothing alive
-    tables = batch.layout.tables
-    if unscaled and dense is batch and tables.get("check") is tables["unscale"]:
-        table = tables["check"]  # a captured step may copy addresses only a few times
-    else:
-        table = filled_table(batch.layout, dense, "check")
+    table = filled_table(dense, "check", after="unscale" if unscaled and dense is batch else None)
     kernels().nonfinite.launch_check_nonfinite(table, found_inf)
 
 
@@ -82,11 +78,20 @@ def copy_back(dense: Batch, batch: Batch) -> None:
             original.copy_(copy)
 
 
-def filled_table(layout: Layout, dense: Batch, mode: str) -> GradTable:
-    """Return the kernels' table of a layout, created once, with this step's addresses."""
+def filled_table(dense: Batch, mode: str, *, after: str | None = None) -> NormTable:
+    """Return the kernels' table of a layout, created once, with this step's addresses.
+
+    Args:
+        mode: of the launch configuration: "unscale" for passes that write, "check" for those that only read.
+        after: the mode of a pass that has just run on the same memory. If both share a table, it is filled already: a
+            captured step may copy addresses only a few times.
+    """
+    layout = dense.layout
     table = layout.tables.get(mode)
     if table is None:
         table = layout.tables[mode] = _new_table(layout, mode)
+    if after is not None and table is layout.tables.get(after):
+        return table
     if layout.generation is not None:
         table.generation = layout.generation
     if dense.complete:
@@ -119,12 +124,12 @@ def _unscale_subclasses_(batch: Batch, inv_scale: Tensor, found_inf: Tensor) -> 
     torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
 
 
-def _new_table(layout: Layout, mode: str) -> GradTable:
+def _new_table(layout: Layout, mode: str) -> NormTable:
     """Return a table for this mode's launch configuration; modes with equal configurations share one."""
     from scaler_triton.kernels.lookup import config_for
-    from scaler_triton.kernels.table import GradTable
+    from scaler_triton.kernels.norm import NormTable
 
     device, dtype = layout.key.device, layout.key.dtype
     config = config_for(device, mode, dtype.itemsize)
     shared = [table for table in layout.tables.values() if table.config == config]
-    return shared[0] if shared else GradTable(layout.numels, dtype, device, config)
+    return shared[0] if shared else NormTable(layout.numels, dtype, device, config)

@@ -42,15 +42,21 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
 
     def __init__(
         self,
-        device: str | torch.device,
-        init_scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        enabled: bool,
-        process_group: torch.distributed.ProcessGroup | None,
-        backend: str | None,
-        **extras: Any,
+        device: str | torch.device = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        backend: str | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        max_consecutive_skips: int | None = None,
+        check_unscaled: bool = False,
     ) -> None:
         self._backend = dispatch.check_backend(backend)
         device = policy.device_type(device)
@@ -69,8 +75,10 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
             policy.check_backoff_factor(backoff_factor)
             raise
         vars(self).update(attributes.fresh())
-        self._init_extras(**extras)
+        self._limits, self._check_unscaled = limits.NO_LIMITS, False
         if self._enabled:
+            self._limits = limits.check(min_scale, max_scale, hysteresis, consecutive_hysteresis, max_consecutive_skips)
+            self._check_unscaled = policy.check_bool(check_unscaled, "check_unscaled")
             init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"), self._limits)
             growth_factor = policy.check_growth_factor(growth_factor)
             backoff_factor = policy.check_backoff_factor(backoff_factor)
@@ -255,38 +263,3 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
 
     _allow_fp16 = False
     _is_sharded = False
-
-    def __init__(
-        self,
-        device: str | torch.device = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        process_group: torch.distributed.ProcessGroup | None = None,
-        backend: str | None = None,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        hysteresis: int = 1,
-        consecutive_hysteresis: bool = False,
-        max_consecutive_skips: int | None = None,
-        check_unscaled: bool = False,
-    ) -> None:
-        super().__init__(
-            device,
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            enabled,
-            process_group,
-            backend,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            hysteresis=hysteresis,
-            consecutive_hysteresis=consecutive_hysteresis,
-            max_consecutive_skips=max_consecutive_skips,
-            check_unscaled=check_unscaled,
-        )

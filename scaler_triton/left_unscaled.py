@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from scaler_triton.mirror import version_counter
-from scaler_triton.optimizers import parameters_of, unwrap
+from scaler_triton.optimizers import parameters_of, unwrap, weak
 from scaler_triton.placement import local_tensor
 
 
@@ -46,31 +46,20 @@ class LeftUnscaled:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def renew(self, flags: Iterable[tuple[Callable[[], Any], Tensor | None]]) -> None:
+    def renew(self, flags: Sequence[tuple[Any, Tensor | None]]) -> None:
         """After an update, store the optimizers that it left unscaled but not stepped, and drop the stepped ones.
 
         Args:
-            flags: for each optimizer a reference to it, and a copy of its agreed flag, fp32, shape (), or None if it
-                was stepped or not unscaled. No gradient is kept alive.
+            flags: each optimizer, and a copy of its agreed flag, fp32, shape (), or None if it was stepped or not
+                unscaled. No gradient is kept alive.
         """
-        for owner, found_inf in flags:
-            self._forget(owner)
-            if found_inf is not None:
-                self._remember(owner, found_inf)
-
-    def _remember(self, owner: Callable[[], Any], found_inf: Tensor) -> None:
-        optimizer = owner()
-        if optimizer is None:
-            return
-        snapshots = snapshots_of(optimizer)
-        if any(snapshots):  # without gradients this step cannot be told from the next
-            self._entries[id(optimizer)] = _Entry(owner, found_inf, snapshots)
-
-    def _forget(self, owner: Callable[[], Any]) -> None:
-        """Drop the entries of an optimizer, and of those that were freed."""
-        if self._entries:
-            gone = {id(None), id(owner())}  # by id: optimizers may define ==
-            self._entries = {key: entry for key, entry in self._entries.items() if id(entry.owner()) not in gone}
+        renewed = {id(optimizer) for optimizer, _ in flags}
+        kept = {key: entry for key, entry in self._entries.items() if key not in renewed and entry.owner() is not None}
+        for optimizer, found_inf in flags:
+            if found_inf is not None and any(snapshots := snapshots_of(optimizer)):
+                # Without gradients this step could not be told from the next.
+                kept[id(optimizer)] = _Entry(weak(optimizer), found_inf, snapshots)
+        self._entries = kept
 
     def recall(self, optimizer: Any) -> Tensor | None:
         """Return the stored flag of an optimizer whose gradients are still unscaled, kept until its next update."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from scaler_triton import policy, stats
@@ -19,29 +19,17 @@ class Limits(NamedTuple):
         min_scale, max_scale: the scale is clamped to them; fp32 numbers.
         hysteresis: number of the overflow at which the scale first backs off; each one after it backs off again.
         consecutive_hysteresis: whether any good update resets that count, not only one that ends an interval.
+        max_consecutive_skips: updates; None: any number.
     """
 
     min_scale: float = policy.MIN_SCALE
     max_scale: float = policy.MAX_SCALE
     hysteresis: int = 1
     consecutive_hysteresis: bool = False
+    max_consecutive_skips: int | None = None
 
 
 NO_LIMITS = Limits()
-
-
-class Extras(NamedTuple):
-    """What a checkpoint holds in addition to torch's five fields.
-
-    Args:
-        limits: see there.
-        max_consecutive_skips: updates; None: no limit.
-        counters: in the order of `stats.NAMES`.
-    """
-
-    limits: Limits
-    max_consecutive_skips: int | None
-    counters: list[int]
 
 
 def bound(value: Any, name: str) -> float:
@@ -71,7 +59,9 @@ def check_order(limits: Limits) -> Limits:
     return limits
 
 
-def check(min_scale: Any, max_scale: Any, hysteresis: Any, consecutive_hysteresis: Any) -> Limits:
+def check(
+    min_scale: Any, max_scale: Any, hysteresis: Any, consecutive_hysteresis: Any, max_consecutive_skips: Any = None
+) -> Limits:
     """Return checked limits; None stands for the widest bound.
 
     Raises: ValueError or TypeError naming a wrong one and its value.
@@ -81,26 +71,25 @@ def check(min_scale: Any, max_scale: Any, hysteresis: Any, consecutive_hysteresi
         NO_LIMITS.max_scale if max_scale is None else bound(max_scale, "max_scale"),
         policy.check_hysteresis(hysteresis),
         policy.check_bool(consecutive_hysteresis, "consecutive_hysteresis"),
+        policy.check_max_skips(max_consecutive_skips),
     )
     return check_order(limits)
 
 
-def to_checkpoint(extras: Extras) -> dict[str, Any]:
-    """Return `extras` as plain numbers by name."""
-    counters = dict(zip(stats.NAMES, extras.counters, strict=True))
-    return {**extras.limits._asdict(), "max_consecutive_skips": extras.max_consecutive_skips, "counters": counters}
+def to_checkpoint(limits: Limits, counters: Sequence[int]) -> dict[str, Any]:
+    """Return what a checkpoint holds in addition to torch's five fields, as plain numbers by name."""
+    return {**limits._asdict(), "counters": dict(zip(stats.NAMES, counters, strict=True))}
 
 
-def from_checkpoint(fields: Any) -> Extras:
-    """Return the extras that `to_checkpoint` made `fields` of; other keys are left out.
+def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
+    """Return the limits and counters that `to_checkpoint` made `fields` of; other keys are left out.
 
     Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
     """
     fields = check_dict(fields, KEY)
     limits = check(*(fields[name] for name in Limits._fields))
-    max_skips = policy.check_max_skips(fields["max_consecutive_skips"])
     counters = check_dict(fields["counters"], "counters")
-    return Extras(limits, max_skips, [policy.check_count(counters[name], name) for name in stats.NAMES])
+    return limits, [policy.check_count(counters[name], name) for name in stats.NAMES]
 
 
 def check_dict(value: Any, name: str) -> Mapping[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from scaler_triton import limits, policy
-from scaler_triton.limits import Extras
 from scaler_triton.stats import NAMES, STRIKES
 
 _NO_HYSTERESIS = {"delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
@@ -110,7 +109,7 @@ def _state_dict(
         "backoff_factor": factors[1],
         "growth_interval": interval,
         "_growth_tracker": tracker,
-        limits.KEY: limits.to_checkpoint(Extras(bounds, None, counters)),
+        limits.KEY: limits.to_checkpoint(bounds, counters),
     }
 
 

@@ -58,12 +58,11 @@ class GradPlan:
         self.is_distributed = any(map(placement.is_distributed, self.parameters))
         self.rebuilds = 0
         self.marks = OverflowMarks(len(self.parameters))
-        # Caches of other modules; the last four hold what they were computed from, too.
+        # Caches of other modules; the last three hold what they were computed from, too.
         self.verdict: Verdict | None = None  # the optimizer's flag
         self.agreement: tuple[Any, Any, Agreement | None] | None = None  # the ranks that must agree
         self.joint: tuple[Any, Any, Agreement | None] | None = None  # those that must agree on several plans together
         self.copies: tuple[Any, Any, list[int]] | None = None  # how many ranks hold each parameter's shard
-        self.recounted: tuple[Any, Any, list[int]] | None = None  # how many hold each gradient's
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if placement.is_dtensor(parameter)]
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
@@ -158,7 +157,7 @@ class GradPlan:
         # A plain gradient of a DTensor parameter is a local shard, split as the parameter is.
         shards = placement.num_shards(gradient if placement.is_dtensor(gradient) else parameter)
         if shards != (placement.num_shards(parameter) if before is None else before):
-            self.grad_shards = {**self.grad_shards, index: shards}  # a new dict: caches compare by identity
+            self.grad_shards[index] = shards
 
     def _refuse_fp16(self, gradients: list[Tensor | None]) -> None:
         for index in self._fp16:  # those of a new form: see `_add_forms`

@@ -72,22 +72,16 @@ def update_on_device_(
 
 
 def count_(scale: Tensor, found_inf: Tensor, limits: Limits, counters: Counters) -> None:
-    """Count an update that sets the scale to a number; no host wait.
+    """Count an update that sets the scale to a number, as one that changes neither scale nor tracker; no host wait.
 
     Args:
         scale: where the updates are counted; left as it is.
         found_inf: fp32, one element, same device; anything but 0 is an overflow.
         counters: written.
     """
-    if scale.is_cpu and type(scale) is Tensor:
-        numbers, bad = counters.on_host(), found_inf.item()
-        _count_flag(numbers, bad)
-        if limits.consecutive_hysteresis and not bad:
-            numbers[STRIKES] = 0
-    else:
-        held, flag = counters.on(scale.device), found_inf.reshape(()) != 0
-        no = torch.zeros_like(flag)
-        held.copy_(_counted(held, flag, ~no if limits.consecutive_hysteresis else no, no, no))
+    one, tracker = torch.ones_like(scale, dtype=torch.float32), torch.zeros_like(scale, dtype=torch.int32)
+    unbounded = limits._replace(min_scale=NO_LIMITS.min_scale, max_scale=NO_LIMITS.max_scale)
+    update_scale_(one, tracker, found_inf, 1.0, 1.0, MAX_TRACKER, unbounded, counters)
 
 
 def _counted(counters: Tensor, bad: Tensor, refilled: Tensor, larger: Tensor, smaller: Tensor) -> Tensor:
@@ -109,7 +103,7 @@ def _update_on_host_(
 ) -> None:
     """The same in Python's doubles, in which torch's op multiplies, too; quicker than ops on one number."""
     growth_factor, backoff_factor, interval = numbers
-    low, high, hysteresis, consecutive = limits
+    low, high, hysteresis, consecutive, _ = limits
     before, successful = scale.item(), int(growth_tracker.item()) + 1
     value, tracker = before, 0
     _count_flag(counters, found_inf)

@@ -10,27 +10,12 @@ from torch import Tensor
 from scaler_triton import limits, policy
 from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.cuda_graphs import refuse_capture
-from scaler_triton.limits import NO_LIMITS, Extras
+from scaler_triton.limits import NO_LIMITS
 from scaler_triton.stats import NAMES, Lagging
 
 
 class SettingsMixin(ScalerAttributes):
     """The numbers that `update` uses, and the counters that a checkpoint also holds."""
-
-    def _init_extras(
-        self,
-        min_scale: float | None,
-        max_scale: float | None,
-        hysteresis: int,
-        consecutive_hysteresis: bool,
-        max_consecutive_skips: int | None,
-        check_unscaled: bool,
-    ) -> None:
-        self._limits, self._max_consecutive_skips, self._check_unscaled = NO_LIMITS, None, False
-        if self._enabled:
-            self._limits = limits.check(min_scale, max_scale, hysteresis, consecutive_hysteresis)
-            self._max_consecutive_skips = policy.check_max_skips(max_consecutive_skips)
-            self._check_unscaled = policy.check_bool(check_unscaled, "check_unscaled")
 
     def _numbers(self) -> tuple[float, float, int]:
         return self._growth_factor, self._backoff_factor, self._growth_interval
@@ -42,7 +27,8 @@ class SettingsMixin(ScalerAttributes):
             from scaler_triton.kernels.update_scale import DevicePolicy
 
             held = self._device_policies[device] = DevicePolicy(device)
-        return held.hold(self._growth_factor, self._backoff_factor, self._growth_interval, *self._limits)
+        bounds = self._limits[:-1]  # the host counts skips
+        return held.hold(self._growth_factor, self._backoff_factor, self._growth_interval, *bounds)
 
     def _numbers_changed(self) -> None:
         for device in self._device_policies:  # where graphs read them at each replay
@@ -101,11 +87,11 @@ class SettingsMixin(ScalerAttributes):
 
     def get_max_consecutive_skips(self) -> int | None:
         """Return how many updates in a row may be skipped without an error, None (any number) by default."""
-        return self._max_consecutive_skips
+        return self._limits.max_consecutive_skips
 
     def set_max_consecutive_skips(self, new_limit: int | None) -> None:
         """Set how many updates in a row may be skipped without an error: >= 0, or None for any number."""
-        self._max_consecutive_skips = policy.check_max_skips(new_limit, "new_limit")
+        self._set_limits(max_consecutive_skips=policy.check_max_skips(new_limit, "new_limit"))
         self._lagging = Lagging()
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,9 +103,8 @@ class SettingsMixin(ScalerAttributes):
         if not self._enabled:
             return {}
         state = super().state_dict()
-        if self._limits != NO_LIMITS or self._max_consecutive_skips is not None:
-            extras = Extras(self._limits, self._max_consecutive_skips, self._counters.read())
-            state[limits.KEY] = limits.to_checkpoint(extras)
+        if self._limits != NO_LIMITS:
+            state[limits.KEY] = limits.to_checkpoint(self._limits, self._counters.read())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -135,14 +120,14 @@ class SettingsMixin(ScalerAttributes):
         """
         if not self._enabled:
             return
-        extras = Extras(self._limits, self._max_consecutive_skips, [0] * len(NAMES))
+        loaded, counters = self._limits, [0] * len(NAMES)
         if limits.check_dict(state_dict, "state_dict"):  # torch raises for an empty one
             if limits.KEY in state_dict:
-                extras = limits.from_checkpoint(state_dict[limits.KEY])
+                loaded, counters = limits.from_checkpoint(state_dict[limits.KEY])
             state_dict = policy.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
-        self._limits, self._max_consecutive_skips = extras.limits, extras.max_consecutive_skips
-        self._counters.set(extras.counters)
+        self._limits = loaded
+        self._counters.set(counters)
         self._lagging = Lagging()
         for plan in self._plans.plans():
             plan.marks.forget()  # their generations count another run's skips

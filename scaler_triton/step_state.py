@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import OptState
     from torch.utils.weak import TensorWeakRef
 
-    from scaler_triton.plan import GradPlan
     from scaler_triton.verdict import Verdict
 
 
@@ -20,16 +19,18 @@ class StepState(TypedDict, total=False):
 
     stage: Required[OptState]
     found_inf_per_device: Required[dict[torch.device, Tensor]]  # fp32, shape (); empty until gradients were checked
+    # Whose state it is:
     owner: Callable[[], Any]  # returns the optimizer, None once it is gone
     wrappers: dict[int, Callable[[], Any]]  # by id: likewise the wrappers around it that were passed
+    # Its flag:
     verdict: Verdict  # the source of these flags, unless others have replaced them
     earlier: list[Verdict]  # of earlier checks in this step: keeps their flags from being reused
     skips: bool  # the flag as the host read it
-    deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
-    must_skip: bool  # the step or clipping raised: unknown which gradients it has divided
+    # Its gradients:
     first_gradient: TensorWeakRef | None  # when they were unscaled; None: there was none
     unscaled_flag: Tensor | None  # fp32, shape (): of gradients still unscaled from before an update, else None
+    deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
+    # Within one call, and after one that raised:
     asked_by_step: bool  # within an optimizer's step that asks for the flag itself, perhaps for each group
-    # While gradients are checked or unscaled:
-    plan: GradPlan
-    written: bool  # whether one of them has been written
+    written: bool  # while gradients are checked or unscaled: whether one of them has been written
+    must_skip: bool  # the step or clipping raised: unknown which gradients it has divided

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from scaler_triton.batch import Batch
 
 Op = Callable[["Batch", Tensor, dispatch.Backend], None]
+Check = Callable[[GradPlan, Tensor], Flags]
 
 
 class UnscalingMixin(AgreeingMixin):
@@ -52,10 +53,10 @@ class UnscalingMixin(AgreeingMixin):
         state = self._state(optimizer)
         self._check_order(state)
 
-        def unscale(found_inf: Tensor) -> Flags:
+        def unscale(plan: GradPlan, found_inf: Tensor) -> Flags:
             if self._unscale_is_overridden():
                 return self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
-            return self._unscale_batches_(optimizer, state, None, found_inf, self._allow_fp16)
+            return self._unscale_batches_(plan, state, None, found_inf, self._allow_fp16)
 
         verdict = self._check_and_agree(optimizer, state, unscale)
         self._enter_unscaled(state)
@@ -92,10 +93,10 @@ class UnscalingMixin(AgreeingMixin):
         # A call from outside a step, perhaps for a few parameters only, must not begin one.
         temporary: StepState = {"stage": OptState.READY, "found_inf_per_device": {}}
         state = self._state(optimizer) if self._is_known(optimizer) else temporary
-        return self._unscale_batches_(optimizer, state, inv_scale, found_inf, allow_fp16)
+        return self._unscale_batches_(self._plans.get(optimizer), state, inv_scale, found_inf, allow_fp16)
 
     def _unscale_batches_(
-        self, optimizer: Any, state: StepState, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
+        self, plan: GradPlan, state: StepState, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
     ) -> Flags:
         """As `_unscale_grads_`; without `inv_scale` the ops compute 1 / scale."""
         state["written"] = False
@@ -107,7 +108,7 @@ class UnscalingMixin(AgreeingMixin):
             if self._check_unscaled:
                 batch_ops.check_batch(batch, flag, backend, unscaled=True)
 
-        return self._for_each_batch(optimizer, state, found_inf, allow_fp16, unscale)
+        return self._for_each_batch(plan, found_inf, allow_fp16, unscale)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients, read-only, and agree with the other ranks, once per step.
@@ -125,7 +126,7 @@ class UnscalingMixin(AgreeingMixin):
             if recheck and stage is OptState.UNSCALED:
                 state["unscaled_flag"] = None  # of the step before: check these gradients
             if recheck or not state["found_inf_per_device"]:
-                self._check_and_agree(optimizer, state, partial(self._check_grads, optimizer, state))
+                self._check_and_agree(optimizer, state, partial(self._check_grads, optimizer))
         finally:
             if self._is_known(optimizer):
                 self._state(optimizer)["stage"] = stage  # after a failure, too: step checks again, as other ranks do
@@ -141,14 +142,13 @@ class UnscalingMixin(AgreeingMixin):
             return False
         return self._agreement(self._plans.get(optimizer)) is None
 
-    def _check_grads(self, optimizer: Any, state: StepState, found_inf: Tensor) -> Flags:
+    def _check_grads(self, optimizer: Any, plan: GradPlan, found_inf: Tensor) -> Flags:
         if self._unscale_is_overridden():  # it may check gradients that the plan does not have
             return self._unscale_grads_(optimizer, torch.ones_like(found_inf), found_inf, True)
-        return self._for_each_batch(optimizer, state, found_inf, True, batch_ops.check_batch)
+        return self._for_each_batch(plan, found_inf, True, batch_ops.check_batch)
 
-    def _for_each_batch(self, optimizer: Any, state: StepState, found_inf: Tensor, allow_fp16: bool, op: Op) -> Flags:
+    def _for_each_batch(self, plan: GradPlan, found_inf: Tensor, allow_fp16: bool, op: Op) -> Flags:
         flags: Flags = {}
-        plan = state.get("plan") or self._plans.get(optimizer)
         gradients = plan.collect(allow_fp16=allow_fp16)
         pairs = batch_ops.choose_backends(gradients.batches, self._backend)
         partials = batch_ops.choose_backends(gradients.partials, self._backend) if gradients.partials else ()
@@ -189,7 +189,7 @@ class UnscalingMixin(AgreeingMixin):
     def _unscale_is_overridden(self) -> bool:
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_
 
-    def _check_and_agree(self, optimizer: Any, state: StepState, check: Callable[[Tensor], Flags]) -> Verdict:
+    def _check_and_agree(self, optimizer: Any, state: StepState, check: Check) -> Verdict:
         """Run `check` (which may unscale, too) with a cleared flag, reduce the flag, store the verdict in `state`.
 
         Any error of `check` is reported to the other ranks.
@@ -198,11 +198,10 @@ class UnscalingMixin(AgreeingMixin):
         plan, agreement, verdict = self._prepare_check(optimizer, state)
         unscaled = state.get("unscaled_flag")  # before the last update: its flag is still valid
         state.pop("written", None)
-        state["plan"] = plan
         try:
             if unscaled is not None:
                 plan.marks.note_repeated_skip(self._counters.skips(), unscaled)
-            flags = check(verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
+            flags = check(plan, verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
             verdict.add(flags.values())
             if agreement is not None:
                 verdict.write_scale(self._scale)
@@ -210,8 +209,6 @@ class UnscalingMixin(AgreeingMixin):
             state.setdefault("written", self._unscale_is_overridden())  # an override may have written anything
             self._fail(state, agreement if isinstance(error, Exception) else None)
             raise
-        finally:
-            del state["plan"]
         try:
             if agreement is not None:
                 verdict.agree(agreement)

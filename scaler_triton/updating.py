@@ -56,8 +56,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if unstepped:
             self._left_unscaled.renew(unstepped)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        if self._max_consecutive_skips is not None and new_scale is None:
-            self._check_streak(self._max_consecutive_skips, scale)
+        if self._limits.max_consecutive_skips is not None and new_scale is None:
+            self._check_streak(self._limits.max_consecutive_skips, scale)
 
     def stats(self, *, wait: bool = True) -> ScalerStats:
         """Return what the updates did so far, replayed ones included; all 0 on a disabled scaler.
@@ -116,24 +116,24 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                     "update() is being called before the step() that clip_grad_norm_(defer=True) left the clipping to."
                 )
 
-    def _unstepped_flags(self, states: Sequence[StepState]) -> list[tuple[Callable[[], Any], Tensor | None]]:
+    def _unstepped_flags(self, states: Sequence[StepState]) -> list[tuple[Any, Tensor | None]]:
         """Return the argument of `LeftUnscaled.renew`; empty if no optimizer is or was left unstepped."""
         left = [state for state in states if state["stage"] is OptState.UNSCALED]
         if not left and not self._left_unscaled:
             return []
         self._refuse_to_lose_clipping(left)
         started = [state for state in states if "owner" in state and state["stage"] is not OptState.READY]
-        return [(state["owner"], self._unstepped_flag(state)) for state in started]
+        alive = [(owner, state) for state in started if (owner := state["owner"]()) is not None]
+        return [(owner, self._unstepped_flag(owner, state)) for owner, state in alive]
 
-    def _unstepped_flag(self, state: StepState) -> Tensor | None:
+    def _unstepped_flag(self, owner: Any, state: StepState) -> Tensor | None:
         """Return a copy of the flag of an optimizer that was unscaled but not stepped, as the update may clear it.
 
         Returns: None if it was stepped, or has other gradients by now, which are scaled and not checked.
         """
         if state["stage"] is not OptState.UNSCALED:
             return None
-        owner = state["owner"]()
-        if owner is None or ("first_gradient" in state and not has_first_gradient(owner, state["first_gradient"])):
+        if "first_gradient" in state and not has_first_gradient(owner, state["first_gradient"]):
             return None
         if state.get("unscaled_flag") is None:  # else it was noted by the update that left it first
             self._plans.get(owner).marks.note_unstepped(self._counters.skips())

@@ -195,8 +195,9 @@ ALLOWED = {
     "auditing/command": {"auditing/report", "auditing/state", "console", "words"},
     "callers": set(),
     "patching/stand_in": set(),
-    "patching/cuda_amp": {"grad_scaler"},
-    "patching/cpu_amp": {"grad_scaler"},
+    "patching/deprecated": {"grad_scaler"},
+    "patching/cuda_amp": {"patching/deprecated"},
+    "patching/cpu_amp": {"patching/deprecated"},
     "patching/patch": {
         "callers",
         "grad_scaler",

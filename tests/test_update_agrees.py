@@ -50,7 +50,7 @@ def test_update_is_the_same_on_every_backend(
 def with_triton(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
     from scaler_triton.kernels.update_scale import DevicePolicy, launch_update_rows
 
-    on_device = DevicePolicy(scale.device).hold(*numbers, *limits)
+    on_device = DevicePolicy(scale.device).hold(*numbers, *limits[:-1])
     launch_update_rows(scale, tracker, flag, on_device, held.on(scale.device), 1, clear=False)
 
 

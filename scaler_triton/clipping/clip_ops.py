@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from scaler_triton import batch_ops
-from scaler_triton.batch import Batch, Layout
+from scaler_triton.batch import Batch
 from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.dispatch import Backend
 
 if TYPE_CHECKING:
-    from scaler_triton.kernels.norm import NormTable
-    from scaler_triton.kernels.table import GradTable
     from scaler_triton.verdict import Verdict
 
 
@@ -47,7 +45,7 @@ def sum_of_squares_batch(
     if backend == "torch":
         return _reference_totals(batch, factor, found_inf, weights, inverse)
     dense = batch_ops.dense_batch(batch)  # kept until the launch: an address keeps nothing alive
-    table = _norm_table(batch.layout, dense)
+    table = batch_ops.filled_table(dense, "check")
     table.set_weights(weights)
     totals = torch.empty(reference_norm.COLUMNS, dtype=torch.float64, device=batch.layout.key.device)
     batch_ops.kernels().norm.launch_sum_of_squares(table, factor, found_inf, totals, inverse=inverse)
@@ -84,7 +82,7 @@ def clip_batch_(
         _reference_clip_(batch, batch.layout.inverse.of(scale), coef)
         return norm
     dense = batch_ops.dense_batch(batch)
-    table = _clip_table(batch, dense)
+    table = batch_ops.filled_table(dense, "unscale", after="check" if dense is batch else None)
     if table.n_chunks:
         norm = torch.empty((), dtype=torch.float32, device=table.device)
         status = () if verdict is None else verdict.leave_to_kernel()
@@ -118,14 +116,6 @@ def deferred(
     return norm, factor
 
 
-def _clip_table(batch: Batch, dense: Batch) -> GradTable:
-    """Return the table to clip with: that of the norm, whose addresses are set, if both passes share one."""
-    tables = batch.layout.tables
-    if dense is batch and "norm" in tables and tables.get("unscale") is tables["norm"]:
-        return tables["norm"]
-    return batch_ops.filled_table(batch.layout, dense, "unscale")
-
-
 def _reference_totals(
     batch: Batch, factor: Tensor, found_inf: Tensor, weights: Sequence[float] | None, inverse: bool
 ) -> Tensor:
@@ -154,14 +144,3 @@ def _reference_clip_(batch: Batch, inv_scale: Tensor, coef: Tensor) -> None:
         tensors = list(batch.present)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros_like(inv_scale), inv_scale)
         torch._foreach_mul_(tensors, coef.reshape(()))
-
-
-def _norm_table(layout: Layout, dense: Batch) -> NormTable:
-    """Return the layout's table for norms, with this step's addresses; clipping may share it."""
-    if "norm" not in layout.tables:
-        from scaler_triton.kernels.lookup import config_for
-
-        device, dtype = layout.key.device, layout.key.dtype
-        config = config_for(device, "check", dtype.itemsize)  # a norm reads as a check does
-        layout.tables["norm"] = batch_ops.kernels().norm.NormTable(layout.numels, dtype, device, config)
-    return cast("NormTable", batch_ops.filled_table(layout, dense, "norm"))

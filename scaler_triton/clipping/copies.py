@@ -54,16 +54,14 @@ def gradient_copies(plan: GradPlan, copies: Sequence[int]) -> Sequence[int]:
     Args:
         copies: how many ranks hold each parameter.
 
-    Returns: `copies` itself where all are sharded alike; else the same list as long as nothing changes.
+    Returns: `copies` itself where all are sharded alike.
     """
     if not plan.grad_shards:
         return copies
-    if plan.recounted is None or plan.recounted[0] is not copies or plan.recounted[1] is not plan.grad_shards:
-        counts = list(copies)
-        for index, shards in plan.grad_shards.items():
-            counts[index] = copies_of_gradient(copies[index], plan.parameters[index], shards)
-        plan.recounted = (copies, plan.grad_shards, counts)
-    return plan.recounted[2]
+    counts = list(copies)
+    for index, shards in plan.grad_shards.items():
+        counts[index] = copies_of_gradient(copies[index], plan.parameters[index], shards)
+    return counts
 
 
 def copies_of_gradient(count: int, parameter: Tensor, shards: int) -> int:

@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant(
         _S + "unscaling.py",
         "return self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)",
-        "return self._unscale_batches_(optimizer, state, inverse(scale), found_inf, self._allow_fp16)",
+        "return self._unscale_batches_(plan, state, inverse(scale), found_inf, self._allow_fp16)",
         CONTRACT,
     ),
     Mutant(_S + "unscaling.py", "if self._unscale_is_overridden():  # it", "if False:  # the", CONTRACT),
@@ -126,15 +126,20 @@ MUTANTS = [
     # what a capture must not take for done
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if not self.cleared:", CAPTURED),
     Mutant(_S + "updating.py", "verdict.cleared = True, not captured", "verdict.cleared = True, True", CAPTURED),
-    Mutant(_S + "batch_ops.py", "if unscaled and dense is batch and", "if False and", CAPTURED),
+    Mutant(_S + "batch_ops.py", '"unscale" if unscaled and dense is batch else None', "None", CAPTURED),
     Mutant(_S + "plan.py", "self._known.forget()", "pass", "tests/test_known_forms.py"),
     Mutant(_S + "left_unscaled.py", "self._entries.get(id(inner))", "self._entries.pop(id(inner), None)", UNSTEPPED),
     # what is left of a step after its update
     Mutant(_S + "left_unscaled.py", "self.gradient() is gradient and ", "", UNSTEPPED),
     Mutant(_S + "left_unscaled.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
-    Mutant(_S + "left_unscaled.py", "if any(snapshots):", "if True:", UNSTEPPED),
+    Mutant(
+        _S + "left_unscaled.py",
+        "and any(snapshots := snapshots_of(optimizer)):",
+        "and (snapshots := snapshots_of(optimizer)) is not None:",
+        UNSTEPPED,
+    ),
     Mutant(_S + "updating.py", 'if state.get("must_skip") else flag', "if False else flag", UNSTEPPED),
-    Mutant(_S + "updating.py", 'or ("first_gradient" in state and', "or (False and", UNSTEPPED),
+    Mutant(_S + "updating.py", 'if "first_gradient" in state and', "if False and", UNSTEPPED),
     Mutant(
         _S + "updating.py",
         "self._plans.get(owner).marks.note_unstepped(self._counters.skips())",
@@ -400,7 +405,7 @@ MUTANTS = [
     ),
     Mutant(_S + "optimizers.py", 'and optimizer.state.get(parameter, {}).get("momentum_buffer") is None', "", STEPS),
     Mutant(_S + "overflow_marks.py", "if len(self._on_host) > _GENERATIONS:", "if False:", REPORT),
-    Mutant(_S + "clipping/clip.py", "self._check_deferrable(optimizers, request)", "pass", CLIPPED),
+    Mutant(_S + "clipping/clip.py", "self._check_deferrable(together, request)", "pass", CLIP),
     Mutant(_S + "clipping/clip.py", 'if state["stage"] is OptState.READY:', "if True:", CLIPPED),
     Mutant(_S + "clipping/copies.py", " or plan.copies[1]() is not model", "", CLIPPED),
     Mutant(_S + "unscaling.py", "agreement if isinstance(error, Exception) else None", "agreement", CLIPPED),
