@@ -44,6 +44,17 @@ def test_deferred_clipping_is_done_by_the_step(place: Place) -> None:
     assert not hasattr(optimizer, "grad_scale")
 
 
+@PLACES
+def test_a_users_own_factor_is_multiplied_in(place: Place) -> None:
+    optimizer = sgd([torch.full((3,), 24.0)], place.device, fused=True)
+    scaler = scaler_on(place)
+    optimizer.grad_scale = torch.tensor(2.0, device=place.device)
+    scaler.clip_grad_norm_(optimizer, 1e3, defer=True)
+    scaler.step(optimizer)
+    assert optimizer.param_groups[0]["params"][0].tolist() == [-0.75] * 3
+    assert not hasattr(optimizer, "grad_scale")
+
+
 @pytest.mark.parametrize(("gradient", "stepped"), [(24.0, -1.5), (math.inf, 0.0)])
 def test_deferred_clipping_is_done_by_the_step_of_a_wrapper_that_does_not_tell(gradient: float, stepped: float) -> None:
     optimizer = sgd([torch.full((3,), gradient)], fused=True)

@@ -28,6 +28,20 @@ def positional(cls: type) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind in kinds}
 
 
+@pytest.mark.parametrize("ours", [GradScaler, ShardedGradScaler])
+def test_updates_write_into_the_same_scale_and_tracker(ours: type, two_ranks: Any) -> None:
+    """Who holds one of them sees every update; torch's ShardedGradScaler replaces its tracker on the CPU."""
+    scaler, optimizer = ours("cpu", 8.0), sgd([torch.ones(3)])
+    scaler.scale(torch.ones(()))
+    scale, tracker = scaler._scale, scaler._growth_tracker
+    for _ in range(3):
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler._scale is scale
+    assert scaler._growth_tracker is tracker
+    assert tracker.item() == 3
+
+
 @both
 def test_arguments_have_torchs_names_order_and_defaults(ours: type, theirs: type) -> None:
     mine, other = positional(ours), positional(theirs)

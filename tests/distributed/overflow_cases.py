@@ -29,7 +29,8 @@ def reported(rank: int, kind: str, layout: str, faults: Sequence[Fault]) -> tupl
     scaler.update()
     reports: list[str] = []
     count = collectives_of(lambda: reports.append(str(scaler.overflow_report(names, gather=True))))
-    return str(scaler.overflow_report(names)), reports[0], count
+    assert collectives_of(lambda: reports.append(str(scaler.overflow_report(names)))) == 0
+    return reports[1], reports[0], count
 
 
 def reported_before_the_update(rank: int) -> tuple[str, str]:

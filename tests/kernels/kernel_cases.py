@@ -146,6 +146,43 @@ def make_table(grads: list[Guarded], dtype: torch.dtype, config: LaunchConfig = 
     return table
 
 
+class PastInt32:
+    """A tensor of more than 2^31 elements, 4 GiB of which a CPU ever touches only the ends.
+
+    Attributes:
+        table: of it, cut down to the first chunk and the last two.
+        before: what the parts that these visit hold at first, on the CPU.
+    """
+
+    def __init__(self) -> None:
+        numel, dtype, head = 2**31 + 12345, torch.float16, 7  # elements before the first 16-byte boundary
+        chunk = DEFAULT.chunk_elements(dtype.itemsize)
+        self.grad = torch.empty(numel + 1, dtype=dtype, device=DEVICE)[1:]
+        self.table = table = GradTable([numel], dtype, DEVICE)
+        assert table.n_chunks == -(-numel // chunk)
+        ends = torch.tensor([0, table.n_chunks - 2, table.n_chunks - 1], device=DEVICE)
+        table.chunk_tensors, table.chunk_indices = table.chunk_tensors[ends], table.chunk_indices[ends]
+        table.n_chunks = len(ends)
+        table.set_addresses([self.grad.data_ptr()])
+        late = head + int(table.chunk_indices[1]) * chunk
+        self._visited = [slice(0, head + chunk), slice(late, numel)]
+        self._skipped = [slice(head + chunk, head + chunk + 500), slice(late - 500, late)]
+        for part in self._visited + self._skipped:
+            self.grad[part] = finite_values(part.stop - part.start, dtype, seed=1).to(DEVICE)
+        self.grad[-9000] = INF
+        self.before, self._beside = (self._copies(parts) for parts in (self._visited, self._skipped))
+
+    def _copies(self, parts: list[slice]) -> list[Tensor]:
+        return [self.grad[part].to("cpu", copy=True) for part in parts]
+
+    def assert_holds(self, want: list[Tensor]) -> None:
+        """The visited parts hold `want`, and what lies beside them was not written."""
+        for part, want_part in zip(self._visited, want, strict=True):
+            assert_same(self.grad[part], want_part)
+        for part, was in zip(self._skipped, self._beside, strict=True):
+            assert_untouched(self.grad[part], was)
+
+
 @contextmanager
 def guarded_flag() -> Iterator[Tensor]:
     """A cleared flag; what lies beside it must not be written."""

@@ -14,6 +14,7 @@ from kernel_cases import (
     SMALL,
     TRIES,
     Guarded,
+    PastInt32,
     assert_same,
     assert_untouched,
     finite_values,
@@ -270,3 +271,10 @@ def test_other_configurations_give_the_same(config):
 def test_nothing_is_launched_for_no_elements():
     for numels in ([], [0], [0, 0]):
         run_clip(GradTable(numels, torch.float16, DEVICE), 2.0, 0.5)
+
+
+def test_a_tensor_past_int32_elements():
+    long = PastInt32()
+    run_clip(long.table, 3.0, 0.5)
+    coef = expected_coefficient(0.5, 1.0, 0.0)[1]
+    long.assert_holds(torchs(long.before, inverse_of(torch.tensor(3.0)), coef))

@@ -8,6 +8,7 @@ from kernel_cases import (
     NAN,
     SMALL,
     Guarded,
+    PastInt32,
     assert_untouched,
     expected_bits,
     finite_values,
@@ -75,3 +76,10 @@ def test_address_zero_is_skipped(dtype):
 
 def test_nothing_is_launched_for_no_elements():
     assert run_check(make_table([], torch.float32)) == 0
+
+
+def test_a_tensor_past_int32_elements():
+    long = PastInt32()
+    assert run_check(long.table) == 1
+    assert long.table.bits[:, 0].tolist() == [2]
+    long.assert_holds(long.before)
