@@ -405,7 +405,7 @@ MUTANTS = [
     ),
     Mutant(_S + "optimizers.py", 'and optimizer.state.get(parameter, {}).get("momentum_buffer") is None', "", STEPS),
     Mutant(_S + "overflow_marks.py", "if len(self._on_host) > _GENERATIONS:", "if False:", REPORT),
-    Mutant(_S + "clipping/clip.py", "self._check_deferrable(together, request)", "pass", CLIP),
+    Mutant(_S + "clipping/clip.py", "self._check_deferrable(optimizers, request)", "pass", CLIPPED),
     Mutant(_S + "clipping/clip.py", 'if state["stage"] is OptState.READY:', "if True:", CLIPPED),
     Mutant(_S + "clipping/copies.py", " or plan.copies[1]() is not model", "", CLIPPED),
     Mutant(_S + "unscaling.py", "agreement if isinstance(error, Exception) else None", "agreement", CLIPPED),
