@@ -31,8 +31,13 @@ RANKS, SHARDED = 2, 50
 STEPS = 5
 DEVICE = ", device"
 # How often a gradient's bytes are moved: torch unscales (both ways), takes the norm and clips (both ways); ours reads,
-# then does the rest both ways. tests/kernels/test_traffic.py counts ours.
-MOVES = {"torch": 5, "ours": 3}
+# then does the rest both ways. tests/kernels/test_traffic.py counts ours. AdamW reads four tensors and writes three; if
+# it clips, it writes the gradient back, too.
+MOVES = {
+    CLIP: {"torch": 5, "ours": 3},
+    STEP: {"torch": 5 + 7, "ours": 3 + 7},
+    DEFERRED: {"torch": 5 + 7, "ours": 1 + 7 + 1},
+}
 
 Lists = Mapping[str, Sequence[int]]
 
@@ -92,18 +97,19 @@ def compared(case: str, gradients: Gradients, effort: Effort, clocks: Mapping[st
         times = interleaved(alone, effort, clock=clock)
         yield from time_rows("clip", case, CLIP + suffix, times)
         if suffix == DEVICE:
-            yield from moving_rows(case, gradients.values.nbytes, times)
+            yield from moving_rows(case, gradients.values.nbytes)
+            moved = {name: moves * gradients.values.nbytes for name, moves in MOVES[CLIP].items()}
+            yield from bandwidth_rows("clip", case, moved, times)
         times = interleaved(stepped(gradients), effort, clock=clock)
         yield from time_rows("clip", case, STEP + suffix, {name: times[name] for name in ("torch", "ours")})
         yield from time_rows("clip", case, DEFERRED + suffix, {"torch": times["torch"], "ours": times["deferred"]})
 
 
-def moving_rows(case: str, size: int, times: Mapping[str, Sequence[float]]) -> Iterator[Row]:
-    """Give how many bytes unscaling and clipping move of gradients of `size` bytes, and how fast."""
-    moved = {name: MOVES[name] * size for name in times}
-    for name, n_bytes in moved.items():
-        yield row("clip", case, "bytes", name, "GB", [n_bytes * 1e-9])
-    yield from bandwidth_rows("clip", case, moved, times)
+def moving_rows(case: str, size: int) -> Iterator[Row]:
+    """Give how many bytes must be moved for gradients of `size` bytes."""
+    for metric, moves in MOVES.items():
+        for name, times in moves.items():
+            yield row("clip", case, f"{metric}, bytes", name, "GB", [times * size * 1e-9])
 
 
 def stepped(gradients: Gradients) -> dict[str, Subject]:

@@ -13,10 +13,18 @@ from perf.context import Context, Section, Turn
 from perf.gpu import ColdClock
 from perf.measure import Effort, Subject, interleaved, one_thread
 from perf.models import adamw, tokens, transformer
-from perf.rows import Row, time_rows
+from perf.rows import Row, row, time_rows
 from perf.solo import one_rank
 from perf.trace import idle_gaps, record
-from perf.training import SCALE, Loop, require_equal_unscaling, require_no_skips, timed_steps
+from perf.training import (
+    BLOCK,
+    SCALE,
+    Loop,
+    repeated_addresses,
+    require_equal_unscaling,
+    require_no_skips,
+    timed_steps,
+)
 from scaler_triton.demo.model import ModelSize
 
 PROFILED = 16  # steps
@@ -60,6 +68,7 @@ def measured(case: str, loop: Loop, effort: Effort, profiled: int = PROFILED) ->
         yield from time_rows("step", case, metric, times)
     if loop.device == "cuda":
         yield from idle(case, loop, profiled)
+    yield row("step", case, "addresses repeated", "share", "ratio", repeated_addresses(loop, BLOCK))
     require_no_skips(case, loop)
 
 

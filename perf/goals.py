@@ -52,14 +52,15 @@ class Goal:
 
     def text(self) -> str:
         """Return the limit as the table shows it."""
-        limit = f"{self.limit / 1e3:g} ms" if self.subject == "ours" else f"{self.limit:.4g}"
+        limit = f"{self.limit / 1e3:g} ms" if self.bench == "import" else f"{self.limit:.4g}"
         return f"{'>=' if self.at_least else '<='} {limit}"
 
 
 NUMBERS = "numpy or Python in place of torch's ops on single numbers, kept wherever it was quicker"
 FIXED = Cause("a fixed cost per step, whatever the number of gradients", NUMBERS)
 FEW = FIXED._replace(
-    why=f"{FIXED.why}: it pays off with 50, not with 10; of torch's time its op, and a GPU's launches, are left out"
+    why=f"{FIXED.why}: it pays off with 50, not with 10; of torch's time its op, and a GPU's launches, are left out",
+    tried=f"{NUMBERS}; no route by size to torch's op, whose own launches would come on top of the same fixed cost",
 )
 CALLS = Cause(
     "torch has no call that only reads a list of tensors, and reading a large one takes one core nearly as long as "
@@ -115,9 +116,12 @@ GOALS = (
         at_least=True,
     ),
     Goal("added launches, one dtype", "launches", r"(plain|fused) AdamW", "launches", 3, "ours - none"),
+    Goal("added launches, with clipping", "launches", r".* AdamW, clip", "launches", 5, "ours - none"),
+    Goal("collectives of a clip", "clip", r".* ranks", "collectives", 1, "ours", needs=FULL),
     Goal("CPU: unscale", "cpu", r".*", "unscale", EVEN, needs=FULL),
     Goal("CPU: unscale_ + step + update", "host", r".*, cpu", WHOLE, EVEN, needs=FULL, because=FIXED),
     Goal("CPU: adjacent gradients, small", "cpu", r"2000 x 64 .*", "unscale, adjacent", 0.5, needs=FULL, because=WALK),
+    Goal("CPU: adjacent gradients, 1k", "cpu", r"2000 x 1k .*", "unscale, adjacent", 0.5, needs=FULL, because=LARGE),
     Goal("CPU: adjacent gradients, others", "cpu", r".*", "unscale, adjacent", EVEN, needs=FULL, because=LARGE),
     Goal("CPU: unscale + clip, plain", "clip", r"(?!.*DTensor).*, cpu", CLIP, 1 / 1.2, needs=FULL, because=EXACT),
     Goal("CPU: check, over 1 MB each", "cpu", r"20 x 1M.*", "check", 1 / 1.2, needs=FULL, because=CALLS),

@@ -1,9 +1,10 @@
 """What the pages tell of results: written from the CSVs, never by hand."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from perf.goals import Answer, Cause, answers
+from perf.goals import EVEN, Answer, Cause, answers
 from perf.headlines import costs
 from perf.machine import Machine
 from perf.rows import Entry, read_csv
@@ -52,7 +53,32 @@ def _results(entries: Sequence[Entry], found: Sequence[Answer]) -> str:
     if missed:
         causes = dict.fromkeys(answer.goal.because for answer in missed)
         parts.append("Missed:\n\n" + "\n".join(_missed_by(cause, missed) for cause in causes))
+    parts.append("Without a goal:\n\n" + "\n".join([*_repeats(entries), *_crossovers(entries)]))
     return "\n\n".join(part for part in parts if part)
+
+
+def _repeats(entries: Iterable[Entry]) -> list[str]:
+    """Return how often gradients lie where they lay in the step before; none has to be copied to the GPU then."""
+    rows = [entry.row for entry in entries if entry.row.metric == "addresses repeated"]
+    told = [f"{row.p50:.0%} ({row.case})" for row in rows]
+    if all(row.case.count("cpu") for row in rows):
+        told.append("on a GPU: not measured")
+    return [f"- gradients at the address of the step before, under `zero_grad()`: {', '.join(told)}"]
+
+
+def _crossovers(entries: Iterable[Entry]) -> Iterator[str]:
+    """Yield from how many plain gradients on a step costs the host no more than with torch's scaler."""
+    ratios: dict[str, dict[int, float]] = {}
+    for row in (entry.row for entry in entries):
+        counted = re.fullmatch(r"(\d+) plain, new addresses, (\w+)", row.case)
+        if counted and (row.metric, row.subject) == ("unscale_ + step + update", "ours / torch"):
+            ratios.setdefault(counted[2], {})[int(counted[1])] = row.p50
+    for path, found in ratios.items():
+        lost = [count for count, ratio in found.items() if ratio > EVEN]
+        won = [count for count in found if count > max(lost, default=0)]
+        yield f"- a step costs the host no more than torch's from {min(won, default='no')} gradients on ({path} path)"
+    if "cuda" not in ratios:
+        yield "- the same on a GPU, whose launches count there: not measured"
 
 
 def _missed_by(cause: Cause, missed: Sequence[Answer]) -> str:

@@ -41,11 +41,12 @@ def number(row: Row) -> str:
 
 
 def spread(row: Row) -> str:
-    """Return a row's median, and p20 and p80 where there are several samples."""
+    """Return a row's median, and p20 and p80 where there are several samples; of whole steps p90, too."""
     if row.samples < 2:
         return number(row)
-    low, high = (_text(value, row.unit).split(" ")[0] for value in (row.p20, row.p80))
-    return f"{number(row)} ({low}-{high})" if row.unit == "ratio" else number(row)
+    low, high, late = (_text(value, row.unit, row.p50).split(" ")[0] for value in (row.p20, row.p80, row.p90))
+    tail = f", p90 {late}" if row.metric == "step" and row.unit == "us" else ""
+    return f"{number(row)} ({low}-{high}{tail})"
 
 
 def _answer_line(answer: Answer) -> list[str]:
@@ -58,7 +59,9 @@ def _answer_line(answer: Answer) -> list[str]:
     return [goal.question, case, answer.device, *numbers, ratio, goal.text(), answer.met]
 
 
-def _text(value: float, unit: str) -> str:
+def _text(value: float, unit: str, median: float | None = None) -> str:
+    """Return a value with its unit, or with the one that the median has."""
     if unit == "us":
-        return f"{value / 1e3:.3g} ms" if value >= 1e3 else f"{value:.3g} us"
+        in_ms = (value if median is None else median) >= 1e3
+        return f"{value / 1e3:.3g} ms" if in_ms else f"{value:.3g} us"
     return {"ratio": f"{value:.3f}", "count": f"{value:g}"}.get(unit, f"{value:.4g} {unit}")

@@ -1,6 +1,7 @@
 """A training loop whose scaler changes from step to step, so that none, torch's and ours meet the same moment."""
 
 import functools
+import operator
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -89,6 +90,20 @@ class Loop:
             return result
 
         return run
+
+
+def repeated_addresses(loop: Loop, steps: int) -> list[float]:
+    """Return for each step which share of the gradients lies where it lay in the step before."""
+    scaler, shares, before = loop.scalers["ours"], [], None
+    for _ in range(steps + 1):
+        loop.backward(scaler)
+        gradients = [p.grad for group in loop.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        here = [local(gradient).data_ptr() for gradient in gradients]
+        loop.finish(scaler)
+        if before is not None:
+            shares.append(sum(map(operator.eq, before, here)) / len(here))
+        before = here
+    return shares
 
 
 def timed_steps(loop: Loop, effort: Effort) -> Times:

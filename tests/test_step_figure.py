@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from perf.bench_clip import MOVES
+from perf.bench_clip import CLIP, MOVES
 from perf.grads import Still
 from scaler_triton import GradScaler
 from scaler_triton.mirror import HostMirror
@@ -94,7 +94,7 @@ def test_torchs_step_is_drawn_as_it_is() -> None:
     assert kinds(launched) == figure("TORCH")
     passes = [moved(op) for op in launched if "pass" in DRAWN.get(op, [])]
     assert passes == [work.moved for work in drawn("TORCH") if work.kind == "pass"]
-    assert sum(passes) == 4 * MOVES["torch"]
+    assert sum(passes) == 4 * MOVES[CLIP]["torch"]
 
 
 def test_our_step_is_drawn_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

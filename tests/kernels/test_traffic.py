@@ -5,7 +5,7 @@ import torch
 from kernel_cases import DEVICE, DTYPES, INF, SIMULATED, Guarded
 from step_figure import drawn
 
-from perf.bench_clip import MOVES
+from perf.bench_clip import CLIP, MOVES
 from scaler_triton.kernels.clip import launch_clip
 from scaler_triton.kernels.launch_config import DEFAULT
 from scaler_triton.kernels.nonfinite import launch_check_nonfinite
@@ -100,5 +100,5 @@ def test_clipping_reads_twice_and_writes_once(moved, dtype, offset):
 def test_the_figure_is_as_wide_as_what_clipping_moves(moved):
     size = clip(torch.float32)
     times = [sum(count // size for count in moved()[name].values()) for name in ("_sum_squares_kernel", "_clip_kernel")]
-    assert sum(times) == MOVES["ours"]
+    assert sum(times) == MOVES[CLIP]["ours"]
     assert [4 * each for each in times] == [work.moved for work in drawn("OURS") if work.kind == "pass"]

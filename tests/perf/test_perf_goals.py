@@ -11,7 +11,7 @@ from perf.goals import GOALS, UNKNOWN, Cause, Goal, answers
 from perf.machine import Machine
 from perf.plot import save_plot
 from perf.rows import Entry, Row, read_csv, row, time_rows, write_csv
-from perf.table import answers_table, cases_table
+from perf.table import answers_table, cases_table, spread
 
 MACHINE = Machine("card", "1.2", "2.13", "3.7", "3.11", "abc", "2025-01-01")
 FASTER = Goal("is it faster", "cpu", r"[ab]", "unscale", 0.5, because=Cause("it rains", "an umbrella"))
@@ -61,7 +61,30 @@ def test_cases_table_shows_every_subject() -> None:
     rows = [*times("a", 1e-3, 2e-3), row("launches", "b", "copies", "ours - none", "count", [2.0])]
     text = cases_table(rows)
     assert "2.000 (2.000-2.000)" in text
+    assert "1 ms (1-1)" in text
     assert "ours - none" in text
+
+
+def test_spread_of_a_step_tells_p90_too() -> None:
+    assert spread(row("step", "a", "step", "ours", "us", [900.0, 1100.0, 2000.0, 3000.0])) == (
+        "1.55 ms (1.02-2.4, p90 2.7)"
+    )
+
+
+def test_facts_without_a_goal(tmp_path: Path) -> None:
+    assert "on a GPU: not measured" in readme.blocks(tmp_path)[0][2]
+    counted = [("10", 1.5), ("50", 0.9), ("100", 0.5)]
+    rows = [
+        found
+        for n, ours in counted
+        for found in times(f"{n} plain, new addresses, cuda", 1.0, ours, "host", "unscale_ + step + update")
+    ]
+    again = row("step", "GPT-2, fused AdamW", "addresses repeated", "share", "ratio", [0.75])
+    write_csv(tmp_path / "card.csv", entries(*rows, again))
+    text = readme.blocks(tmp_path)[0][2]
+    assert "under `zero_grad()`: 75% (GPT-2, fused AdamW)\n" in text
+    assert "no more than torch's from 50 gradients on (cuda path)" in text
+    assert "not measured" not in text.partition("Without a goal:")[2]
 
 
 def test_every_goal_has_a_question_of_its_own() -> None:
