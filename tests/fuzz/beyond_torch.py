@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from report_rules import ReportRules
+from setter_rules import SetterRules
 from specification import (
     FAILURE,
     FP32_MAX,
@@ -28,7 +29,7 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton import SkipStreakError
 
-CLIPPING = "clip_grad_norm_"  # stands among the numbers of the README's differences
+CLIPPING = "clip_grad_norm_"  # new, thus without a number: torch's scaler has no such method
 TOLERANCE = 1e-6  # what `clip_grad_norm_` promises of its norm
 NO_LIMITS = {
     "min_scale": SMALLEST,
@@ -348,11 +349,11 @@ class ClippingRules:
         return alive and "deferred" in state and state["stage"] is OptState.UNSCALED and not state.get("must_skip")
 
 
-class FullSpecification(ReportRules, ClippingRules, ExtrasRules, Specification):
+class FullSpecification(ReportRules, ClippingRules, SetterRules, ExtrasRules, Specification):
     """Our GradScaler as it should be."""
 
 
-class FullShardedSpecification(ReportRules, ClippingRules, ExtrasRules, ShardedSpecification):
+class FullShardedSpecification(ReportRules, ClippingRules, SetterRules, ExtrasRules, ShardedSpecification):
     """Our ShardedGradScaler as it should be."""
 
     allows_fp16 = True

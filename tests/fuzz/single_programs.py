@@ -12,6 +12,7 @@ from beyond_torch import FullShardedSpecification, FullSpecification
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from setter_rules import limits_of, set_to, settings_of_ours
 from single_calls import (
     asked,
     assign,
@@ -294,6 +295,17 @@ class Programs(RuleBasedStateMachine):
     @rule(value=st.integers(-1, 5))
     def set_growth_interval(self, value: int) -> None:
         self.both(lambda world: world.scaler.set_growth_interval(value))
+
+    @rule(setting=settings_of_ours)
+    def set_our_own(self, setting: tuple[str, Any]) -> None:
+        self.both(lambda world: set_to(world.scaler, *setting))
+        self.ask_limits()
+
+    set_our_own_again = set_our_own
+
+    @rule()
+    def ask_limits(self) -> None:
+        self.both(lambda world: limits_of(world.scaler))
 
     @rule()
     def lazy_init(self) -> None:

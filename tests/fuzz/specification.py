@@ -18,7 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 FP32_MAX = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-126
 FP16_SUMS = 16  # duplicates in sparse fp16 gradients are added up in fp32, as torch's ShardedGradScaler does
-FAILURE = "failure"  # the same page: nothing is written before all was checked
+FAILURE = "failure"  # the page's "When something fails": nothing is written before all was checked
 OVERLAP = (
     "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
     "Please clone() the tensor before performing the operation."
@@ -28,12 +28,14 @@ departures: Counter[int | str] = Counter()  # how often a run met each differenc
 
 
 def departs(number: int | str) -> None:
-    """Mark a departure from torch, by its number."""
+    """Mark a departure from torch, by its number or by a word that a constant stands for."""
     departures[number] += 1
 
 
 class Refused(ValueError):
     """Difference 2: a ValueError whose text begins with the field and ends with the value."""
+
+    error: type[Exception] = ValueError
 
     def __init__(self, field: str, value: Any) -> None:
         departs(2)
@@ -41,8 +43,8 @@ class Refused(ValueError):
         self.begin, self.end = field, f"got {value!r}"
 
     def is_met_by(self, error: BaseException) -> bool:
-        """Tell whether `error` is such a ValueError."""
-        return type(error) is ValueError and str(error).startswith(self.begin) and str(error).endswith(self.end)
+        """Tell whether `error` is such an error."""
+        return type(error) is self.error and str(error).startswith(self.begin) and str(error).endswith(self.end)
 
 
 LEGAL = {
