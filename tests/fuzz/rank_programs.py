@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+NO_LIMITS = {"min_scale": 0.0, "max_scale": math.inf, "consecutive_hysteresis": False}
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # A tensor's placements are a word of these, a letter for each dim of its mesh. "s" is FSDP2's beside TP's "0".
@@ -193,6 +194,15 @@ class Clip:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A call of one of the scaler's setters on all ranks, as a step begins."""
+
+    step: int
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
 class Program:
     """What four ranks do.
 
@@ -204,8 +214,9 @@ class Program:
         planted: gradients that hold a non-finite value, and which.
         clips: what is clipped in each step, before anything is stepped.
         keeps: whether gradients that are placed alike stay the same tensors, written anew step for step.
-        hysteresis: the scaler's.
+        hysteresis: the scaler's at first.
         check_unscaled: the scaler's; its scale is too large for it to find anything.
+        settings: what is set on the way; a later one counts.
     """
 
     kind: str
@@ -218,6 +229,11 @@ class Program:
     keeps: bool = False
     hysteresis: int = 1
     check_unscaled: bool = False
+    settings: tuple[Setting, ...] = ()
+
+    def settings_of(self, step: int) -> dict[str, Any]:
+        """What is set in a step."""
+        return {each.name: each.value for each in self.settings if each.step == step}
 
     def clip_of(self, step: int) -> Clip | None:
         """What is clipped in a step."""
@@ -301,13 +317,17 @@ class Program:
     def expected_scales(self) -> list[tuple[str, int]]:
         """Scale and tracker after each update."""
         scale, tracker, strikes, trace = INIT_SCALE, 0, 0, []
+        limits = {**NO_LIMITS, "hysteresis": self.hysteresis}
         for step in range(self.steps):
-            tracker += 1
+            tracker, limits = tracker + 1, limits | self.settings_of(step)
             if any(self.overflows(step, index) for index in range(len(self.optimizers))):
                 strikes += 1
-                scale, tracker = scale / 2 if strikes >= self.hysteresis else scale, 0
+                scale, tracker = scale / 2 if strikes >= limits["hysteresis"] else scale, 0
             elif tracker >= GROWTH_INTERVAL:
                 scale, tracker, strikes = scale * 2, 0, 0
+            elif limits["consecutive_hysteresis"]:
+                strikes = 0
+            scale = min(max(scale, limits["min_scale"]), limits["max_scale"])
             trace.append((scale.hex(), tracker))
         return trace
 
@@ -332,6 +352,8 @@ def execute(rank: int, program: Program) -> Trace:
     optimizers = [_built(optimizer) for optimizer in program.optimizers]
     trace, kept = Trace(), {}
     for step in range(program.steps):
+        for name, value in program.settings_of(step).items():
+            getattr(scaler, f"set_{name}")(value)
         scale = scaler.scale(torch.ones(())).item()
         trace.norms.append(None)
         trace.clip_collectives.append(None)

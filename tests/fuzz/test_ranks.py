@@ -13,10 +13,11 @@ pytest.importorskip("hypothesis")
 
 import cases
 import rank_programs
+from cases import INIT_SCALE
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import given, seed
 from hypothesis import strategies as st
-from rank_programs import PLACES, PLAIN, SLICES, SQUARE, Clip, Optimizer, Parameter, Program, Spot, Trace
+from rank_programs import PLACES, PLAIN, SLICES, SQUARE, Clip, Optimizer, Parameter, Program, Setting, Spot, Trace
 
 from scaler_triton.demo.ranks import RankPool
 
@@ -94,7 +95,20 @@ def programs(draw: Any, moving: bool) -> Program:
         draw(st.booleans()),
         draw(st.sampled_from([1, 1, 2, 3])),
         check_unscaled,
+        tuple(draw(st.lists(settings_on_the_way(bare.steps), max_size=3))),
     )
+
+
+def settings_on_the_way(steps: int) -> st.SearchStrategy[Setting]:
+    """Draw what is set on all ranks; the first scale lies at a bound or within."""
+    values = {
+        "min_scale": st.sampled_from([1.0, INIT_SCALE]),
+        "max_scale": st.sampled_from([INIT_SCALE, 64.0]),
+        "hysteresis": st.integers(1, 3),
+        "consecutive_hysteresis": st.booleans(),
+    }
+    each = [st.builds(Setting, st.integers(0, steps - 1), st.just(name), drawn) for name, drawn in values.items()]
+    return st.one_of(each)
 
 
 @st.composite
