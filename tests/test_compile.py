@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
 }
+TORCHS_BREAKS = ("torch._dynamo.graph_break()", "trace into fused optimizer")
 EACH_OPTIMIZER = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
@@ -45,11 +46,21 @@ def assert_all_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert_same(mine, other)
 
 
-def in_parts(place: Place, name: str, clip: str, compiled: Compile, whole_graph: Compile) -> list[Tensor]:
+def ours(place: Place) -> GradScaler:
+    return GradScaler(place.device, backend=place.backend, **settings())
+
+
+def theirs(place: Place) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(place.device, **settings())
+
+
+def in_parts(
+    place: Place, name: str, clip: str, compiled: Compile, whole_graph: Compile, new_scaler: Any = ours
+) -> list[Tensor]:
     """Train with the loss and the optimizer's step compiled, and the scaler between."""
     net = fresh_net(place.device)
     optimizer = OPTIMIZERS[name](net.parameters())
-    scaler = GradScaler(place.device, backend=place.backend, **settings())
+    scaler = new_scaler(place)
     loss_of = whole_graph(lambda inputs, factor: net(inputs).square().mean() * factor)
     optimizer.step = compiled(optimizer.step)  # type: ignore[method-assign]
 
@@ -82,8 +93,24 @@ def test_compiled_model_and_optimizer(place: Place, optimizer: str, backend: str
         assert not counters["stats"]
         compiled = in_parts(place, optimizer, clip, compiling(backend), compiling(backend, fullgraph=True))
         assert counters["stats"]["unique_graphs"] > ("fused" not in optimizer)  # torch itself leaves fused ones out
-        assert at_the_scaler() == []
     assert_all_same(compiled, uncompiled)
+
+
+@PLACES
+@EACH_OPTIMIZER
+@pytest.mark.parametrize("clip", ["", "ours"])
+def test_compiled_parts_break_where_they_do_beside_torchs_scaler(place: Place, optimizer: str, clip: str) -> None:
+    """At the head of an optimizer's step and at a fused optimizer's function, both of which torch leaves out."""
+    compiled, whole_graph = compiling("aot_eager"), compiling("aot_eager", fullgraph=True)
+    met = []
+    for new_scaler, clipped_by in ((ours, clip), (theirs, clip and "torch")):
+        with fresh_compiler():
+            in_parts(place, optimizer, clipped_by, compiled, whole_graph, new_scaler)
+            met.append((dict(counters["graph_break"]), dict(counters["stats"]), dict(counters["frames"])))
+    assert met[0] == met[1]
+    reasons = list(met[0][0])
+    assert [reason for reason in reasons if not any(known in reason for known in TORCHS_BREAKS)] == []
+    assert len(reasons) == 1 + ("fused" in optimizer)
 
 
 def whole(place: Place, name: str, clip: str, compiled: Compile) -> list[Tensor]:
