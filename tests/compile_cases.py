@@ -8,13 +8,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from helpers import Place
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+
+from scaler_triton import GradScaler
 
 STEPS, WARM_UP, BAD_STEPS = 8, 3, (1, 5)
 # 1 and 5 overflow, and two good ones in a row double: one overflow while compiling, one after.
 SCALES = [8.0, 4.0, 4.0, 8.0, 8.0, 4.0, 4.0, 8.0]
 
+# SGD's factors are powers of two: torch 2.11 compiles `add_(grad, alpha=-lr)` into two roundings, eager has one.
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+}
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -82,3 +90,49 @@ def fresh_net(device: str) -> Net:
 def settings(**more: Any) -> dict[str, Any]:
     """Return a scaler's arguments for SCALES."""
     return {"init_scale": 8.0, "growth_interval": 2, **more}
+
+
+def same(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile nothing."""
+    return function
+
+
+def ours(place: Place) -> GradScaler:
+    """Make a scaler of ours."""
+    return GradScaler(place.device, backend=place.backend, **settings())
+
+
+def theirs(place: Place) -> torch.amp.GradScaler:
+    """Make a scaler of torch's."""
+    return torch.amp.GradScaler(place.device, **settings())
+
+
+def in_parts(
+    place: Place, name: str, clip: str, compiled: Compile, whole_graph: Compile, new_scaler: Any = ours
+) -> list[Tensor]:
+    """Train with the loss and the optimizer's step compiled, and the scaler between."""
+    net = fresh_net(place.device)
+    optimizer = OPTIMIZERS[name](net.parameters())
+    scaler = new_scaler(place)
+    loss_of = whole_graph(lambda inputs, factor: net(inputs).square().mean() * factor)
+    optimizer.step = compiled(optimizer.step)  # type: ignore[method-assign]
+
+    def step(inputs: Tensor, factor: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = loss_of(inputs, factor)
+        scaler.scale(loss).backward()
+        clip_by(clip, scaler, optimizer, net)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return run(step, net, scaler)
+
+
+def clip_by(clip: str, scaler: Any, optimizer: Any, net: nn.Module) -> None:
+    """Clip by torch's function or by the scaler's, or not at all."""
+    if clip == "torch":
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+    elif clip == "ours":
+        scaler.clip_grad_norm_(optimizer, 0.05)

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compile_cases import Compile, Step, fresh_compiler, fresh_net, nothing_new, run, settings
+from compile_cases import (
+    OPTIMIZERS,
+    Compile,
+    Step,
+    clip_by,
+    fresh_compiler,
+    fresh_net,
+    in_parts,
+    nothing_new,
+    ours,
+    run,
+    same,
+    settings,
+    theirs,
+)
 from helpers import Place, assert_same, places
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -23,18 +36,8 @@ pytestmark = [
 ]
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 
-# SGD's factors are powers of two: torch 2.11 compiles `add_(grad, alpha=-lr)` into two roundings, eager has one.
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5),
-    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
-}
 TORCHS_BREAKS = ("torch._dynamo.graph_break()", "trace into fused optimizer")
 EACH_OPTIMIZER = pytest.mark.parametrize("optimizer", OPTIMIZERS)
-
-
-def same(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile nothing."""
-    return function
 
 
 def compiling(backend: str, **options: Any) -> Compile:
@@ -44,44 +47,6 @@ def compiling(backend: str, **options: Any) -> Compile:
 def assert_all_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other)
-
-
-def ours(place: Place) -> GradScaler:
-    return GradScaler(place.device, backend=place.backend, **settings())
-
-
-def theirs(place: Place) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler(place.device, **settings())
-
-
-def in_parts(
-    place: Place, name: str, clip: str, compiled: Compile, whole_graph: Compile, new_scaler: Any = ours
-) -> list[Tensor]:
-    """Train with the loss and the optimizer's step compiled, and the scaler between."""
-    net = fresh_net(place.device)
-    optimizer = OPTIMIZERS[name](net.parameters())
-    scaler = new_scaler(place)
-    loss_of = whole_graph(lambda inputs, factor: net(inputs).square().mean() * factor)
-    optimizer.step = compiled(optimizer.step)  # type: ignore[method-assign]
-
-    def step(inputs: Tensor, factor: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = loss_of(inputs, factor)
-        scaler.scale(loss).backward()
-        clip_by(clip, scaler, optimizer, net)
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return run(step, net, scaler)
-
-
-def clip_by(clip: str, scaler: Any, optimizer: Any, net: nn.Module) -> None:
-    if clip == "torch":
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-    elif clip == "ours":
-        scaler.clip_grad_norm_(optimizer, 0.05)
 
 
 @PLACES

@@ -1,17 +1,22 @@
-"""The same with inductor, whose generated code reorders and reuses memory around the ops."""
+"""The same with inductor, torch.compile's default, whose code reorders and reuses memory around the ops."""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compile_cases import fresh_compiler, fresh_net, nothing_new, run, settings
+from compile_cases import fresh_compiler, fresh_net, in_parts, nothing_new, ours, run, theirs
 from helpers import Place, assert_same, places
 from torch import Tensor
+from torch._inductor import config as inductor
 
-from scaler_triton import GradScaler, ops
+from scaler_triton import ops
 
 pytestmark = [
     # Torch's compiler meets deprecated parts of torch while it is imported.
@@ -24,6 +29,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32 matrix multiplication:UserWarning"),
 ]
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
+# As inductor looks for it.
+COMPILER = os.environ.get("CXX", "g++").split()[0]
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which(COMPILER) is None, reason=f"inductor needs a C++ compiler for CPUs, and there is no {COMPILER}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +42,24 @@ def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 
+@NEEDS_COMPILER
+@pytest.mark.parametrize("place", places()[1:2] if torch.cuda.is_available() else places()[:1], ids=str)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
+def test_a_compiled_model_and_optimizer_as_with_torchs_scaler(place: Place, optimizer: str, tmp_path: Path) -> None:
+    """Inductor rounds where it fuses, so both runs are compiled; two of the steps overflow."""
+    results = []
+    whole_graph = partial(torch.compile, fullgraph=True)
+    for new_scaler in (ours, theirs):
+        # To find the CPU's vector instructions inductor compiles probes, which takes as long as all the rest.
+        with fresh_compiler(), inductor.patch({"cpp.vec_isa_ok": False}):
+            results.append(in_parts(place, optimizer, "", torch.compile, whole_graph, new_scaler))
+    assert any((tmp_path / "inductor").rglob("*.py"))  # inductor's code
+    for mine, other in zip(*results, strict=True):
+        assert_same(mine, other)
+
+
 @pytest.mark.heavy
+@NEEDS_COMPILER
 @PLACES
 def test_ops_between_computations(place: Place) -> None:
     """The ops write what the graph computed, a view of it and an argument, and later parts of the graph see it."""
@@ -56,23 +83,20 @@ def test_ops_between_computations(place: Place) -> None:
                 scale = torch.tensor(4.0, device=place.device)
                 tracker = torch.ones((), dtype=torch.int32, device=place.device)
                 outcome += [*function(grad, scale, tracker), grad, scale, tracker.float()]
-    for ours, theirs in zip(*outcomes, strict=True):
-        assert_same(ours, theirs)
+    for compiled_one, plain_one in zip(*outcomes, strict=True):
+        assert_same(compiled_one, plain_one)
 
 
 @pytest.mark.heavy
+@NEEDS_COMPILER
 @PLACES
 def test_a_whole_step_compiled(place: Place) -> None:
-    """Inductor rounds where it fuses, so this is beside torch's scaler, compiled as well, not beside the plain run."""
     results = []
-    for scaler in (
-        GradScaler(place.device, backend=place.backend, **settings()),
-        torch.amp.GradScaler(place.device, **settings()),
-    ):
+    for new_scaler in (ours, theirs):
         with fresh_compiler():
-            results.append(whole(place, scaler))
-    for ours, theirs in zip(*results, strict=True):
-        assert_same(ours, theirs)
+            results.append(whole(place, new_scaler(place)))
+    for mine, other in zip(*results, strict=True):
+        assert_same(mine, other)
 
 
 def whole(place: Place, scaler: Any) -> list[Tensor]:
