@@ -475,3 +475,21 @@ def test_20_a_gradient_of_no_use_is_named() -> None:
     assert "not implemented for 'ComplexFloat'" in str(theirs)
     assert attempt(torch.amp.GradScaler, torch.ones(2, device="meta")) is None
     assert "parameter 0 is on device meta" in str(attempt(GradScaler, torch.ones(2, device="meta")))
+
+
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+def test_left_as_in_torch_fp16_gradients_are_refused_unless_the_step_unscales(cls: type) -> None:
+    optimizer = sgd([torch.full((3,), 8.0, dtype=torch.float16)], fused=True)
+    scaler = cls("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert optimizer.param_groups[0]["params"][0].tolist() == [-0.5] * 3
+
+
+def test_left_as_in_torch_only_the_sharded_scaler_refuses_a_meta_loss(two_ranks: Any) -> None:
+    loss = torch.ones((), device="meta")
+    assert GradScaler("cpu").scale(loss).is_meta
+    with pytest.raises(AssertionError):
+        ShardedGradScaler("cpu").scale(loss)

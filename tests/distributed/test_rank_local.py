@@ -68,9 +68,9 @@ def test_explicit_unscale_on_some_ranks_only(ranks, name):
 @UNSCALE
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
 @pytest.mark.parametrize("gradless", [0, 1])
-def test_a_rank_without_gradients_follows(two, name, gradless, unscale):
+def test_a_rank_without_gradients_follows(ranks, name, gradless, unscale):
     faults = [Fault(1, 1 - gradless)]
-    reports = two.run(rank_local_cases.rank_local, "sharded", [name], faults, unscale=unscale, gradless=[gradless])
+    reports = ranks.run(rank_local_cases.rank_local, "sharded", [name], faults, unscale=unscale, gradless=[gradless])
     assert_agreed(reports, [1])
     assert reports[gradless].stepped == [(None,)] * cases.STEPS
 
