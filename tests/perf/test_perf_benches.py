@@ -181,8 +181,22 @@ def test_the_gpus_training_runs(on_cpu: Callable[[bool], None], monkeypatch: pyt
     on_cpu(True)
     context = Context(quick=True, gpu=True)
     rows = list(bench_step.lora(context, "cpu"))
-    assert {found.metric for found in rows} == {"step", "backward to forward", "host"}
+    assert {found.metric for found in rows} == {"step", "backward to forward", "host", "addresses repeated"}
     assert {"ours / none", "torch / none"} <= {found.subject for found in rows}
+
+
+def test_repeated_addresses_are_counted() -> None:
+    loop = bench_step.Loop(*small())
+    kept = [torch.zeros_like(parameter) for parameter in loop.model.parameters()]
+
+    def backward(scaler: Any) -> None:
+        scaler.scale(torch.ones(()))
+        for index, parameter in enumerate(loop.model.parameters()):
+            parameter.grad = kept[index] if index else torch.zeros_like(parameter)
+            kept.append(parameter.grad)  # alive, so that no other is put there
+
+    loop.backward = backward  # type: ignore[method-assign]
+    assert bench_step.repeated_addresses(loop, 2) == [1 - 1 / len(list(loop.model.parameters()))] * 2
 
 
 def test_the_gpus_idle_time_is_read(on_cpu: Callable[[bool], None]) -> None:
