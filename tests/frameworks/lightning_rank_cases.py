@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import lightning_cases as cases
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton import GradScaler, ShardedGradScaler, patch_torch
 from scaler_triton.integrations import lightning
 
 BAD_RANK = 1  # at the bad steps the other one's gradients are finite
@@ -55,9 +58,46 @@ def on_cpu(strategy: Any, kind: str, **options: Any) -> Any:
 
 def fsdp_plugin(framework: type, scaler: Any) -> Any:
     """Make our plugin with autocast on the CPU; Lightning's is on GPUs only."""
-    plugin = lightning.fsdp_precision(framework, scaler)
+    return _autocast_on_cpu(lightning.fsdp_precision(framework, scaler))
+
+
+def own_fsdp_plugin(plugins: Any, scaler: Any) -> Any:
+    """Make Lightning's own plugin, and give it the scaler, which its constructor refuses."""
+    plugin = plugins.FSDPPrecision("16-mixed")
+    plugin.scaler = scaler
+    return _autocast_on_cpu(plugin)
+
+
+def patched_fsdp_plugin(plugins: Any) -> Any:
+    """Make Lightning's own plugin under `patch_torch`; it makes the scaler, without arguments."""
+    # Only the defaults are others: those for a GPU would disable the scaler here.
+    defaults = ("cpu", cases.SETTINGS["init_scale"], 0.5, 2.0, cases.SETTINGS["growth_interval"], True, None)
+    with mock.patch.object(ShardedGradScaler.__init__, "__defaults__", defaults):
+        plugin = plugins.FSDPPrecision("16-mixed")
+    assert type(plugin.scaler) is ShardedGradScaler
+    assert plugin.scaler.is_enabled()
+    return _autocast_on_cpu(plugin)
+
+
+def _autocast_on_cpu(plugin: Any) -> Any:
     plugin.forward_context = lambda: torch.autocast("cpu", torch.float16)
     return plugin
+
+
+def _fsdp1_plugin(framework: type, plugins: Any, strategy: str) -> Any:
+    if strategy == "fsdp1-patched":
+        return patched_fsdp_plugin(plugins)
+    if strategy == "fsdp1-own":
+        return own_fsdp_plugin(plugins, scaler_of(strategy))
+    return fsdp_plugin(framework, scaler_of(strategy))
+
+
+def _patched(strategy: str) -> Any:
+    if strategy != "fsdp1-patched":
+        return nullcontext()
+    # A case before this one may have imported Accelerate.
+    warnings.filterwarnings("ignore", "torch's gradient scalers were taken before patch_torch", UserWarning)
+    return patch_torch()
 
 
 def scaler_of(strategy: str) -> Any:
@@ -84,8 +124,9 @@ def trainer_fit(rank: int, name: str, strategy: str, optimizer: str, clip: float
     cases.quietly()
     space = cases.namespace(name)
     module = _module(space, optimizer, rank, strategy)
-    trainer = _trainer(space, rank, strategy, max_epochs=1, gradient_clip_val=clip)
-    trainer.fit(module)
+    with _patched(strategy):
+        trainer = _trainer(space, rank, strategy, max_epochs=1, gradient_clip_val=clip)
+        trainer.fit(module)
     return module.scales, whole(trainer.strategy.model)
 
 
@@ -103,11 +144,12 @@ def _trainer(space: Any, rank: int, strategy: str, **options: Any) -> Any:
 
 
 def _trainer_parts(space: Any, strategy: str) -> tuple[Any, Any]:
-    strategies, scaler = space.trainer_strategies, scaler_of(strategy)
+    strategies = space.trainer_strategies
     if strategy.startswith("fsdp1"):
-        kind = {"fsdp1": "FULL_SHARD", "fsdp1-no-shard": "NO_SHARD"}[strategy]
-        return fsdp_plugin(space.Trainer, scaler), on_cpu(strategies.FSDPStrategy, kind, state_dict_type="sharded")
-    plugin = lightning.mixed_precision(space.Trainer, scaler, device="cpu")
+        kind = "NO_SHARD" if strategy == "fsdp1-no-shard" else "FULL_SHARD"
+        plugin = _fsdp1_plugin(space.Trainer, space.trainer_plugins, strategy)
+        return plugin, on_cpu(strategies.FSDPStrategy, kind, state_dict_type="sharded")
+    plugin = lightning.mixed_precision(space.Trainer, scaler_of(strategy), device="cpu")
     if strategy == "fsdp2":
         return plugin, strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     return plugin, strategies.DDPStrategy()
@@ -164,7 +206,12 @@ def _loader(data: list[Tensor]) -> Any:
 def fabric_fit(rank: int, name: str, strategy: str, optimizer: str, clip: str) -> tuple[list[float], Tensor]:
     """Train in a Fabric loop; return the scale after every step, and all parameters."""
     cases.quietly()
-    space, scales = cases.namespace(name), []
+    with _patched(strategy):
+        return _fabric_loop(rank, cases.namespace(name), strategy, optimizer, clip)
+
+
+def _fabric_loop(rank: int, space: Any, strategy: str, optimizer: str, clip: str) -> tuple[list[float], Tensor]:
+    scales = []
     plugin, chosen = _fabric_parts(space, strategy)
     plugins = [plugin, environment(rank, space.environments.ClusterEnvironment)]
     fabric = space.Fabric(accelerator="cpu", devices=2, strategy=chosen, plugins=plugins)
@@ -184,10 +231,11 @@ def fabric_fit(rank: int, name: str, strategy: str, optimizer: str, clip: str) -
 
 
 def _fabric_parts(space: Any, strategy: str) -> tuple[Any, Any]:
-    strategies, scaler = space.fabric_strategies, scaler_of(strategy)
-    if strategy == "fsdp1":
-        return fsdp_plugin(space.Fabric, scaler), on_cpu(strategies.FSDPStrategy, "FULL_SHARD")
-    plugin = lightning.mixed_precision(space.Fabric, scaler, device="cpu")
+    strategies = space.fabric_strategies
+    if strategy.startswith("fsdp1"):
+        plugin = _fsdp1_plugin(space.Fabric, space.fabric_plugins, strategy)
+        return plugin, on_cpu(strategies.FSDPStrategy, "FULL_SHARD")
+    plugin = lightning.mixed_precision(space.Fabric, scaler_of(strategy), device="cpu")
     if strategy == "fsdp2":
         sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
         return plugin, strategies.ModelParallelStrategy(parallelize_fn=_sharded, **sizes)

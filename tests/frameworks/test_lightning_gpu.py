@@ -1,4 +1,4 @@
-"""Lightning on a GPU: the Trainer with a fused optimizer that is clipped, Fabric, and Lightning's own FSDP."""
+"""Lightning on a GPU: the Trainer with a fused optimizer that is clipped, Fabric, and FSDP by Lightning's strategy."""
 
 from __future__ import annotations
 
@@ -50,18 +50,31 @@ FSDP = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import lightning_cases as cases
-from scaler_triton import ShardedGradScaler
+import scaler_triton
 from scaler_triton.integrations import lightning
-plugin = lightning.fsdp_precision(cases.namespace(sys.argv[2]).Trainer, ShardedGradScaler("cuda", **cases.SETTINGS))
+way, space = sys.argv[3], cases.namespace(sys.argv[2])
+scaler = scaler_triton.ShardedGradScaler("cuda", **cases.SETTINGS)
+if way == "ours":
+    plugin = lightning.fsdp_precision(space.Trainer, scaler)
+    options = {"gradient_clip_val": cases.MAX_NORM}
+else:  # Lightning's own, which clips no fused optimizer
+    if way == "patched":
+        scaler_triton.patch_torch()
+    plugin, options = space.trainer_plugins.FSDPPrecision("16-mixed"), {}
+    if way == "given":
+        plugin.scaler = scaler
+    plugin.scaler.load_state_dict(scaler.state_dict())
+assert type(plugin.scaler) is scaler_triton.ShardedGradScaler
 # Lightning would shuffle the batches of ranks.
-options = {"strategy": "fsdp", "use_distributed_sampler": False, "gradient_clip_val": cases.MAX_NORM}
+options |= {"strategy": "fsdp", "use_distributed_sampler": False}
 module = cases.fit(sys.argv[2], plugin, "adamw-fused", accelerator="gpu", **options)
 assert module.trace.scales == cases.SCALES, module.trace.scales
 """
 
 
 @pytest.mark.slow
-def test_fsdp() -> None:
+@pytest.mark.parametrize("way", ["ours", "given", "patched"])
+def test_fsdp(way: str) -> None:
     name = next(name for name in cases.NAMESPACES if find_spec(name))
     here = Path(__file__).parent
-    subprocess.run([sys.executable, "-c", FSDP, str(here), name], cwd=here.parents[1], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", FSDP, str(here), name, way], cwd=here.parents[1], check=True, timeout=240)

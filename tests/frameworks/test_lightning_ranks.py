@@ -20,6 +20,7 @@ Run = Callable[..., list[Any]]
 # How far the weights may end from one process's. Gradients are the same but for the order of sums in fp32; Lightning
 # has FSDP1 keep and reduce them in fp16.
 TOLERANCES = {"ddp": 1e-6, "fsdp1": 1e-3, "fsdp1-no-shard": 1e-3, "fsdp2": 1e-6}
+OWN_PLUGINS = pytest.mark.parametrize("strategy", ["fsdp1-own", "fsdp1-patched"])
 
 
 @pytest.fixture
@@ -55,6 +56,18 @@ def test_trainer(two: Run, name: str, strategy: str, optimizer: str, clip: float
     assert torch.equal(mine, other)
     expected = in_one_process(optimizer.removesuffix("-fused"), clip)
     torch.testing.assert_close(mine, expected, rtol=0, atol=TOLERANCES[strategy])
+
+
+@OWN_PLUGINS
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
+@pytest.mark.parametrize("case", [ranks.trainer_fit, ranks.fabric_fit])
+def test_lightnings_own_fsdp_plugin(two: Run, name: str, case: Any, strategy: str, optimizer: str) -> None:
+    """With a scaler of ours that it is given, or makes itself under `patch_torch`; it clips nothing."""
+    (scales, mine), (other_scales, other) = two(case, name, strategy, optimizer, None)
+    assert scales == other_scales == cases.SCALES
+    assert torch.equal(mine, other)
+    expected = in_one_process(optimizer.removesuffix("-fused"), None)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=TOLERANCES["fsdp1"])
 
 
 def test_the_other_namespace(two: Run) -> None:
