@@ -296,12 +296,28 @@ class Programs(RuleBasedStateMachine):
     def set_growth_interval(self, value: int) -> None:
         self.both(lambda world: world.scaler.set_growth_interval(value))
 
-    @rule(setting=settings_of_ours)
-    def set_our_own(self, setting: tuple[str, Any]) -> None:
-        self.both(lambda world: set_to(world.scaler, *setting))
-        self.ask_limits()
+    @rule(settings=st.lists(settings_of_ours, min_size=1, max_size=4))
+    def set_our_own(self, settings: list[tuple[str, Any]]) -> None:
+        for name, value in settings:
+            self.both(lambda world, name=name, value=value: set_to(world.scaler, name, value))
+            self.ask_limits()
 
-    set_our_own_again = set_our_own
+    @rule(overflows=st.lists(st.booleans(), min_size=1, max_size=8), settings=st.lists(settings_of_ours, max_size=4))
+    def set_while_training(self, overflows: list[bool], settings: list[tuple[str, Any]]) -> None:
+        half = len(overflows) // 2
+        self.set_our_own(settings[::2])
+        self.train_one(overflows[:half])
+        self.set_our_own(settings[1::2])
+        self.train_one(overflows[half:])
+
+    def train_one(self, overflows: list[bool]) -> None:
+        """Step the first optimizer, as often as it takes for a limit of skips, which lags behind."""
+        for overflow in overflows:
+            self.backward(0, [GradientSpec("dense", plant=INF if overflow else None)])
+            self.step(0)
+            self.update()
+
+    set_while_training_again = set_while_training
 
     @rule()
     def ask_limits(self) -> None:
