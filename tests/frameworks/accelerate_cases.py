@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Gr
 from collective_counter import CollectiveCounter
 from model_cases import BATCH, WIDTH, Net
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from scaler_triton.integrations.accelerate import use_scaler_triton
 
@@ -64,7 +65,7 @@ def new_accelerator(sharding: str = "ddp", **options: Any) -> Accelerator:
     handlers = [GradScalerKwargs(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)]
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers, **options)
     if sharding != "ddp":
-        _shard(int(sharding[4]), orig=not sharding.endswith("flat"))
+        _shard(int(sharding[4]), orig=not sharding.endswith("flat"), whole=sharding.endswith("whole"))
     return accelerator
 
 
@@ -79,10 +80,10 @@ def backward(accelerator: Accelerator, *layers: nn.Module, value: float = 1.0) -
     accelerator.backward(sum((layer(torch.tensor([[3.0, 4.0]])) * value).float().sum() for layer in layers))
 
 
-def _shard(version: int, *, orig: bool) -> None:
+def _shard(version: int, *, orig: bool, whole: bool) -> None:
     """Do what Accelerate does for an `fsdp_plugin=` on GPUs only: on a CPU it passes over it."""
-    # Whole state dicts cannot be had from FSDP1 on a CPU: what it offloads is what it frees.
-    options = {"use_orig_params": orig, "state_dict_type": "SHARDED_STATE_DICT"} if version == 1 else {}
+    kind = "FULL_STATE_DICT" if whole else "SHARDED_STATE_DICT"
+    options = {"use_orig_params": orig, "state_dict_type": kind} if version == 1 else {}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False, **options)
     plugin.set_mixed_precision("fp16")
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
@@ -99,6 +100,19 @@ def use_torch(accelerator: Accelerator) -> Any:
     accelerator.scaler = scaler_class("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
     accelerator.native_amp = True
     return accelerator.scaler
+
+
+@contextmanager
+def nothing_offloaded() -> Iterator[None]:
+    """Let FSDP1 copy whole states: on a CPU what it "offloads" is the memory that it frees, and saving that crashes."""
+    original = FullyShardedDataParallel.state_dict_type
+
+    def state_dict_type(model: nn.Module, kind: Any, config: Any, optimizer_config: Any) -> Any:
+        config.offload_to_cpu = optimizer_config.offload_to_cpu = False
+        return original(model, kind, config, optimizer_config)
+
+    with mock.patch.object(FullyShardedDataParallel, "state_dict_type", state_dict_type):
+        yield
 
 
 @dataclass
@@ -195,6 +209,12 @@ class Resumed:
     loaded: tuple[dict[str, Any], list[str]]
     straight: Report
     resumed: Report
+
+
+def resume_whole(rank: int, name: str, folder: Path) -> Resumed:
+    """Do the same with the whole states of FSDP1, loaded into a fresh job."""
+    with nothing_offloaded():
+        return resume(rank, "fsdp1-whole", name, folder, trained=0)
 
 
 def resume(rank: int, sharding: str, name: str, folder: Path, *, trained: int) -> Resumed:

@@ -105,6 +105,14 @@ def test_resumes_to_the_bit(two, tmp_path, sharding, name, trained):
             assert run.resumed == run.straight
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whole_states_of_fsdp1_resume_to_the_bit(two, tmp_path, name):
+    """With FULL_STATE_DICT also an optimizer without state gets what was saved."""
+    for run in two(accelerate_cases.resume_whole, name, tmp_path):
+        assert run.loaded == run.saved
+        assert run.resumed == run.straight
+
+
 @pytest.mark.parametrize("sharding", ["fsdp1", FSDP2])
 def test_saving_before_the_first_step_leaves_the_scaler_alone(two, tmp_path, sharding):
     for before, after in two(accelerate_cases.save_before_the_first_step, sharding, "adamw", tmp_path):
