@@ -211,26 +211,32 @@ class Resumed:
     resumed: Report
 
 
-def resume_whole(rank: int, name: str, folder: Path) -> Resumed:
+def resume_whole(rank: int, name: str, folder: Path, **options: Any) -> Resumed:
     """Do the same with the whole states of FSDP1, loaded into a fresh job."""
     with nothing_offloaded():
-        return resume(rank, "fsdp1-whole", name, folder, trained=0)
+        return resume(rank, "fsdp1-whole", name, folder, trained=0, **options)
 
 
-def resume(rank: int, sharding: str, name: str, folder: Path, *, trained: int) -> Resumed:
-    """Save in the middle of a run, and load into a job that has taken `trained` steps of its own."""
+def resume(
+    rank: int, sharding: str, name: str, folder: Path, *, trained: int, first_ours: bool = True, max_norm: float = 0.05
+) -> Resumed:
+    """Save in the middle of a run, and load into a job that has taken `trained` steps of its own.
+
+    Args:
+        first_ours: False: the run that is saved has torch's scaler.
+    """
     with launched(rank):
-        first = Job(rank, sharding, name)
-        first.train(range(5), {1})
+        first = Job(rank, sharding, name, ours=first_ours)
+        first.train(range(5), {1}, max_norm)
         first.accelerator.save_state(str(folder))
         saved = _state(first)
-        straight = first.train(range(5, 9), {6})
+        straight = first.train(range(5, 9), {6}, max_norm)
     with launched(rank):
         second = Job(rank, sharding, name)
         second.train(range(20, 20 + trained), ())
         second.accelerator.load_state(str(folder))
         loaded = _state(second)
-        return Resumed(saved, loaded, straight, second.train(range(5, 9), {6}))
+        return Resumed(saved, loaded, straight, second.train(range(5, 9), {6}, max_norm))
 
 
 def save_before_the_first_step(rank: int, sharding: str, name: str, folder: Path) -> tuple[Any, Any]:

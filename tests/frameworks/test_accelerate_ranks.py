@@ -113,6 +113,20 @@ def test_whole_states_of_fsdp1_resume_to_the_bit(two, tmp_path, name):
         assert run.resumed == run.straight
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp1-whole", FSDP2])
+def test_a_run_with_torchs_scaler_goes_on_with_ours(two, tmp_path, sharding):
+    """As if torch's had stayed, to the bit; with nothing clipped, as torch sums norms in fp32."""
+    options = {"first_ours": False, "max_norm": 1e9}
+    if sharding == "fsdp1-whole":
+        runs = two(accelerate_cases.resume_whole, "adamw", tmp_path, **options)
+    else:
+        runs = two(accelerate_cases.resume, sharding, "adamw", tmp_path, trained=0, **options)
+    for run in runs:
+        assert run.loaded == run.saved
+        for name in ("scales", "trackers", "skipped", "rates", "digests", "step_counts"):
+            assert getattr(run.resumed, name) == getattr(run.straight, name), name
+
+
 @pytest.mark.parametrize("sharding", ["fsdp1", FSDP2])
 def test_saving_before_the_first_step_leaves_the_scaler_alone(two, tmp_path, sharding):
     for before, after in two(accelerate_cases.save_before_the_first_step, sharding, "adamw", tmp_path):

@@ -148,6 +148,22 @@ def test_resumes_to_the_bit(tmp_path):
     assert logged(straight, "learning_rate") == logged(resumed, "learning_rate")
 
 
+def test_a_run_with_torchs_scaler_goes_on_with_ours(tmp_path):
+    options = {"optim": "adamw_torch", "max_grad_norm": 1e9, "save_strategy": "steps", "save_steps": 3}
+    begun = new_trainer(new_model(), tmp_path, (1, 4), **options)
+    use_torch(begun)
+    begun.train()
+    forget()
+    resumed = new_trainer(new_model(seed=1), tmp_path, (1, 4), **options)
+    scaler = use_scaler_triton(resumed.accelerator, init_scale=2.0)  # another than the checkpoint's
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_same_weights(weights(begun), weights(resumed))
+    assert scaler.state_dict() == begun.accelerator.scaler.state_dict()
+    assert scaler.stats().skipped == 1  # of the three steps that it took
+    for key in ("learning_rate", "loss"):
+        assert logged(begun, key) == logged(resumed, key)
+
+
 class Interrupt(TrainerCallback):
     """Interrupts a run once, as Ctrl-C in a notebook may, between clipping and the third step."""
 
