@@ -65,7 +65,7 @@ def new_accelerator(sharding: str = "ddp", **options: Any) -> Accelerator:
     handlers = [GradScalerKwargs(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)]
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers, **options)
     if sharding != "ddp":
-        _shard(int(sharding[4]), orig=not sharding.endswith("flat"), whole=sharding.endswith("whole"))
+        shard(int(sharding[4]), orig=not sharding.endswith("flat"), whole=sharding.endswith("whole"))
     return accelerator
 
 
@@ -80,7 +80,7 @@ def backward(accelerator: Accelerator, *layers: nn.Module, value: float = 1.0) -
     accelerator.backward(sum((layer(torch.tensor([[3.0, 4.0]])) * value).float().sum() for layer in layers))
 
 
-def _shard(version: int, *, orig: bool, whole: bool) -> None:
+def shard(version: int, *, orig: bool, whole: bool) -> None:
     """Do what Accelerate does for an `fsdp_plugin=` on GPUs only: on a CPU it passes over it."""
     kind = "FULL_STATE_DICT" if whole else "SHARDED_STATE_DICT"
     options = {"use_orig_params": orig, "state_dict_type": kind} if version == 1 else {}
@@ -107,9 +107,10 @@ def nothing_offloaded() -> Iterator[None]:
     """Let FSDP1 copy whole states: on a CPU what it "offloads" is the memory that it frees, and saving that crashes."""
     original = FullyShardedDataParallel.state_dict_type
 
-    def state_dict_type(model: nn.Module, kind: Any, config: Any, optimizer_config: Any) -> Any:
-        config.offload_to_cpu = optimizer_config.offload_to_cpu = False
-        return original(model, kind, config, optimizer_config)
+    def state_dict_type(model: nn.Module, kind: Any, *configs: Any) -> Any:
+        for config in configs:
+            config.offload_to_cpu = False
+        return original(model, kind, *configs)
 
     with mock.patch.object(FullyShardedDataParallel, "state_dict_type", state_dict_type):
         yield

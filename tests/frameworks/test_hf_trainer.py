@@ -20,6 +20,16 @@ from scaler_triton.integrations.accelerate import AcceleratedOptimizer, use_scal
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
+DEFAULTS = {
+    "fp16": True,
+    "use_cpu": True,
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 4,
+    "report_to": [],
+    "disable_tqdm": True,
+    "save_strategy": "no",
+}
 
 pytestmark = [
     pytest.mark.usefixtures("first_accelerator"),
@@ -56,17 +66,7 @@ def samples() -> list[dict[str, Tensor]]:
 def new_trainer(model: nn.Module, folder: Path, overflows: tuple[int, ...] = (), **options: Any) -> Trainer:
     """A Trainer for fp16 that logs every step, on the CPU: there, one run is like another to the bit."""
     weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-    defaults = {
-        "fp16": True,
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 4,
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-    }
-    arguments = TrainingArguments(str(folder), **defaults | options)
+    arguments = TrainingArguments(str(folder), **DEFAULTS | options)
     return Trainer(model, arguments, train_dataset=samples(), callbacks=[Overflow(weight, overflows)])
 
 
