@@ -5,6 +5,7 @@ one fp64 number per chunk, and one program adds those in order. So the result is
 the same alignment to 16 bytes.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -31,24 +32,33 @@ _FINISH_WARPS, _FINISH_BLOCK = 16, 4096
 
 
 class NormTable(GradTable):
-    """A table with a partial sum for each chunk, and a weight for each tensor.
+    """A table with a partial sum for each chunk and a weight for each tensor, 1 at first; made for the first norm.
 
     Attributes:
         partials: fp64, on the device, one per chunk, padded with zeros to whole blocks.
         weights: fp64 `[N]`, on the device; what the sum of squares of tensor `t` is multiplied by.
     """
 
-    @torch.inference_mode(False)  # later steps write it outside that mode
     def __init__(
         self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, config: LaunchConfig = DEFAULT
     ) -> None:
-        """As `GradTable`; all weights are 1."""
+        """As `GradTable`."""
         super().__init__(numels, dtype, device, config)
-        blocks = -(-self.n_chunks // _FINISH_BLOCK)
-        self.partials = torch.zeros(blocks * _FINISH_BLOCK, dtype=torch.float64, device=device)
-        self.weights = torch.ones(len(numels), dtype=torch.float64, device=device)
         self._held: Sequence[float] | None = None
         self._finishes: dict[bool, launcher.Launch] = {}
+
+    @functools.cached_property
+    def partials(self) -> Tensor:
+        return self._filled(0.0, -(-self.n_chunks // _FINISH_BLOCK) * _FINISH_BLOCK)
+
+    @functools.cached_property
+    def weights(self) -> Tensor:
+        return self._filled(1.0, len(self.numels))
+
+    @torch.inference_mode(False)  # later steps write it outside that mode
+    def _filled(self, value: float, size: int) -> Tensor:
+        launcher.refuse_first_in_capture(self.device)
+        return torch.full((size,), value, dtype=torch.float64, device=self.device)
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
         """Set the weights; nothing is copied if they are the same.

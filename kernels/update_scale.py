@@ -196,7 +196,7 @@ def _launch_on(device: torch.device, clear: bool) -> launcher.Launch:
     return launcher.Launch(_update_scale_kernel, device, num_warps=1, CLEAR=clear)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache  # for ever: a graph may read it at each replay
 def _policy_on(device: torch.device, numbers: tuple[Any, ...]) -> Tensor:
     launcher.refuse_first_in_capture(device)
     policy = DevicePolicy(device).hold(*numbers)

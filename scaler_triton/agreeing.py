@@ -105,9 +105,8 @@ class AgreeingMixin(StatesMixin):
             self._make_scale(plan.devices)
             self._fail(self._state(optimizer), agreement)
 
-    def _fail(self, state: StepState, agreement: Agreement | None) -> None:
+    def _fail(self, state: StepState, agreement: Agreement | None, *, written: bool = False) -> None:
         """Report a failed check to the other ranks; skip the step if they will, or if gradients have been written."""
-        written = state.pop("written", False)
         try:
             if written or agreement is not None:
                 self._skip(state)

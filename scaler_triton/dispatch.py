@@ -54,7 +54,8 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
         requested: as `check_backend` returns it.
         clips: for norms and clipping, whose kernels are tried on first use.
 
-    Raises: RuntimeError with the cause if "triton" was requested and does not work there.
+    Raises: RuntimeError with the cause if "triton" was requested and does not work there; torch.OutOfMemoryError if the
+        trial ran out of memory, and nothing is decided then.
     """
     key = (device, dtype, requested, clips)
     known = _chosen.get(key)
@@ -110,6 +111,8 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
         from scaler_triton.kernels import probe
 
         (probe.probe_clipping if clips else probe.probe)(device, dtype)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about Triton: the next call tries again
     except Exception as cause:
         reason = f"{type(cause).__name__}: {cause}"
         if requested == "triton":

@@ -221,6 +221,7 @@ def _lacks_cuda(device: str) -> bool:
     return lacks
 
 
+ScalerMixin.__init__.__qualname__ = "GradScaler.__init__"  # which Python names in its errors, as for torch's class
 untraced.skip_tracing(ScalerMixin)
 
 

@@ -87,7 +87,7 @@ def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
     Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
     """
     fields = check_dict(fields, KEY)
-    limits = check(*(fields[name] for name in Limits._fields))
+    limits = check(**{name: fields[name] for name in Limits._fields})
     counters = check_dict(fields["counters"], "counters")
     return limits, [policy.check_count(counters[name], name) for name in stats.NAMES]
 

@@ -103,21 +103,20 @@ def _update_on_host_(
 ) -> None:
     """The same in Python's doubles, in which torch's op multiplies, too; quicker than ops on one number."""
     growth_factor, backoff_factor, interval = numbers
-    low, high, hysteresis, consecutive, _ = limits
     before, successful = scale.item(), int(growth_tracker.item()) + 1
     value, tracker = before, 0
     _count_flag(counters, found_inf)
     if found_inf:
-        if counters[STRIKES] >= hysteresis:
+        if counters[STRIKES] >= limits.hysteresis:
             value = before * backoff_factor
     else:
         if successful < interval:
             tracker = min(successful, MAX_TRACKER)
         elif abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
             value = before * growth_factor
-        if consecutive or not tracker:
+        if limits.consecutive_hysteresis or not tracker:
             counters[STRIKES] = 0
-    value = min(value, high) if value > low else low
+    value = min(value, limits.max_scale) if value > limits.min_scale else limits.min_scale  # that for NaN
     if value != before:
         scale.fill_(value)
         _count_change(counters, before, scale.item())

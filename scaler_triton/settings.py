@@ -27,8 +27,9 @@ class SettingsMixin(ScalerAttributes):
             from scaler_triton.kernels.update_scale import DevicePolicy
 
             held = self._device_policies[device] = DevicePolicy(device)
-        bounds = self._limits[:-1]  # the host counts skips
-        return held.hold(self._growth_factor, self._backoff_factor, self._growth_interval, *bounds)
+        chosen = self._limits
+        bounds = chosen.min_scale, chosen.max_scale
+        return held.hold(*self._numbers(), *bounds, chosen.hysteresis, chosen.consecutive_hysteresis)
 
     def _numbers_changed(self) -> None:
         for device in self._device_policies:  # where graphs read them at each replay

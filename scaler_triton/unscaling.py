@@ -108,7 +108,7 @@ class UnscalingMixin(AgreeingMixin):
             if self._check_unscaled:
                 batch_ops.check_batch(batch, flag, backend, unscaled=True)
 
-        return self._for_each_batch(plan, found_inf, allow_fp16, unscale)
+        return self._for_each_batch(plan, found_inf, allow_fp16, unscale, divides=True)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients, read-only, and agree with the other ranks, once per step.
@@ -147,14 +147,16 @@ class UnscalingMixin(AgreeingMixin):
             return self._unscale_grads_(optimizer, torch.ones_like(found_inf), found_inf, True)
         return self._for_each_batch(plan, found_inf, True, batch_ops.check_batch)
 
-    def _for_each_batch(self, plan: GradPlan, found_inf: Tensor, allow_fp16: bool, op: Op) -> Flags:
+    def _for_each_batch(
+        self, plan: GradPlan, found_inf: Tensor, allow_fp16: bool, op: Op, *, divides: bool = False
+    ) -> Flags:
         flags: Flags = {}
         gradients = plan.collect(allow_fp16=allow_fp16)
         pairs = batch_ops.choose_backends(gradients.batches, self._backend)
         partials = batch_ops.choose_backends(gradients.partials, self._backend) if gradients.partials else ()
         for batch, backend in pairs:
             flag = flag_on(batch.layout.key.device, flags, found_inf)
-            self._run(plan, op, batch, flag, backend, divides=op is not batch_ops.check_batch)
+            self._run(plan, op, batch, flag, backend, divides=divides)
         for batch, backend in partials:
             self._run(plan, batch_ops.check_batch, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
         return flags
@@ -206,8 +208,10 @@ class UnscalingMixin(AgreeingMixin):
             if agreement is not None:
                 verdict.write_scale(self._scale)
         except BaseException as error:
-            state.setdefault("written", self._unscale_is_overridden())  # an override may have written anything
-            self._fail(state, agreement if isinstance(error, Exception) else None)
+            written = state.pop("written", self._unscale_is_overridden())  # an override may have written anything
+            self._fail(state, agreement if isinstance(error, Exception) else None, written=written)
+            if state["stage"] is OptState.READY:
+                state["unscaled_flag"] = None  # by the next call the gradients may be others
             raise
         try:
             if agreement is not None:

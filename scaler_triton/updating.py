@@ -53,7 +53,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             scale.fill_(new_scale)
         else:
             self._update_by_flags(scale, growth_tracker, checked)
-        if unstepped:
+        if unstepped or self._left_unscaled:
             self._left_unscaled.renew(unstepped)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if self._limits.max_consecutive_skips is not None and new_scale is None:
@@ -171,7 +171,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         captured = is_captured(scale)
         for verdict in verdicts:
             assert verdict is not None
-            verdict.saved, verdict.cleared = True, not captured
+            verdict.saved, verdict.cleared = True, not (captured or verdict in buffer.captured)
 
     def _checked_scale(self, new_scale: Any) -> float:
         if isinstance(new_scale, Tensor) and (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +41,19 @@ def fail_on_second_call(function: Any) -> Any:
         return function(*args, **kwargs)
 
     return failing
+
+
+def test_a_check_that_cannot_begin_does_not_skip_a_step_that_was_unscaled(monkeypatch: Any) -> None:
+    scaler, optimizer = two_dtypes(Place("cpu", "torch"))
+    scaler.unscale_(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(GradScaler, "_new_verdict", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            scaler._check_inf_per_device(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [-2.0, -2.0]
+    assert scaler.get_scale() == 4.0
 
 
 @pytest.mark.parametrize("fused", [False, True])

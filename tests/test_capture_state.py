@@ -69,6 +69,19 @@ def test_what_a_captured_update_will_clear_is_not_clear_yet(place: Place) -> Non
 
 
 @TRITON
+def test_an_update_outside_the_graph_clears_no_flag_for_good_that_replays_write(place: Place) -> None:
+    scaler, optimizer = new(place)
+    optimizer.param_groups[0]["params"][0].grad.fill_(8.0)
+    with as_if_captured():
+        scaler.step(optimizer)
+    scaler.update()
+    scaler._plans.plans()[0].verdict.found_inf.fill_(1.0)  # as a replay of the step leaves it
+    step(scaler, optimizer)
+    assert not scaler.was_skipped(optimizer)
+    assert scaler.get_scale() == SCALE
+
+
+@TRITON
 def test_a_replays_skip_is_told(place: Place) -> None:
     scaler, optimizer = new(place)
     with as_if_captured():

@@ -54,6 +54,14 @@ def test_arguments_have_torchs_names_order_and_defaults(ours: type, theirs: type
 
 
 @both
+@pytest.mark.parametrize(("args", "kwargs"), [((), {"foo": 1}), ((1,) * 9, {})])
+def test_wrong_arguments_are_those_of_a_class_that_users_know(ours: type, theirs: type, args: Any, kwargs: Any) -> None:
+    with pytest.raises(TypeError) as error:
+        ours("cpu", *args, **kwargs)
+    assert str(error.value).startswith(f"{theirs.__name__}.__init__() ")
+
+
+@both
 def test_is_a_torch_scaler_of_the_same_qualified_name(ours: type, theirs: type) -> None:
     assert issubclass(ours, theirs)
     assert ours.__qualname__ == theirs.__qualname__

@@ -93,6 +93,18 @@ def test_auto_falls_back_with_one_warning_that_carries_the_cause(monkeypatch: An
             assert dispatch.choose(device, dtype, "auto") == "torch"
 
 
+@pytest.mark.parametrize("requested", ["auto", "triton"])
+def test_a_trial_that_ran_out_of_memory_decides_nothing(requested: str, monkeypatch: Any) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(probe_module, "probe", broken(torch.OutOfMemoryError("CUDA out of memory")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(torch.OutOfMemoryError):
+            dispatch.choose(device, FP32, requested)
+        monkeypatch.setattr(probe_module, "probe", lambda device, dtype: None)
+        assert dispatch.choose(device, FP32, requested) == "triton"
+
+
 def test_triton_asked_for_raises_before_any_gradient_is_written(monkeypatch: Any) -> None:
     monkeypatch.setattr(probe_module, "probe", broken(OSError("read-only file system")))
     optimizer = sgd([torch.tensor([4.0])])

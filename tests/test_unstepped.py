@@ -15,6 +15,7 @@ from helpers import Place, places, sgd, started
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler
+from scaler_triton.overflow_marks import OverflowMarks
 
 SCALE = 4.0
 
@@ -288,6 +289,21 @@ def test_18_a_step_that_was_refused_says_nothing_of_the_next_gradients(kind: str
     assert only(late).grad.tolist() == [8.0 / SCALE] * 3  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_18_a_step_that_ran_out_of_memory_says_nothing_of_the_next_gradients(kind: str) -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of(kind, "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    with (
+        mock.patch.object(OverflowMarks, "note_repeated_skip", side_effect=torch.OutOfMemoryError),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        scaler.step(late)
+    only(late).grad = torch.full((3,), 8.0)
+    scaler.unscale_(late)
+    assert only(late).grad.tolist() == [8.0 / SCALE] * 3  # type: ignore[union-attr]
+
+
 def test_18_only_the_next_step_counts_and_nothing_is_kept_alive() -> None:
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
     scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
@@ -310,6 +326,18 @@ def test_18_an_entry_dies_with_its_optimizer() -> None:
     gc.collect()
     only(early).grad = torch.ones(3)
     scaler.step(early)
+    scaler.update()
+    assert len(scaler._left_unscaled._entries) == 0
+
+
+def test_18_entries_die_with_the_last_optimizer() -> None:
+    early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    postpone(scaler, late, early)
+    only(early).grad = torch.ones(3)
+    scaler.step(early)
+    del early, late
+    gc.collect()
     scaler.update()
     assert len(scaler._left_unscaled._entries) == 0
 

@@ -197,6 +197,14 @@ def test_weights(dtype):
         assert run(table)[0].item() == pytest.approx(expected(values, 1.0, weights), rel=TOLERANCE)
 
 
+def test_a_table_that_measures_no_norm_holds_no_sums_and_no_weights():
+    table = NormTable([1, 2], torch.float32, DEVICE, SMALL)
+    assert all(held.dtype is not torch.float64 for held in vars(table).values() if isinstance(held, torch.Tensor))
+    table.set_addresses([0, 0])
+    assert run(table)[0].item() == 0.0
+    assert table.weights.tolist() == [1.0, 1.0]
+
+
 def test_weights_are_copied_once():
     table = NormTable([1, 2], torch.float32, DEVICE, SMALL)
     weights = [0.5, 0.25]

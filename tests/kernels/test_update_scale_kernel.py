@@ -153,6 +153,13 @@ def test_whole_training_runs_in_step_with_torch():
         assert tracker.item() == torch_tracker.item()
 
 
+def test_numbers_that_a_graph_may_read_are_never_freed():
+    update_scale._policy_on.cache_clear()
+    for interval in range(1, 100):
+        assert update(64.0, 0, 1.0, interval=interval) == (32.0, 0)
+    assert update_scale._policy_on.cache_info().currsize == 99
+
+
 def test_new_numbers_are_waited_for_and_not_captured():
     """Whoever comes next with the same ones may be on another stream, and a graph's memory is its own."""
     module = torch.get_device_module(DEVICE)

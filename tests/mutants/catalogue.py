@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant(_S + "updating.py", 'if state.get("unscaled_flag") is None:', "if True:", REPORT),
     # what a capture must not take for done
     Mutant(_S + "verdict.py", "if captured or not self.cleared:", "if not self.cleared:", CAPTURED),
-    Mutant(_S + "updating.py", "verdict.cleared = True, not captured", "verdict.cleared = True, True", CAPTURED),
+    Mutant(_S + "updating.py", "not (captured or verdict in", "not (False or verdict in", CAPTURED),
     Mutant(_S + "batch_ops.py", '"unscale" if unscaled and dense is batch else None', "None", CAPTURED),
     Mutant(_S + "plan.py", "self._known.forget()", "pass", "tests/test_known_forms.py"),
     Mutant(_S + "left_unscaled.py", "self._entries.get(id(inner))", "self._entries.pop(id(inner), None)", UNSTEPPED),
