@@ -69,6 +69,18 @@ def test_what_a_captured_update_will_clear_is_not_clear_yet(place: Place) -> Non
 
 
 @TRITON
+def test_what_a_captured_update_alone_will_clear_is_not_clear_yet(place: Place) -> None:
+    scaler, optimizer = new(place)
+    scaler.step(optimizer)
+    with as_if_captured():
+        scaler.update()
+    scaler._plans.plans()[0].verdict.found_inf.fill_(1.0)  # as nobody has replayed the update
+    step(scaler, optimizer)
+    assert not scaler.was_skipped(optimizer)
+    assert scaler.get_scale() == SCALE
+
+
+@TRITON
 def test_an_update_outside_the_graph_clears_no_flag_for_good_that_replays_write(place: Place) -> None:
     scaler, optimizer = new(place)
     optimizer.param_groups[0]["params"][0].grad.fill_(8.0)
