@@ -21,6 +21,7 @@ from perf.grads import Gradients
 from perf.host_cases import Case
 from perf.measure import Clock, Effort, Subject, host_clock, interleaved, one_thread
 from perf.rows import Row, bandwidth_rows, row, time_rows
+from perf.solo import one_rank, sharded
 from perf.trace import record
 
 FEW = {"100 x 64": [64] * 100}
@@ -53,6 +54,7 @@ def sections(context: Context) -> list[Section]:
         return [
             Section("clip, lists on the GPU", lambda: on_gpu(context)),
             Section("clip, launches", launches),
+            Section("clip, DTensors on the GPU", lambda: sharded_on_gpu(context)),
             Section("clip, cuda path", lambda: measure_path(context, "cuda", clip_host.measure), Turn.EXPLAINS),
             *found,
         ]
@@ -71,13 +73,26 @@ def on_cpu(context: Context) -> Iterator[Row]:
 
 def on_gpu(context: Context) -> Iterator[Row]:
     """Time lists on the GPU: its own work, and the wait for it."""
-    clocks = {DEVICE: ColdClock(device_only=True), ", wall": ColdClock(device_only=False)}
     for name, numels in gpu_lists(context).items():
-        gradients = Gradients(numels, device="cuda")
-        yield from compared(f"{name} fp32, cuda", gradients, context.effort(0.6, 9), clocks)
-        del gradients
+        yield from compared(
+            f"{name} fp32, cuda", Gradients(numels, device="cuda"), context.effort(0.6, 9), gpu_clocks()
+        )
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def sharded_on_gpu(context: Context) -> Iterator[Row]:
+    """Time and profile a list of DTensors on the GPU, on a mesh of one rank."""
+    with one_rank("cuda") as mesh:
+        gradients = Gradients(FEW["100 x 64"] if context.quick else shapes.gpt2(), device="cuda", wrap=sharded(mesh))
+        yield from compared("GPT-2 124M DTensor fp32, cuda", gradients, context.effort(0.6, 9), gpu_clocks())
+        for metric in METRICS:
+            yield from launched(f"GPT-2 124M DTensor, {metric}", Clipping(gradients, metric))
+
+
+def gpu_clocks() -> dict[str, Clock]:
+    """Return the GPU's clocks, by what their metrics end in."""
+    return {DEVICE: ColdClock(device_only=True), ", wall": ColdClock(device_only=False)}
 
 
 def gpu_lists(context: Context) -> Lists:
@@ -123,13 +138,16 @@ def launches() -> Iterator[Row]:
     """Count what a clipped step launches on the GPU, copies and waits for, by torch.profiler."""
     for metric in METRICS:
         gradients = Gradients(shapes.gpt2(), device="cuda")
-        subjects = Clipping(gradients, metric).subjects()
-        counts = {
-            name: record(partial(_marked, subject), STEPS).per_step("scaler") for name, subject in subjects.items()
-        }
-        for what in counts["ours"]:
-            for name, count in counts.items():
-                yield row("clip", f"GPT-2 124M, {metric}", what, name, "count", [count[what]])
+        yield from launched(f"GPT-2 124M, {metric}", Clipping(gradients, metric))
+
+
+def launched(case: str, clipping: Clipping) -> Iterator[Row]:
+    """Profile both scalers' turn."""
+    subjects = clipping.subjects()
+    counts = {name: record(partial(_marked, subject), STEPS).per_step("scaler") for name, subject in subjects.items()}
+    for what in counts["ours"]:
+        for name, count in counts.items():
+            yield row("clip", case, what, name, "count", [count[what]])
 
 
 def _marked(subject: Subject) -> None:
@@ -141,19 +159,26 @@ def _marked(subject: Subject) -> None:
 
 def collectives() -> Iterator[Row]:
     """Count the collectives of ranks that hold shards; nothing is sent, as a group of pretended ranks lets it."""
-    from torch.distributed.tensor.debug import CommDebugMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     try:
         case = Case(str(SHARDED), "DTensor", "same addresses", f"{RANKS} ranks", SHARDED)
-        clipping = clip_host.clipping_of(case, init_device_mesh("cpu", (RANKS,)))
-        for name, subject in clipping.subjects().items():
-            subject.before()
-            with CommDebugMode() as seen:
-                subject.run()
-            subject.after()
-            require(seen.get_total_counts(), f"{case.name}: {name} has asked nobody")
-            yield row("clip", case.name, "collectives", name, "count", [seen.get_total_counts()])
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for metric in METRICS:
+            for name, subject in clip_host.clipping_of(case, mesh, metric).subjects().items():
+                count = _collectives_of(subject)
+                require(count, f"{case.name}, {metric}: {name} has asked nobody")
+                yield row("clip", f"{case.name}, {metric}", "collectives", name, "count", [count])
     finally:
         dist.destroy_process_group()
+
+
+def _collectives_of(subject: Subject) -> int:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    subject.before()
+    with CommDebugMode() as seen:
+        subject.run()
+    subject.after()
+    return seen.get_total_counts()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perf.check import require
-from perf.grads import Gradients, Still
+from perf.grads import Gradients, Still, local
 from perf.measure import Subject
 from perf.models import adamw
 from perf.scalers import SCALE, flags, scalers
@@ -93,7 +93,7 @@ class Clipping:
 def stepping(gradients: Gradients) -> torch.optim.AdamW:
     """Return a fused AdamW for parameters that begin at 0."""
     with torch.no_grad():
-        torch._foreach_zero_(gradients.parameters)
+        torch._foreach_zero_([local(parameter) for parameter in gradients.parameters])
     return adamw(gradients.parameters, fused=True)
 
 
@@ -156,11 +156,13 @@ def _check_step(case: str, clipping: Clipping, finite: bool) -> None:
     if clipping.metric == CLIP:
         require(optimizer.steps == int(finite), f"{case}: {optimizer.steps} steps")
     elif not finite:
-        require(not any(p.detach().any() for p in parameters), f"{case}: a step that had to be skipped")
+        require(not any(local(p).any() for p in parameters), f"{case}: a step that had to be skipped")
     else:
-        for index, (parameter, mine) in enumerate(zip(parameters, clipping.gradients.present(), strict=True)):
-            _require_close(f"{case}: moment {index}", optimizer.state[parameter]["exp_avg"], 0.1 * mine.double(), 8)
-            require(parameter.detach().any(), f"{case}: parameter {index} has not moved")
+        moved = [parameter for parameter in parameters if parameter.grad is not None]
+        for index, (parameter, mine) in enumerate(zip(moved, clipping.gradients.present(), strict=True)):
+            require(local(parameter).any(), f"{case}: parameter {index} has not moved")
+            moment = local(optimizer.state[parameter]["exp_avg"])
+            _require_close(f"{case}: moment {index}", moment, 0.1 * mine.double(), 8)
 
 
 def _require_close(what: str, found: Tensor, expected: Tensor, ulps: int = 2) -> None:

@@ -117,7 +117,7 @@ GOALS = (
     ),
     Goal("added launches, one dtype", "launches", r"(plain|fused) AdamW", "launches", 3, "ours - none"),
     Goal("added launches, with clipping", "launches", r".* AdamW, clip", "launches", 5, "ours - none"),
-    Goal("collectives of a clip", "clip", r".* ranks", "collectives", 1, "ours", needs=FULL),
+    Goal("collectives of a clip", "clip", r".* ranks.*", "collectives", 1, "ours", needs=FULL),
     Goal("CPU: unscale", "cpu", r".*", "unscale", EVEN, needs=FULL),
     Goal("CPU: unscale_ + step + update", "host", r".*, cpu", WHOLE, EVEN, needs=FULL, because=FIXED),
     Goal("CPU: adjacent gradients, small", "cpu", r"2000 x 64 .*", "unscale, adjacent", 0.5, needs=FULL, because=WALK),

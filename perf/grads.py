@@ -94,3 +94,9 @@ class Still:
 
     def step(self, *args: Any) -> None:
         """Do nothing."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, in the tensor's own memory."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from perf.check import require, require_same
-from perf.grads import Still
+from perf.grads import Still, local
 from perf.measure import Effort, Subject, rotations
 from perf.scalers import scalers, unscale_here
 
@@ -177,9 +177,3 @@ def require_equal_unscaling(case: str, loop: Loop) -> None:
     believed = scalers(gradients[0].device.type, scale=SCALE)["torch"]
     require_same(case, {"torch": subject(believed), "ours": subject(loop.scalers["ours"])}, lambda name: gradients)
     loop.optimizer.zero_grad()
-
-
-def local(gradient: Tensor) -> Tensor:
-    """Return what this rank holds of a gradient, in the gradient's own memory."""
-    with torch.no_grad():
-        return gradient.to_local() if hasattr(gradient, "to_local") else gradient

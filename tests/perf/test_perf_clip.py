@@ -103,7 +103,37 @@ def test_host_cases_are_measured(kind: str) -> None:
         case = Case("192", kind, coming, "cpu", 192)
         with one_rank("cpu") as mesh:
             rows = list(clip_host.measure(case, mesh if kind == "DTensor" else None, QUICK))
-        assert {(found.bench, found.metric) for found in rows} == {("clip", CLIP)}
+        metrics = METRICS if kind == "DTensor" else (CLIP,)
+        assert {(found.bench, found.metric) for found in rows} == {("clip", metric) for metric in metrics}
+
+
+def test_large_lists_of_dtensors_are_clipped_only() -> None:
+    assert clip_host.metrics_of(Case("1000", "DTensor", "new addresses", "cpu", 1000)) == (CLIP,)
+
+
+@pytest.mark.parametrize("coming", ["same addresses", "come and go"])
+def test_a_wrong_step_of_dtensors_is_refused(ours_but: Callable[..., None], coming: str) -> None:
+    ours_but(lambda scaler, optimizer, max_norm, **o: clip_at_once(scaler, optimizer, max_norm * (1 - 1e-6), **o))
+    case = Case("192", "DTensor", coming, "cpu", 192)
+    with one_rank("cpu") as mesh, pytest.raises(WrongResult, match="clipped: ours: gradient 0 differs"):
+        clip_host.check(case, mesh, STEP)
+
+
+@pytest.mark.parametrize("wrong", ["has not moved", "a step that had to be skipped"])
+def test_a_step_of_dtensors_that_is_left_out_or_should_have_been_is_refused(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    right = torch.optim.AdamW.step
+
+    def step(optimizer: Any) -> None:
+        if wrong != "has not moved":
+            optimizer.found_inf = torch.zeros_like(optimizer.found_inf)
+            right(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    case = Case("10", "DTensor", "same addresses", "cpu", 10)
+    with one_rank("cpu") as mesh, pytest.raises(WrongResult, match=wrong):
+        clip_host.check(case, mesh, STEP)
 
 
 def test_lists_are_measured_on_the_cpu() -> None:
@@ -114,14 +144,15 @@ def test_lists_are_measured_on_the_cpu() -> None:
 
 
 def test_one_collective_less() -> None:
-    counts = {found.subject: found.p50 for found in bench_clip.collectives()}
-    assert counts == {"torch": 2.0, "ours": 1.0}
+    case = "50 DTensor, same addresses, 2 ranks"
+    counts = {(found.case, found.subject): found.p50 for found in bench_clip.collectives()}
+    assert counts == {(f"{case}, {m}", who): n for m in METRICS for who, n in (("torch", 2.0), ("ours", 1.0))}
 
 
 def test_the_stub_must_have_been_launched_on_to_clip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.stub_driver.launches", lambda: 0)
     with pytest.raises(WrongResult, match="ours launched 0 kernels"):
-        clip_host.check_launches(CASE, None)
+        clip_host.check_launches(CASE, None, CLIP)
 
 
 def test_torchs_passes_are_left_out_and_come_back() -> None:
@@ -137,13 +168,19 @@ def test_torchs_passes_are_left_out_and_come_back() -> None:
 def test_the_gpus_clipping_is_measured_without_a_gpu() -> None:
     rows = list(bench_host.measure_stub(Context(quick=True, gpu=False), "perf.clip_host"))
     assert {found.case.rsplit(", ", 1)[1] for found in rows} == {"stub"}
-    assert {found.metric for found in rows} == {CLIP}
+    assert {found.metric for found in rows if "DTensor" in found.case} == set(METRICS)
+    assert {found.metric for found in rows if "plain" in found.case} == {CLIP}
 
 
 @pytest.fixture
 def gpus_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the GPU's sections run with the CPU's tensors and clock."""
-    monkeypatch.setattr(bench_clip, "Gradients", lambda numels, device: Gradients([n // 1000 + 1 for n in numels]))
+
+    def small(numels: list[int], device: str, **options: Any) -> Gradients:
+        return Gradients([n // 1000 + 1 for n in numels], **options)
+
+    monkeypatch.setattr(bench_clip, "Gradients", small)
+    monkeypatch.setattr(bench_clip, "one_rank", lambda device: one_rank("cpu"))
     monkeypatch.setattr(bench_clip, "ColdClock", lambda *, device_only: host_clock)
     monkeypatch.setattr(bench_clip, "record", lambda step, steps: (step(), trace())[1])
 
@@ -167,6 +204,15 @@ def test_the_gpus_launches_of_clipping_are_counted() -> None:
     found = {(row.case, row.metric, row.subject): row.p50 for row in bench_clip.launches()}
     assert found[f"GPT-2 124M, {DEFERRED}", "launches", "ours"] == 1.0
     assert len(found) == len(METRICS) * 3 * 2
+
+
+@pytest.mark.usefixtures("gpus_code")
+def test_dtensors_are_timed_and_counted_on_the_gpu() -> None:
+    rows = list(bench_clip.sharded_on_gpu(Context(quick=True, gpu=True)))
+    assert {"DTensor" in found.case for found in rows} == {True}
+    assert {f"{m}, device" for m in METRICS} <= {found.metric for found in rows}
+    counted = {found.case for found in rows if found.metric == "launches"}
+    assert counted == {f"GPT-2 124M DTensor, {m}" for m in METRICS}
 
 
 @pytest.mark.parametrize(("gigabytes", "count"), [(141, 200), (16, 88)])
