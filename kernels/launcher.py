@@ -56,9 +56,9 @@ def refuse_first_in_capture(device: torch.device) -> None:
 class Launch:
     """One kernel with its constants on one device, launched on the device's current stream.
 
-    The first call goes through Triton's dispatch, which compiles. Later ones launch the compiled kernel directly: 1 us
-    instead of 8. That uses attributes of the compiled kernel which Triton does not document; without them, and while a
-    profiler has launch hooks, every call goes through the dispatch.
+    The first call goes through Triton's dispatch, which compiles. Later ones launch the compiled kernel directly, in a
+    quarter of the host time (perf/host_stub.py times both). That uses attributes of the compiled kernel which Triton
+    does not document; without them, and while a profiler has launch hooks, every call goes through the dispatch.
 
     Args:
         kernel: a `@triton.jit` function: pointers and integers first, which it does not specialise on, then constexprs.

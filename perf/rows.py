@@ -10,7 +10,14 @@ import numpy as np
 
 from perf.machine import Machine
 
-RATIOS = (("ours", "torch"), ("ours", "none"), ("torch", "none"), ("copy", "ours"), ("copy", "torch"))
+RATIOS = (
+    ("ours", "torch"),
+    ("ours", "none"),
+    ("torch", "none"),
+    ("copy", "ours"),
+    ("copy", "torch"),
+    ("ours", "dispatch"),
+)
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,8 @@ class Row:
 
     Args:
         bench, case, metric: what was asked.
-        subject: whose number it is: "none", "torch", "ours", "copy", or a comparison such as "ours / torch".
+        subject: whose number it is: "none", "torch", "ours", "copy", "dispatch" (Triton's), or a comparison such as
+            "ours / torch".
         unit: "us", "ms", "GB/s", "ratio", "count".
         samples: how many p20 to p90 were taken from.
     """

@@ -8,7 +8,7 @@ from perf.goals import Answer
 from perf.rows import Row
 
 SUBJECTS = ("none", "torch", "ours", "copy")
-COMPARISONS = ("ours / torch", "ours / none", "copy / ours", "ours - none")
+COMPARISONS = ("ours / torch", "ours / none", "copy / ours", "ours / dispatch", "ours - none")
 ANSWER_HEAD = ("question", "worst case", "on", "none", "torch", "ours", "ratio", "goal", "met")
 
 

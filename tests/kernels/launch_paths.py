@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from perf import stub_driver
+from perf import host_stub, stub_driver
 from scaler_triton.kernels import launcher
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_unscale
@@ -75,6 +75,17 @@ def elsewhere():
     return {**found, "guarded": sum(guarded)}
 
 
+def timed():
+    """As `paths`, of what perf times as one launch: how many of four went through dispatch, by name."""
+    found = {}
+    for name, subject in host_stub.launch_subjects().items():
+        with mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as dispatch:
+            for _ in range(4):
+                subject.run()
+        found[name] = dispatch.call_count
+    return found
+
+
 def main():
     stub_driver.activate()
     stub_driver.note_params(6)
@@ -87,6 +98,7 @@ def main():
             "without run": paths(4, other={"run": None}),
             "refusing": paths(4, other={"run": refuse}),
             "elsewhere": elsewhere(),
+            "timed": timed(),
         }
     json.dump({**answers, "seen": seen, "refusals": len(refusals), "interpreted": launcher.INTERPRETED}, sys.stdout)
 

@@ -40,3 +40,7 @@ def test_a_refusal_is_remembered(paths):
 
 def test_every_launch_is_made_on_the_tables_device(paths):
     assert paths["elsewhere"] == {"dispatched": 1, "same": True, "launches": 4, "guarded": 4}
+
+
+def test_perf_times_one_launch_each_way(paths):
+    assert paths["timed"] == {"dispatch": 4, "ours": 0}

@@ -155,7 +155,21 @@ def test_the_stub_must_have_been_launched_on(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_gpus_host_path_is_measured_without_a_gpu() -> None:
     rows = list(bench_host.measure_stub(Context(quick=True, gpu=False), "perf.host_stub"))
     assert {found.case.rsplit(", ", 1)[1] for found in rows} == {"stub"}
-    assert {found.metric for found in rows} == set(host_cases.CALLS)
+    assert {found.metric for found in rows} == {*host_cases.CALLS, "launch"}
+    assert [found.subject for found in rows if found.metric == "launch"] == ["dispatch", "ours", "ours / dispatch"]
+
+
+def test_one_launch_must_reach_the_driver_once_and_the_same_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("perf.stub_driver.note_params", lambda count: None)
+    monkeypatch.setattr("perf.stub_driver.launches", lambda: len(seen))
+    monkeypatch.setattr("perf.stub_driver.launch", seen.__getitem__)
+    one, other, none = (Subject(partial(seen.extend, launched)) for launched in ("a", "b", ""))
+    host_stub.require_one_launch({"dispatch": one, "ours": one})
+    with pytest.raises(WrongResult, match="one launch, stub: \\['a', 'b'\\]"):
+        host_stub.require_one_launch({"dispatch": one, "ours": other})
+    with pytest.raises(WrongResult, match="one launch, stub: ours launched not once"):
+        host_stub.require_one_launch({"dispatch": one, "ours": none})
 
 
 @pytest.mark.parametrize("served", [True, False])
