@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import assert_same, flags, parameters, started, waits_raise
 
+from perf.trace import record
 from scaler_triton import GradScaler
 from scaler_triton.mirror import HostMirror
 
@@ -225,20 +226,41 @@ def device_work(step: Callable[[], None]) -> Counter[str]:
     return Counter("copy" if "Memcpy" in name else "fill" if "Memset" in name else "kernel" for name in work)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_launches_check_and_update_and_nothing_more(fused: bool) -> None:
-    """Scaling the loss is the third launch; a plain step reads its flag on the host: one copy."""
+def steady_step(fused: bool, **clipping: Any) -> Callable[[], None]:
+    """Return a step that was taken three times before; its optimizer does nothing, so that only ours is counted."""
     model, optimizer = network(fused)
-    optimizer.step = lambda: None  # its own launches are not counted
+    optimizer.step = lambda: None
     scaler = GradScaler("cuda", init_scale=4.0)
     batch = torch.randn(4, 64, device="cuda")
     optimizer.zero_grad()
     scaler.scale(model(batch).square().mean()).backward()
 
     def step() -> None:
+        if clipping:
+            scaler.clip_grad_norm_(optimizer, **clipping)
         scaler.step(optimizer)
         scaler.update()
 
     for _ in range(3):
         step()
-    assert device_work(step) == (Counter(kernel=2) if fused else Counter(kernel=2, copy=1))
+    return step
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_launches_check_and_update_and_nothing_more(fused: bool) -> None:
+    """Scaling the loss is the third launch; a plain step reads its flag on the host: one copy."""
+    assert device_work(steady_step(fused)) == (Counter(kernel=2) if fused else Counter(kernel=2, copy=1))
+
+
+@pytest.mark.parametrize(("fused", "defer"), [(False, False), (True, False), (True, True)])
+def test_clipping_adds_two_launches_and_no_copy_or_wait(fused: bool, defer: bool) -> None:
+    """In place of the check: squares, their sum, and a pass that clips or, if that is deferred, a single program."""
+    step = steady_step(fused, max_norm=1.0, defer=defer)
+    assert device_work(step) == (Counter(kernel=4) if fused else Counter(kernel=4, copy=1))
+
+    def marked() -> None:
+        with torch.profiler.record_function("scaler"):
+            step()
+
+    reads = 0 if fused else 1  # as without clipping
+    assert record(marked, 4).per_step("scaler") == {"launches": 4, "copies": reads, "waits": reads}
