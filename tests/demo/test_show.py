@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,8 @@ SPLIT = replace(TRACE, scales=[8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0], skipped=[Fals
 def run_demo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Runs the demo as a user without a GPU does."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "scaler_triton", "demo", "--steps", "6", "--out", str(folder), *words]
+    environment.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, "-m", "scaler_triton", "demo", "--out", str(folder), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=folder, env=environment)
 
 
@@ -52,20 +54,24 @@ def assert_is_picture(path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_our_demo_succeeds(tmp_path: Path) -> None:
+def test_our_demo_succeeds_in_under_a_minute(tmp_path: Path) -> None:
+    begin = time.monotonic()
     done = run_demo(tmp_path)
+    seconds = time.monotonic() - begin
+    crowded = os.getloadavg()[0] / (os.cpu_count() or 1)  # others may use the machine, too
+    assert seconds < 60 * min(max(crowded, 1.0), 2.0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "OK: every check holds" in done.stdout
     assert "FAILED" not in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines() if " yes " in line] == ["2", "4", "5"]
-    assert "6/6" in done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines() if " yes " in line] == ["10", "25", "39"]
+    assert "48/48" in done.stderr
     assert_is_picture(tmp_path / "demo.png")
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_torchs_split_is_reported_and_fails(tmp_path: Path) -> None:
-    done = run_demo(tmp_path, "--scaler", "torch", "--fsdp1", "--optimizer", "adamw-fused")
+    done = run_demo(tmp_path, "--steps", "6", "--scaler", "torch", "--fsdp1", "--optimizer", "adamw-fused")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the scales of the ranks split after step 2" in done.stdout
     assert "rank 1 ONLY" in done.stdout
