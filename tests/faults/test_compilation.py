@@ -158,37 +158,3 @@ def test_processes_that_compile_into_one_cache(tmp_path: Path) -> None:
     processes = [start(TRITON_CACHE_DIR=str(tmp_path / "cache")) for _ in range(4)]
     assert [finished(process) for process in processes] == [[[-1.0], ["triton"], []]] * 4
     assert finished(start(TRITON_CACHE_DIR=str(tmp_path / "cache"))) == [[-1.0], ["triton"], []]
-
-
-# Compiles a kernel for a GPU that need not be there, when told to go.
-COMPILE = """
-import hashlib, sys
-sys.path.insert(0, "tests/kernels")
-import aot_matrix as aot
-print("ready", flush=True)
-sys.stdin.readline()
-variants = {name: rest for name, *rest in aot.variants()}
-compiled = aot.compile_for(aot.TARGETS["sm_90"], *variants["check-float32"])
-print(hashlib.sha256(compiled.asm["cubin"]).hexdigest())
-"""
-
-
-def test_processes_that_compile_into_one_cache_for_a_gpu_elsewhere(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", COMPILE],
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for _ in range(2)
-    ]
-    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
-    outputs = [process.communicate("go\n", timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 2
-    assert len(set(outputs)) == 1
-    assert not [path for path in (tmp_path / "cache").rglob("tmp.*") if any(path.iterdir())]
