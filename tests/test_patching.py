@@ -7,7 +7,6 @@ import inspect
 import pickle
 import subprocess
 import sys
-import threading
 import types
 import warnings
 from abc import ABC
@@ -352,31 +351,6 @@ def test_strict_lasts_as_long_as_its_call() -> None:
 def test_strict_is_a_bool() -> None:
     with pytest.raises(TypeError, match="strict must be True or False, got 'yes'"):
         patch_torch(strict="yes")  # type: ignore[arg-type]
-    assert not is_patched()
-
-
-def test_threads_share_it() -> None:
-    wrong: list[object] = []
-    switching = sys.getswitchinterval()
-    inside = threading.Barrier(8)
-
-    def work() -> None:
-        inside.wait()
-        for _ in range(20):
-            with patch_torch():
-                if set(scaler_names().values()) & set(OURS):
-                    wrong.append(scaler_names())
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(switching)
-    assert wrong == []
     assert not is_patched()
 
 
