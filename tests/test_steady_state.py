@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import Place, assert_same, places
 
 from scaler_triton import GradScaler, placement, plan_cache
 from scaler_triton.plan import GradPlan
@@ -18,8 +18,8 @@ STEPS = 1000
 Loop = tuple[list[torch.optim.Optimizer], Callable[[int], None]]
 
 
-def parameters(count: int, requires_grad: bool = True) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.zeros(3), requires_grad=requires_grad) for _ in range(count)]
+def parameters(count: int, requires_grad: bool = True, device: str = "cpu") -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(3, device=device), requires_grad=requires_grad) for _ in range(count)]
 
 
 def sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -29,7 +29,7 @@ def sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def give(params: list[torch.nn.Parameter], step: int, absent: set[int] = frozenset()) -> None:  # type: ignore[assignment]
     for index, parameter in enumerate(params):
         value = float("inf") if step % 50 == 49 and index == len(params) - 1 else float(index + step)
-        parameter.grad = None if index in absent else torch.full((3,), value)
+        parameter.grad = None if index in absent else torch.full_like(parameter, value)
 
 
 def experts() -> Loop:
@@ -131,3 +131,36 @@ def test_each_mode_has_a_table_for_its_own_launch_configuration(monkeypatch: Any
     (layout,) = scaler._plans.get(optimizer).layouts
     assert {mode: table.config for mode, table in layout.tables.items()} == {"unscale": wide, "check": narrow}
     assert parameter.tolist() == [-(2.0**-9)] * 3
+
+
+@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip", "deferred clip"])
+def test_a_launch_configuration_is_looked_up_with_a_plan_and_never_in_a_step(place: Place, how: str) -> None:
+    from scaler_triton.kernels import lookup, tuned_file
+
+    params, chance = parameters(4, device=place.device), random.Random(0)
+    optimizer = torch.optim.SGD(params, lr=2.0**-10, fused=True)
+    scaler = GradScaler(place.device, backend=place.backend)
+    scaler.scale(torch.ones((), device=place.device))
+
+    def step(number: int) -> None:
+        give(params, number, set(chance.sample(range(3), 1)))
+        if how == "unscale_":
+            scaler.unscale_(optimizer)
+        elif how != "step":
+            scaler.clip_grad_norm_(optimizer, 1.0, defer=how == "deferred clip")
+        scaler.step(optimizer)
+        scaler.update()
+
+    with (
+        mock.patch.object(lookup, "config_for", side_effect=lookup.config_for) as config_for,
+        mock.patch.object(tuned_file, "read", side_effect=tuned_file.read) as read,
+    ):
+        step(0)
+        assert config_for.called
+        for looks in (config_for, read):
+            looks.reset_mock()
+        for number in range(1, 60):  # one of them overflows
+            step(number)
+    assert config_for.call_args_list == read.call_args_list == []
+    assert scaler.stats().skipped == 1
