@@ -116,16 +116,22 @@ def test_flags_written_by_hand_count(place: Place, fused: bool) -> None:
     assert scaler.stats().last_skip == 2
 
 
+BEGINNINGS = [(how, fused) for how in ("step", "unscale_", "clip", "inf-norm clip") for fused in (False, True)]
+
+
 @EVERYWHERE
-@FUSED
-@pytest.mark.parametrize("explicit", [False, True])
-def test_was_skipped_tells_before_and_after_update(place: Place, fused: bool, explicit: bool) -> None:
+@pytest.mark.parametrize(("begins_by", "fused"), [*BEGINNINGS, ("deferred clip", True)])
+def test_was_skipped_tells_before_and_after_update(place: Place, fused: bool, begins_by: str) -> None:
     scaler = at(place)
+    defer = begins_by == "deferred clip"
     optimizer = optimizer_of(GOOD, place, fused=fused)
     for gradient in (GOOD, BAD, GOOD, BAD, BAD):
         renew(optimizer, gradient)
-        if explicit:
+        if begins_by == "unscale_":
             scaler.unscale_(optimizer)
+        elif begins_by != "step":
+            scaler.clip_grad_norm_(optimizer, 0.001, math.inf if "inf" in begins_by else 2.0, defer=defer)
+        if begins_by != "step":
             with pytest.raises(ValueError, match="^optimizer must have been stepped and not unscaled since, got SGD$"):
                 scaler.was_skipped(optimizer)
         scaler.step(optimizer)
