@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -237,3 +238,17 @@ def test_what_is_refused_in_a_capture_keeps_its_reason(place: Place) -> None:
     with failing, NoCopies(), pytest.raises(RuntimeError, match="two capt"):
         scaler.unscale_(optimizer)
     assert flags(scaler, optimizer) == [1.0]
+
+
+@TRITON
+def test_the_flag_that_a_replay_writes_never_becomes_another_optimizers(place: Place) -> None:
+    scaler, optimizer = new(place)
+    with as_if_captured():
+        step(scaler, optimizer)
+    row = scaler._plans.get(optimizer).verdict.row
+    del optimizer
+    gc.collect()
+    later = [sgd([torch.full((3,), 8.0)], place.device) for _ in range(3)]
+    for each in later:  # the first one's step makes the scaler forget the step before
+        scaler.step(each)
+    assert row not in [scaler._plans.get(each).verdict.row for each in later]

@@ -13,6 +13,8 @@ from helpers import Place, sgd, started
 from torch import nn
 
 from scaler_triton import GradScaler
+from scaler_triton.batch import group
+from scaler_triton.clipping import at_once
 
 
 @pytest.mark.parametrize(
@@ -150,3 +152,8 @@ def test_a_generator_that_was_used_up_is_told_of_as_by_torch() -> None:
     with pytest.warns(UserWarning, match="is an empty generator, no gradient clipping will occur") as warned:
         norm = started(GradScaler, "cpu").clip_grad_norm_(optimizer, 1.0, parameters=used_up)
     assert (norm.item(), warned[0].filename) == (0.0, __file__)
+
+
+def test_weights_are_those_of_the_copies_that_are_passed() -> None:
+    (batch,) = group([torch.ones(3)])
+    assert [at_once._weights(batch, copies) for copies in ([2], [4], [1])] == [[0.5], [0.25], None]

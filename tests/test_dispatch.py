@@ -250,3 +250,9 @@ def test_natively_triton_refuses_cpu_tensors() -> None:
     )
     assert "backend='triton' does not work for float32 on cpu" in run.stdout, run.stderr
     assert "without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got cpu" in run.stdout
+
+
+def test_kernels_read_no_scale_but_a_plain_one_in_fp32() -> None:
+    scales = [torch.ones(()), torch.ones(()).double(), torch.nn.Parameter(torch.ones(()))]
+    with mock.patch.object(dispatch, "choose", return_value="triton"):
+        assert [dispatch.choose_for_scale(scale, "triton") for scale in scales] == ["triton", "torch", "torch"]

@@ -12,6 +12,7 @@ from helpers import Place, places, started
 from torch import nn
 
 from scaler_triton import GradScaler
+from scaler_triton.overflow_marks import INF, NAN, OverflowMarks
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 CLIPS = pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
@@ -382,3 +383,10 @@ def test_sparse_gradients_are_told_or_said_not_to_be(place: Place) -> None:
         assert [(each.name, each.kinds) for each in report.bad] == [("table", "Inf")]
     elif place.backend == "triton":
         assert report.untold == (f"sparse and Partial gradients on {parameter.device}",)
+
+
+def test_archived_marks_of_two_generations_stay_apart() -> None:
+    marks = OverflowMarks(1)
+    for generation, kind in ((5, INF), (9, NAN)):  # which share a place
+        marks._archive([0], torch.tensor([[0, generation << 2 | kind, 0, 0]], dtype=torch.int32))
+    assert [marks.of(generation) for generation in (5, 9, 13)] == [{}, {0: NAN}, {}]

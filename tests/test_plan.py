@@ -171,3 +171,26 @@ def test_a_generation_is_read_on_its_own_device_only() -> None:
         assert there.generation is None
     plan._build_layouts([away, form])
     assert [layout.generation for layout in plan.layouts] == [None, generation]
+
+
+def test_a_partial_gradient_is_told_from_the_reduced_ones_before_it(two_ranks: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()], run_check=False))
+    plan = GradPlan([parameter])
+    for _ in range(3):
+        parameter.grad = DTensor.from_local(torch.ones(3), mesh, [Replicate()], run_check=False)
+        assert plan.collect().partials == []
+    parameter.grad = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+    (partial,) = plan.collect().partials
+    assert partial.present[0].tolist() == [2.0] * 3
+
+
+def test_fp16_gradients_are_refused_however_well_known() -> None:
+    plan = GradPlan(parameters([torch.ones(3, dtype=torch.float16)], "cpu"))
+    for _ in range(2):
+        plan.collect()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients."):
+        plan.collect(allow_fp16=False)

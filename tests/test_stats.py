@@ -374,3 +374,12 @@ def test_a_mirror_holds_the_value_of_its_start() -> None:
     source += 1
     assert mirror.has_arrived()
     assert mirror.read() == [1, 2]
+
+
+def test_a_step_of_a_freed_optimizer_is_not_that_of_one_at_its_id() -> None:
+    scaler, freed, later = started(GradScaler, "cpu"), *(sgd([torch.tensor([BAD])]) for _ in range(2))
+    scaler.step(freed)
+    states = scaler._last_steps._states
+    states[id(later)] = states.pop(id(freed))  # as if it had been made where the other one was
+    with pytest.raises(ValueError, match="optimizer must have been stepped"):
+        scaler.was_skipped(later)

@@ -165,3 +165,12 @@ def test_containers_without_weak_references_leave_no_plans_behind() -> None:
         scaler.step(Container([sgd([torch.ones(2)])]))
         scaler.update()
     assert len(scaler._plans) == 0
+
+
+def test_an_optimizer_that_keeps_another_one_is_no_wrapper() -> None:
+    outer, kept = sgd([torch.tensor([8.0])]), sgd([torch.tensor([math.inf])])
+    outer.optimizer = kept
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.step(outer)
+    assert not scaler.was_skipped(outer)
+    assert outer.param_groups[0]["params"][0].item() == -1.0

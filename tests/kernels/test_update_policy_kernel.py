@@ -163,3 +163,17 @@ def test_numbers_are_copied_only_when_they_changed(monkeypatch):
     for hysteresis in (1, 1, 2, 2):
         assert policy.hold(2.0, 0.5, 3, hysteresis=hysteresis)[5].item() == hysteresis
     assert len(copies) == 2
+
+
+def test_only_the_flags_that_counted_are_cleared():
+    rows, columns = FlagBuffer.ROWS, verdict.COLUMNS
+    before = torch.zeros(rows, columns + 1).to(DEVICE)  # the last flags lie behind the status
+    status = before.view(-1)[: rows * columns].view(rows, columns)
+    status[:2] = torch.tensor([1.0, 1.0, 5.0, 6.0])
+    run = Run()
+    with launched("_update_scale_kernel"):
+        launch_update_rows(
+            run.scales[1], run.trackers[1], status, run.policy.hold(**run.numbers), run.counters[1:-1], 0b10, clear=True
+        )
+    assert status[:2].tolist() == [[1.0, 1.0, 5.0, 6.0], [0.0, 0.0, 5.0, 6.0]]
+    assert before.view(-1)[rows * columns :].tolist() == [0.0, 1.0] + [0.0] * (rows - 2)
