@@ -10,7 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from catalogue import MUTANTS, Mutant
+from catalogue import MUTANTS
+from mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 300  # seconds a mutant's tests may take; one that hangs is noticed, too

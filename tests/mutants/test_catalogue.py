@@ -9,7 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from catalogue import MUTANTS, Mutant
+from catalogue import MUTANTS
+from mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,70 @@
+"""Mutants of what is around the scaler: the audit, frameworks, `patch_torch`, `torch.compile`, migration."""
+
+from __future__ import annotations
+
+from mutant import (
+    ACCELERATE,
+    ACCELERATED,
+    AUDIT,
+    AUDITED,
+    COMPILE,
+    COMPILED,
+    FABRIC,
+    LIGHTNING,
+    LIGHTNING_RANKS,
+    MIGRATION,
+    PATCH,
+    PATCH_THREADS,
+    VERSIONS,
+    Mutant,
+)
+
+_S = "scaler_triton/"
+MUTANTS = [
+    Mutant(_S + "auditing/audit.py", "except Exception as error:", "except KeyError as error:", AUDITED),
+    Mutant(_S + "auditing/command.py", "if missing else []", "if True else []", AUDIT),
+    Mutant(_S + "auditing/comparison.py", "and (among != UNKNOWN) is known", "", AUDITED),
+    Mutant(_S + "auditing/fingerprint.py", "words + positions * STEP", "words", AUDIT),
+    Mutant(_S + "auditing/replicas.py", "slice(None) if p.is_replicate() else at", "slice(None)", AUDITED),
+    Mutant(_S + "auditing/replicas.py", '!= "NO_SHARD"', '== "NO_SHARD"', AUDITED),
+    Mutant(_S + "auditing/replicas.py", "        return ELSEWHERE\n", "        return OPAQUE\n", AUDITED),
+    Mutant(_S + "auditing/report.py", "any(state.error for state in self.ranks)", "False", AUDIT),
+    Mutant(_S + "auditing/saved_states.py", "weights_only=True", "weights_only=False", AUDIT),
+    Mutant(_S + "auditing/saved_states.py", "if names[name] > 1 else name", "if False else name", AUDIT),
+    Mutant(_S + "auditing/saved_tensors.py", "            limit -= tensor.nbytes\n", "", AUDIT),
+    Mutant(_S + "auditing/saved_tensors.py", "return STATISTIC if name", 'return "" if name', AUDIT),
+    Mutant(_S + "auditing/state.py", "float(scale).hex()", 'f"{scale:g}"', AUDIT),
+    Mutant(_S + "compiled.py", 'mutates_args=("grads", "found_inf")', 'mutates_args=("grads",)', COMPILED),
+    Mutant(_S + "compiled.py", "(torch.Tag.cudagraph_unsafe,)", "()", "tests/test_compile_ops.py"),
+    Mutant(_S + "integrations/accelerate.py", "self.scaler.was_skipped(self.optimizer)", "False", ACCELERATE),
+    Mutant(
+        _S + "integrations/accelerate.py",
+        'not getattr(self.optimizer, "state", None) and _is_called_from(',
+        "(",
+        ACCELERATE,
+    ),
+    Mutant(_S + "integrations/accelerate.py", "_is_called_from(_STATE_MAKER):", "False:", ACCELERATED),
+    Mutant(_S + "integrations/accelerate.py", "None if _holds_all(ids, optimizers) else chosen", "chosen", ACCELERATED),
+    Mutant(_S + "integrations/accelerate.py", "model=_fsdp1_model(accelerator)", "model=None", ACCELERATED),
+    Mutant(_S + "integrations/accelerate.py", "    _check_unprepared(accelerator)\n", "", ACCELERATE),
+    Mutant(
+        _S + "integrations/accelerate.py", "and not accelerator.is_fsdp2", "", "tests/frameworks/test_accelerate.py"
+    ),
+    Mutant(_S + "integrations/backwards.py", "if not unchanged_since(snapshots, optimizer):", "if False:", LIGHTNING),
+    Mutant(_S + "integrations/lightning.py", "model=self._clip_model, ", "", LIGHTNING_RANKS),
+    Mutant(_S + "integrations/lightning.py", "or self._no_backward:", "or False:", LIGHTNING),
+    Mutant(_S + "integrations/lightning.py", "def unscale_gradients(", "def do_not_unscale(", FABRIC),
+    Mutant(_S + "integrations/lightning.py", "self.scaler._abandon_all_steps()", "pass", LIGHTNING),
+    Mutant(_S + "integrations/versions.py", "or package in _warned", "", VERSIONS),
+    Mutant(_S + "migration.py", "(good - 1) % window", "good % window", MIGRATION),
+    Mutant(_S + "migration.py", "strikes=hysteresis - tracker", "strikes=hysteresis - tracker + 1", MIGRATION),
+    Mutant(_S + "migration.py", "1.0 / factor", "0.5", MIGRATION),
+    Mutant(_S + "migration.py", "{**state, **_NO_HYSTERESIS}", "{**_NO_HYSTERESIS, **state}", MIGRATION),
+    Mutant(_S + "patching/patch.py", "_holds.discard(self)", "_holds.clear()", PATCH),
+    Mutant(_S + "patching/patch.py", "_rename(stand_in.originals)", "pass", PATCH),
+    Mutant(_S + "patching/patch.py", "with _lock:\n            if", "if True:\n            if", PATCH_THREADS),
+    Mutant(_S + "patching/patch.py", "with _lock:\n            _holds", "if True:\n            _holds", PATCH_THREADS),
+    Mutant(_S + "patching/patch.py", "with _lock:\n        _holds", "if True:\n        _holds", PATCH_THREADS),
+    Mutant(_S + "patching/stand_in.py", " or issubclass(subclass, originals.get(cls, ()))", "", PATCH),
+    Mutant(_S + "untraced.py", "                _mark(member)", "                pass", COMPILE),
+]
