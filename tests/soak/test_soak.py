@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Place
+from helpers import Place, places
 from torch import nn
 
 from scaler_triton import GradScaler
@@ -65,8 +65,8 @@ class Samples:
     host: list[int] = field(default_factory=list)
     device: list[int] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
-    plans: list[tuple[int, int, int]] = field(default_factory=list)
-    states: list[int] = field(default_factory=list)
+    plans: list[tuple[int, int, int, int]] = field(default_factory=list)
+    states: list[tuple[int, int, int]] = field(default_factory=list)
 
     def take(self, scaler: Any, optimizer: Any) -> None:
         """Measure, after a collection."""
@@ -75,8 +75,10 @@ class Samples:
         self.host.append(host_bytes())
         self.device.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
         self.tensors.append(live_tensors())
-        self.plans.append((len(scaler._plans), plan.rebuilds, len(plan.layouts)))
-        self.states.append(len(scaler._per_optimizer_states))
+        tables = sum(len(layout.tables) for layout in plan.layouts)
+        self.plans.append((len(scaler._plans), plan.rebuilds, len(plan.layouts), tables))
+        kept = (scaler._per_optimizer_states, scaler._last_steps._states, scaler._lagging._taken)
+        self.states.append(tuple(map(len, kept)))
 
     def assert_flat(self, bound: int) -> None:
         """Assert that nothing grew after warm-up, the first tenth of the run."""
@@ -87,30 +89,47 @@ class Samples:
             assert held == held[:1] * len(held), (name, held)
 
 
-def soak(place: Place, steps: int, fused: bool) -> tuple[Samples, list[float], list[bool]]:
-    """Train a tiny model; the samples, the scale after every step, and which steps were to overflow."""
+def another_steps(scaler: Any, device: str) -> None:
+    """Step an optimizer that is gone afterwards."""
+    parameter = nn.Parameter(torch.zeros(3, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    scaler.step(torch.optim.SGD([parameter], lr=0.1))
+
+
+def soak(place: Place, steps: int, fused: bool, busy: bool = False) -> tuple[Samples, list[float], list[bool]]:
+    """Train a tiny model; the samples, the scale after every step, and which steps were to overflow.
+
+    Args:
+        busy: clip, have other optimizers come and go, limit the skips in a row, and read what the scaler tells.
+    """
     torch.manual_seed(0)
     draw = random.Random(0)
     bad = [draw.random() < OVERFLOWS for _ in range(steps)]
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(place.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused)
-    scaler = GradScaler(place.device, init_scale=INIT_SCALE, growth_interval=INTERVAL, backend=place.backend)
+    numbers = {"init_scale": INIT_SCALE, "growth_interval": INTERVAL}
+    scaler = GradScaler(place.device, **numbers, backend=place.backend, max_consecutive_skips=steps if busy else None)
     inputs, scales, samples = torch.ones(3, 4, device=place.device), [], Samples()
     for step in range(steps):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         scaler.scale(model(inputs).square().mean() * 1e-3 * (torch.inf if bad[step] else 1.0)).backward()
         if step % 3 == 0:
-            scaler.unscale_(optimizer)
+            scaler.clip_grad_norm_(optimizer, 1e-3) if busy else scaler.unscale_(optimizer)
         scaler.step(optimizer)
+        if busy:
+            another_steps(scaler, place.device)
         scaler.update()
+        if busy:
+            assert scaler.was_skipped(optimizer) == bad[step]
+            assert scaler.stats(wait=False).updates <= step + 1
         scales.append(scaler.get_scale())
         if (step + 1) % (steps // SAMPLES) == 0:
             samples.take(scaler, optimizer)
     return samples, scales, bad
 
 
-def assert_soaks(place: Place, steps: int, fused: bool, bound: int = RSS_BOUND) -> None:
-    samples, scales, bad = soak(place, steps, fused)
+def assert_soaks(place: Place, steps: int, fused: bool, bound: int = RSS_BOUND, busy: bool = False) -> None:
+    samples, scales, bad = soak(place, steps, fused, busy)
     assert scales == reference_scales(bad)
     assert 0 < sum(bad) < steps / 20
     samples.assert_flat(bound)
@@ -125,6 +144,14 @@ def test_500_steps(fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_20000_steps(fused: bool) -> None:
     assert_soaks(Place("cpu", "torch"), 20_000, fused)
+
+
+@pytest.mark.parametrize("steps", [120, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_steps_of_a_busy_loop(place: Place, fused: bool, steps: int) -> None:
+    """Clipping, optimizers that come and go, limits and readers; without a GPU also by the interpreted kernels."""
+    assert_soaks(place, steps, fused, CUDA_RSS_BOUND if place.device == "cuda" else RSS_BOUND, busy=True)
 
 
 @pytest.mark.gpu
