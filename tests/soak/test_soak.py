@@ -146,7 +146,7 @@ def test_20000_steps(fused: bool) -> None:
     assert_soaks(Place("cpu", "torch"), 20_000, fused)
 
 
-@pytest.mark.parametrize("steps", [120, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [60, pytest.param(1_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("place", places(), ids=str)
 def test_steps_of_a_busy_loop(place: Place, fused: bool, steps: int) -> None:
