@@ -2,189 +2,144 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 pytest.importorskip("hypothesis")
 
 import cases
-import rank_programs
-from cases import INIT_SCALE
+import rank_execution
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import given, seed
-from hypothesis import strategies as st
-from rank_programs import PLACES, PLAIN, SLICES, SQUARE, Clip, Optimizer, Parameter, Program, Setting, Spot, Trace
+from rank_execution import Trace
+from rank_model import (
+    clip_collectives,
+    expected_report,
+    expected_updates,
+    is_told_exactly,
+    norm,
+    steps_taken,
+    told_apart,
+)
+from rank_places import PLACES, PLAIN
+from rank_programs import Clip, Optimizer, Program
+from rank_strategies import ON_MOVED, RANKS, any_programs, long_programs, moving_programs
 
 from scaler_triton.demo.ranks import RankPool
+from scaler_triton.words import count_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 CASE_LIMIT = 30.0  # Seconds: the watchdog. A program takes a tenth of one.
-RANKS = range(4)
-NONFINITE = [float("inf"), float("-inf"), float("nan")]
-EVERYWHERE = ["sgd", "sgd-foreach", "adam", "adamw", "adamw-foreach", "adamw-fused", "adam-fused", "adagrad"]
-# torch has no DTensor rule for these.
-ON_PLAIN = ["sgd-fused", "adagrad-fused"]
-# They take gradients that are placed otherwise than a parameter that is cut, and plain ones beside a DTensor.
-ON_MOVED = ["local", "local-fused"]
-
-
-@st.composite
-def parameters(draw: Any, kind: str, moving: bool) -> Parameter:
-    place = draw(st.sampled_from([name for name in PLACES if name != "own" or kind != "grad"]))
-    # GradScaler refuses fp16 gradients.
-    dtype = draw(st.sampled_from(["fp32", "fp32", "fp64", "bf16"] + (["fp16"] if kind == "sharded" else [])))
-    rows = draw(st.sampled_from([4, 5, 1]))
-    moves = moving and place not in PLAIN
-    grads = draw(st.lists(st.sampled_from(ways(place)), min_size=1, max_size=3)) if moves else ()
-    return Parameter(place, dtype, rows, tuple(grads))
-
-
-def ways(place: str) -> list[str]:
-    """Return how gradients of a parameter can be placed."""
-    words = ["".join(letters) for letters in itertools.product("RP01", repeat=len(PLACES[place].letters))]
-    return words + ["plain"] * is_whole(place) + ["s0"] * (PLACES[place].axes is SQUARE)
-
-
-def is_whole(place: str) -> bool:
-    """Whether each rank holds all of a parameter."""
-    return set(PLACES[place].letters) <= {"R"}
-
-
-@st.composite
-def optimizers(draw: Any, kind: str, moving: bool) -> Optimizer:
-    members = draw(st.lists(parameters(kind, moving or draw(st.booleans())), min_size=1, max_size=4))
-    on_meshes = [each.place for each in members if each.place not in PLAIN]
-    if kind == "grad" and on_meshes and len(set(on_meshes)) == 1 and on_meshes[0] in SLICES:
-        # Alone, a slice asks its own group only: by design the others may then hold another scale.
-        members.append(Parameter("line-replicated"))
-    names = EVERYWHERE if on_meshes else EVERYWHERE + ON_PLAIN
-    if any((each.moves and not is_whole(each.place)) or "plain" in each.grads for each in members):
-        names = ON_MOVED
-    return Optimizer(draw(st.sampled_from(names)), tuple(members))
-
-
-def is_shared(parameter: Parameter) -> bool:
-    """Whether all ranks must have this gradient, or none: copies would part, or a sum wait for a term."""
-    return parameter.moves or PLACES[parameter.place].has_copies
-
-
-@st.composite
-def programs(draw: Any, moving: bool) -> Program:
-    """Draw a program; if `moving`, one of several steps with a clip in each, whose gradients all move."""
-    kind = draw(st.sampled_from(["sharded", "grad", "world"]))
-    chosen = tuple(draw(st.lists(optimizers(kind, moving), min_size=1, max_size=3)))
-    bare = Program(kind, chosen, draw(st.integers(2 if moving else 1, 3)))
-    explicit = draw(st.frozensets(st.tuples(st.sampled_from(RANKS), st.integers(0, len(chosen) - 1))))
-    missing = draw(st.lists(spots(bare), max_size=8))
-    planted = draw(st.lists(st.tuples(spots(bare), st.sampled_from(NONFINITE)), max_size=3))
-    check_unscaled = draw(st.integers(0, 3)) == 0
-    clipping = clips(chosen, deferring=not check_unscaled)
-    return Program(
-        kind,
-        chosen,
-        bare.steps,
-        frozenset(pair for rank, index in explicit for pair in unscaling(chosen[index], rank, index)),
-        frozenset(each for spot in missing for each in spread(bare, spot, missing=True)),
-        tuple((each, value) for spot, value in planted for each in spread(bare, spot, missing=False)),
-        tuple(draw(clipping if moving else st.none() | clipping) for _ in range(bare.steps)),
-        draw(st.booleans()),
-        draw(st.sampled_from([1, 1, 2, 3])),
-        check_unscaled,
-        tuple(draw(st.lists(settings_on_the_way(bare.steps), max_size=3))),
-    )
-
-
-def settings_on_the_way(steps: int) -> st.SearchStrategy[Setting]:
-    """Draw what is set on all ranks; the first scale lies at a bound or within."""
-    values = {
-        "min_scale": st.sampled_from([1.0, INIT_SCALE]),
-        "max_scale": st.sampled_from([INIT_SCALE, 64.0]),
-        "hysteresis": st.integers(1, 3),
-        "consecutive_hysteresis": st.booleans(),
-    }
-    each = [st.builds(Setting, st.integers(0, steps - 1), st.just(name), drawn) for name, drawn in values.items()]
-    return st.one_of(each)
-
-
-@st.composite
-def clips(draw: Any, chosen: tuple[Optimizer, ...], deferring: bool) -> Clip:
-    taken = tuple(draw(st.permutations(range(len(chosen)))))[: draw(st.integers(1, len(chosen)))]
-    defer = deferring and draw(st.booleans()) and all(chosen[index].name.endswith("-fused") for index in taken)
-    subset = draw(st.none() | st.none() | st.frozensets(st.integers(0, 8)))
-    order = draw(st.sampled_from([2.0, 2.0, math.inf, 1.0, 3.0]))
-    # Half the norm: what is clipped to less would not show in bf16.
-    fraction = draw(st.sampled_from([0.5, 2.0]))
-    how = (2.0, None, True) if defer else (order, subset, False)
-    return Clip(taken, fraction, *how, draw(st.booleans()))
-
-
-def unscaling(optimizer: Optimizer, rank: int, index: int) -> list[tuple[int, int]]:
-    """Return who calls `unscale_`: all or none where terms of a sum are still to be added, scaled ones to scaled."""
-    return [(each, index) for each in (RANKS if optimizer.moves else [rank])]
-
-
-@st.composite
-def spots(draw: Any, program: Program) -> Spot:
-    optimizer = draw(st.integers(0, len(program.optimizers) - 1))
-    parameter = draw(st.integers(0, len(program.optimizers[optimizer].parameters) - 1))
-    return Spot(draw(st.integers(0, program.steps - 1)), draw(st.sampled_from(RANKS)), optimizer, parameter)
-
-
-def spread(program: Program, spot: Spot, *, missing: bool) -> list[Spot]:
-    """Return the spots that go with one: on all ranks where these hold equal gradients."""
-    everywhere = [Spot(spot.step, rank, spot.optimizer, spot.parameter) for rank in RANKS]
-    if not program.agrees(spot.optimizer):  # as under DDP; without any gradient `step` would raise as torch's
-        return [] if missing else everywhere
-    if missing and is_shared(program.parameter_of(spot)):
-        return everywhere
-    return [spot]
+STRATEGIES = {"any": any_programs(), "moving": moving_programs(), "long": long_programs()}
+IN_CI = {"any": 65, "moving": 65, "long": 40}
+CHUNKS = [(shape, chunk) for shape, programs in IN_CI.items() for chunk in chunks(in_ci=programs, share=0.05)]
 
 
 def check(program: Program, traces: list[Trace]) -> None:
     """Assert what must hold of all ranks."""
     for rank, trace in enumerate(traces):
-        assert trace.scales == program.expected_scales(), f"scale on rank {rank}"
-        for step in range(program.steps):
+        check_updates(program, trace, f"rank {rank}")
+        for step in range(program.finished):
             check_step(program, rank, step, trace)
-    for step in range(program.steps):
-        reports = [trace.reports[step] for trace in traces]
-        assert all(report == reports[0] for report in reports), f"reports of step {step} differ"
-        told = {(spot, kinds) for spot, kinds in reports[0] if program.is_told_exactly(spot)}
-        assert told == program.expected_report(step), f"report of step {step}"
-        assert len({repr(trace.norms[step]) for trace in traces}) == 1, f"norms of step {step} differ"
-        for index, optimizer in enumerate(program.optimizers):
-            check_copies(optimizer, [trace.digests[step][index] for trace in traces], f"step {step}, optimizer {index}")
+    for step in range(program.finished):
+        check_together(program, step, traces)
+    check_apart(program, traces)
+    check_audit(program, traces)
+
+
+def check_updates(program: Program, trace: Trace, where: str) -> None:
+    expected = expected_updates(program)
+    assert trace.scales == [(after.scale, after.tracker) for after in expected], where
+    assert trace.stats == [after.stats for after in expected], where
+    for error, after in zip(trace.errors, expected, strict=True):
+        assert (error is None) == (after.error is None), (where, trace.errors, after)
+        assert error is None or error.startswith(after.error), (where, error, after)
+
+
+def check_apart(program: Program, traces: list[Trace]) -> None:
+    told = None if program.split is None else told_apart(program, program.split)
+    for rank, trace in enumerate(traces):
+        assert (told is None) == (trace.apart is None), f"rank {rank} was told {trace.apart}, not {told}"
+        if told is not None and trace.apart is not None:
+            assert trace.apart[0] == told[0], f"rank {rank}: {trace.apart}, not {told}"
+            assert trace.apart[1].startswith(told[1]), f"rank {rank}: {trace.apart}, not {told}"
+
+
+def check_together(program: Program, step: int, traces: list[Trace]) -> None:
+    reports = [trace.reports[step] for trace in traces]
+    assert all(report == reports[0] for report in reports), f"reports of step {step} differ"
+    told = {(spot, kinds) for spot, kinds in reports[0] if is_told_exactly(program, spot)}
+    assert told == expected_report(program, step), f"report of step {step}"
+    assert len({repr(trace.norms[step]) for trace in traces}) == 1, f"norms of step {step} differ"
+    assert len({trace.errors[step] for trace in traces}) == 1, f"errors of step {step} differ"
+    for index, optimizer in enumerate(program.optimizers):
+        check_copies(optimizer, [trace.digests[step][index] for trace in traces], f"step {step}, optimizer {index}")
+
+
+def check_audit(program: Program, traces: list[Trace]) -> None:
+    said = traces[0].audited
+    assert said is not None
+    assert all(trace.audited == said for trace in traces), "ranks were told different verdicts"
+    if program.split is not None:
+        assert said.verdict == "split"
+        assert said.differences[0].startswith("scale: "), said
+        return
+    apart = [name for index, name in enumerate(names_of_steps(program)) if steps_differ(program, index, traces)]
+    assert len(said.differences) == len(apart), said
+    assert all(map(str.startswith, said.differences, apart)), said
+    assert said.verdict == ("split" if apart else "agree")
+    assert said.compared[:2] == ("scale", "tracker"), said
+    copied = copies_compared(program)
+    assert not copied or said.compared[-1] == count_of(copied, "replicated parameter"), said
+
+
+def names_of_steps(program: Program) -> list[str]:
+    """Return how an audit's lines on the steps of each optimizer begin."""
+    several = len(program.optimizers) > 1
+    return [f"steps of {index} (" if several else "steps: " for index in range(len(program.optimizers))]
+
+
+def steps_differ(program: Program, index: int, traces: list[Trace]) -> bool:
+    """Whether ranks that count an optimizer's steps have taken different ones, as some had no gradients."""
+    taken = {rank: steps_taken(program, rank, index) for rank in RANKS if traces[rank].step_counts[index] is not None}
+    for rank, steps in taken.items():
+        assert traces[rank].step_counts[index] == steps, f"rank {rank}, optimizer {index}"
+    return len(set(taken.values())) > 1
+
+
+def copies_compared(program: Program) -> int:
+    """Return how many parameters an audit compares: plain ones if all of them are copies."""
+    members = [each for optimizer in program.optimizers for each in optimizer.parameters]
+    plain_too = all(each.place != "own" for each in members)
+    return sum(PLACES[each.place].has_copies and (plain_too or each.place not in PLAIN) for each in members)
 
 
 def check_step(program: Program, rank: int, step: int, trace: Trace) -> None:
-    *counts, of_update = trace.collectives[step]
-    assert of_update == 0
     clip = program.clip_of(step)
     if clip is not None:
         check_clip(program, rank, step, trace, clip)
+    assert trace.update_collectives[step] == 0
     for index, optimizer in enumerate(program.optimizers):
         where = f"rank {rank}, step {step}, optimizer {index}"
         assert trace.skipped[step][index] == program.overflows(step, index), where
         assert trace.stepped[step][index] in (None, not program.overflows(step, index)), where
         if not optimizer.moves or optimizer.name in ON_MOVED:  # else it makes them as its parameters are
-            clipped = clip is not None and index in clip.optimizers
-            assert counts[index] == int(program.agrees(index) and not clipped), where
+            clipped = program.clip_of(step, index) is not None
+            assert trace.collectives[step][index] == int(program.agrees(index) and not clipped), where
 
 
 def check_clip(program: Program, rank: int, step: int, trace: Trace, clip: Clip) -> None:
     where = f"rank {rank}, step {step}"
-    norm = trace.norms[step]
-    assert norm is not None
+    measured = trace.norms[step]
+    assert measured is not None
     if program.clip_is_clean(step, clip):
-        assert norm == pytest.approx(program.norm(step, clip), rel=1e-6), where
+        assert measured == pytest.approx(norm(program, step, clip), rel=1e-6), where
     else:
-        assert not math.isfinite(norm), where
-    assert trace.clip_collectives[step] == program.clip_collectives(step, clip), where
+        assert not math.isfinite(measured), where
+    assert trace.clip_collectives[step] == clip_collectives(program, step, clip), where
 
 
 def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> None:
@@ -199,18 +154,17 @@ def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> 
 
 def run(pool: RankPool, program: Program) -> list[Trace]:
     """Run a program on all ranks; one that raises or hangs anywhere fails, with the stacks of all."""
-    results = pool.run(cases.strictly, rank_programs.execute, (program,), {}, timeout=CASE_LIMIT)
+    results = pool.run(cases.strictly, rank_execution.execute, (program,), {}, timeout=CASE_LIMIT)
     errors = [f"rank {result.rank}: {result.traceback}" for result in results if not result.ok]
     assert not errors, "\n".join(errors)
     return [result.value for result in results]
 
 
-@pytest.mark.parametrize("chunk", chunks(in_ci=75, share=0.05), ids=str)
-@pytest.mark.parametrize("moving", [False, True], ids=["any", "moving"])
-def test_programs_on_four_ranks(pool: RankPool, chunk: Chunk, moving: bool) -> None:
+@pytest.mark.parametrize(("shape", "chunk"), CHUNKS, ids=str)
+def test_programs_on_four_ranks(pool: RankPool, shape: str, chunk: Chunk) -> None:
     @seed(chunk.seed)
     @settings_for(chunk.programs)
-    @given(programs(moving))
+    @given(STRATEGIES[shape])
     def all_agree(program: Program) -> None:
         check(program, run(pool, program))
 

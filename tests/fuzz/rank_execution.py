@@ -1,0 +1,212 @@
+"""How a rank executes a program, and the trace that this leaves."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import cases
+import pytest
+import torch
+from cases import LEARNING_RATE
+from rank_gradients import backward, distributed, piece
+from rank_model import norm
+from rank_places import DTYPES, PLACES, Parameter, cut
+from rank_programs import Clip, Optimizer, Program, Spot
+from torch import Tensor
+
+from scaler_triton import ScalerStats, SkipStreakError, audit
+
+
+class Audited(NamedTuple):
+    """What an audit said."""
+
+    verdict: str
+    differences: tuple[str, ...]
+    compared: tuple[str, ...]
+
+
+@dataclass
+class Trace:
+    """What a program left on one rank; lists run over the steps, the last of which may not have come to its end."""
+
+    scales: list[tuple[float, int]] = field(default_factory=list)
+    stats: list[ScalerStats] = field(default_factory=list)
+    errors: list[str | None] = field(default_factory=list)  # first lines of SkipStreakErrors
+    stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing to tell by
+    collectives: list[list[int]] = field(default_factory=list)  # of each optimizer
+    update_collectives: list[int] = field(default_factory=list)
+    digests: list[list[list[str]]] = field(default_factory=list)  # of each optimizer's parameters
+    skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
+    norms: list[float | None] = field(default_factory=list)  # None: nothing was clipped
+    clip_collectives: list[int | None] = field(default_factory=list)
+    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what ranks tell each other of the last skip
+    apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
+    step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
+    audited: Audited | None = None  # at the end
+
+
+def execute(rank: int, program: Program) -> Trace:
+    """Run the program on this rank."""
+    run = Run(rank, program)
+    for step in range(program.finished):
+        run.give_gradients(step)
+        run.step(step)
+        run.update(step)
+    if program.split is not None:
+        run.come_apart(program.split.step, program.split.factor if rank == program.split.rank else 1.0)
+    run.audit()
+    return run.trace
+
+
+class Run:
+    """One rank with its scaler and optimizers."""
+
+    def __init__(self, rank: int, program: Program) -> None:
+        self.rank, self.program, self.trace = rank, program, Trace()
+        self.scaler = cases.new_scaler(program.kind, check_unscaled=program.check_unscaled, **program.limits)
+        self.optimizers = [_built(optimizer) for optimizer in program.optimizers]
+        self.kept: dict[Any, Tensor] = {}
+        self.call = ""  # the last one
+
+    def give_gradients(self, step: int) -> None:
+        """Call the setters, and do what backward does."""
+        for name, value in self.program.settings_of(step).items():
+            getattr(self.scaler, f"set_{name}")(value)
+        scale = self.scaler.scale(torch.ones(())).item()
+        for index, optimizer in enumerate(self.optimizers):
+            backward(self.program, Spot(step, self.rank, index, 0), optimizer, scale, self.kept)
+
+    def step(self, step: int) -> None:
+        """Clip and step all optimizers, and ask whether they were skipped."""
+        trace, clip = self.trace, self.program.clip_of(step)
+        trace.norms.append(None)
+        trace.clip_collectives.append(None)
+        if clip is not None:
+            self._clip(clip, step)
+        steps = [self._step(index, step) for index in range(len(self.optimizers))]
+        trace.collectives.append([count for count, _ in steps])
+        trace.stepped.append([stepped for _, stepped in steps])
+        trace.skipped.append([self._was_skipped(index) for index in range(len(self.optimizers))])
+
+    def update(self, step: int) -> None:
+        """Update, and write down what is known then."""
+        trace, scaler, errors = self.trace, self.scaler, [None]
+
+        def call() -> None:
+            try:
+                scaler.update()
+            except SkipStreakError as error:
+                errors.append(str(error).splitlines()[0])
+
+        trace.update_collectives.append(cases.collectives_of(call))
+        trace.errors.append(errors[-1])
+        trace.scales.append((float(scaler.get_scale()), int(scaler._growth_tracker)))
+        trace.stats.append(scaler.stats())
+        trace.reports.append(self._reported(step))
+        trace.digests.append([[cases.digest(p) for p in cases.params_of(each)] for each in self.optimizers])
+
+    def come_apart(self, step: int, factor: float) -> None:
+        """Change the scale, and take a step that all ranks refuse."""
+        self.scaler._scale.mul_(factor)
+        self.give_gradients(step)
+        try:
+            self.step(step)
+        except RuntimeError as error:
+            self.trace.apart = self.call, str(error)
+
+    def audit(self) -> None:
+        """Ask whether the ranks have split."""
+        replicated = not any(each.place == "own" for o in self.program.optimizers for each in o.parameters)
+        report = audit(self.optimizers, self.scaler, replicated=replicated, file=io.StringIO())
+        self.trace.audited = Audited(report.verdict, tuple(report.differences), tuple(report.compared))
+        self.trace.step_counts = [max(cases.step_counts(optimizer), default=None) for optimizer in self.optimizers]
+
+    def _clip(self, clip: Clip, step: int) -> None:
+        program, trace, norms = self.program, self.trace, []
+        parameters = [cases.params_of(self.optimizers[o])[p] for o, p in clip.members(program)]
+        chosen = [self.optimizers[index] for index in clip.optimizers]
+        options = {"parameters": None if clip.subset is None else parameters, "defer": clip.defer}
+        max_norm = clip.fraction * norm(program, step, clip)
+        refused = clip.refuses and not program.clip_is_clean(step, clip)
+
+        def call() -> None:
+            with pytest.raises(RuntimeError, match="is non-finite, so it cannot be") if refused else nullcontext():
+                norms.append(self.scaler.clip_grad_norm_(chosen, max_norm, clip.order, clip.refuses, **options))
+
+        self.call = "clip"
+        trace.clip_collectives[-1] = cases.collectives_of(call)
+        trace.norms[-1] = norms[0].item() if norms else math.inf
+        bad = any(program.overflows(step, index) for index in clip.optimizers)
+        if not bad and not clip.defer and step < program.finished:
+            self._check_clipped(clip, step, parameters, (max_norm / (norms[0] + 1e-6)).clamp(max=1.0))
+
+    def _check_clipped(self, clip: Clip, step: int, parameters: Sequence[Tensor], coefficient: Tensor) -> None:
+        """Assert that gradients are torch's, to the bit: a power of two unscales exactly."""
+        for member, parameter in zip(clip.members(self.program), parameters, strict=True):
+            if parameter.grad is not None:
+                spot = Spot(step, self.rank, *member)
+                want = [piece(self.program.parameter_of(spot), spot)]
+                torch._foreach_mul_(want, coefficient)
+                got = cases.local_of(parameter.grad)
+                assert torch.equal(got, want[0]), (member, got, want[0])
+
+    def _step(self, index: int, step: int) -> tuple[int, bool | None]:
+        """Return how many collectives an optimizer's step took, and whether it changed anything."""
+        optimizer, count = self.optimizers[index], 0
+        watched = [p for p in cases.params_of(optimizer) if p.grad is not None and cases.local_of(p).numel()]
+        before = [cases.digest(p) for p in watched]
+        self.call = f"step {index}"
+        if (self.rank, index) in self.program.explicit and self.program.clip_of(step, index) is None:
+            count = cases.collectives_of(self.scaler.unscale_, optimizer)
+        count += cases.collectives_of(self.scaler.step, optimizer)
+        return count, [cases.digest(p) for p in watched] != before if watched else None
+
+    def _was_skipped(self, index: int) -> bool:
+        self.call = f"was_skipped {index}"
+        return self.scaler.was_skipped(self.optimizers[index])
+
+    def _reported(self, step: int) -> set[tuple[Spot, str]]:
+        if not self.program.bad(step):
+            return set()
+        parameters = [cases.params_of(optimizer) for optimizer in self.optimizers]
+        named = [(f"{o} {p}", each) for o, members in enumerate(parameters) for p, each in enumerate(members)]
+        report = self.scaler.overflow_report(named, gather=True)
+        assert report.update == step + 1
+        return {(Spot(step, each.rank, *map(int, each.name.split())), each.kinds) for each in report.bad}
+
+
+class Local(torch.optim.Optimizer):
+    """An optimizer of one's own that takes gradients however they are placed: torch's refuse some."""
+
+    def __init__(self, params: Any, fused: bool) -> None:
+        super().__init__(params, {})
+        self._step_supports_amp_scaling = fused
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        if not getattr(self, "found_inf", False):
+            for parameter in cases.params_of(self):
+                if parameter.grad is not None:
+                    cases.local_of(parameter).sub_(LEARNING_RATE)
+
+
+def _built(optimizer: Optimizer) -> torch.optim.Optimizer:
+    # Groups of one: torch's foreach and fused kernels refuse a DTensor beside a plain tensor, or two meshes.
+    groups = [{"params": [_parameter(each)]} for each in optimizer.parameters]
+    if optimizer.name.startswith("local"):
+        return Local(groups, optimizer.takes_flag)
+    return cases.new_optimizer(optimizer.name, groups)
+
+
+def _parameter(described: Parameter) -> Tensor:
+    ones = torch.ones(described.rows, 3, dtype=DTYPES[described.dtype])
+    place = PLACES[described.place]
+    if place.mesh is None:
+        return torch.nn.Parameter(ones)
+    local = cut(ones, place.letters, place.axes, place.mesh().get_rank())
+    return torch.nn.Parameter(distributed(described, local, place.letters))

@@ -1,0 +1,179 @@
+"""What must come of a program for four ranks, by rules of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from cases import GROWTH_INTERVAL, INIT_SCALE
+from rank_gradients import whole
+from rank_places import PLACES
+from rank_programs import Clip, Program, Split, Spot
+from torch import Tensor
+
+from scaler_triton import ScalerStats
+
+LAG = 4  # updates after which too many skips in a row are an error
+
+
+class After(NamedTuple):
+    """What is known after an update, on every rank; `error`: how the SkipStreakError begins, if it raises one."""
+
+    scale: float
+    tracker: int
+    stats: ScalerStats
+    error: str | None
+
+
+class Rule:
+    """The update rule with its limits and counters."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.limits = {"min_scale": 0.0, "max_scale": math.inf, **limits}
+        self.scale, self.tracker, self.strikes = INIT_SCALE, 0, 0
+        self.stats = ScalerStats()
+        self.streaks: list[int] = []  # after each of the last updates
+
+    def set(self, settings: dict[str, Any]) -> None:
+        """Change limits."""
+        self.limits |= settings
+        if "max_consecutive_skips" in settings:
+            self.streaks = []  # updates before it do not count
+
+    def update(self, bad: bool) -> After:
+        """Return what is known after one more update."""
+        before = self.scale
+        self._move_scale(bad)
+        self._count(bad, before)
+        return After(self.scale, self.tracker, self.stats, self._error())
+
+    def _move_scale(self, bad: bool) -> None:
+        self.tracker += 1
+        if bad:
+            self.strikes += 1
+            self.scale, self.tracker = self.scale / 2 if self.strikes >= self.limits["hysteresis"] else self.scale, 0
+        elif self.tracker >= GROWTH_INTERVAL:
+            self.scale, self.tracker, self.strikes = self.scale * 2, 0, 0
+        elif self.limits["consecutive_hysteresis"]:
+            self.strikes = 0
+        self.scale = min(max(self.scale, self.limits["min_scale"]), self.limits["max_scale"])
+
+    def _count(self, bad: bool, before: float) -> None:
+        stats = self.stats
+        self.stats = ScalerStats(
+            updates=stats.updates + 1,
+            skipped=stats.skipped + bad,
+            consecutive_skips=stats.consecutive_skips + 1 if bad else 0,
+            growths=stats.growths + (self.scale > before),
+            backoffs=stats.backoffs + (self.scale < before),
+            last_skip=stats.updates + 1 if bad else stats.last_skip,
+        )
+
+    def _error(self) -> str | None:
+        limit = self.limits["max_consecutive_skips"]
+        if limit is None:
+            return None
+        self.streaks.append(self.stats.consecutive_skips)
+        streak = self.streaks.pop(0) if len(self.streaks) > LAG else 0
+        plural = "s" if streak > 1 else ""
+        return (
+            f"{streak} consecutive skip{plural}, more than max_consecutive_skips={limit}; " if streak > limit else None
+        )
+
+
+def expected_updates(program: Program) -> list[After]:
+    """Return what is known after each update."""
+    rule = Rule(**program.limits)
+    trace = []
+    for step in range(program.finished):
+        rule.set(program.settings_of(step))
+        trace.append(rule.update(any(program.overflows(step, index) for index in range(len(program.optimizers)))))
+    return trace
+
+
+def steps_taken(program: Program, rank: int, optimizer: int) -> int:
+    """Return the most steps that a parameter has taken: one without a gradient takes none."""
+    stepped = [step for step in range(program.finished) if not program.overflows(step, optimizer)]
+    parameters = range(len(program.optimizers[optimizer].parameters))
+    return max(sum(Spot(step, rank, optimizer, each) not in program.missing for step in stepped) for each in parameters)
+
+
+def told_apart(program: Program, split: Split) -> tuple[str, str] | None:
+    """Return the call that tells every rank of a split, and how its text begins; None: nothing tells in this step.
+
+    A step that reads the flag on the host tells; of one that leaves that to its optimizer, `was_skipped` does.
+    """
+    told = {i: text for i in range(len(program.optimizers)) if (text := _compared(program, split, i)) is not None}
+    if not told:
+        return None
+    first = min(told, key=lambda index: program.optimizers[index].takes_flag)
+    call = "was_skipped" if program.optimizers[first].takes_flag else "step"
+    return f"{call} {first}", f"The ranks hold different scales, {told[first]}: "
+
+
+def _compared(program: Program, split: Split, optimizer: int) -> str | None:
+    """Return what the reduction of an optimizer's flag says of the scales, None where nothing is reduced."""
+    one = expected_updates(program)[split.step - 1].scale
+    other = one * split.factor
+    clip = program.clip_of(split.step, optimizer)
+    if clip is None or not program.clips_at_once(clip):
+        return f"from {min(one, other)} to {max(one, other)}" if program.agrees(optimizer) else None
+    given_up = clip.defer and clip.refuses and not program.clip_is_clean(split.step, clip)  # skips whatever the flag
+    if given_up or not program.clip_agrees(clip):
+        return None
+    mean, harmonic = (3 * one + other) / 4, 4 / (3 / one + 1 / other)
+    return f"some below {harmonic:g}, some above {mean:g}"
+
+
+def expected_report(program: Program, step: int) -> set[tuple[Spot, str]]:
+    """Return what held NaN or Inf, where what a rank held is no term of a sum."""
+    values, shown = dict(program.planted), {True: "NaN", False: "Inf"}
+    told = [spot for spot in program.bad(step) if is_told_exactly(program, spot)]
+    return {(spot, shown[math.isnan(values[spot])]) for spot in told}
+
+
+def is_told_exactly(program: Program, spot: Spot) -> bool:
+    """Whether a gradient is a rank's own when it is checked; a sum that is made for a norm is bad on all ranks."""
+    return "P" not in program.parameter_of(spot).way(spot.step)
+
+
+def clip_collectives(program: Program, step: int, clip: Clip) -> int:
+    """How many reductions a clip takes: those of Partial gradients, those of flags, that of the norm."""
+    alone = 0 if program.clips_at_once(clip) else sum(program.agrees(index) for index in clip.optimizers)
+    sums = sum(_sums(program, Spot(step, 0, *member)) for member in clip.members(program))
+    return sums + alone + program.clip_agrees(clip)
+
+
+def _sums(program: Program, spot: Spot) -> int:
+    parameter = program.parameter_of(spot)
+    if spot in program.missing or "P" not in (way := parameter.way(spot.step)):
+        return 0
+    dims = PLACES[parameter.place].axes.dims
+    return sum(letter == "P" and size > 1 for letter, (size, _) in zip(way, dims, strict=True))
+
+
+def norm(program: Program, step: int, clip: Clip) -> float:
+    """Return the norm of all that the clip is of in fp64, were nothing planted, as one process would take it.
+
+    Where ranks hold different tensors of one name, or shards of such, it is of their mean power.
+    """
+    powers = [0.0]
+    for member in clip.members(program):
+        for spot in (Spot(step, rank, *member) for rank in range(4)):
+            values = whole(program.parameter_of(spot), spot).double().view(-1)[_is_there(program, spot)]
+            if values.numel():
+                length = torch.linalg.vector_norm(values, clip.order).item()
+                powers.append(length if clip.order == math.inf else length**clip.order / 4)
+    return max(powers) if clip.order == math.inf else sum(powers) ** (1 / clip.order)
+
+
+def _is_there(program: Program, spot: Spot) -> Tensor:
+    """Tell which elements of the whole gradient, that a rank holds a piece of, some rank has."""
+    parameter = program.parameter_of(spot)
+    own, there = PLACES[parameter.place].own, torch.zeros(parameter.rows * 3, dtype=torch.bool)
+    for rank, held in enumerate(parameter.held(spot.step)):
+        if own.where(rank) == own.where(spot.rank) and replace(spot, rank=rank) not in program.missing:
+            there[held.view(-1)] = True
+    return there

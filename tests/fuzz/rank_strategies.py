@@ -1,0 +1,185 @@
+"""Draws programs for four ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+from cases import INIT_SCALE
+from hypothesis import strategies as st
+from rank_model import told_apart
+from rank_places import PLACES, PLAIN, SLICES, SQUARE, Parameter
+from rank_programs import Clip, Optimizer, Program, Setting, Split, Spot
+
+RANKS = range(4)
+NONFINITE = [float("inf"), float("-inf"), float("nan")]
+EVERYWHERE = ["sgd", "sgd-foreach", "adam", "adamw", "adamw-foreach", "adamw-fused", "adam-fused", "adagrad"]
+# torch has no DTensor rule for these.
+ON_PLAIN = ["sgd-fused", "adagrad-fused"]
+# They take gradients that are placed otherwise than a parameter that is cut, and plain ones beside a DTensor.
+ON_MOVED = ["local", "local-fused"]
+
+
+@st.composite
+def any_programs(draw: Any) -> Program:
+    """Draw a short program, of whatever there is."""
+    kind = draw(kinds)
+    chosen = tuple(draw(st.lists(optimizers(kind, False), min_size=1, max_size=3)))
+    bare = draw(habits(Program(kind, chosen, draw(st.integers(1, 3)))))
+    return draw(splits(draw(clipped(bare, st.none() | clips(bare)))))
+
+
+@st.composite
+def moving_programs(draw: Any) -> Program:
+    """Draw a program of several steps with a clip in each, whose gradients all move."""
+    kind = draw(kinds)
+    chosen = tuple(draw(st.lists(optimizers(kind, True), min_size=1, max_size=3)))
+    bare = draw(habits(Program(kind, chosen, draw(st.integers(2, 3)))))
+    return draw(splits(draw(clipped(bare, clips(bare)))))
+
+
+@st.composite
+def long_programs(draw: Any) -> Program:
+    """Draw a program of many steps and overflows but few parameters, so that limits and counters matter."""
+    kind = draw(kinds)
+    chosen = tuple(draw(st.lists(optimizers(kind, False, members=2), min_size=1, max_size=2)))
+    bare = draw(habits(Program(kind, chosen, draw(st.integers(4, 8)))))
+    limits = {"hysteresis": [2, 3, 1], "consecutive": [True, False], "max_skips": [0, 1, 2, None]}
+    drawn = {name: draw(st.sampled_from(values)) for name, values in limits.items()}
+    bare = replace(bare, planted=draw(overflows_in_most_steps(bare)), **drawn)
+    return draw(splits(draw(clipped(bare, st.none() | st.none() | st.none() | clips(bare)))))
+
+
+kinds = st.sampled_from(["sharded", "grad", "world"])
+
+
+@st.composite
+def optimizers(draw: Any, kind: str, moving: bool, members: int = 4) -> Optimizer:
+    held = draw(st.lists(parameters(kind, moving or draw(st.booleans())), min_size=1, max_size=members))
+    on_meshes = [each.place for each in held if each.place not in PLAIN]
+    if kind == "grad" and on_meshes and len(set(on_meshes)) == 1 and on_meshes[0] in SLICES:
+        # Alone, a slice asks its own group only: by design the others may then hold another scale.
+        held.append(Parameter("line-replicated"))
+    names = EVERYWHERE if on_meshes else EVERYWHERE + ON_PLAIN
+    if any((each.moves and not is_whole(each.place)) or "plain" in each.grads for each in held):
+        names = ON_MOVED
+    return Optimizer(draw(st.sampled_from(names)), tuple(held))
+
+
+@st.composite
+def parameters(draw: Any, kind: str, moving: bool) -> Parameter:
+    place = draw(st.sampled_from([name for name in PLACES if name != "own" or kind != "grad"]))
+    # GradScaler refuses fp16 gradients.
+    dtype = draw(st.sampled_from(["fp32", "fp32", "fp64", "bf16"] + (["fp16"] if kind == "sharded" else [])))
+    rows = draw(st.sampled_from([4, 5, 1]))
+    moves = moving and place not in PLAIN
+    grads = draw(st.lists(st.sampled_from(ways(place)), min_size=1, max_size=3)) if moves else ()
+    return Parameter(place, dtype, rows, tuple(grads))
+
+
+def ways(place: str) -> list[str]:
+    """Return how gradients of a parameter can be placed."""
+    words = ["".join(letters) for letters in itertools.product("RP01", repeat=len(PLACES[place].letters))]
+    return words + ["plain"] * is_whole(place) + ["s0"] * (PLACES[place].axes is SQUARE)
+
+
+def is_whole(place: str) -> bool:
+    """Whether each rank holds all of a parameter."""
+    return set(PLACES[place].letters) <= {"R"}
+
+
+@st.composite
+def habits(draw: Any, bare: Program) -> Program:
+    """Draw all but clips and a split, with few overflows."""
+    chosen = bare.optimizers
+    explicit = draw(st.frozensets(st.tuples(st.sampled_from(RANKS), st.integers(0, len(chosen) - 1))))
+    missing = draw(st.lists(spots(bare), max_size=8))
+    bad = draw(st.lists(st.tuples(spots(bare), st.sampled_from(NONFINITE)), max_size=3))
+    return replace(
+        bare,
+        explicit=frozenset(pair for rank, index in explicit for pair in unscaling(chosen[index], rank, index)),
+        missing=frozenset(each for spot in missing for each in spread(bare, spot, missing=True)),
+        planted=tuple((each, value) for spot, value in bad for each in spread(bare, spot, missing=False)),
+        keeps=draw(st.booleans()),
+        hysteresis=draw(st.sampled_from([1, 1, 2, 3])),
+        check_unscaled=draw(st.integers(0, 3)) == 0,
+        settings=tuple(draw(st.lists(settings_on_the_way(bare.steps), max_size=3))),
+    )
+
+
+@st.composite
+def overflows_in_most_steps(draw: Any, bare: Program) -> tuple[tuple[Spot, float], ...]:
+    bad = [step for step in range(bare.steps) if draw(st.sampled_from([True, True, False]))]
+    drawn = [(replace(draw(spots(bare)), step=step), draw(st.sampled_from(NONFINITE))) for step in bad]
+    return tuple((each, value) for spot, value in drawn for each in spread(bare, spot, missing=False))
+
+
+def settings_on_the_way(steps: int) -> st.SearchStrategy[Setting]:
+    """Draw what is set on all ranks; the first scale lies at a bound or within."""
+    values = {
+        "min_scale": st.sampled_from([1.0, INIT_SCALE]),
+        "max_scale": st.sampled_from([INIT_SCALE, 64.0]),
+        "hysteresis": st.integers(1, 3),
+        "consecutive_hysteresis": st.booleans(),
+        "max_consecutive_skips": st.none() | st.integers(0, 2),
+    }
+    each = [st.builds(Setting, st.integers(0, steps - 1), st.just(name), drawn) for name, drawn in values.items()]
+    return st.one_of(each)
+
+
+def unscaling(optimizer: Optimizer, rank: int, index: int) -> list[tuple[int, int]]:
+    """Return who calls `unscale_`: all or none where terms of a sum are still to be added, scaled ones to scaled."""
+    return [(each, index) for each in (RANKS if optimizer.moves else [rank])]
+
+
+@st.composite
+def spots(draw: Any, program: Program) -> Spot:
+    optimizer = draw(st.integers(0, len(program.optimizers) - 1))
+    parameter = draw(st.integers(0, len(program.optimizers[optimizer].parameters) - 1))
+    return Spot(draw(st.integers(0, program.steps - 1)), draw(st.sampled_from(RANKS)), optimizer, parameter)
+
+
+def spread(program: Program, spot: Spot, *, missing: bool) -> list[Spot]:
+    """Return the spots that go with one: on all ranks where these hold equal gradients."""
+    everywhere = [Spot(spot.step, rank, spot.optimizer, spot.parameter) for rank in RANKS]
+    if not program.agrees(spot.optimizer):  # as under DDP; without any gradient `step` would raise as torch's
+        return [] if missing else everywhere
+    if missing and is_shared(program.parameter_of(spot)):
+        return everywhere
+    return [spot]
+
+
+def is_shared(parameter: Parameter) -> bool:
+    """Whether all ranks must have this gradient, or none: copies would part, or a sum wait for a term."""
+    return parameter.moves or PLACES[parameter.place].has_copies
+
+
+@st.composite
+def clipped(draw: Any, program: Program, clip: st.SearchStrategy[Clip | None]) -> Program:
+    """Draw what is clipped in each step."""
+    return replace(program, clips=tuple(draw(clip) for _ in range(program.steps)))
+
+
+@st.composite
+def clips(draw: Any, program: Program) -> Clip:
+    chosen = program.optimizers
+    taken = tuple(draw(st.permutations(range(len(chosen)))))[: draw(st.integers(1, len(chosen)))]
+    defer = not program.check_unscaled and draw(st.booleans()) and all(chosen[index].takes_flag for index in taken)
+    subset = draw(st.none() | st.none() | st.frozensets(st.integers(0, 8)))
+    order = draw(st.sampled_from([2.0, 2.0, math.inf, 1.0, 3.0]))
+    # Half the norm: what is clipped to less would not show in bf16.
+    fraction = draw(st.sampled_from([0.5, 2.0]))
+    how = (2.0, None, True) if defer else (order, subset, False)
+    return Clip(taken, fraction, *how, draw(st.booleans()))
+
+
+@st.composite
+def splits(draw: Any, program: Program) -> Program:
+    """Draw whether a split ends the program, in a step that tells of it."""
+    if program.steps == 1 or draw(st.sampled_from([False] * 5 + [True])) is False:
+        return program
+    factor = draw(st.sampled_from([0.5, 2.0]))  # what is larger would overflow fp16
+    split = Split(draw(st.integers(1, program.steps - 1)), draw(st.sampled_from(RANKS)), factor)
+    return program if told_apart(program, split) is None else replace(program, split=split)
