@@ -176,8 +176,7 @@ class Run:
         parameters = [cases.params_of(optimizer) for optimizer in self.optimizers]
         named = [(f"{o} {p}", each) for o, members in enumerate(parameters) for p, each in enumerate(members)]
         report = self.scaler.overflow_report(named, gather=True)
-        assert report.update == step + 1
-        return {(Spot(step, each.rank, *map(int, each.name.split())), each.kinds) for each in report.bad}
+        return {(Spot(report.update - 1, each.rank, *map(int, each.name.split())), each.kinds) for each in report.bad}
 
 
 class Local(torch.optim.Optimizer):

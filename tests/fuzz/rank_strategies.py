@@ -178,7 +178,7 @@ def clips(draw: Any, program: Program) -> Clip:
 @st.composite
 def splits(draw: Any, program: Program) -> Program:
     """Draw whether a split ends the program, in a step that tells of it."""
-    if program.steps == 1 or draw(st.sampled_from([False] * 5 + [True])) is False:
+    if program.steps == 1 or draw(st.sampled_from([False] * 3 + [True])) is False:
         return program
     factor = draw(st.sampled_from([0.5, 2.0]))  # what is larger would overflow fp16
     split = Split(draw(st.integers(1, program.steps - 1)), draw(st.sampled_from(RANKS)), factor)

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 CASE_LIMIT = 30.0  # Seconds: the watchdog. A program takes a tenth of one.
 STRATEGIES = {"any": any_programs(), "moving": moving_programs(), "long": long_programs()}
-IN_CI = {"any": 65, "moving": 65, "long": 40}
+IN_CI = {"any": 65, "moving": 65, "long": 60}
 CHUNKS = [(shape, chunk) for shape, programs in IN_CI.items() for chunk in chunks(in_ci=programs, share=0.05)]
 
 
