@@ -97,6 +97,19 @@ def sgd(grads: Sequence[Tensor | None], device: str = "cpu", **kwargs: Any) -> t
     return torch.optim.SGD(parameters(grads, device), lr=0.5, **kwargs)
 
 
+WAYS = ("step", "unscale_", "clip", "deferred clip")
+
+
+def take_step(scaler: Any, optimizer: Any, how: str) -> None:
+    """Take a step in one of WAYS, and update."""
+    if how == "unscale_":
+        scaler.unscale_(optimizer)
+    elif how != "step":
+        scaler.clip_grad_norm_(optimizer, 1.0, defer=how == "deferred clip")
+    scaler.step(optimizer)
+    scaler.update()
+
+
 @contextmanager
 def waits_raise() -> Iterator[None]:
     """Make every operation that waits for the GPU raise."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, flags, parameters, started, waits_raise
+from helpers import WAYS, assert_same, flags, parameters, started, take_step, waits_raise
 
 from perf.trace import record
 from scaler_triton import GradScaler
@@ -24,7 +24,7 @@ def network(fused: bool) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused, foreach=False if not fused else None)
 
 
-@pytest.mark.parametrize("how", ["step", "unscale_", "clip", "deferred clip"])
+@pytest.mark.parametrize("how", WAYS)
 def test_a_fused_step_never_waits(how: str) -> None:
     model, optimizer = network(fused=True)
     scaler = GradScaler("cuda", init_scale=4.0, growth_interval=2)
@@ -33,12 +33,7 @@ def test_a_fused_step_never_waits(how: str) -> None:
         with waits_raise() if step >= 3 else torch.enable_grad():  # plans and kernels are made in the first steps
             optimizer.zero_grad()
             scaler.scale(model(batch).square().mean()).backward()
-            if how == "unscale_":
-                scaler.unscale_(optimizer)
-            elif how != "step":
-                scaler.clip_grad_norm_(optimizer, 1.0, defer=how == "deferred clip")
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(scaler, optimizer, how)
     assert scaler.get_scale() == 64.0
 
 

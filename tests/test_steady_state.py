@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, assert_same, places
+from helpers import WAYS, Place, assert_same, places, take_step
 
 from scaler_triton import GradScaler, placement, plan_cache
 from scaler_triton.plan import GradPlan
@@ -134,7 +134,7 @@ def test_each_mode_has_a_table_for_its_own_launch_configuration(monkeypatch: Any
 
 
 @pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
-@pytest.mark.parametrize("how", ["step", "unscale_", "clip", "deferred clip"])
+@pytest.mark.parametrize("how", WAYS)
 def test_a_launch_configuration_is_looked_up_with_a_plan_and_never_in_a_step(place: Place, how: str) -> None:
     from scaler_triton.kernels import lookup, tuned_file
 
@@ -145,12 +145,7 @@ def test_a_launch_configuration_is_looked_up_with_a_plan_and_never_in_a_step(pla
 
     def step(number: int) -> None:
         give(params, number, set(chance.sample(range(3), 1)))
-        if how == "unscale_":
-            scaler.unscale_(optimizer)
-        elif how != "step":
-            scaler.clip_grad_norm_(optimizer, 1.0, defer=how == "deferred clip")
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(scaler, optimizer, how)
 
     with (
         mock.patch.object(lookup, "config_for", side_effect=lookup.config_for) as config_for,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rank_places import PLAIN, Parameter
 
-# That of torch 2.11 does not.
+# In torch 2.11 it does not.
 ADAGRAD_TAKES_FLAG = hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_amp_scaling")
 
 
