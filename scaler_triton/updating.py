@@ -148,10 +148,11 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _update_by_flags(self, scale: Tensor, growth_tracker: Tensor, checked: Sequence[StepState]) -> None:
         if not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
+        if growth_tracker.dtype is not torch.int32:
+            raise RuntimeError("growth_tracker must be an int tensor.")
         if scale.dtype not in (torch.float32, torch.float64):  # integers would back off to 0
             raise RuntimeError("current_scale must be a float tensor.")
-        plain = growth_tracker.dtype is torch.int32  # a user may have put another there
-        if plain and dispatch.choose_for_scale(scale, self._backend) == "triton":
+        if dispatch.choose_for_scale(scale, self._backend) == "triton":
             self._update_by_kernel(scale, growth_tracker, checked)
             return
         found_inf, numbers = self._any_flag(checked), self._numbers()

@@ -359,27 +359,6 @@ def test_an_optimizer_whose_attribute_optimizer_means_something_else_is_stepped(
     assert parameter.tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
-@pytest.mark.parametrize("place", places(), ids=str)
-def test_a_scale_of_a_dtype_that_cannot_hold_every_scale_is_refused_as_by_torch(
-    place: Place, dtype: torch.dtype
-) -> None:
-    """An integer backs off to 0, and then weights are NaN."""
-    raised = []
-    for cls in BOTH:
-        parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
-        optimizer = torch.optim.SGD([parameter], lr=0.5)
-        scaler = cls(place.device, **({"backend": place.backend} if cls is GradScaler else {}))
-        scaler.scale(parameter.sum())
-        scaler._scale = torch.tensor(512, dtype=dtype, device=place.device)
-        scaler.scale(parameter.sum()).backward()
-        scaler.step(optimizer)
-        with pytest.raises(RuntimeError) as error:
-            scaler.update()
-        raised.append((str(error.value), scaler.get_scale(), parameter.tolist()))
-    assert raised[0] == raised[1]
-
-
 def test_a_subclass_that_only_passes_through_has_an_empty_state() -> None:
     class PassThrough(scaler_triton.GradScaler):
         def __init__(self) -> None:

@@ -190,6 +190,7 @@ MUTANTS = [
     Mutant(_S + "updating.py", "new_scale = self._checked_scale(new_scale)\n", "pass\n", DIFFERENCES),
     Mutant(_S + "updating.py", 'if state.get("unscaled_flag") is None:', "if True:", REPORT),
     Mutant(_S + "updating.py", "not (captured or verdict in", "not (False or verdict in", CAPTURED),
+    Mutant(_S + "updating.py", "if growth_tracker.dtype is not torch.int32:", "if False:", "tests/test_odd_scales.py"),
     Mutant(_S + "updating.py", "or verdict in buffer.captured)", "or False)", CAPTURED),
     Mutant(_S + "updating.py", 'if state.get("must_skip") else flag', "if False else flag", UNSTEPPED),
     Mutant(_S + "updating.py", 'if "first_gradient" in state and', "if False and", UNSTEPPED),
