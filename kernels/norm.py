@@ -74,6 +74,7 @@ class NormTable(GradTable):
             raise ValueError(f"weights: expected {len(self.weights)} of them, got {len(weights)}")
         launcher.refuse_first_in_capture(self.device)
         wanted = [1.0] * len(self.weights) if weights is None else list(weights)
+        self._held = ()  # equal to no list: an interrupted copy may have arrived or not
         self.weights.copy_(torch.tensor(wanted, dtype=torch.float64, device="cpu"))
         self._held = weights
 

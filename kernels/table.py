@@ -55,7 +55,7 @@ class GradTable:
         self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
         self.bits = torch.zeros((len(numels), GENERATIONS.value), dtype=torch.int32, device=device)
         self.generation = torch.zeros(1, dtype=torch.int32, device=device)
-        self._last = [0] * len(numels)
+        self._size, self._last = len(numels), [0] * len(numels)
         # Cached: for few tensors, creating the view takes longer than writing to it.
         self._on_host: Any = self.addresses.numpy() if device.type == "cpu" else None
         self._staging = _Staging(len(numels), device) if self._on_host is None else None
@@ -69,10 +69,11 @@ class GradTable:
 
         Raises: ValueError for another number of addresses; RuntimeError in a capture that has no buffer left.
         """
-        if len(addresses) != len(self._last):
-            raise ValueError(f"addresses: expected {len(self._last)} of them, got {len(addresses)}")
+        if len(addresses) != self._size:
+            raise ValueError(f"addresses: expected {self._size} of them, got {len(addresses)}")
         if addresses == self._last and not self._is_replayed():
             return
+        self._last = []  # an interrupted copy may have arrived or not
         if self._staging is None:
             self._on_host[:] = addresses
         else:

@@ -57,14 +57,16 @@ class DevicePolicy:
         if wanted != self._held:
             floats = np.array([growth_factor, backoff_factor, min_scale, max_scale], dtype=np.float64)
             growth, backoff, low, high = floats.view(np.int64).tolist()
-            self._send([growth, backoff, growth_interval, low, high, hysteresis, int(consecutive_hysteresis)])
+            # Only the first copy is not waited for: later a graph may read them, on any stream.
+            first, self._held = self._held is None, ()  # an interrupted copy may have arrived or not
+            numbers = [growth, backoff, growth_interval, low, high, hysteresis, int(consecutive_hysteresis)]
+            self._send(numbers, non_blocking=first)
             self._held = wanted
         return self.numbers
 
-    def _send(self, bits: list[int]) -> None:
+    def _send(self, bits: list[int], *, non_blocking: bool) -> None:
         host = torch.tensor(bits, dtype=torch.int64, device="cpu", pin_memory=self.numbers.is_cuda)
-        # Only the first copy is not waited for: later a graph may read them, on any stream.
-        self.numbers.copy_(host, non_blocking=self._held is None)
+        self.numbers.copy_(host, non_blocking=non_blocking)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ class Neighbours:
         starts = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
         offsets = starts - starts[0]
         if self._offsets is None or not np.array_equal(offsets, self._offsets):
+            self._offsets = None  # if the search is interrupted, the runs are not those of the offsets before
             self._find(tensors)
             self._offsets = offsets
         try:

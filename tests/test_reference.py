@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from unittest import mock
 
 import numpy as np
@@ -52,6 +53,21 @@ def test_neighbours_that_come_later_are_found() -> None:
     assert known.merged(apart) is apart
     calls = next(count for count in range(1, 100) if len(known.merged(views)) == 1)
     assert 1 < calls <= 17  # not at once: looking costs something
+
+
+def test_after_an_interrupted_search_nothing_beside_gradients_is_merged() -> None:
+    memory = torch.ones(16)
+    apart, together = ([memory[start : start + 4] for start in (0, 4, third)] for third in (12, 8))
+    known = Neighbours()
+    assert [t.numel() for t in known.merged(apart)] == [8, 4]
+
+    def interrupted(tensors: Sequence[Tensor]) -> None:
+        Neighbours._find(known, tensors)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(known, "_find", interrupted), pytest.raises(KeyboardInterrupt):
+        known.merged(together)
+    assert [t.numel() for t in known.merged(apart)] == [8, 4]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -67,6 +67,24 @@ def test_a_list_that_the_caller_goes_on_to_change_is_copied():
     assert table.addresses.tolist() == [48, 32]
 
 
+def test_after_an_interrupted_copy_the_addresses_before_are_sent_again():
+    """The copy has arrived, but nothing after it has run: Ctrl-C in a notebook, whose next step has the old ones."""
+    table = GradTable([1, 1], torch.float32, DEVICE)
+    table.set_addresses([16, 32])
+
+    class Interrupted:
+        captured, is_capturing = (), staticmethod(lambda: False)
+
+        def send(self, addresses, out):
+            out.copy_(torch.tensor(addresses))
+            raise KeyboardInterrupt
+
+    with mock.patch.object(table, "_staging", Interrupted()), pytest.raises(KeyboardInterrupt):
+        table.set_addresses([48, 64])
+    table.set_addresses([16, 32])
+    assert table.addresses.tolist() == [16, 32]
+
+
 @pytest.mark.parametrize("addresses", [[], [16], [16, 32, 48]])
 def test_a_wrong_number_of_addresses_is_refused(addresses):
     table = GradTable([1, 1], torch.float32, DEVICE)

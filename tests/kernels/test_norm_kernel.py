@@ -16,6 +16,7 @@ from kernel_cases import (
     expected_bits,
     finite_values,
     guarded_flag,
+    interrupted_copies,
     inverse_of,
     launched,
 )
@@ -217,6 +218,16 @@ def test_weights_are_copied_once():
     with pytest.raises(ValueError, match="weights: expected 2 of them, got 1"):
         table.set_weights([1.0])
     assert table.weights.tolist() == weights
+
+
+@pytest.mark.parametrize("before", [None, [0.5, 0.25]])
+def test_after_an_interrupted_copy_the_weights_before_are_sent_again(before):
+    table = NormTable([1, 2], torch.float32, DEVICE, SMALL)
+    table.set_weights(before)
+    with interrupted_copies(), pytest.raises(KeyboardInterrupt):
+        table.set_weights([0.125, 0.125])
+    table.set_weights(before)
+    assert table.weights.tolist() == (before or [1.0, 1.0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

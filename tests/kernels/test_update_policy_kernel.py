@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, INF, NAN, launched
+from kernel_cases import DEVICE, INF, NAN, interrupted_copies, launched
 
 from scaler_triton import overflow_marks, policy, stats, verdict
 from scaler_triton.flag_buffer import FlagBuffer
@@ -163,6 +163,14 @@ def test_numbers_are_copied_only_when_they_changed(monkeypatch):
     for hysteresis in (1, 1, 2, 2):
         assert policy.hold(2.0, 0.5, 3, hysteresis=hysteresis)[5].item() == hysteresis
     assert len(copies) == 2
+
+
+def test_after_an_interrupted_copy_the_numbers_before_are_sent_again():
+    policy = DevicePolicy(DEVICE)
+    policy.hold(2.0, 0.5, 3)
+    with interrupted_copies(), pytest.raises(KeyboardInterrupt):
+        policy.hold(2.0, 0.5, 7)
+    assert policy.hold(2.0, 0.5, 3)[2].item() == 3
 
 
 def test_only_the_flags_that_counted_are_cleared():
