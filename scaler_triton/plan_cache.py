@@ -21,7 +21,8 @@ class PlanCache:
 
     def plans(self) -> list[GradPlan]:
         """Return the plans of all optimizers that are alive."""
-        return [plan for _, plan in self._plans.values()]
+        entries = [*self._plans.values()]  # at one go: an optimizer that is freed meanwhile removes its own
+        return [plan for _, plan in entries]
 
     def get(self, optimizer: Any) -> GradPlan:
         """Return the optimizer's plan, a new one if its parameters changed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
 from typing import Any
 
@@ -124,6 +125,34 @@ def test_a_plan_dies_with_its_optimizer_and_keeps_no_scaler_alive() -> None:
     del scaler
     gc.collect()
     assert reference() is None
+
+
+def test_plans_are_listed_while_an_optimizer_is_freed() -> None:
+    """By another thread or by the garbage collector, at any moment."""
+    moments = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal moments
+        frame.f_trace_opcodes = True
+        moments += event == "opcode"
+        if moments == moment:
+            optimizers.clear()
+        return trace
+
+    for moment in range(1, 200):
+        cache, optimizers, before, moments = PlanCache(), [sgd([torch.ones(1)]) for _ in range(3)], sys.gettrace(), 0
+        for optimizer in optimizers:
+            cache.get(optimizer)
+        del optimizer
+        sys.settrace(trace)
+        try:
+            listed = cache.plans()
+        finally:
+            sys.settrace(before)
+        assert len(listed) in (0, 3)
+        if moments < moment:
+            return
+    raise AssertionError("plans() took more moments than were tried")
 
 
 def test_a_plan_at_a_reused_id_is_not_inherited() -> None:
