@@ -10,18 +10,18 @@ from torch.utils.weak import TensorWeakRef
 
 from scaler_triton.mirror import version_counter
 from scaler_triton.optimizers import parameters_of, unwrap, weak
-from scaler_triton.placement import local_tensor
+from scaler_triton.placement import SHARD, local_tensor
 
 
 class Snapshot(NamedTuple):
-    """A gradient and its version counters, by which later writes show."""
+    """A gradient, or a DTensor's shard, and its version counters, by which later writes show."""
 
     gradient: TensorWeakRef
     versions: tuple[int | None, int | None]
 
     def is_of(self, gradient: Tensor | None) -> bool:
         """Tell whether `gradient` is the same tensor, not written since."""
-        return gradient is not None and self.gradient() is gradient and self.versions == _versions(gradient)
+        return gradient is not None and self.gradient() is _held(gradient) and self.versions == _versions(gradient)
 
 
 class _Entry(NamedTuple):
@@ -76,7 +76,7 @@ def first_gradient(optimizer: Any) -> TensorWeakRef | None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (gradient := getattr(parameter, "grad", None)) is not None:  # the plan refuses non-tensors
-                return TensorWeakRef(gradient)
+                return TensorWeakRef(_held(gradient))
     return None
 
 
@@ -101,7 +101,15 @@ def unchanged_since(snapshots: list[Snapshot | None], optimizer: Any) -> bool:
 
 
 def _snapshot(gradient: Tensor | None) -> Snapshot | None:
-    return None if gradient is None else Snapshot(TensorWeakRef(gradient), _versions(gradient))
+    return None if gradient is None else Snapshot(TensorWeakRef(_held(gradient)), _versions(gradient))
+
+
+def _held(gradient: Tensor) -> Tensor:
+    """Return what is referred to: of a DTensor its shard.
+
+    torch refuses to swap a tensor that has a weak reference, as `model.cpu()` swaps DTensors and their gradients.
+    """
+    return gradient if type(gradient) is Tensor else getattr(gradient, SHARD, gradient)
 
 
 def _versions(gradient: Tensor) -> tuple[int | None, int | None]:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers import Place, assert_same, parameters, places
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from scaler_triton import GradScaler
 
@@ -137,6 +139,26 @@ def test_gradients_can_be_swapped_after_a_step(place: Place, way: str, fused: bo
         assert {param.grad.dtype for param in params if param.grad is not None} == {dtype}
 
 
+@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_of_dtensors_can_be_swapped_before_their_step(clip: bool, updated: bool, two_ranks: None) -> None:
+    """A step that the user leaves out, and then offloads the model, which always swaps DTensors."""
+    mesh = init_device_mesh("cpu", (2,))
+    shards = [DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) for _ in range(2)]
+    params = [nn.Parameter(shard) for shard in shards]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    give_gradients(scaler, params)
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 100.0)
+    else:
+        scaler.unscale_(optimizer)
+    if updated:
+        scaler.update()
+    nn.ParameterList(params).to(torch.float64)
+    assert {param.grad.to_local().dtype for param in params if isinstance(param.grad, DTensor)} == {torch.float64}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("start", "end"), [("cpu", "cuda"), ("cuda", "cpu")])
@@ -190,7 +212,7 @@ def test_parameters_move_to_where_nothing_is_and_back(place: Place, when: str) -
 
 def give_gradients(scaler: Any, params: list[Tensor]) -> None:
     for param in params:
-        param.grad = torch.full_like(param, 2.0) * scaler.scale(torch.ones((), device=param.device))
+        param.grad = torch.full_like(param, 2.0) * scaler.scale(torch.ones((), device=param.device)).item()
 
 
 def step_with_gradients(scaler: Any, optimizer: Any, start: float) -> None:

@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(_S + "last_steps.py", "            self._states[key] = None", "            pass", STATS),
     Mutant(_S + "last_steps.py", ' and state["owner"]() is inner', "", STATS),
     Mutant(_S + "left_unscaled.py", "self._entries.get(id(inner))", "self._entries.pop(id(inner), None)", UNSTEPPED),
-    Mutant(_S + "left_unscaled.py", "self.gradient() is gradient and ", "", UNSTEPPED),
+    Mutant(_S + "left_unscaled.py", "self.gradient() is _held(gradient) and ", "", UNSTEPPED),
     Mutant(_S + "left_unscaled.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
     Mutant(
         _S + "left_unscaled.py",
