@@ -99,6 +99,7 @@ class StatesMixin(ScalerAttributes):
         if state.get("verdict", verdict) is not verdict:
             state.setdefault("earlier", []).append(state["verdict"])
         state["verdict"] = verdict
+        verdict.in_step = True
         state["found_inf_per_device"] = verdict.copy_to(devices)
 
     def _enter_unscaled(self, state: StepState) -> None:

@@ -227,7 +227,7 @@ class UnscalingMixin(AgreeingMixin):
         try:
             plan = self._plans.get(optimizer)
             agreement = self._agreement(plan)
-            return plan, agreement, self._new_verdict(state, plan)
+            return plan, agreement, self._new_verdict(plan)
         except Exception:
             with suppress(Exception):  # such as an illegal process_group, which fails on every rank
                 self._fail(state, self._new_agreement(optimizers.parameters_of(optimizers.unwrap(optimizer))))
@@ -241,9 +241,9 @@ class UnscalingMixin(AgreeingMixin):
             return ()  # other ranks need the flag even if there are no gradients here
         return (*flags, *plan.devices, self._scale.device)
 
-    def _new_verdict(self, state: StepState, plan: GradPlan) -> Verdict:
-        """Return the plan's verdict, cleared, on the scale's device."""
-        if state["found_inf_per_device"] or "verdict" in state:
+    def _new_verdict(self, plan: GradPlan) -> Verdict:
+        """Return the plan's verdict, cleared, on the scale's device; a new one if an earlier check still needs it."""
+        if plan.verdict is not None and plan.verdict.in_step:
             plan.verdict = None  # the flags of an earlier check stay valid, even if this one fails
         home, verdict = self._scale.device, plan.verdict
         if verdict is None or verdict.device != home:

@@ -55,6 +55,9 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             self._update_by_flags(scale, growth_tracker, checked)
         if unstepped or self._left_unscaled:
             self._left_unscaled.renew(unstepped)
+        for state in states:
+            if "verdict" in state:
+                state["verdict"].in_step = False
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if self._limits.max_consecutive_skips is not None and new_scale is None:
             self._check_streak(self._limits.max_consecutive_skips, scale)

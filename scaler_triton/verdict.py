@@ -43,6 +43,7 @@ class Verdict:
         self.found_inf = status[_FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
         self.saved = False  # whether an update has copied the flag into `buffer.last_flags`
+        self.in_step = False  # whether it holds the flag of a step that no update has ended
         self.shared = False  # whether it is the flag of several optimizers, which were clipped together
         self._pending_ranks = 0  # not 0: the status is still to be computed from sums over so many ranks
         self._status, self._scales = status, status[_SCALES:]

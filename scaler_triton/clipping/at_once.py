@@ -73,7 +73,7 @@ class AtOnceMixin(PartsMixin):
 
     def _measure(self, part: Part) -> _Measured:
         """Check one optimizer's gradients and sum their squares, each divided by the number of its replicas."""
-        verdict = self._new_verdict(part.state, part.plan)
+        verdict = self._new_verdict(part.plan)
         flags: Flags = {}
         totals: list[Tensor] = []
 

@@ -143,6 +143,7 @@ MUTANTS = [
     Mutant(
         _S + "settings.py", "for device in self._device_policies:", "for device in ():", "tests/test_capture_state.py"
     ),
+    Mutant(_S + "states.py", "verdict.in_step = True", "pass", TOUCHED),
     Mutant(_S + "stats.py", "if values[UPDATES] >= self._known[UPDATES]:", "if True:", STATS),
     Mutant(_S + "unscaling.py", ' or state["verdict"].shared', "", CLIP),
     Mutant(_S + "unscaling.py", 'if state["stage"] is OptState.READY:', "if False:", UNSTEPPED),
@@ -192,6 +193,7 @@ MUTANTS = [
     Mutant(_S + "updating.py", "not (captured or verdict in", "not (False or verdict in", CAPTURED),
     Mutant(_S + "updating.py", "if growth_tracker.dtype is not torch.int32:", "if False:", "tests/test_odd_scales.py"),
     Mutant(_S + "updating.py", "or verdict in buffer.captured)", "or False)", CAPTURED),
+    Mutant(_S + "updating.py", 'state["verdict"].in_step = False', "pass", "tests/test_steady_state.py"),
     Mutant(_S + "updating.py", 'if state.get("must_skip") else flag', "if False else flag", UNSTEPPED),
     Mutant(_S + "updating.py", 'if "first_gradient" in state and', "if False and", UNSTEPPED),
     Mutant(
