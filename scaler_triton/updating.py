@@ -193,14 +193,17 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             )
         return limits.check_within(new_scale, "new_scale", self._limits)
 
+    def _get_scale_async(self) -> Tensor | None:
+        return getattr(self, "_scale", None)
+
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
         device = torch.device(dev)
         # Within torch.func's transforms they would have no address; updates outside inference mode must write them.
         with torch.inference_mode(False), _outside_transforms():
-            if self._scale is None:
+            if getattr(self, "_scale", None) is None:  # a disabled scaler has no such attribute
                 self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
-            if self._growth_tracker is None:
+            if getattr(self, "_growth_tracker", None) is None:
                 self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
 
 

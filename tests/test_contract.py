@@ -73,6 +73,17 @@ def test_has_every_name_that_torchs_instance_has(ours: type, theirs: type) -> No
     assert {name for name in dir(other) if not name.startswith("__")} <= set(dir(mine))
 
 
+@both
+@pytest.mark.parametrize("enabled", [False, True])
+def test_programs_that_ask_whether_there_is_a_scale_are_told_what_torch_tells(
+    ours: type, theirs: type, enabled: bool
+) -> None:
+    """As `scaler._scale.item() if hasattr(scaler, "_scale") else None`, on a machine without a GPU."""
+    for name in ("_scale", "_growth_tracker"):
+        asked = [hasattr(cls("cpu", enabled=enabled), name) for cls in (theirs, ours)]
+        assert asked == [enabled, enabled]
+
+
 def test_accelerate_initialises_lazily_with_a_string_and_twice() -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 3.0})

@@ -187,7 +187,7 @@ MUTANTS = [
         "except BaseException:\n            pass",
         RANKS,
     ),
-    Mutant(_S + "updating.py", "if self._growth_tracker is None:", "if True:", CONTRACT),
+    Mutant(_S + "updating.py", 'if getattr(self, "_growth_tracker", None) is None:', "if True:", CONTRACT),
     Mutant(_S + "updating.py", "new_scale = self._checked_scale(new_scale)\n", "pass\n", DIFFERENCES),
     Mutant(_S + "updating.py", 'if state.get("unscaled_flag") is None:', "if True:", REPORT),
     Mutant(_S + "updating.py", "not (captured or verdict in", "not (False or verdict in", CAPTURED),
