@@ -11,6 +11,7 @@ import types
 import warnings
 from abc import ABC
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -212,6 +213,40 @@ def skips_and_backs_off(scaler: Any) -> bool:
     scaler.step(optimizer)
     scaler.update()
     return bool((weight == 1).all()) and scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("patch", [nullcontext, patch_torch])
+def test_what_is_replaced_on_torchs_class_reaches_ours_under_a_patch(
+    patch: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Difference 22 from torch."""
+    called = []
+    with patch():
+        before: Any = torch.amp.GradScaler.update
+
+        def update(self: Any, *args: Any) -> Any:
+            called.append(self)
+            return before(self, *args)
+
+        monkeypatch.setattr(torch.amp.GradScaler, "update", update)
+        assert skips_and_backs_off(scaler_triton.GradScaler("cpu", init_scale=8.0))
+        monkeypatch.undo()
+    assert bool(called) == (patch is patch_torch)
+
+
+def test_the_metaclass_of_a_subclass_is_derived_from_ours() -> None:
+    """Difference 22 from torch."""
+
+    class Other(type):
+        pass
+
+    class Derived(type(scaler_triton.GradScaler)):  # type: ignore[misc]
+        pass
+
+    Other("Subclass", (torch.amp.GradScaler,), {})
+    with pytest.raises(TypeError, match="^metaclass conflict"):
+        Other("Subclass", (scaler_triton.GradScaler,), {})
+    assert Derived("Subclass", (scaler_triton.GradScaler,), {})("cpu", init_scale=8.0).get_scale() == 8.0
 
 
 def test_a_scaler_built_by_torchs_name_is_ours_and_works(patched: None) -> None:
