@@ -1,10 +1,12 @@
 """What the commands share: missing packages, error messages, progress bars."""
 
 import importlib.util
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 REFRESH = 0.1  # seconds, on a terminal
 REFRESH_IN_LOG = 5.0
@@ -19,8 +21,17 @@ def missing_packages(names: Iterable[str]) -> list[str]:
 
 def complain(message: str, status: int = 2) -> int:
     """Print what is wrong and return the exit status: 2 for wrong usage, 1 for a failure."""
-    print(f"scaler_triton: {message}", file=sys.stderr)
+    print(fitted(f"scaler_triton: {message}", sys.stderr), file=sys.stderr)
     return status
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """Return text for a terminal, whose lines break between words; for files and pipes, which break none, as it is."""
+    if not stream.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    wrapper = textwrap.TextWrapper(columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapper.fill(line) if len(line) > columns else line for line in text.split("\n"))
 
 
 def driver_version() -> str:

@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from scaler_triton.auditing.report import AuditReport, judge
 from scaler_triton.auditing.state import Copy, RankState
-from scaler_triton.console import complain
+from scaler_triton.console import complain, fitted
 from scaler_triton.words import one_line, ranges
 
 HELP = "tell from the states that each rank saved whether their scales, trackers and step counters have split"
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, NotImplementedError, IndexError) as error:
         return complain(one_line(f"--pattern must be a relative pattern of files, got {arguments.pattern!r}: {error}"))
     report = audit_files(arguments.folder, files, arguments.pattern, replicated=arguments.replicated)
-    print(report)
+    print(fitted(str(report), sys.stdout))
     return STATUS[report.verdict]
 
 

@@ -8,6 +8,7 @@ from math import frexp
 from scaler_triton.demo import case_steps as steps
 from scaler_triton.demo.case_steps import START, Outcome
 from scaler_triton.demo.scalers import Scalers
+from scaler_triton.words import rank_names
 
 HALVED = START / 2
 
@@ -38,8 +39,8 @@ class Right:
         said = []
         if len({(outcome.scale, outcome.stepped) for outcome in outcomes}) > 1:
             said.append("the ranks split")
-        if bad := [str(rank) for rank, outcome in enumerate(outcomes) if not outcome.finite]:
-            said.append(f"NaN or Inf in the weights of rank {', '.join(bad)}")
+        if bad := [rank for rank, outcome in enumerate(outcomes) if not outcome.finite]:
+            said.append(f"NaN or Inf in the weights of {rank_names(bad)}")
         if not said and outcomes[0].scale != self.scale:
             said.append(f"the scale is {shown(outcomes[0].scale)} instead of {shown(self.scale)}")
         if not said and outcomes[0].stepped != self.stepped:

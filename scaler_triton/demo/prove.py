@@ -1,10 +1,13 @@
 """`--prove`: one defect, torch's class and ours side by side."""
 
 import re
+import shutil
+import sys
 from collections.abc import Sequence
 
 from tabulate import tabulate
 
+from scaler_triton.console import fitted
 from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case, shown
 from scaler_triton.demo.rank_process import RankResult
@@ -16,6 +19,7 @@ COLLECTIVE_LIMIT = 10.0  # seconds that a rank waits for the others: a hang beco
 CASE_LIMIT = 60.0
 HEAD = ["rank", "scale", "optimizer", "its parameters, or its error"]
 ALIGNMENT = ["right", "right", "left", "left"]
+OTHER_COLUMNS = 30  # characters before the last column
 
 
 def prove(cases: Sequence[Case]) -> int:
@@ -41,7 +45,7 @@ def prove_one(case: Case, pool: RankPool) -> list[str]:
     Returns:
         What is not as the registry says; empty if torch is wrong and we are right.
     """
-    print(f"{case.name}: {case.summary}\nright is: {case.right}\n", flush=True)
+    _say(f"{case.name}: {case.summary}\nright is: {case.right}\n")
     torch_is_wrong = _run_and_print(case, "torch", pool)
     ours_is_wrong = _run_and_print(case, "ours", pool)
     unexpected = [f"scaler_triton is wrong: {ours_is_wrong}"] if ours_is_wrong else []
@@ -75,10 +79,21 @@ def wrong(case: Case, results: Sequence[RankResult]) -> str:
 def _run_and_print(case: Case, scaler: str, pool: RankPool) -> str:
     results = run_on_ranks(case, scaler, pool)
     said = wrong(case, results)
+    rows = [_row(result) for result in results]
+    widths = [None, None, None, _last_column()]
     print(load_scalers(scaler).label)
-    print(tabulate([_row(result) for result in results], HEAD, disable_numparse=True, colalign=ALIGNMENT))
-    print(f"{f'WRONG: {said}' if said else 'RIGHT'}\n", flush=True)
+    print(tabulate(rows, HEAD, disable_numparse=True, colalign=ALIGNMENT, maxcolwidths=widths))
+    _say(f"{f'WRONG: {said}' if said else 'RIGHT'}\n")
     return said
+
+
+def _say(text: str) -> None:
+    print(fitted(text, sys.stdout), flush=True)
+
+
+def _last_column() -> int | None:
+    """Return how wide the table's last column may be: in a terminal what the others leave, elsewhere anything."""
+    return max(shutil.get_terminal_size().columns - OTHER_COLUMNS, 20) if sys.stdout.isatty() else None
 
 
 def _row(result: RankResult) -> list[object]:

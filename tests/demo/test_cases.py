@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ WRITE_TABLE = 'python -c "from scaler_triton.demo.cases import cases_table; prin
 
 TORCH_IS_WRONG = {
     "fsdp1-fused": "the ranks split",
-    "fused-clip": "NaN or Inf in the weights of rank 0, 1",
+    "fused-clip": "NaN or Inf in the weights of ranks 0-1",
     "fused-adam-unscale": "rank 0 raises RuntimeError; rank 1 raises RuntimeError",
     "tp-first-replicated": "the ranks split",
     "dtensor-beside-plain": "rank 0 raises RuntimeError; rank 1 raises RuntimeError",
@@ -66,6 +67,18 @@ def test_a_proof_prints_both_and_what_each_rank_holds(pool: RankPool, capsys: py
 def _masked(text: str) -> str:
     """Leave out what differs between machines: torch's version and the parameters' hashes."""
     return re.sub(r"\b[0-9a-f]{8}\b|(?<=\ntorch )\S+", "*", text)
+
+
+def test_a_proof_fits_into_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    error = "RuntimeError: aten._amp_foreach_non_finite_check_and_unscale_.default: got mixed torch.Tensor and DTensor"
+    script(monkeypatch, torch=error, ours=SKIPPED)
+    for columns in (80, None):
+        if columns:
+            monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: bool(columns))  # noqa: B023
+        assert prove_one(CASES["rank-without-grads-dtensor"], new_pool()) == []
+        lines = capsys.readouterr().out.splitlines()
+        assert (max(map(len, lines)) <= 80) is bool(columns)
 
 
 def test_the_registry_is_consistent() -> None:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scaler_triton import cli
+from scaler_triton.console import fitted
 from scaler_triton.demo import command
 from scaler_triton.demo.cases import CASES, list_cases
 
@@ -27,8 +29,25 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "COMMAND" in refused([], capsys)
+def test_a_command_is_needed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who gives none is shown them all."""
+    monkeypatch.setattr(sys, "argv", ["scaler-triton"])
+    for nothing in ([], None):
+        assert cli.main(nothing) == 2
+        assert capsys.readouterr() == ("", cli.build_parser().format_help())
+
+
+def test_lines_break_between_words_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "24")
+    text = "one line, short\n\n  a long line, some/long/path/of-a/checkpoint, its end"
+    assert fitted(text, SimpleNamespace(isatty=lambda: False)) == text
+    assert fitted(text, SimpleNamespace(isatty=lambda: True)).splitlines() == [
+        "one line, short",
+        "",
+        "  a long line,",
+        "    some/long/path/of-a/checkpoint,",
+        "    its end",
+    ]
 
 
 @pytest.mark.parametrize("words", [["train"], ["demo", "--ddp", "--fsdp1"], ["demo", "--optimizer", "lbfgs"]])
