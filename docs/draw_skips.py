@@ -40,7 +40,7 @@ def draw(losses: list[float], scales: list[float], skipped: list[int]) -> None:
     mpl.rcParams["svg.hashsalt"] = "skips"  # the same picture every time
     figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 4.2), height_ratios=(3, 2), layout="constrained")
     above.step(range(STEPS), scales, where="post", color="tab:blue")
-    above.scatter(skipped, [scales[step] for step in skipped], marker="x", color="tab:red", zorder=3)
+    above.scatter(skipped, [scales[step] for step in skipped], marker="x", color="tab:red", zorder=3, clip_on=False)
     above.set_yscale("log", base=2)
     above.set_ylabel("scale")
     above.legend(["scale", f"step skipped ({len(skipped)} of {STEPS})"], loc="lower right", frameon=False)
