@@ -12,7 +12,8 @@
 # make docs    docs/ as HTML in out/docs; a warning is an error
 # make perf    what it costs beside torch's scaler, as far as this machine can tell, three times over (12 minutes); fills
 #   perf/README.md and the README
-# make release   sdist and wheel into dist/, checked as an index would; the wheel in an empty environment runs the demo
+# make release   sdist and wheel into dist/, checked as an index would; the wheel in an empty environment runs the demo,
+#   with triton and without
 # make gpu     all of the next four, with the python3 and packages of a GPU machine; OUT names a folder
 #   gpu-tests, gpu-tune, gpu-perf, gpu-sanitize: the suite natively, tuned launch configurations, measurements, the
 #   kernels under compute-sanitizer; under 10 minutes each
@@ -75,6 +76,8 @@ release: $(VENV)/ready
 	$(PYTHON) -m venv out/release
 	out/release/bin/pip install --quiet --constraint constraints.txt torch
 	out/release/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[demo]"
+	cd out/release && bin/python -m scaler_triton demo --steps 10 --out demo.png
+	out/release/bin/pip uninstall --quiet --yes triton
 	cd out/release && bin/python -m scaler_triton demo --steps 10 --out demo.png
 
 lint: $(VENV)/ready

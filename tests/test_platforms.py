@@ -59,6 +59,14 @@ with scaler_triton.patch_torch():
     assert torch.amp.GradScaler is scaler_triton.GradScaler
 """
 
+SHARDED_TOO = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+sharded = scaler_triton.ShardedGradScaler("cpu", init_scale=8.0)
+steps(sharded)
+assert (sharded.get_scale(), sharded.stats().skipped) == (4.0, 1)
+"""
+
 NAMES_WHAT_IS_MISSING = """
 assert not torch.distributed.is_available()
 for _ in range(2):
@@ -83,9 +91,11 @@ def run(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("missing", [WITHOUT_TRITON, WITHOUT_DISTRIBUTED], ids=["triton", "distributed"])
-def test_without_it_a_scaler_trains(missing: str) -> None:
-    run(missing + TRAINS)
+@pytest.mark.parametrize(
+    "program", [WITHOUT_TRITON + TRAINS + SHARDED_TOO, WITHOUT_DISTRIBUTED + TRAINS], ids=["triton", "distributed"]
+)
+def test_without_it_scalers_train(program: str) -> None:
+    run(program)
 
 
 def test_without_distributed_the_sharded_scaler_names_what_is_missing() -> None:

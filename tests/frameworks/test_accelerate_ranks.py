@@ -71,26 +71,22 @@ def test_equals_torchs_scaler_to_the_bit(two, sharding):
         assert mine.norms == pytest.approx(other.norms, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_accumulates_as_with_torchs_scaler(two, sharding):
-    ours, theirs = (
-        two(
-            accelerate_cases.train,
-            sharding,
-            "adamw",
-            (5, 11),  # in micro-batches after which gradients are reduced
-            12,
-            max_norm=1e9,
-            ours=ours,
-            gradient_accumulation_steps=3,
-        )
-        for ours in (True, False)
-    )
+def test_accumulates_as_with_torchs_scaler(two, sharding, name):
+    """A fused optimizer as torch's scaler with a plain one: under FSDP1 torch's splits the ranks of a fused one."""
+    overflows, steps = (5, 11), 12  # in micro-batches after which gradients are reduced
+    options = {"max_norm": 1e9, "gradient_accumulation_steps": 3}
+    ours = two(accelerate_cases.train, sharding, name, overflows, steps, **options)
+    theirs = two(accelerate_cases.train, sharding, "adamw", overflows, steps, ours=False, **options)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.skipped == other.skipped == [False, True, False, True]
         assert mine.scales == other.scales
         assert mine.rates == other.rates
-        assert mine.digests == other.digests
+        assert mine.step_counts == other.step_counts
+        assert mine.norms[0] == pytest.approx(other.norms[0], rel=1e-6)  # of gradients added up in three backwards
+        if name == "adamw":  # a fused one rounds in another order
+            assert mine.digests == other.digests
 
 
 @pytest.mark.parametrize("trained", [0, 3], ids=["fresh", "live"])
