@@ -59,6 +59,7 @@ MUTANTS = [
     Mutant(_S + "migration.py", "(good - 1) % window", "good % window", MIGRATION),
     Mutant(_S + "migration.py", "strikes=hysteresis - tracker", "strikes=hysteresis - tracker + 1", MIGRATION),
     Mutant(_S + "migration.py", "1.0 / factor", "0.5", MIGRATION),
+    Mutant(_S + "migration.py", "None, hysteresis, consecutive)", "None, hysteresis, False)", MIGRATION),
     Mutant(_S + "migration.py", "{**state, **_NO_HYSTERESIS}", "{**_NO_HYSTERESIS, **state}", MIGRATION),
     Mutant(_S + "patching/patch.py", "_holds.discard(self)", "_holds.clear()", PATCH),
     Mutant(_S + "patching/patch.py", "_rename(stand_in.originals)", "pass", PATCH),
