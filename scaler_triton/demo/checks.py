@@ -59,9 +59,7 @@ def step_counts_equal(ranks: Sequence[Trace]) -> Check:
     counts = [trace.step_counts for trace in ranks]
     same = len(set(counts)) == 1 and len(counts[0]) == 1
     shown = str(counts[0][0]) if same else ", ".join("/".join(map(str, count)) for count in counts)
-    return Check(
-        same, f"optimizer step counts {'are equal on' if same else 'differ between'} {_all_ranks(ranks)}: {shown}"
-    )
+    return Check(same, f"optimizer step counts {f'are equal on {_all_ranks(ranks)}' if same else 'differ'}: {shown}")
 
 
 def same_decisions(ranks: Sequence[Trace], reference: Trace) -> Check:
@@ -69,7 +67,8 @@ def same_decisions(ranks: Sequence[Trace], reference: Trace) -> Check:
     scales_right = all(trace.scales == reference.scales for trace in ranks)
     wrong = {step + 1 for trace in ranks for step in _differences(trace.skipped, reference.skipped)}
     if wrong:
-        return Check(False, f"wrongly skipped or wrongly taken: step {', '.join(map(str, sorted(wrong)))}")
+        steps = f"step{'s' if len(wrong) > 1 else ''} {', '.join(map(str, sorted(wrong)))}"
+        return Check(False, f"wrongly skipped or wrongly taken: {steps}")
     skips = f"{sum(reference.skipped)} bad steps were skipped, no other"
     return Check(scales_right, f"{skips}; scales {'match' if scales_right else 'do NOT match'} a single process")
 

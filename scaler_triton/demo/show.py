@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scaler_triton.console import new_bar
+from scaler_triton.console import fitted, new_bar
 from scaler_triton.demo.checks import judge
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.device import Placement, place
@@ -68,14 +68,14 @@ def _plan(config: DemoConfig) -> str:
 def _report_errors(results: Sequence[RankResult]) -> int:
     print("\nFAILED: the training did not come to its end", file=sys.stderr)
     for result in results:
-        print(f"rank {result.rank}: {result.error or 'came to its end'}", file=sys.stderr)
+        print(fitted(f"rank {result.rank}: {result.error or 'came to its end'}", sys.stderr), file=sys.stderr)
     return 1
 
 
 def _report_verdict(ranks: Sequence[Trace], reference: Trace) -> int:
     checks = judge(ranks, reference)
     for check in checks:
-        print(f"{'ok    ' if check.ok else 'FAILED'}  {check.text}")
+        print(fitted(f"{'ok    ' if check.ok else 'FAILED'}  {check.text}", sys.stdout))
     failed = sum(not check.ok for check in checks)
     print(f"\n{f'FAILED: {failed} of {len(checks)} checks' if failed else 'OK: every check holds'}")
     return 1 if failed else 0
