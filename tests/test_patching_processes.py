@@ -34,6 +34,12 @@ def module(name):
 module("framework.amp").Scaler = torch.cuda.amp.GradScaler
 module("framework.plugin").Base = type("Mine", (torch.amp.GradScaler,), {"__module__": "framework.plugin"})
 module("framework.innocent").torch = torch
+module("framework.table").SCALERS = {"cpu": torch.amp.GradScaler}
+module("framework.listed").SCALERS = (torch.cpu.amp.GradScaler,)
+module("framework.default").build = lambda device, cls=torch.amp.GradScaler: cls(device)
+module("framework.keyword").build = lambda *, cls=torch.amp.GradScaler: cls("cpu")
+module("framework.engine").Engine = type("Engine", (), {"__module__": "framework.engine", "cls": torch.amp.GradScaler})
+module("framework.borrower").Engine = sys.modules["framework.engine"].Engine
 module("torchlike").GradScaler = torch.amp.GradScaler
 spec = find_spec("this")  # prints when it is loaded
 loader = LazyLoader(spec.loader)
@@ -57,7 +63,8 @@ def test_takers_are_named_once_and_keep_what_they_took() -> None:
     (line,) = isolated(TAKEN).splitlines()
     assert line == (
         "UserWarning <string> torch's gradient scalers were taken before patch_torch() by __main__, framework.amp, "
-        "framework.plugin, torchlike, and stay there. Call patch_torch() before importing what takes them."
+        "framework.default, framework.engine, framework.keyword, framework.listed, framework.plugin, framework.table, "
+        "torchlike, and stay there. Call patch_torch() before importing what takes them."
     )
 
 

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def _rename(successors: Mapping[type, type]) -> None:
 
 
 def _warn_of_takers() -> None:
-    takers = sorted({name for name in _takers() if name.split(".")[0] not in _NOT_NAMED})
+    takers = sorted(set(filter(_is_named, _takers())))
     if takers:
         warnings.warn(
             f"torch's gradient scalers were taken before patch_torch() by {', '.join(takers)}, and stay there. "
@@ -121,14 +121,35 @@ def _warn_of_takers() -> None:
 
 
 def _takers() -> Iterator[str]:
-    """Yield the names of the modules that hold torch's classes, or subclasses of them."""
+    """Yield the names of the modules outside torch that hold torch's classes, or subclasses of them."""
     known = set(map(id, _STAND_INS))
     for module, names in _modules():
-        if any(id(value) in known for value in list(names.values())):
+        if _is_named(module) and any(id(held) in known for v in list(names.values()) for held in _held_by(v, module)):
             yield module
     for theirs in _STAND_INS:
         subclasses: list[type] = type.__subclasses__(theirs)
         yield from (subclass.__module__ for subclass in subclasses)
+
+
+def _is_named(module: str) -> bool:
+    return module.split(".")[0] not in _NOT_NAMED
+
+
+def _held_by(value: Any, module: str) -> Iterator[Any]:
+    """Yield a value of a module; also a table's entries, a function's defaults, the attributes of the module's class.
+
+    By the exact type: isinstance() would wake proxies.
+    """
+    yield value
+    kind = type(value)
+    if kind is dict:
+        yield from list(value.values())
+    elif kind in (list, tuple):
+        yield from list(value)
+    elif kind is FunctionType:
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    elif type in kind.__mro__ and type.__getattribute__(value, "__module__") == module:
+        yield from list(type.__getattribute__(value, "__dict__").values())
 
 
 def _modules() -> Iterator[tuple[str, dict[str, Any]]]:

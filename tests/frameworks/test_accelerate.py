@@ -288,6 +288,23 @@ def test_nobody_waits_who_does_not_ask_on_a_gpu():
     assert scaler.stats().skipped == 1
 
 
+# What took torch's class before `patch_torch`.
+
+TAKEN = """
+import warnings
+import accelerate, scaler_triton
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    scaler_triton.patch_torch()
+print(*[warning.message for warning in caught])
+"""
+
+
+def test_accelerate_is_named_if_it_is_imported_before_torch_is_patched():
+    printed = subprocess.check_output([sys.executable, "-c", TAKEN], cwd=ROOT, text=True, timeout=120)
+    assert "taken before patch_torch() by accelerate.checkpointing, and stay there" in printed
+
+
 # Copies.
 
 
