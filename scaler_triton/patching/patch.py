@@ -28,6 +28,7 @@ if torch.distributed.is_available():  # else there is no FSDP
     _STAND_INS[sharded.ShardedGradScaler.__bases__[-1]] = sharded.ShardedGradScaler
 
 _NOT_NAMED = ("torch", "scaler_triton", "__mp_main__")  # the last is multiprocessing's alias of __main__
+_LARGEST_TABLE = 100  # entries of a table that are looked through: of a larger one it would take too long
 
 _lock = threading.RLock()  # re-entrant: a warning may run other code
 _holds: set[_Hold] = set()
@@ -136,16 +137,15 @@ def _is_named(module: str) -> bool:
 
 
 def _held_by(value: Any, module: str) -> Iterator[Any]:
-    """Yield a value of a module; also a table's entries, a function's defaults, the attributes of the module's class.
+    """Yield a value of a module; also a small table's entries, a function's defaults, a class's attributes.
 
     By the exact type: isinstance() would wake proxies.
     """
     yield value
     kind = type(value)
-    if kind is dict:
-        yield from list(value.values())
-    elif kind in (list, tuple):
-        yield from list(value)
+    if kind in (dict, list, tuple):
+        if len(value) <= _LARGEST_TABLE:
+            yield from list(value.values() if kind is dict else value)
     elif kind is FunctionType:
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     elif type in kind.__mro__ and type.__getattribute__(value, "__module__") == module:

@@ -66,7 +66,12 @@ MUTANTS = [
     Mutant(_S + "patching/patch.py", "with _lock:\n            if", "if True:\n            if", PATCH_THREADS),
     Mutant(_S + "patching/patch.py", "with _lock:\n            _holds", "if True:\n            _holds", PATCH_THREADS),
     Mutant(_S + "patching/patch.py", "with _lock:\n        _holds", "if True:\n        _holds", PATCH_THREADS),
-    Mutant(_S + "patching/patch.py", "yield from list(value.values())", "pass", "tests/test_patching_processes.py"),
+    Mutant(
+        _S + "patching/patch.py",
+        "list(value.values() if kind is dict else value)",
+        "()",
+        "tests/test_patching_processes.py",
+    ),
     Mutant(_S + "patching/patch.py", '"__module__") == module', '"__module__")', "tests/test_patching_processes.py"),
     Mutant(_S + "patching/stand_in.py", " or issubclass(subclass, originals.get(cls, ()))", "", PATCH),
     Mutant(_S + "untraced.py", "                _mark(member)", "                pass", COMPILE),
