@@ -32,8 +32,8 @@ def lent(
         product, found_inf = product.cpu() if isinstance(product, Tensor) else product, found_inf.cpu()
     elif not _only_reads(optimizers[-1]):
         product, found_inf = product.clone() if isinstance(product, Tensor) else product, found_inf.clone()
-    _set(optimizers, grad_scale=product, found_inf=found_inf)
     try:
+        _set(optimizers, grad_scale=product, found_inf=found_inf)
         yield
     except BaseException:
         take_back(optimizers)

@@ -50,6 +50,33 @@ def test_a_class_attribute_named_grad_scale_is_no_hindrance() -> None:
     assert parameter.item() == -4.0
 
 
+@pytest.mark.parametrize("own", [None, 2.0])
+def test_an_optimizer_that_takes_the_scale_but_not_the_flag_keeps_neither(own: float | None) -> None:
+    """The scale would be taken for a factor of the user's by the next step, which would divide twice."""
+
+    class Refuses(torch.optim.SGD):
+        refuses = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "found_inf" and self.refuses:
+                raise TypeError("found_inf must be a bool")
+            super().__setattr__(name, value)
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([32.0])
+    optimizer = Refuses([parameter], lr=1.0, fused=True)
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.clip_grad_norm_(optimizer, 1e3, defer=True)
+    if own is not None:
+        optimizer.grad_scale = torch.tensor(own)
+    with pytest.raises(TypeError, match="found_inf must be a bool"):
+        scaler.step(optimizer)
+    optimizer.refuses = False
+    scaler.step(optimizer)
+    assert parameter.item() in (0.0, -8.0 / (own or 1.0))
+    assert not hasattr(optimizer, "grad_scale")
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_waited_for(own: bool) -> None:
     """Difference 21: torch's would copy both to the CPU itself, without waiting, and read at once."""
