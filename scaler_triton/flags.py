@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ class FlagsByDevice(dict[torch.device, Tensor]):
 
     was_read = False
 
+    def __iter__(self) -> Iterator[torch.device]:
+        return super().__iter__()  # where it is overridden, a copy of the dict is made by the methods below
+
     def __getitem__(self, device: torch.device) -> Tensor:
         self.was_read = True
         return super().__getitem__(device)
@@ -53,6 +56,10 @@ class FlagsByDevice(dict[torch.device, Tensor]):
     def get(self, *args: Any) -> Any:
         self.was_read = True
         return super().get(*args)
+
+    def setdefault(self, *args: Any) -> Any:
+        self.was_read = True
+        return super().setdefault(*args)
 
     def values(self) -> Any:
         self.was_read = True

@@ -59,6 +59,11 @@ def test_a_flag_replaced_or_added_is_noticed() -> None:
         lambda flags: flags.get(CPU),
         lambda flags: next(iter(flags.values())),
         lambda flags: next(iter(flags.items()))[1],
+        lambda flags: dict(flags)[CPU],
+        lambda flags: {**flags}[CPU],
+        lambda flags: flags.copy()[CPU],
+        lambda flags: ({} | flags)[CPU],
+        lambda flags: flags.setdefault(CPU, torch.zeros(())),
     ],
 )
 def test_a_flag_written_by_a_collective_is_read_anew(
