@@ -154,9 +154,9 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         # Others may have replaced either: a kernel would take any address for that of one number.
         if (where := growth_tracker.device) != scale.device:
             raise RuntimeError(f"growth_tracker must be on {scale.device}, as the scale is, got {where}")
-        for name, tensor in (("growth_tracker", growth_tracker), ("current_scale", scale)):
-            if tensor.numel() != 1:
-                raise RuntimeError(f"{name} must be a 1-element tensor.")
+        if not growth_tracker.numel() == scale.numel() == 1:
+            name = "growth_tracker" if growth_tracker.numel() != 1 else "current_scale"
+            raise RuntimeError(f"{name} must be a 1-element tensor.")
         if growth_tracker.dtype is not torch.int32:
             raise RuntimeError("growth_tracker must be an int tensor.")
         if scale.dtype not in (torch.float32, torch.float64):  # integers would back off to 0
