@@ -36,9 +36,10 @@ def place(mode: str) -> Placement:
     """
     ranks = 1 if mode == "single" else RANKS
     if not torch.cuda.is_available():
-        return Placement("cpu", "gloo", ranks, "no GPU: on the CPU, over gloo")
+        return Placement("cpu", "gloo", ranks, f"no GPU: on the CPU{', over gloo' if ranks > 1 else ''}")
     if torch.cuda.device_count() >= ranks:
-        return Placement("cuda", "nccl", ranks, f"{ranks} of {torch.cuda.device_count()} GPUs, over nccl")
+        over = ", over nccl" if ranks > 1 else ""
+        return Placement("cuda", "nccl", ranks, f"{ranks} of {torch.cuda.device_count()} GPUs{over}")
     if not why_not_one_gpu_gloo(mode):
         return Placement("cuda", "gloo", ranks, f"{ranks} ranks share the one GPU, over gloo")
     note = f"only 1 rank: {mode} with {ranks} gloo ranks does not run on the one GPU here"
