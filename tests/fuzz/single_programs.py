@@ -279,7 +279,7 @@ class Programs(RuleBasedStateMachine):
     def assign_scale(self, value: float, size: int) -> None:
         self.both(lambda world: assign(world.scaler, value, size))
 
-    @precondition(lambda self: self.ours.scaler._scale is not None)
+    @precondition(lambda self: self.ours.scaler._get_scale_async() is not None)
     @rule(value=any_scales)
     def fill_scale(self, value: float) -> None:
         self.both(lambda world: fill({"": world.scaler._scale}, value))

@@ -90,7 +90,6 @@ class Specification(torch.amp.GradScaler):
         else:
             departs(6)
             self._init_scale, self._init_growth_tracker = init_scale, 0
-            self._scale = self._growth_tracker = None
             self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
             self._growth_interval = growth_interval
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -123,10 +122,10 @@ class Specification(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
-        if self._scale is not None or self._growth_tracker is not None:
+        scale, tracker = getattr(self, "_scale", None), getattr(self, "_growth_tracker", None)
+        if scale is not None or tracker is not None or not self._enabled:
             departs(6)
             dev = torch.device(dev)
-            scale, tracker = self._scale, self._growth_tracker
             self._growth_tracker = None
             super()._lazy_init_scale_growth_tracker(dev)
             self._scale = self._scale if scale is None else scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -329,5 +330,5 @@ def outcome(call: Callable[[World], Any], world: World) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an exception's text without C++ stack traces."""
-    return next(iter(str(error).splitlines()), "")
+    """Return an exception's text without C++ stack traces, and without the name of the model's class."""
+    return re.sub(r"^'\w+' object has", "the object has", next(iter(str(error).splitlines()), ""))
