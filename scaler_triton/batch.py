@@ -48,6 +48,7 @@ class Batch(NamedTuple):
     layout: Layout
     tensors: Sequence[Tensor | None]
     complete: bool = False  # known to hold no None
+    is_partial: bool = False  # unreduced (Partial) gradients, each times its number of terms: to be checked only
 
     @property
     def present(self) -> Sequence[Tensor]:

@@ -30,19 +30,6 @@ class _Form(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Gradients(NamedTuple):
-    """One step's gradients.
-
-    Args:
-        batches: this rank's.
-        partials: to be checked only: each unreduced (Partial) gradient times its number of terms. If that is finite, so
-            is the sum. To sum takes a collective, which a rank without such a gradient would not join.
-    """
-
-    batches: list[Batch]
-    partials: list[Batch]
-
-
 class GradPlan:
     """The layout of one optimizer's gradients.
 
@@ -84,10 +71,12 @@ class GradPlan:
             and (not parameters or parameters[0].device == self._first_device)
         )
 
-    def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> Gradients:
+    def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
         """Return this step's gradients as batches, detached; every one is checked, none is written.
 
-        Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does.
+        Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does. A Partial one is multiplied
+        by its number of terms: if that is finite, so is the sum, which takes a collective that a rank without such a
+        gradient would not join.
 
         Args:
             allow_fp16: False refuses fp16 gradients.
@@ -101,8 +90,7 @@ class GradPlan:
         if self._known.match_all(shards):
             if self._fp16 and not allow_fp16:
                 self._refuse_fp16(shards)
-            batches = [Batch(layout, row(shards), True) for layout, row in zip(self.layouts, self._rows, strict=True)]
-            return Gradients(batches, [])
+            return [Batch(layout, row(shards), True) for layout, row in zip(self.layouts, self._rows, strict=True)]
         if summed:
             self._sum_up(gradients)
         return self._collect_each(gradients, allow_fp16)
@@ -121,7 +109,7 @@ class GradPlan:
         except AttributeError:  # a gradient is missing or no DTensor, or this torch has no such attribute
             return []
 
-    def _collect_each(self, gradients: list[Tensor | None], allow_fp16: bool) -> Gradients:
+    def _collect_each(self, gradients: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
         partials = self._localise(gradients)
         if self._fp16 and not allow_fp16:
             self._refuse_fp16(gradients)
@@ -133,10 +121,11 @@ class GradPlan:
                 self._known.learn(gradients)
         rows = [Batch(layout, row(gradients)) for layout, row in zip(self.layouts, self._rows, strict=True)]
         batches = [batch for batch in rows if any(tensor is not None for tensor in batch.tensors)]
-        return Gradients(batches + group(sparse.values(), sparse), group(partials.values(), partials))
+        unreduced = [batch._replace(is_partial=True) for batch in group(partials.values(), partials)]
+        return batches + group(sparse.values(), sparse) + unreduced
 
     def _localise(self, gradients: list[Tensor | None]) -> dict[int, Tensor]:
-        """Replace DTensors by their local shards; return `Gradients.partials`, by parameter."""
+        """Replace DTensors by their local shards; return what is checked of Partial ones, by parameter."""
         partials = {}
         for index in self._dtensors:
             gradient = gradients[index]

@@ -151,14 +151,12 @@ class UnscalingMixin(AgreeingMixin):
         self, plan: GradPlan, found_inf: Tensor, allow_fp16: bool, op: Op, *, divides: bool = False
     ) -> Flags:
         flags: Flags = {}
-        gradients = plan.collect(allow_fp16=allow_fp16)
-        pairs = batch_ops.choose_backends(gradients.batches, self._backend)
-        partials = batch_ops.choose_backends(gradients.partials, self._backend) if gradients.partials else ()
-        for batch, backend in pairs:
+        for batch, backend in batch_ops.choose_backends(plan.collect(allow_fp16=allow_fp16), self._backend):
             flag = flag_on(batch.layout.key.device, flags, found_inf)
-            self._run(plan, op, batch, flag, backend, divides=divides)
-        for batch, backend in partials:
-            self._run(plan, batch_ops.check_batch, batch, flag_on(batch.layout.key.device, flags, found_inf), backend)
+            if batch.is_partial:
+                self._run(plan, batch_ops.check_batch, batch, flag, backend)
+            else:
+                self._run(plan, op, batch, flag, backend, divides=divides)
         return flags
 
     def _run(

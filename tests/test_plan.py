@@ -20,7 +20,7 @@ from scaler_triton.stats import NAMES, SKIPPED
 
 def collected(plan: GradPlan) -> list[int]:
     """Return the addresses of the gradients that a plan collects, in order."""
-    return sorted(t.data_ptr() for batch in plan.collect().batches for t in batch.present)
+    return sorted(t.data_ptr() for batch in plan.collect() for t in batch.present)
 
 
 def addresses(params: list[Any]) -> list[int]:
@@ -41,9 +41,9 @@ def test_gradients_that_come_and_go_make_no_new_plan() -> None:
 def test_layouts_are_the_same_objects_from_step_to_step() -> None:
     params = parameters([torch.ones(3), torch.ones(2).double(), None], "cpu")
     plan = GradPlan(params)
-    first = [batch.layout for batch in plan.collect().batches]
+    first = [batch.layout for batch in plan.collect()]
     params[2].grad = torch.ones(3)
-    second = [batch.layout for batch in plan.collect().batches]
+    second = [batch.layout for batch in plan.collect()]
     assert [id(layout) for layout in first] == [id(layout) for layout in second]
     assert [layout.numels for layout in first] == [[3, 3], [2]]
 
@@ -92,7 +92,7 @@ def test_sparse_gradients_change_size_without_a_new_plan() -> None:
         indices = torch.arange(n).reshape(1, n)
         with torch.sparse.check_sparse_tensor_invariants(False):
             params[0].grad = torch.sparse_coo_tensor(indices, torch.ones(n), (5,))
-        (batch,) = plan.collect().batches
+        (batch,) = plan.collect()
         assert batch.layout.numels == [n]
     assert plan.rebuilds == 0
 
@@ -211,9 +211,9 @@ def test_a_partial_gradient_is_told_from_the_reduced_ones_before_it(two_ranks: N
     plan = GradPlan([parameter])
     for _ in range(3):
         parameter.grad = DTensor.from_local(torch.ones(3), mesh, [Replicate()], run_check=False)
-        assert plan.collect().partials == []
+        assert not any(batch.is_partial for batch in plan.collect())
     parameter.grad = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
-    (partial,) = plan.collect().partials
+    (partial,) = (batch for batch in plan.collect() if batch.is_partial)
     assert partial.present[0].tolist() == [2.0] * 3
 
 

@@ -82,9 +82,9 @@ class AtOnceMixin(PartsMixin):
             total = clip_ops.sum_of_squares_batch(batch, scale, flag, weights, backend, inverse=False)
             totals.append(total.to(verdict.device))
 
-        gradients = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
+        batches = part.plan.collect(allow_fp16=self._allow_fp16, summed=True)
         copies = gradient_copies(part.plan, part.copies)
-        pairs = batch_ops.choose_backends(gradients.batches, self._backend, clips=True)
+        pairs = batch_ops.choose_backends(batches, self._backend, clips=True)
         for batch, backend in pairs:
             flag = flag_on(batch.layout.key.device, flags, verdict.found_inf)
             self._run(part.plan, add, batch, flag, backend)

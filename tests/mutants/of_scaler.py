@@ -157,7 +157,7 @@ MUTANTS = [
     ),
     Mutant(_S + "unscaling.py", "if self._unscale_is_overridden():  # it", "if False:  # the", CONTRACT),
     Mutant(_S + "unscaling.py", "if not flags and agreement is None and not self._is_sharded:", "if not flags:", RANKS),
-    Mutant(_S + "unscaling.py", "for batch, backend in partials:", "for batch, backend in ():", MESHES),
+    Mutant(_S + "unscaling.py", "self._run(plan, batch_ops.check_batch, batch, flag, backend)", "pass", MESHES),
     Mutant(_S + "unscaling.py", "plan.verdict = None  # the", "pass  # what", STEPS),
     Mutant(_S + "unscaling.py", "plan.marks.mark_on_host(batch, self._counters.read()[SKIPPED])", "pass", REPORT),
     Mutant(
