@@ -88,10 +88,10 @@ class AgreeingMixin(StatesMixin):
                 warnings.warn(text, UserWarning, stacklevel=callers.stacklevel())
                 return
 
-    def _initialised_scale(self, funcname: str, report: Callable[..., None], *args: Any) -> Tensor:
-        """Return the scale; without one call `report(*args)`, which joins the reductions of other ranks, and raise."""
+    def _require_scale(self, funcname: str, report: Callable[..., None], *args: Any) -> None:
+        """Raise without a scale, after `report(*args)`, which joins the reductions of other ranks."""
         try:
-            return self._check_scale_growth_tracker(funcname)[0]
+            self._check_scale_growth_tracker(funcname)
         except AssertionError:
             with suppress(Exception):  # torch's error matters more
                 report(*args)

@@ -37,7 +37,7 @@ class ScalerAttributes(_Base):
     _warned_fsdp1: bool
     _warned_apart: bool
 
-    # fp32, one element; None until `_initialised_scale` or `_make_scale` is called, as all methods that read it do.
+    # fp32, one element; None until `_require_scale` or `_make_scale` is called, as all methods that read it do.
     _scale: Tensor
     _growth_tracker: Tensor | None  # int32, one element
     _counters: Counters

@@ -116,7 +116,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
             return result
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._initialised_scale("step", self._fail_unchecked, optimizer)
+        self._require_scale("step", self._fail_unchecked, optimizer)
         state = self._state(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")

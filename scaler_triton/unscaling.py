@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from scaler_triton.batch import Batch
 
 Op = Callable[["Batch", Tensor, dispatch.Backend], None]
-Check = Callable[[GradPlan, Tensor], Flags]
 
 
 class UnscalingMixin(AgreeingMixin):
@@ -49,16 +47,10 @@ class UnscalingMixin(AgreeingMixin):
         """
         if not self._enabled:
             return
-        scale = self._initialised_scale("unscale_", self._fail_unchecked, optimizer)
+        self._require_scale("unscale_", self._fail_unchecked, optimizer)
         state = self._state(optimizer)
         self._check_order(state)
-
-        def unscale(plan: GradPlan, found_inf: Tensor) -> Flags:
-            if self._unscale_is_overridden():
-                return self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
-            return self._unscale_batches_(plan, state, None, found_inf, self._allow_fp16)
-
-        verdict = self._check_and_agree(optimizer, state, unscale)
+        verdict = self._check_and_agree(optimizer, state, unscale=True)
         self._enter_unscaled(state)
         if not optimizers.supports_amp_scaling(optimizer):
             verdict.start_mirror()  # step will ask for the flag on the host
@@ -120,13 +112,13 @@ class UnscalingMixin(AgreeingMixin):
         """
         stage = self._state(optimizer)["stage"] if self._is_known(optimizer) else OptState.READY
         try:
-            self._initialised_scale("_check_inf_per_device", self._fail_unchecked, optimizer)
+            self._require_scale("_check_inf_per_device", self._fail_unchecked, optimizer)
             state = self._state(optimizer)
             recheck = self._may_recheck(optimizer, state)
             if recheck and stage is OptState.UNSCALED:
                 state["unscaled_flag"] = None  # of the step before: check these gradients
             if recheck or not state["found_inf_per_device"]:
-                self._check_and_agree(optimizer, state, partial(self._check_grads, optimizer))
+                self._check_and_agree(optimizer, state, unscale=False)
         finally:
             if self._is_known(optimizer):
                 self._state(optimizer)["stage"] = stage  # after a failure, too: step checks again, as other ranks do
@@ -142,10 +134,15 @@ class UnscalingMixin(AgreeingMixin):
             return False
         return self._agreement(self._plans.get(optimizer)) is None
 
-    def _check_grads(self, optimizer: Any, plan: GradPlan, found_inf: Tensor) -> Flags:
+    def _check_grads(self, optimizer: Any, state: StepState, plan: GradPlan, found_inf: Tensor, unscale: bool) -> Flags:
+        """Check the gradients on this rank only, and perhaps unscale them."""
+        allow_fp16 = self._allow_fp16 or not unscale
         if self._unscale_is_overridden():  # it may check gradients that the plan does not have
-            return self._unscale_grads_(optimizer, torch.ones_like(found_inf), found_inf, True)
-        return self._for_each_batch(plan, found_inf, True, batch_ops.check_batch)
+            factor = inverse(self._scale) if unscale else torch.ones_like(found_inf)
+            return self._unscale_grads_(optimizer, factor, found_inf, allow_fp16)
+        if unscale:
+            return self._unscale_batches_(plan, state, None, found_inf, allow_fp16)
+        return self._for_each_batch(plan, found_inf, allow_fp16, batch_ops.check_batch)
 
     def _for_each_batch(
         self, plan: GradPlan, found_inf: Tensor, allow_fp16: bool, op: Op, *, divides: bool = False
@@ -189,10 +186,10 @@ class UnscalingMixin(AgreeingMixin):
     def _unscale_is_overridden(self) -> bool:
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_
 
-    def _check_and_agree(self, optimizer: Any, state: StepState, check: Check) -> Verdict:
-        """Run `check` (which may unscale, too) with a cleared flag, reduce the flag, store the verdict in `state`.
+    def _check_and_agree(self, optimizer: Any, state: StepState, *, unscale: bool) -> Verdict:
+        """Check the gradients, and perhaps unscale them; reduce the flag over the ranks, store the verdict in `state`.
 
-        Any error of `check` is reported to the other ranks.
+        Any error of the check is reported to the other ranks.
         """
         self._last_steps.forget(state)
         plan, agreement, verdict = self._prepare_check(optimizer, state)
@@ -201,7 +198,9 @@ class UnscalingMixin(AgreeingMixin):
         try:
             if unscaled is not None:
                 plan.marks.note_repeated_skip(self._counters.skips(), unscaled)
-            flags = check(plan, verdict.found_inf) if unscaled is None else {unscaled.device: unscaled}
+                flags = {unscaled.device: unscaled}
+            else:
+                flags = self._check_grads(optimizer, state, plan, verdict.found_inf, unscale)
             verdict.add(flags.values())
             if agreement is not None:
                 verdict.write_scale(self._scale)

@@ -77,7 +77,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
                 parameters = all_parameters(together)
                 return clip_unscaled(parameters, request, self.process_group, sharded=self._is_sharded)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
-            self._initialised_scale("clip_grad_norm_", self._report_missing_scale, together, request, at_once, defer)
+            self._require_scale("clip_grad_norm_", self._report_missing_scale, together, request, at_once, defer)
             for each in together:
                 self._check_order(self._state(each), again=request.chosen is not None, hint=_UNSCALES_TOO)
             if defer:

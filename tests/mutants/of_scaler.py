@@ -151,8 +151,8 @@ MUTANTS = [
     Mutant(_S + "unscaling.py", 'state["written"] = True', "pass", FAILURE),
     Mutant(
         _S + "unscaling.py",
-        "return self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)",
-        "return self._unscale_batches_(plan, state, inverse(scale), found_inf, self._allow_fp16)",
+        "return self._unscale_grads_(optimizer, factor, found_inf, allow_fp16)",
+        "return self._unscale_batches_(plan, state, factor, found_inf, allow_fp16)",
         CONTRACT,
     ),
     Mutant(_S + "unscaling.py", "if self._unscale_is_overridden():  # it", "if False:  # the", CONTRACT),
