@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.flags import Flags, any_flag, as_flag
 from scaler_triton.left_unscaled import first_gradient
-from scaler_triton.optimizers import parameters_of, unwrap, weak
+from scaler_triton.optimizers import parameters_of, supports_amp_scaling, unwrap, weak
 from scaler_triton.step_state import StepState
 from scaler_triton.verdict import Verdict
 
@@ -95,12 +95,17 @@ class StatesMixin(ScalerAttributes):
         state["skips"] = skips
         return skips
 
-    def _store_verdict(self, state: StepState, verdict: Verdict, devices: Sequence[torch.device]) -> None:
+    def _store_verdict(
+        self, optimizer: Any, state: StepState, verdict: Verdict, devices: Sequence[torch.device]
+    ) -> None:
+        """Store the flag for the optimizer's step, and start its host copy if the step will read it there."""
         if state.get("verdict", verdict) is not verdict:
             state.setdefault("earlier", []).append(state["verdict"])
         state["verdict"] = verdict
         verdict.in_step = True
         state["found_inf_per_device"] = verdict.copy_to(devices)
+        if not supports_amp_scaling(optimizer):
+            verdict.start_mirror()
 
     def _enter_unscaled(self, state: StepState) -> None:
         """Enter the stage UNSCALED: all gradients are unscaled, or some may be."""

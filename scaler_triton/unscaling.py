@@ -50,10 +50,8 @@ class UnscalingMixin(AgreeingMixin):
         self._require_scale("unscale_", self._fail_unchecked, optimizer)
         state = self._state(optimizer)
         self._check_order(state)
-        verdict = self._check_and_agree(optimizer, state, unscale=True)
+        self._check_and_agree(optimizer, state, unscale=True)
         self._enter_unscaled(state)
-        if not optimizers.supports_amp_scaling(optimizer):
-            verdict.start_mirror()  # step will ask for the flag on the host
 
     def _unscale_once(self, optimizer: Any) -> None:
         """`unscale_`, unless the gradients are unscaled already, in this step or before the last update."""
@@ -186,7 +184,7 @@ class UnscalingMixin(AgreeingMixin):
     def _unscale_is_overridden(self) -> bool:
         return getattr(self._unscale_grads_, "__func__", None) is not UnscalingMixin._unscale_grads_
 
-    def _check_and_agree(self, optimizer: Any, state: StepState, *, unscale: bool) -> Verdict:
+    def _check_and_agree(self, optimizer: Any, state: StepState, *, unscale: bool) -> None:
         """Check the gradients, and perhaps unscale them; reduce the flag over the ranks, store the verdict in `state`.
 
         Any error of the check is reported to the other ranks.
@@ -213,11 +211,10 @@ class UnscalingMixin(AgreeingMixin):
         try:
             if agreement is not None:
                 verdict.agree(agreement)
-            self._store_verdict(state, verdict, self._flag_devices(flags, plan, agreement))
+            self._store_verdict(optimizer, state, verdict, self._flag_devices(flags, plan, agreement))
         except BaseException:
             self._skip(state)
             raise
-        return verdict
 
     def _prepare_check(self, optimizer: Any, state: StepState) -> tuple[GradPlan, Agreement | None, Verdict]:
         """Return what a check needs; if that fails, report it to the other ranks."""

@@ -145,7 +145,7 @@ ALLOWED = {
     },
     "clipping/arguments": {"callers", "optimizers", "policy", "words"},
     "clipping/copies": {"collectives", "placement"},
-    "clipping/parts": {"clipping/rank_norms", "optimizers", "step_state", "unscaling", "verdict"},
+    "clipping/parts": {"clipping/rank_norms", "optimizers", "step_state", "unscaling"},
     "clipping/at_once": {
         "batch",
         "batch_ops",

@@ -92,4 +92,4 @@ class AfterUnscalingMixin(PartsMixin):
             state["found_inf_per_device"] = {each: flag.to(each, copy=True) for each in devices}
             return
         verdict.set_shared(flag)
-        self._store_flag(part, verdict, devices)
+        self._store_verdict(part.optimizer, state, verdict, devices)

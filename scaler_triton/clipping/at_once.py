@@ -141,7 +141,8 @@ class AtOnceMixin(PartsMixin):
 
     def _finish(self, each: _Measured, agreement: Agreement | None) -> None:
         part = each.part
-        self._store_flag(part, each.verdict, self._flag_devices(each.flags, part.plan, agreement))
+        devices = self._flag_devices(each.flags, part.plan, agreement)
+        self._store_verdict(part.optimizer, part.state, each.verdict, devices)
         self._enter_unscaled(part.state)
 
     def _fail_together(self, optimizers: Sequence[Any], agreement: Agreement) -> None:
