@@ -40,22 +40,22 @@ class AgreeingMixin(StatesMixin):
         """Return the agreement on an optimizer's flag, cached in its plan; None: no other rank must agree."""
         if not (plan.is_distributed or self._is_sharded) and self.process_group is None:
             return None
-        group, default = self.process_group, collectives.default_group()
-        if plan.agreement is None or plan.agreement[0] is not group or plan.agreement[1] is not default:
-            plan.agreement = (group, default, self._new_agreement(plan.parameters))
+        key = (self.process_group, collectives.default_group())
+        if plan.agreement is None or plan.agreement[0] != key:
+            plan.agreement = (key, self._new_agreement(plan.parameters))
             self._warn_of_other_ranks(plan)
-        return plan.agreement[2]
+        return plan.agreement[1]
 
     def _joint_agreement(self, plans: Sequence[GradPlan]) -> Agreement | None:
         """Return the agreement of optimizers that share one reduction."""
         first = plans[0]
         if len(plans) == 1:
             return self._agreement(first)
-        key = (self.process_group, collectives.default_group())
-        if first.joint is None or first.joint[0] != key or [plan() for plan in first.joint[1]] != [*plans]:
+        key = (self.process_group, collectives.default_group(), *map(weakref.ref, plans))
+        if first.joint is None or first.joint[0] != key:
             parameters = [parameter for plan in plans for parameter in plan.parameters]
-            first.joint = (key, [*map(weakref.ref, plans)], self._new_agreement(parameters))
-        return first.joint[2]
+            first.joint = (key, self._new_agreement(parameters))
+        return first.joint[1]
 
     def _new_agreement(self, parameters: Sequence[Tensor]) -> Agreement | None:
         if self._is_sharded or self.process_group is not None:
@@ -75,13 +75,13 @@ class AgreeingMixin(StatesMixin):
     def _warn_of_other_ranks(self, plan: GradPlan) -> None:
         """Warn if another optimizer's flag is reduced over other ranks than this one's: they share one scale."""
         assert plan.agreement is not None
-        group, default, mine = plan.agreement
+        key, mine = plan.agreement
         if mine is None or self._warned_apart:
             return
         for other in self._plans.plans():
-            if other.agreement is None or other.agreement[:2] != (group, default):
+            if other.agreement is None or other.agreement[0] != key:
                 continue
-            theirs = other.agreement[2]
+            theirs = other.agreement[1]
             if theirs is not None and theirs.ranks != mine.ranks:
                 self._warned_apart = True
                 text = _APART.format(list(theirs.ranks), list(mine.ranks))

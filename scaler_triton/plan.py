@@ -45,11 +45,11 @@ class GradPlan:
         self.is_distributed = any(map(placement.is_distributed, self.parameters))
         self.rebuilds = 0
         self.marks = OverflowMarks(len(self.parameters))
-        # Caches of other modules; the last three hold what they were computed from, too.
+        # Caches of other modules; the last three begin with what they were computed from.
         self.verdict: Verdict | None = None  # the optimizer's flag
-        self.agreement: tuple[Any, Any, Agreement | None] | None = None  # the ranks that must agree
-        self.joint: tuple[Any, Any, Agreement | None] | None = None  # those that must agree on several plans together
-        self.copies: tuple[Any, Any, list[int]] | None = None  # how many ranks hold each parameter's shard
+        self.agreement: tuple[Any, Agreement | None] | None = None  # the ranks that must agree
+        self.joint: tuple[Any, Agreement | None] | None = None  # those that must agree on several plans together
+        self.copies: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if placement.is_dtensor(parameter)]
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial

@@ -42,10 +42,10 @@ def copies_of(parameters: Sequence[Tensor], agreement: Agreement | None, model: 
 
 def plan_copies(plan: GradPlan, agreement: Agreement | None, model: nn.Module | None) -> list[int]:
     """`copies_of` for a plan, which caches the result."""
-    if plan.copies is None or plan.copies[0] is not agreement or plan.copies[1]() is not model:
-        seen = (lambda: None) if model is None else weakref.ref(model)
-        plan.copies = (agreement, seen, copies_of(plan.parameters, agreement, model))
-    return plan.copies[2]
+    key = (agreement, None if model is None else weakref.ref(model))
+    if plan.copies is None or plan.copies[0] != key:
+        plan.copies = (key, copies_of(plan.parameters, agreement, model))
+    return plan.copies[1]
 
 
 def gradient_copies(plan: GradPlan, copies: Sequence[int]) -> Sequence[int]:

@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(_S + "clipping/copies.py", "if pieces > ranks:", "if False:", CLIPPED),
     Mutant(_S + "clipping/copies.py", "    if not plan.grad_shards:", "    if True:", CLIPPED),
     Mutant(_S + "clipping/copies.py", "return ranks // pieces", "return 1", CLIPPED),
-    Mutant(_S + "clipping/copies.py", " or plan.copies[1]() is not model", "", CLIPPED),
+    Mutant(_S + "clipping/copies.py", " or plan.copies[0] != key", "", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "has_fsdp1(parameters)", "False", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "dtensor_spec(parameter) is None", "True", CLIPPED),
     Mutant(_S + "clipping/disabled.py", "together = (sharded or", "together = (False or", CLIPPED),
