@@ -78,7 +78,7 @@ class AtOnceMixin(PartsMixin):
         totals: list[Tensor] = []
 
         def add(batch: Batch, flag: Tensor, backend: dispatch.Backend) -> None:
-            scale, weights = self._scale_on(flag.device), _weights(batch, copies)
+            scale, weights = fp32_on(flag.device, self._scale), _weights(batch, copies)
             total = clip_ops.sum_of_squares_batch(batch, scale, flag, weights, backend, inverse=False)
             totals.append(total.to(verdict.device))
 
@@ -90,9 +90,6 @@ class AtOnceMixin(PartsMixin):
             self._run(part.plan, add, batch, flag, backend)
         verdict.add(flags.values())
         return _Measured(part, verdict, pairs, flags, _sum_of(totals, verdict.device))
-
-    def _scale_on(self, device: torch.device) -> Tensor:
-        return fp32_on(device, self._scale)
 
     def _totals(self, measured: Sequence[_Measured], agreement: Agreement | None) -> Tensor:
         """Return the sum of the optimizers' totals, with the scale once, for the ranks to compare."""
@@ -131,7 +128,7 @@ class AtOnceMixin(PartsMixin):
         for each in measured:
             for batch, backend in each.pairs:
                 device = batch.layout.key.device
-                scale = self._scale_on(device)
+                scale = fp32_on(device, self._scale)
                 if device == totals.device:
                     norm = clip_ops.clip_batch_(batch, scale, totals, max_norm, backend, each.verdict)
                 else:
