@@ -16,9 +16,6 @@ class PlanCache:
     def __init__(self) -> None:
         self._plans: dict[int, tuple[Callable[[], Any], GradPlan]] = {}
 
-    def __len__(self) -> int:
-        return len(self._plans)
-
     def plans(self) -> list[GradPlan]:
         """Return the plans of all optimizers that are alive."""
         entries = [*self._plans.values()]  # at one go: an optimizer that is freed meanwhile removes its own

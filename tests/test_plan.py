@@ -113,11 +113,11 @@ def test_a_plan_dies_with_its_optimizer_and_keeps_no_scaler_alive() -> None:
     scaler = started(GradScaler, "cpu")
     scaler.step(optimizer)
     scaler.update()
-    assert len(scaler._plans) == 1
+    assert len(scaler._plans.plans()) == 1
     parameter = weakref.ref(optimizer.param_groups[0]["params"][0])
     del optimizer
     gc.collect()
-    assert len(scaler._plans) == 0
+    assert len(scaler._plans.plans()) == 0
     assert parameter() is None
     optimizer = sgd([torch.ones(4)])
     scaler.step(optimizer)

@@ -164,7 +164,7 @@ def test_containers_without_weak_references_leave_no_plans_behind() -> None:
     for _ in range(5):
         scaler.step(Container([sgd([torch.ones(2)])]))
         scaler.update()
-    assert len(scaler._plans) == 0
+    assert len(scaler._plans.plans()) == 0
 
 
 def test_an_optimizer_that_keeps_another_one_is_no_wrapper() -> None:

@@ -76,7 +76,7 @@ class Samples:
         self.device.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
         self.tensors.append(live_tensors())
         tables = sum(len(layout.tables) for layout in plan.layouts)
-        self.plans.append((len(scaler._plans), plan.rebuilds, len(plan.layouts), tables))
+        self.plans.append((len(scaler._plans.plans()), plan.rebuilds, len(plan.layouts), tables))
         kept = (scaler._per_optimizer_states, scaler._last_steps._states, scaler._lagging._taken)
         self.states.append(tuple(map(len, kept)))
 
@@ -174,7 +174,7 @@ def optimizers_come_and_go(scaler: Any, rounds: int) -> list[tuple[int, int]]:
         scaler.update()
         del model, optimizer
         gc.collect()
-        held.append((live_tensors(), len(scaler._plans)))
+        held.append((live_tensors(), len(scaler._plans.plans())))
     return held
 
 
