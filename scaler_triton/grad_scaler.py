@@ -125,7 +125,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
             self._mark_stepped(state)
             return None
         if state["stage"] is OptState.READY:
-            state["unscaled_flag"] = self._left_unscaled.recall(optimizer)
+            state["recalled_flag"] = self._left_unscaled.recall(optimizer)
         if optimizers.supports_amp_scaling(optimizer) or "deferred" in state:  # then the wrapped one does
             return self._step_with_scale(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
@@ -162,7 +162,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
                 state["must_skip"] = True
             elif state["stage"] is OptState.READY:
                 state["found_inf_per_device"] = before
-                state["unscaled_flag"] = None  # the gradients may be others at the next call
+                state["recalled_flag"] = None  # the gradients may be others at the next call
             raise
         self._mark_stepped(state)
         return result
@@ -200,7 +200,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         scale = self._get_scale_async()
         assert scale is not None
         factor = state.get("deferred")
-        if ready and state["unscaled_flag"] is None:
+        if ready and state["recalled_flag"] is None:
             factor = scale.reshape(()) if scale.ndim else scale
         on_host = not scale.is_cpu and any(device.type == "cpu" for device in state["found_inf_per_device"])
         with lending.lent(both, factor, self._flag(state), on_host=on_host):

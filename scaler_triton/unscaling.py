@@ -57,7 +57,7 @@ class UnscalingMixin(AgreeingMixin):
         """`unscale_`, unless the gradients are unscaled already, in this step or before the last update."""
         state = self._state(optimizer)
         if state["stage"] is not OptState.UNSCALED:
-            state["unscaled_flag"] = self._left_unscaled.recall(optimizer)  # if not None, nothing is divided
+            state["recalled_flag"] = self._left_unscaled.recall(optimizer)  # if not None, nothing is divided
             self.unscale_(optimizer)
 
     def _check_order(self, state: StepState, *, again: bool = False, hint: str = "") -> None:
@@ -114,7 +114,7 @@ class UnscalingMixin(AgreeingMixin):
             state = self._state(optimizer)
             recheck = self._may_recheck(optimizer, state)
             if recheck and stage is OptState.UNSCALED:
-                state["unscaled_flag"] = None  # of the step before: check these gradients
+                state["recalled_flag"] = None  # of the step before: check these gradients
             if recheck or not state["found_inf_per_device"]:
                 self._check_and_agree(optimizer, state, unscale=False)
         finally:
@@ -191,12 +191,12 @@ class UnscalingMixin(AgreeingMixin):
         """
         self._last_steps.forget(state)
         plan, agreement, verdict = self._prepare_check(optimizer, state)
-        unscaled = state.get("unscaled_flag")  # before the last update: its flag is still valid
+        recalled = state.get("recalled_flag")  # of gradients unscaled before the last update
         state.pop("written", None)
         try:
-            if unscaled is not None:
-                plan.marks.note_repeated_skip(self._counters.skips(), unscaled)
-                flags = {unscaled.device: unscaled}
+            if recalled is not None:
+                plan.marks.note_repeated_skip(self._counters.skips(), recalled)
+                flags = {recalled.device: recalled}
             else:
                 flags = self._check_grads(optimizer, state, plan, verdict.found_inf, unscale)
             verdict.add(flags.values())
@@ -206,7 +206,7 @@ class UnscalingMixin(AgreeingMixin):
             written = state.pop("written", self._unscale_is_overridden())  # an override may have written anything
             self._fail(state, agreement if isinstance(error, Exception) else None, written=written)
             if state["stage"] is OptState.READY:
-                state["unscaled_flag"] = None  # by the next call the gradients may be others
+                state["recalled_flag"] = None  # by the next call the gradients may be others
             raise
         try:
             if agreement is not None:
@@ -226,7 +226,7 @@ class UnscalingMixin(AgreeingMixin):
             with suppress(Exception):  # such as an illegal process_group, which fails on every rank
                 self._fail(state, self._new_agreement(optimizers.parameters_of(optimizers.unwrap(optimizer))))
             if state["stage"] is OptState.READY:
-                state["unscaled_flag"] = None  # by the next call the gradients may be others
+                state["recalled_flag"] = None  # by the next call the gradients may be others
             raise
 
     def _flag_devices(self, flags: Flags, plan: GradPlan, agreement: Agreement | None) -> Sequence[torch.device]:

@@ -138,7 +138,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             return None
         if "first_gradient" in state and not has_first_gradient(owner, state["first_gradient"]):
             return None
-        if state.get("unscaled_flag") is None:  # else it was noted by the update that left it first
+        if state.get("recalled_flag") is None:  # else it was noted by the update that left it first
             self._plans.get(owner).marks.note_unstepped(self._counters.skips())
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("must_skip") else flag

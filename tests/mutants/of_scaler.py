@@ -189,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(_S + "updating.py", 'if getattr(self, "_growth_tracker", None) is None:', "if True:", CONTRACT),
     Mutant(_S + "updating.py", "new_scale = self._checked_scale(new_scale)\n", "pass\n", DIFFERENCES),
-    Mutant(_S + "updating.py", 'if state.get("unscaled_flag") is None:', "if True:", REPORT),
+    Mutant(_S + "updating.py", 'if state.get("recalled_flag") is None:', "if True:", REPORT),
     Mutant(_S + "updating.py", "not (captured or verdict in", "not (False or verdict in", CAPTURED),
     Mutant(_S + "updating.py", "if growth_tracker.dtype is not torch.int32:", "if False:", "tests/test_odd_scales.py"),
     Mutant(_S + "updating.py", "or verdict in buffer.captured)", "or False)", CAPTURED),
