@@ -38,6 +38,13 @@ class Run:
         self.seen += [p.grad.clone() for p in parameters if p.grad is not None]
         self.seen += [torch.tensor([scaler.get_scale(), scaler._get_growth_tracker()])]
 
+    def finish(self, scaler: Any, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        """End a step, and look at what it left."""
+        scaler.step(optimizer)
+        scaler.update()
+        self.look(scaler, parameters)
+        optimizer.zero_grad()
+
 
 def sgd(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.125, momentum=0.5)
@@ -91,10 +98,7 @@ def sam_with_an_update_for_each_pass(run: Run) -> None:
         scaler.scale(loss(parameters, bad and step == 4)).backward()
         with torch.no_grad():
             torch._foreach_sub_(parameters, climb)
-        scaler.step(optimizer)
-        scaler.update()
-        run.look(scaler, parameters)
-        optimizer.zero_grad()
+        run.finish(scaler, optimizer, parameters)
 
 
 def two_kinds_of_loss_each_clipped_by_itself(run: Run) -> None:
@@ -111,10 +115,7 @@ def two_kinds_of_loss_each_clipped_by_itself(run: Run) -> None:
         scaler.unscale_(optimizer)
         for parameter, gradient in zip(parameters, clipped, strict=True):
             parameter.grad += gradient
-        scaler.step(optimizer)
-        scaler.update()
-        run.look(scaler, parameters)
-        optimizer.zero_grad()
+        run.finish(scaler, optimizer, parameters)
 
 
 def a_subclass_with_an_update_of_its_own(run: Run) -> None:
@@ -206,10 +207,7 @@ def fp16_allowed_in_one_group(run: Run) -> None:
     for bad in BAD_STEPS:
         scaler.scale(loss(parameters) + loss(halves, bad)).backward()
         unscaled_parts(scaler, optimizer, (Holding(parameters), False), (Holding(halves), True))
-        scaler.step(optimizer)
-        scaler.update()
-        run.look(scaler, [*parameters, *halves])
-        optimizer.zero_grad()
+        run.finish(scaler, optimizer, [*parameters, *halves])
 
 
 def an_optimizer_that_unscales_itself(run: Run) -> None:
@@ -231,10 +229,7 @@ def an_optimizer_that_unscales_itself(run: Run) -> None:
     for bad in BAD_STEPS:
         scaler.scale(loss(parameters, bad)).backward()
         with pytest.warns(FutureWarning, match="stop passing itself"):
-            scaler.step(optimizer)
-        scaler.update()
-        run.look(scaler, parameters)
-        optimizer.zero_grad()
+            run.finish(scaler, optimizer, parameters)
 
 
 def a_step_that_was_taken_elsewhere(run: Run) -> None:
@@ -265,10 +260,7 @@ def a_scale_that_two_scalers_share(run: Run) -> None:
             scaler.scale(loss(parameters, bad and parameters is models[0])).backward()
         for scaler, optimizer, parameters in zip(scalers, optimizers, models, strict=True):
             scaler._scale, scaler._growth_tracker = scalers[0]._scale, scalers[0]._growth_tracker
-            scaler.step(optimizer)
-            scaler.update()
-            run.look(scaler, parameters)
-            optimizer.zero_grad()
+            run.finish(scaler, optimizer, parameters)
 
 
 def a_scale_that_takes_effect_one_step_late(run: Run) -> None:
@@ -297,10 +289,7 @@ def a_scale_with_a_ceiling_by_its_growth_factor(run: Run) -> None:
         if scaler.get_scale() > 12.0:
             scaler._scale.fill_(12.0)
         scaler.scale(loss(parameters, bad)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        run.look(scaler, parameters)
-        optimizer.zero_grad()
+        run.finish(scaler, optimizer, parameters)
 
 
 def parameters_replaced_after_every_step(run: Run) -> None:
@@ -309,10 +298,7 @@ def parameters_replaced_after_every_step(run: Run) -> None:
     optimizer, scaler = sgd([{"params": [p]} for p in parameters]), run.scaler()
     for bad in BAD_STEPS:
         scaler.scale(loss(parameters, bad)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        run.look(scaler, parameters)
-        optimizer.zero_grad()
+        run.finish(scaler, optimizer, parameters)
         for index, group in enumerate(optimizer.param_groups):
             (before,) = group["params"]
             parameters[index] = nn.Parameter(torch.cat([before.detach(), before.detach()[:1]]))
@@ -370,3 +356,29 @@ def test_a_pattern_ends_as_with_torch(pattern: Callable[[Run], None], place: Pla
         assert_same(mine, other)
     scales = {each[0].item() for each in ours.seen if each.shape == (2,)}
     assert len(scales) > 1  # it did back off
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(math.inf, 1.0), (1.0, math.inf), (1.0, 1.0)])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_states_that_were_set_aside_for_another_pass_come_back_as_they_were(
+    outer: float, inner: float, place: Place
+) -> None:
+    """As a trainer does that looks at other gradients in between: its flags must not become the step's."""
+    ended = []
+    for cls in (torch.amp.GradScaler, GradScaler):
+        parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
+        optimizer = torch.optim.SGD([parameter], lr=0.5)
+        scaler = cls(place.device, init_scale=4.0, **({"backend": place.backend} if cls is GradScaler else {}))
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(parameter.sum() * outer).backward()
+            scaler.unscale_(optimizer)
+            kept, states = parameter.grad, scaler._per_optimizer_states
+            parameter.grad, scaler._per_optimizer_states = None, defaultdict(_refresh_per_optimizer_state)
+            scaler.scale(parameter.sum() * inner).backward()
+            scaler.unscale_(optimizer)
+            parameter.grad, scaler._per_optimizer_states = kept, states
+            scaler.step(optimizer)
+            scaler.update()
+        ended.append((parameter.tolist(), scaler.get_scale()))
+    assert ended[0] == ended[1]
