@@ -78,7 +78,7 @@ class AgreeingMixin(StatesMixin):
         key, mine = plan.agreement
         if mine is None or self._warned_apart:
             return
-        for other in self._plans.plans():
+        for other in self._records.plans():
             if other.agreement is None or other.agreement[0] != key:
                 continue
             theirs = other.agreement[1]
@@ -99,7 +99,7 @@ class AgreeingMixin(StatesMixin):
 
     def _fail_unchecked(self, optimizer: Any) -> None:
         """Report to the ranks that must agree that this one will not check an optimizer's gradients; skip its step."""
-        plan = self._plans.get(optimizer)
+        plan = self._records.plan(optimizer)
         agreement = self._agreement(plan)
         if agreement is not None and self._state(optimizer)["stage"] is OptState.READY:
             self._make_scale(plan.devices)

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from scaler_triton.last_steps import LastSteps
-from scaler_triton.left_unscaled import LeftUnscaled
-from scaler_triton.plan_cache import PlanCache
+from scaler_triton.records import Records
 from scaler_triton.stats import Counters, Lagging
 
 if TYPE_CHECKING:
@@ -45,10 +43,8 @@ class ScalerAttributes(_Base):
     _device_policies: dict[torch.device, DevicePolicy]
 
     _per_optimizer_states: Any  # this step's StepStates, by the optimizer's id
-    _plans: PlanCache
+    _records: Records
     _flag_buffers: dict[torch.device, FlagBuffer]
-    _last_steps: LastSteps
-    _left_unscaled: LeftUnscaled
 
 
 def fresh(counters: Sequence[int] | None = None) -> dict[str, Any]:
@@ -62,8 +58,6 @@ def fresh(counters: Sequence[int] | None = None) -> dict[str, Any]:
         "_lagging": Lagging(),
         "_device_policies": {},
         "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
-        "_plans": PlanCache(),
+        "_records": Records(),
         "_flag_buffers": {},
-        "_last_steps": LastSteps(),
-        "_left_unscaled": LeftUnscaled(),
     }

@@ -125,7 +125,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
             self._mark_stepped(state)
             return None
         if state["stage"] is OptState.READY:
-            state["recalled_flag"] = self._left_unscaled.recall(optimizer)
+            state["recalled_flag"] = self._records.recall(optimizer)
         if optimizers.supports_amp_scaling(optimizer) or "deferred" in state:  # then the wrapped one does
             return self._step_with_scale(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
@@ -140,7 +140,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         state["stage"] = OptState.STEPPED
         # torch refuses to swap a tensor that has a weak reference, as `model.cpu()` does under FSDP2.
         state.pop("first_gradient", None)
-        self._last_steps.keep(state)
+        self._records.end_step(state)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:
         if self._host_flag(optimizer_state):

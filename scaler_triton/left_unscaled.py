@@ -1,15 +1,14 @@
-"""LeftUnscaled: optimizers that `update` left unscaled but not stepped; a later step must not unscale them again."""
+"""LeftUnscaled: of an optimizer that `update` left unscaled but not stepped; a later step must not unscale it again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from scaler_triton.mirror import version_counter
-from scaler_triton.optimizers import parameters_of, unwrap, weak
+from scaler_triton.optimizers import parameters_of
 from scaler_triton.placement import SHARD, local_tensor
 
 
@@ -24,48 +23,24 @@ class Snapshot(NamedTuple):
         return gradient is not None and self.gradient() is _held(gradient) and self.versions == _versions(gradient)
 
 
-class _Entry(NamedTuple):
-    owner: Callable[[], Any]
-    found_inf: Tensor
-    snapshots: list[Snapshot | None]
+class LeftUnscaled(NamedTuple):
+    """What tells later whether the gradients that `update` left are still unscaled.
 
-    def fits(self, optimizer: Any) -> bool:
-        return self.owner() is optimizer and unchanged_since(self.snapshots, optimizer)
-
-
-class LeftUnscaled:
-    """Optimizers that were unscaled, but not stepped before `update`, and their flags.
-
-    The user may have skipped that step or postponed it. The gradients tell which: the same tensors, not written since,
-    are still unscaled; new or written ones are scaled.
+    The user may have skipped that step or postponed it: the same tensors, not written since, are still unscaled; new or
+    written ones are scaled.
     """
 
-    def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
+    found_inf: Tensor  # a copy of the agreed flag, fp32, shape ()
+    snapshots: list[Snapshot | None]
 
-    def __bool__(self) -> bool:
-        return bool(self._entries)
 
-    def renew(self, flags: Sequence[tuple[Any, Tensor | None]]) -> None:
-        """After an update, store the optimizers that it left unscaled but not stepped, and drop the stepped ones.
+def leave_unscaled(optimizer: Any, found_inf: Tensor) -> LeftUnscaled | None:
+    """Return what to keep of an optimizer's gradients, none of which is kept alive.
 
-        Args:
-            flags: each optimizer, and a copy of its agreed flag, fp32, shape (), or None if it was stepped or not
-                unscaled. No gradient is kept alive.
-        """
-        renewed = {id(optimizer) for optimizer, _ in flags}
-        kept = {key: entry for key, entry in self._entries.items() if key not in renewed and entry.owner() is not None}
-        for optimizer, found_inf in flags:
-            if found_inf is not None and any(snapshots := snapshots_of(optimizer)):
-                # Without gradients this step could not be told from the next.
-                kept[id(optimizer)] = _Entry(weak(optimizer), found_inf, snapshots)
-        self._entries = kept
-
-    def recall(self, optimizer: Any) -> Tensor | None:
-        """Return the stored flag of an optimizer whose gradients are still unscaled, kept until its next update."""
-        inner = unwrap(optimizer)
-        entry = self._entries.get(id(inner))
-        return entry.found_inf if entry is not None and entry.fits(inner) else None
+    Returns: None if there are none: this step could not be told from the next.
+    """
+    snapshots = snapshots_of(optimizer)
+    return LeftUnscaled(found_inf, snapshots) if any(snapshots) else None
 
 
 def first_gradient(optimizer: Any) -> TensorWeakRef | None:

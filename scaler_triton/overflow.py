@@ -56,13 +56,13 @@ class OverflowMixin(StatesMixin):
         update = None if pending else counters[LAST_SKIP] or None
         generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
         bad = tuple(self._marked(generation, names_by_id(model)))
-        plans = self._plans.plans() if pending or update else ()
+        plans = self._records.plans() if pending or update else ()
         untold = sorted({text for plan in plans for text in plan.marks.untold()})
         return OverflowReport(update, bad, False, tuple(untold), pending)
 
     def _marked(self, generation: int, names: dict[int, str]) -> Iterator[BadGradient]:
         rank = collectives.own_rank(self.process_group)
-        for number, plan in enumerate(self._plans.plans()):
+        for number, plan in enumerate(self._records.plans()):
             for index, kinds in sorted(plan.marks.of(generation).items()):
                 parameter = plan.parameters[index]
                 name = names.get(id(parameter), f"optimizer {number}, parameter {index}")

@@ -130,6 +130,6 @@ class SettingsMixin(ScalerAttributes):
         self._limits = loaded
         self._counters.set(counters)
         self._lagging = Lagging()
-        for plan in self._plans.plans():
+        for plan in self._records.plans():
             plan.marks.forget()  # their generations count another run's skips
         self._numbers_changed()

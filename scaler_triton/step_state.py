@@ -28,7 +28,7 @@ class StepState(TypedDict, total=False):
     skips: bool  # the flag as the host read it
     # Its gradients:
     first_gradient: TensorWeakRef | None  # when they were unscaled; None: there was none
-    recalled_flag: Tensor | None  # fp32, shape (): of gradients that an update left unscaled, see LeftUnscaled.recall
+    recalled_flag: Tensor | None  # fp32, shape (): of gradients that an update left unscaled, see Records.recall
     deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
     # Within one call, and after one that raised:
     asked_by_step: bool  # within an optimizer's step that asks for the flag itself, perhaps for each group

@@ -57,7 +57,7 @@ class UnscalingMixin(AgreeingMixin):
         """`unscale_`, unless the gradients are unscaled already, in this step or before the last update."""
         state = self._state(optimizer)
         if state["stage"] is not OptState.UNSCALED:
-            state["recalled_flag"] = self._left_unscaled.recall(optimizer)  # if not None, nothing is divided
+            state["recalled_flag"] = self._records.recall(optimizer)  # if not None, nothing is divided
             self.unscale_(optimizer)
 
     def _check_order(self, state: StepState, *, again: bool = False, hint: str = "") -> None:
@@ -83,7 +83,7 @@ class UnscalingMixin(AgreeingMixin):
         # A call from outside a step, perhaps for a few parameters only, must not begin one.
         temporary: StepState = {"stage": OptState.READY, "found_inf_per_device": {}}
         state = self._state(optimizer) if self._is_known(optimizer) else temporary
-        return self._unscale_batches_(self._plans.get(optimizer), state, inv_scale, found_inf, allow_fp16)
+        return self._unscale_batches_(self._records.plan(optimizer), state, inv_scale, found_inf, allow_fp16)
 
     def _unscale_batches_(
         self, plan: GradPlan, state: StepState, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
@@ -130,7 +130,7 @@ class UnscalingMixin(AgreeingMixin):
         stepped = state["stage"] is OptState.STEPPED or state.get("asked_by_step")
         if stepped or "verdict" not in state or state["verdict"].shared or state.get("must_skip"):
             return False
-        return self._agreement(self._plans.get(optimizer)) is None
+        return self._agreement(self._records.plan(optimizer)) is None
 
     def _check_grads(self, optimizer: Any, state: StepState, plan: GradPlan, found_inf: Tensor, unscale: bool) -> Flags:
         """Check the gradients on this rank only, and perhaps unscale them."""
@@ -189,7 +189,7 @@ class UnscalingMixin(AgreeingMixin):
 
         Any error of the check is reported to the other ranks.
         """
-        self._last_steps.forget(state)
+        self._records.begin_step(state)
         plan, agreement, verdict = self._prepare_check(optimizer, state)
         recalled = state.get("recalled_flag")  # of gradients unscaled before the last update
         state.pop("written", None)
@@ -219,7 +219,7 @@ class UnscalingMixin(AgreeingMixin):
     def _prepare_check(self, optimizer: Any, state: StepState) -> tuple[GradPlan, Agreement | None, Verdict]:
         """Return what a check needs; if that fails, report it to the other ranks."""
         try:
-            plan = self._plans.get(optimizer)
+            plan = self._records.plan(optimizer)
             agreement = self._agreement(plan)
             return plan, agreement, self._new_verdict(plan)
         except Exception:

@@ -14,7 +14,8 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import batch_ops, dispatch, limits, reference_update
 from scaler_triton.cuda_graphs import is_captured
-from scaler_triton.left_unscaled import has_first_gradient
+from scaler_triton.left_unscaled import has_first_gradient, leave_unscaled
+from scaler_triton.optimizers import unwrap
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
@@ -53,8 +54,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             scale.fill_(new_scale)
         else:
             self._update_by_flags(scale, growth_tracker, checked)
-        if unstepped or self._left_unscaled:
-            self._left_unscaled.renew(unstepped)
+        for owner, flag in unstepped:
+            self._records.of(owner).left_unscaled = None if flag is None else leave_unscaled(owner, flag)
         for state in states:
             if "verdict" in state:
                 state["verdict"].in_step = False
@@ -85,7 +86,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         """
         if not self._enabled:
             return False
-        state = self._last_steps.of(optimizer)
+        record = self._records.find(unwrap(optimizer))
+        state = None if record is None else record.last_step
         if state is None:
             raise ValueError(f"optimizer must have been stepped and not unscaled since, got {type(optimizer).__name__}")
         return self._skips(state)
@@ -120,9 +122,12 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                 )
 
     def _unstepped_flags(self, states: Sequence[StepState]) -> list[tuple[Any, Tensor | None]]:
-        """Return the argument of `LeftUnscaled.renew`; empty if no optimizer is or was left unstepped."""
+        """Return this step's optimizers, and the flag of each that was left unstepped, else None.
+
+        Returns: nothing if none was, in this step or before: then no record changes.
+        """
         left = [state for state in states if state["stage"] is OptState.UNSCALED]
-        if not left and not self._left_unscaled:
+        if not left and not any(record.left_unscaled for record in self._records.all()):
             return []
         self._refuse_to_lose_clipping(left)
         started = [state for state in states if "owner" in state and state["stage"] is not OptState.READY]
@@ -139,7 +144,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if "first_gradient" in state and not has_first_gradient(owner, state["first_gradient"]):
             return None
         if state.get("recalled_flag") is None:  # else it was noted by the update that left it first
-            self._plans.get(owner).marks.note_unstepped(self._counters.skips())
+            self._records.plan(owner).marks.note_unstepped(self._counters.skips())
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("must_skip") else flag
 

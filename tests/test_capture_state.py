@@ -49,7 +49,7 @@ def step(scaler: Any, optimizer: Any, gradient: float = 8.0, new_scale: float | 
 @TRITON
 def test_a_captured_step_clears_its_flag_whatever_was_before(place: Place) -> None:
     scaler, optimizer = new(place)
-    verdict = scaler._plans.plans()[0].verdict
+    verdict = scaler._records.plans()[0].verdict
     assert verdict.cleared
     verdict.found_inf.fill_(1.0)  # as an eager step may leave it for a replay
     with as_if_captured():
@@ -62,7 +62,7 @@ def test_what_a_captured_update_will_clear_is_not_clear_yet(place: Place) -> Non
     scaler, optimizer = new(place)
     with as_if_captured():
         step(scaler, optimizer)
-    verdict = scaler._plans.plans()[0].verdict
+    verdict = scaler._records.plans()[0].verdict
     verdict.found_inf.fill_(1.0)  # as nobody has replayed the update
     step(scaler, optimizer)
     assert not scaler.was_skipped(optimizer)
@@ -75,7 +75,7 @@ def test_what_a_captured_update_alone_will_clear_is_not_clear_yet(place: Place) 
     scaler.step(optimizer)
     with as_if_captured():
         scaler.update()
-    scaler._plans.plans()[0].verdict.found_inf.fill_(1.0)  # as nobody has replayed the update
+    scaler._records.plans()[0].verdict.found_inf.fill_(1.0)  # as nobody has replayed the update
     step(scaler, optimizer)
     assert not scaler.was_skipped(optimizer)
     assert scaler.get_scale() == SCALE
@@ -88,7 +88,7 @@ def test_an_update_outside_the_graph_clears_no_flag_for_good_that_replays_write(
     with as_if_captured():
         scaler.step(optimizer)
     scaler.update()
-    scaler._plans.plans()[0].verdict.found_inf.fill_(1.0)  # as a replay of the step leaves it
+    scaler._records.plans()[0].verdict.found_inf.fill_(1.0)  # as a replay of the step leaves it
     step(scaler, optimizer)
     assert not scaler.was_skipped(optimizer)
     assert scaler.get_scale() == SCALE
@@ -141,7 +141,7 @@ def test_setters_write_at_once_what_a_graph_reads(place: Place, setter: str, val
 @TRITON
 def test_what_a_graph_marks_is_told_after_gradients_of_another_form(place: Place) -> None:
     scaler, optimizer = new(place)
-    (layout,) = scaler._plans.plans()[0].layouts
+    (layout,) = scaler._records.plans()[0].layouts
     with mock.patch.object(GradTable, "is_in_a_graph", True):
         optimizer.param_groups[0]["params"][0].grad = torch.ones(6, device=place.device)[::2]
         with mock.patch.object(optimizer, "step"):
@@ -151,7 +151,7 @@ def test_what_a_graph_marks_is_told_after_gradients_of_another_form(place: Place
         step(scaler, optimizer)
     for table in layout.tables.values():
         table.bits.fill_(INF)  # as a replay does
-    assert [plan.marks.of(0) for plan in scaler._plans.plans()] == [{0: INF}]
+    assert [plan.marks.of(0) for plan in scaler._records.plans()] == [{0: INF}]
 
 
 @TRITON
@@ -159,7 +159,7 @@ def test_unscaling_and_checking_it_sends_addresses_once(place: Place) -> None:
     scaler, optimizer = new(place, check_unscaled=True)
     with mock.patch.object(GradTable, "set_addresses", autospec=True, side_effect=GradTable.set_addresses) as sent:
         scaler.unscale_(optimizer)
-    (layout,) = scaler._plans.plans()[0].layouts
+    (layout,) = scaler._records.plans()[0].layouts
     assert sent.call_count == len({id(table) for table in layout.tables.values()})  # tuned, there may be two
     assert flags(scaler, optimizer) == [0.0]
 
@@ -245,10 +245,10 @@ def test_the_flag_that_a_replay_writes_never_becomes_another_optimizers(place: P
     scaler, optimizer = new(place)
     with as_if_captured():
         step(scaler, optimizer)
-    row = scaler._plans.get(optimizer).verdict.row
+    row = scaler._records.plan(optimizer).verdict.row
     del optimizer
     gc.collect()
     later = [sgd([torch.full((3,), 8.0)], place.device) for _ in range(3)]
     for each in later:  # the first one's step makes the scaler forget the step before
         scaler.step(each)
-    assert row not in [scaler._plans.get(each).verdict.row for each in later]
+    assert row not in [scaler._records.plan(each).verdict.row for each in later]

@@ -42,7 +42,7 @@ def step(scaler: Any, model: nn.Module, optimizer: torch.optim.Optimizer, clip: 
 
 
 def told(scaler: Any, model: nn.Module) -> list[tuple[str, str, int]]:
-    if scaler._plans.plans() and scaler._backend == "torch" and next(model.parameters()).is_cuda:
+    if scaler._records.plans() and scaler._backend == "torch" and next(model.parameters()).is_cuda:
         pytest.skip("torch's op on a GPU does not tell")
     return [(each.name, each.kinds, each.numel) for each in scaler.overflow_report(model).bad]
 
@@ -218,7 +218,7 @@ def test_good_steps_mark_nothing(place: Place) -> None:
     scaler, model, optimizer = setup(place, fused=False)
     for _ in range(3):
         step(scaler, model, optimizer, False)
-    (plan,) = scaler._plans.plans()
+    (plan,) = scaler._records.plans()
     assert plan.marks.of(0) == {}
     assert all(not table.bits.any() for layout in plan.layouts for table in layout.tables.values())
 
@@ -237,7 +237,7 @@ def test_marks_of_long_ago_are_dropped() -> None:
     scaler, model, optimizer = setup(Place("cpu", "torch"), fused=False)
     for _ in range(9):
         step(scaler, model, optimizer, False, _0_bias=[math.inf])
-    (plan,) = scaler._plans.plans()
+    (plan,) = scaler._records.plans()
     assert [generation for generation in range(9) if plan.marks.of(generation)] == [5, 6, 7, 8]
 
 

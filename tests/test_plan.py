@@ -14,7 +14,7 @@ from helpers import parameters, sgd, started
 
 from scaler_triton import GradScaler
 from scaler_triton.plan import GradPlan, _Form
-from scaler_triton.plan_cache import PlanCache
+from scaler_triton.records import Records
 from scaler_triton.stats import NAMES, SKIPPED
 
 
@@ -113,11 +113,11 @@ def test_a_plan_dies_with_its_optimizer_and_keeps_no_scaler_alive() -> None:
     scaler = started(GradScaler, "cpu")
     scaler.step(optimizer)
     scaler.update()
-    assert len(scaler._plans.plans()) == 1
+    assert len(scaler._records.plans()) == 1
     parameter = weakref.ref(optimizer.param_groups[0]["params"][0])
     del optimizer
     gc.collect()
-    assert len(scaler._plans.plans()) == 0
+    assert len(scaler._records.plans()) == 0
     assert parameter() is None
     optimizer = sgd([torch.ones(4)])
     scaler.step(optimizer)
@@ -140,13 +140,13 @@ def test_plans_are_listed_while_an_optimizer_is_freed() -> None:
         return trace
 
     for moment in range(1, 200):
-        cache, optimizers, before, moments = PlanCache(), [sgd([torch.ones(1)]) for _ in range(3)], sys.gettrace(), 0
+        records, optimizers, before, moments = Records(), [sgd([torch.ones(1)]) for _ in range(3)], sys.gettrace(), 0
         for optimizer in optimizers:
-            cache.get(optimizer)
+            records.plan(optimizer)
         del optimizer
         sys.settrace(trace)
         try:
-            listed = cache.plans()
+            listed = records.plans()
         finally:
             sys.settrace(before)
         assert len(listed) in (0, 3)
@@ -156,15 +156,15 @@ def test_plans_are_listed_while_an_optimizer_is_freed() -> None:
 
 
 def test_a_plan_at_a_reused_id_is_not_inherited() -> None:
-    cache = PlanCache()
+    records = Records()
     old, new = sgd([torch.ones(4)]), sgd([torch.ones(7)])
-    stale = cache.get(old)
-    cache._plans[id(new)] = cache._plans.pop(id(old))
-    assert cache.get(new) is not stale
-    assert cache.get(new).parameters == new.param_groups[0]["params"]
+    stale = records.plan(old)
+    records._records[id(new)] = records._records.pop(id(old))
+    assert records.plan(new) is not stale
+    assert records.plan(new).parameters == new.param_groups[0]["params"]
     del old
     gc.collect()
-    assert cache.get(new) is cache.get(new)
+    assert records.plan(new) is records.plan(new)
 
 
 def test_added_and_swapped_parameters_make_a_new_plan() -> None:

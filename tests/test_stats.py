@@ -294,7 +294,7 @@ def test_optimizers_that_are_gone_are_forgotten_and_containers_are_kept_one_at_a
         scaler.step(sgd([torch.tensor([GOOD])]))
         scaler.update()
         gc.collect()
-        assert len(scaler._last_steps._states) <= 2
+        assert len(scaler._records.all()) <= 2
 
 
 @pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
@@ -379,7 +379,7 @@ def test_a_mirror_holds_the_value_of_its_start() -> None:
 def test_a_step_of_a_freed_optimizer_is_not_that_of_one_at_its_id() -> None:
     scaler, freed, later = started(GradScaler, "cpu"), *(sgd([torch.tensor([BAD])]) for _ in range(2))
     scaler.step(freed)
-    states = scaler._last_steps._states
-    states[id(later)] = states.pop(id(freed))  # as if it had been made where the other one was
+    records = scaler._records._records
+    records[id(later)] = records.pop(id(freed))  # as if it had been made where the other one was
     with pytest.raises(ValueError, match="optimizer must have been stepped"):
         scaler.was_skipped(later)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import WAYS, Place, assert_same, places, take_step
 
-from scaler_triton import GradScaler, placement, plan_cache
+from scaler_triton import GradScaler, placement, records
 from scaler_triton.flag_buffer import FlagBuffer
 from scaler_triton.plan import GradPlan
 
@@ -70,12 +70,12 @@ def test_a_thousand_steps_are_planned_once_and_are_torchs(make: Callable[[], Loo
     numbers = {"init_scale": 16.0, "growth_interval": 20}
     scaler = GradScaler("cpu", backend="torch", **numbers)
     with (
-        mock.patch.object(plan_cache, "GradPlan", side_effect=GradPlan) as made,
+        mock.patch.object(records, "GradPlan", side_effect=GradPlan) as made,
         mock.patch.object(GradPlan, "_add_forms", autospec=True, side_effect=GradPlan._add_forms) as compared,
         mock.patch.object(FlagBuffer, "verdict", autospec=True, side_effect=FlagBuffer.verdict) as flags,
     ):
         ours = train(scaler, loop := make())
-    plans = [scaler._plans.get(optimizer) for optimizer in loop[0]]
+    plans = [scaler._records.plan(optimizer) for optimizer in loop[0]]
     assert made.call_count == flags.call_count == len(plans)
     assert sum(plan.rebuilds for plan in plans) <= 1
     assert compared.call_count <= 20  # while gradients are seen for the first time; then torch's guards know them
@@ -130,7 +130,7 @@ def test_each_mode_has_a_table_for_its_own_launch_configuration(monkeypatch: Any
     parameter.grad = torch.full((3,), 8.0)
     scaler._check_inf_per_device(optimizer)
     scaler.step(optimizer)
-    (layout,) = scaler._plans.get(optimizer).layouts
+    (layout,) = scaler._records.plan(optimizer).layouts
     assert {mode: table.config for mode, table in layout.tables.items()} == {"unscale": wide, "check": narrow}
     assert parameter.tolist() == [-(2.0**-9)] * 3
 

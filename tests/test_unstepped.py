@@ -315,7 +315,7 @@ def test_18_only_the_next_step_counts_and_nothing_is_kept_alive() -> None:
     only(late).grad = torch.full((3,), 8.0)
     scaler.step(late)
     scaler.update()
-    assert len(scaler._left_unscaled._entries) == 0
+    assert not any(record.left_unscaled for record in scaler._records.all())
 
 
 def test_18_an_entry_dies_with_its_optimizer() -> None:
@@ -327,7 +327,7 @@ def test_18_an_entry_dies_with_its_optimizer() -> None:
     only(early).grad = torch.ones(3)
     scaler.step(early)
     scaler.update()
-    assert len(scaler._left_unscaled._entries) == 0
+    assert [record.owner() for record in scaler._records.all()] == [early]
 
 
 def test_18_entries_die_with_the_last_optimizer() -> None:
@@ -339,7 +339,7 @@ def test_18_entries_die_with_the_last_optimizer() -> None:
     del early, late
     gc.collect()
     scaler.update()
-    assert len(scaler._left_unscaled._entries) == 0
+    assert scaler._records.all() == []
 
 
 def test_18_optimizers_that_are_equal_are_two() -> None:
@@ -366,12 +366,12 @@ def test_18_an_optimizer_at_a_freed_id_starts_anew() -> None:
     early, late = optimizer_of("plain", "cpu"), optimizer_of("plain", "cpu")
     scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
     postpone(scaler, late, early)
-    parameter, entries = only(late), scaler._left_unscaled._entries
-    entry = entries.pop(id(late))
+    parameter, records = only(late), scaler._records._records
+    record = records.pop(id(late))
     del late
     gc.collect()
     heir = torch.optim.SGD([parameter], lr=0.5)
-    entries[id(heir)] = entry
+    records[id(heir)] = record
     scaler.step(heir)
     assert parameter.tolist() == [-0.5 * 8.0 / SCALE / SCALE] * 3
 

@@ -159,12 +159,24 @@ def test_a_wrapper_around_a_container_shares_its_state(container: type[Container
     assert not scaler.was_skipped(wrapper)
 
 
-def test_containers_without_weak_references_leave_no_plans_behind() -> None:
+def test_containers_without_weak_references_leave_one_plan_behind() -> None:
     scaler = started(GradScaler, "cpu")
     for _ in range(5):
         scaler.step(Container([sgd([torch.ones(2)])]))
         scaler.update()
-    assert len(scaler._plans.plans()) == 0
+    assert len(scaler._records.plans()) == 1
+
+
+def test_a_container_that_an_update_left_unscaled_is_not_divided_again() -> None:
+    """Although another one came first."""
+    late, early = (Container([sgd([torch.tensor([8.0])])]) for _ in range(2))
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.unscale_(late)
+    scaler.step(early)
+    scaler.update()
+    scaler.step(Container([sgd([torch.ones(2)])]))
+    scaler.step(late)
+    assert [container.param_groups[0]["params"][0].item() for container in (early, late)] == [-1.0, -1.0]
 
 
 def test_an_optimizer_that_keeps_another_one_is_no_wrapper() -> None:

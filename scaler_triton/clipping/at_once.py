@@ -40,7 +40,7 @@ class AtOnceMixin(PartsMixin):
         self, parts: Sequence[Part], agreement: Agreement | None, request: Request, defer: bool
     ) -> Tensor:
         for part in parts:
-            self._last_steps.forget(part.state)
+            self._records.begin_step(part.state)
         try:
             backend = dispatch.choose_for_scale(self._scale, self._backend, clips=True) if defer else None
             measured = [self._measure(part) for part in parts]

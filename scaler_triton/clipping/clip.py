@@ -92,7 +92,7 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
     ) -> tuple[list[Part], Agreement | None]:
         """Return the optimizers as parts, and the agreement; if that fails, report it to the other ranks."""
         try:
-            plans = [self._plans.get(each) for each in optimizers]
+            plans = [self._records.plan(each) for each in optimizers]
             agreement = self._joint_agreement(plans)
             copies = [plan_copies(plan, agreement, request.model) for plan in plans]
             return [*map(Part, optimizers, map(self._state, optimizers), plans, copies)], agreement

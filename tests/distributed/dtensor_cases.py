@@ -200,7 +200,7 @@ def _agree_in_a_larger_world(scaler: Any, optimizer: torch.optim.Optimizer) -> N
     """Work out who must agree while the world seems to have more ranks: only a mesh's own groups reach just those."""
     size = dist.get_world_size
     with mock.patch.object(dist, "get_world_size", lambda group=None: 8 if group is None else size(group)):
-        scaler._agreement(scaler._plans.get(optimizer))
+        scaler._agreement(scaler._records.plan(optimizer))
 
 
 def square_in_a_larger_world(rank: int, name: str, faults: Sequence[Fault], unscale: bool) -> Report:

@@ -71,13 +71,13 @@ class Samples:
     def take(self, scaler: Any, optimizer: Any) -> None:
         """Measure, after a collection."""
         gc.collect()
-        plan = scaler._plans.get(optimizer)
+        plan = scaler._records.plan(optimizer)
         self.host.append(host_bytes())
         self.device.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
         self.tensors.append(live_tensors())
         tables = sum(len(layout.tables) for layout in plan.layouts)
-        self.plans.append((len(scaler._plans.plans()), plan.rebuilds, len(plan.layouts), tables))
-        kept = (scaler._per_optimizer_states, scaler._last_steps._states, scaler._lagging._taken)
+        self.plans.append((len(scaler._records.plans()), plan.rebuilds, len(plan.layouts), tables))
+        kept = (scaler._per_optimizer_states, scaler._records._records, scaler._lagging._taken)
         self.states.append(tuple(map(len, kept)))
 
     def assert_flat(self, bound: int) -> None:
@@ -174,7 +174,7 @@ def optimizers_come_and_go(scaler: Any, rounds: int) -> list[tuple[int, int]]:
         scaler.update()
         del model, optimizer
         gc.collect()
-        held.append((live_tensors(), len(scaler._plans.plans())))
+        held.append((live_tensors(), len(scaler._records.plans())))
     return held
 
 
