@@ -1,7 +1,8 @@
 # make demo    train a small transformer across two ranks, one of which overflows
 # make test    every test, in two processes (JOBS= says how many; 11 minutes on two cores); without a GPU the kernels run
 #   under Triton's interpreter
-# make test-frameworks   all tests with Accelerate, Transformers and Lightning, also those that take long
+# make test-frameworks   all tests with Accelerate, Transformers and Lightning, also those that take long; and those with
+#   the scalers of Megatron-Core, DeepSpeed and Composer, which it installs into a folder of their own
 # make test-oldest   the same with the oldest versions of them that are supported, in an environment of their own
 # make lint    ruff and mypy
 # make fuzz    10,000 random programs against torch; PROGRAMS= and SEED= choose how many and from where
@@ -34,8 +35,16 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
-test-frameworks: $(VENV)/ready
-	HEAVY=1 $(BIN)/python -m pytest tests/frameworks --durations=20
+test-frameworks: $(VENV)/ready out/peers/ready
+	HEAVY=1 $(BIN)/python -m pytest tests/frameworks --ignore tests/frameworks/peers --durations=20
+	HEAVY=1 PYTHONPATH=$(CURDIR)/out/peers $(BIN)/python -m pytest tests/frameworks/peers
+
+# Not into the environment, where other frameworks would find them; and without what they ask for, which would be CUDA.
+out/peers/ready: $(VENV)/ready tests/frameworks/peers/packages.txt
+	rm -rf out/peers
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target out/peers \
+		--requirement tests/frameworks/peers/packages.txt
+	touch $@
 
 test-oldest:
 	$(PYTHON) -m venv out/oldest
