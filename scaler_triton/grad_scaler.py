@@ -107,9 +107,10 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
 
         Returns: what `optimizer.step` returns, None when skipped.
 
-        Raises: torch's errors for a wrong order of calls and for a closure; RuntimeError if another rank failed
-            to check its gradients; whatever `optimizer.step` raises. The stage is UNSCALED then and the call may be
-            repeated; that steps, or skips if a fused optimizer was unscaling when it raised.
+        Raises: torch's RuntimeError for a wrong order of calls and for a closure, AssertionError before the first
+            `scale` or if there was no gradient to check; RuntimeError if another rank failed to check its gradients;
+            whatever `optimizer.step` raises. The stage is UNSCALED then and the call may be repeated; that steps, or
+            skips if a fused optimizer was unscaling when it raised.
         """
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)

@@ -31,11 +31,11 @@ def from_megatron(
     Args:
         state: what its `state_dict()` returned (`grad_scaler` in the optimizer's state): `scale`, `growth_tracker`,
             `hysteresis_tracker`; numbers or tensors of one element; read.
-        growth_interval: the run's `--loss-scale-window`, which Megatron does not save there.
-        hysteresis: its `--hysteresis`, not saved either.
-        min_scale: its `--min-loss-scale`, not saved either.
-        growth_factor: Megatron's, unless the run changed it.
-        backoff_factor: the same.
+        growth_interval: steps, >= 1: the run's `--loss-scale-window`, which Megatron does not save there.
+        hysteresis: overflows, >= 1: its `--hysteresis`, not saved either.
+        min_scale: in [2^-126, fp32 max]: its `--min-loss-scale`, not saved either.
+        growth_factor: finite, >= 1: Megatron's, unless the run changed it.
+        backoff_factor: in (0, 1], the same.
 
     Returns: plain numbers; counters of `stats()` are 0, `max_consecutive_skips` is None.
 

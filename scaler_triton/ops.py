@@ -23,8 +23,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
     tensors of any mix of devices and dtypes. Products are taken in fp32 (fp64 for fp64) and rounded once.
 
     Args:
-        grads: fp16, bf16, fp32 or fp64 tensors, strided or sparse COO (values as they are, duplicates not summed),
-            DTensors as their local shards; written.
+        grads: fp16, bf16, fp32 or fp64 tensors of any shape on any devices, strided or sparse COO (values as they are,
+            duplicates not summed), DTensors as their local shards; written.
         inv_scale: fp32, one element, any device; read.
         found_inf: fp32, one element, any device; set to 1.0 on overflow, else left as it is.
         backend: "auto", "triton" or "torch"; default: SCALER_TRITON_BACKEND, else "auto".
@@ -78,11 +78,11 @@ def grad_norm(
     not rounded to the gradients' dtype.
 
     Args:
-        grads: fp16, bf16, fp32 or fp64 tensors of any mix of devices, strided or sparse COO (values as they are),
-            DTensors as their local shards; read.
+        grads: fp16, bf16, fp32 or fp64 tensors of any shape on any devices, strided or sparse COO (values as they
+            are), DTensors as their local shards; read.
         found_inf: fp32, one element, any device; set to 1.0 if a gradient holds NaN or Inf, else left as it is.
         inv_scale: fp32, one element, any device; None: 1.
-        norm_type: the norm's order; inf is the largest absolute value.
+        norm_type: the norm's order, any number but 0; inf is the largest absolute value.
         backend: as `unscale_`.
 
     Returns: fp64, `()`, on the first gradient's device; 0 for no gradients.
@@ -138,9 +138,9 @@ def update_scale_(
     [2^-126, fp32 max].
 
     Args:
-        scale: fp32, one element; written.
+        scale: fp32, one element, any device; written.
         growth_tracker: int32, one element, same device, counts good steps; written.
-        found_inf: fp32, one element, same device; anything but 0 is an overflow.
+        found_inf: fp32, one element, same device; anything but 0 is an overflow; read.
         growth_factor: finite, >= 1.
         backoff_factor: in (0, 1].
         growth_interval: steps, >= 1.

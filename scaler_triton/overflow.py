@@ -28,7 +28,8 @@ class OverflowMixin(StatesMixin):
         Steps without overflow launch nothing for it. Waits for the device.
 
         Args:
-            model: names the parameters: a module, or what its `named_parameters()` gives; None: they are numbered.
+            model: names the parameters: a module, or what its `named_parameters()` gives, any tensors; only names are
+                read. None: they are numbered.
             gather: report on all ranks, by an all-gather that each of them must join (two for more than a hundred bad
                 gradients on a rank), instead of on this one.
 

@@ -20,7 +20,7 @@ class BadGradient:
         name: the parameter's, fully qualified if a model was passed.
         kinds: "NaN", "Inf" or "NaN and Inf".
         numel: elements that this rank holds.
-        rank: that held it.
+        rank: the one that held it, counted from 0.
     """
 
     name: str

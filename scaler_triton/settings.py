@@ -40,17 +40,17 @@ class SettingsMixin(ScalerAttributes):
         self._numbers_changed()
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor the scale grows by: finite, >= 1 (1: it stays)."""
+        """Set the factor the scale grows by: finite, >= 1 (1: it stays); else ValueError or TypeError."""
         self._growth_factor = policy.check_growth_factor(new_factor, "new_factor")
         self._numbers_changed()
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor the scale is multiplied by after an overflow: in (0, 1] (1: it stays)."""
+        """Set the factor the scale is backed off by: in (0, 1] (1: it stays); else ValueError or TypeError."""
         self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
         self._numbers_changed()
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many updates in a row without overflow the scale grows: >= 1."""
+        """Set after how many updates in a row without overflow the scale grows: >= 1; else ValueError or TypeError."""
         self._growth_interval = policy.check_growth_interval(new_interval, "new_interval")
         self._numbers_changed()
 
@@ -59,7 +59,7 @@ class SettingsMixin(ScalerAttributes):
         return self._limits.min_scale
 
     def set_min_scale(self, new_scale: float) -> None:
-        """Set the smallest scale that an update leaves: in [2^-126, max_scale], rounded to fp32."""
+        """Set the smallest scale: in [2^-126, max_scale], rounded to fp32; else ValueError or TypeError."""
         self._set_limits(min_scale=limits.bound(new_scale, "new_scale"))
 
     def get_max_scale(self) -> float:
@@ -67,7 +67,7 @@ class SettingsMixin(ScalerAttributes):
         return self._limits.max_scale
 
     def set_max_scale(self, new_scale: float) -> None:
-        """Set the largest scale that an update leaves: in [min_scale, fp32 max], rounded to fp32."""
+        """Set the largest scale: in [min_scale, fp32 max], rounded to fp32; else ValueError or TypeError."""
         self._set_limits(max_scale=limits.bound(new_scale, "new_scale"))
 
     def get_hysteresis(self) -> int:
@@ -75,7 +75,7 @@ class SettingsMixin(ScalerAttributes):
         return self._limits.hysteresis
 
     def set_hysteresis(self, new_hysteresis: int) -> None:
-        """Set how many overflows it takes until the scale backs off: >= 1; those counted already count."""
+        """Set how many overflows, those counted already too, make a backoff: >= 1; else ValueError or TypeError."""
         self._set_limits(hysteresis=policy.check_hysteresis(new_hysteresis, "new_hysteresis"))
 
     def get_consecutive_hysteresis(self) -> bool:
@@ -83,7 +83,7 @@ class SettingsMixin(ScalerAttributes):
         return self._limits.consecutive_hysteresis
 
     def set_consecutive_hysteresis(self, new_value: bool) -> None:
-        """Set whether the overflows of `hysteresis` must come in a row."""
+        """Set whether the overflows of `hysteresis` must come in a row: True or False; else TypeError."""
         self._set_limits(consecutive_hysteresis=policy.check_bool(new_value, "new_value"))
 
     def get_max_consecutive_skips(self) -> int | None:
@@ -91,7 +91,7 @@ class SettingsMixin(ScalerAttributes):
         return self._limits.max_consecutive_skips
 
     def set_max_consecutive_skips(self, new_limit: int | None) -> None:
-        """Set how many updates in a row may be skipped without an error: >= 0, or None for any number."""
+        """Set how many updates in a row may be skipped: >= 0, or None for any number; else ValueError or TypeError."""
         self._set_limits(max_consecutive_skips=policy.check_max_skips(new_limit, "new_limit"))
         self._lagging = Lagging()
 

@@ -26,10 +26,10 @@ class ScalerStats:
 
     Args:
         updates: calls of `update`; `update(new_scale)` counts only if gradients were checked since the last update.
-        skipped: those with an overflow, after which a step was skipped.
+        skipped: updates with an overflow, after which a step was skipped.
         consecutive_skips: how many of them were the last ones in a row; 0 after an update without overflow.
-        growths: those after which the scale was larger, also if a limit made it so; none by `update(new_scale)`.
-        backoffs: those after which it was smaller, the same way.
+        growths: updates after which the scale was larger, also if a limit made it so; none by `update(new_scale)`.
+        backoffs: updates after which it was smaller, the same way.
         last_skip: which update skipped last, the first one being 1; None if none did.
     """
 

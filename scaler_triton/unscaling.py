@@ -41,9 +41,10 @@ class UnscalingMixin(AgreeingMixin):
             optimizer: whatever has `param_groups`; its gradients (fp16 only for ShardedGradScaler, bf16, fp32, fp64,
                 strided or sparse COO, DTensors) are written.
 
-        Raises: torch's errors for a wrong order of calls; those of `ops.unscale_` for a gradient that cannot be
-            unscaled. The stage stays READY then, unless gradients were written or the failure was reported to other
-            ranks: then it is UNSCALED with the flag set, so that the step is skipped.
+        Raises: torch's RuntimeError for a wrong order of calls, and AssertionError before the first `scale`; those of
+            `ops.unscale_` for a gradient that cannot be unscaled. The stage stays READY then, unless gradients were
+            written or the failure was reported to other ranks: then it is UNSCALED with the flag set, so that the step
+            is skipped.
         """
         if not self._enabled:
             return

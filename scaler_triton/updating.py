@@ -32,8 +32,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         Equivalent PyTorch: `torch._amp_update_scale_` with the largest flag, but for >= and the extras.
 
         Args:
-            new_scale: sets the scale instead, and leaves the growth tracker: a number, or a one-element tensor on a
-                device of the scaler's type, whose value is checked with one host wait.
+            new_scale: sets the scale instead, and leaves the growth tracker: a number in [min_scale, max_scale], or a
+                one-element tensor of any dtype on a device of the scaler's type, which is read with one host wait.
 
         Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
             kind; ValueError or TypeError naming `new_scale` outside [min_scale, max_scale] or no number; RuntimeError
@@ -79,7 +79,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         graph the last replay counts. Always False on a disabled scaler.
 
         Args:
-            optimizer: the one that was stepped, or a wrapper around it.
+            optimizer: the one that was stepped, or a wrapper around it; read.
 
         Raises: ValueError if it was never stepped, or unscaled since; for a fused one, whose `step` does not read the
             flag, RuntimeError if another rank failed to check its gradients, or the ranks' scales differ.

@@ -57,9 +57,10 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             norm_type: 2.0; inf or another p > 0, which takes a reduction for each optimizer and one more.
             error_if_nonfinite: raise torch's RuntimeError on every rank if the norm is NaN or infinite; waits for it.
                 What was deferred is skipped then.
-            model: what holds the FSDP1 modules, where parameters are theirs.
-            parameters: clip only these, by their norm; all gradients of the optimizers are unscaled and checked. The
-                call may be repeated with others. Warns if the optimizers hold none of them.
+            model: what holds the FSDP1 modules, where parameters are theirs; read.
+            parameters: any tensors: clip only these, by their norm; their gradients are written. All gradients of the
+                optimizers are unscaled and checked. The call may be repeated with others. Warns if the optimizers hold
+                none of them.
             defer: leave the second pass to the optimizer's step, which then unscales and clips; the gradients stay
                 scaled until then, and unscaling, clipping or updating before it raises. For optimizers that take
                 `grad_scale` (`fused=True`).
