@@ -30,7 +30,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         backend: "auto", "triton" or "torch"; default: SCALER_TRITON_BACKEND, else "auto".
 
     Raises: NotImplementedError naming the dtype or layout of `grads[i]`, ValueError its device, torch's RuntimeError
-        for overlapping memory; TypeError or ValueError for wrong scalars. Nothing is written then.
+        for overlapping memory; TypeError or ValueError for wrong scalars; RuntimeError with the cause if "triton" was
+        asked for and does not work there. Nothing is written then.
     """
     if torch.compiler.is_compiling():
         from scaler_triton import compiled
@@ -146,7 +147,7 @@ def update_scale_(
         growth_interval: steps, >= 1.
         backend: as `unscale_`.
 
-    Raises: TypeError or ValueError naming a wrong argument.
+    Raises: TypeError or ValueError naming a wrong argument; RuntimeError as `unscale_` for "triton".
     """
     if torch.compiler.is_compiling():
         from scaler_triton import compiled
