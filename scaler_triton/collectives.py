@@ -63,8 +63,17 @@ def _all_gather(data: bytes, size: int, group: Any) -> list[bytes]:
 
 
 def is_bare(group: Any) -> bool:
-    """Tell whether a group is not a ProcessGroup, so torch does not know its ranks: a bare backend or a fake."""
-    return hasattr(group, "allreduce") and not isinstance(group, dist.ProcessGroup)
+    """Tell whether torch does not know a group's ranks: a bare backend, a fake, or a ProcessGroup of one's own making.
+
+    torchft makes such ones; a destroyed group has become one.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        return hasattr(group, "allreduce")
+    try:
+        dist.get_rank(group)  # quicker than to list its ranks
+    except ValueError:
+        return True
+    return False
 
 
 def own_rank(process_group: Any) -> int:

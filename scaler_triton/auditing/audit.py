@@ -71,7 +71,7 @@ def _group(process_group: Any) -> tuple[Any, list[int]]:
     if group is None:
         return None, [0]
     if is_bare(group):  # torch does not know its ranks, nor could objects be gathered by it
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+        raise TypeError(f"process_group must be one whose ranks torch knows, got {type(group).__name__}")
     return group, dist.get_process_group_ranks(group)
 
 

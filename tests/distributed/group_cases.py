@@ -10,6 +10,7 @@ from typing import Any
 
 import cases
 import dtensor_cases
+import torch
 import torch.distributed as dist
 from cases import Fault, Report
 from failure_cases import Attempt, attempt
@@ -81,12 +82,16 @@ def agree_in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], cop
     return cases.train(rank, scaler, [optimizer], backward, faults), scaler.process_group is _pair(rank)
 
 
-def bare_backend(rank: int, store: str, kind: str, name: str, faults: Sequence[Fault]) -> Report:
-    """Ranks agree over a backend that was made without `init_process_group` or `new_group`."""
-    group = dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2)
+def unlisted(rank: int, made: str, store: str, kind: str, name: str, faults: Sequence[Fault]) -> tuple[Report, str]:
+    """Ranks agree over a group that was made without `init_process_group` or `new_group`; the report of all."""
+    group: Any = dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2)
+    if made == "group":
+        backend, group = group, dist.ProcessGroup(dist.FileStore(store, 2), rank, 2)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     scaler, params = cases.new_scaler(kind, process_group=group), [cases.plain_param(3)]
     optimizer = cases.new_optimizer(name, params)
-    return cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+    report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+    return report, str(scaler.overflow_report(gather=True))
 
 
 def deepcopied_in_mid_run(rank: int, kind: str) -> tuple[bool, list[float]]:

@@ -95,9 +95,13 @@ def test_a_group_binds_its_own_ranks_only(four, kind, name, copied):
 
 @KINDS
 @NAMES
-def test_a_backend_that_torch_keeps_no_list_of_is_a_group(two, tmp_path, kind, name):
-    reports = two.run(group_cases.bare_backend, str(tmp_path / "store"), kind, name, [Fault(1, 1)])
-    assert_agreed(reports, [1], collectives=0)  # one, which does not pass through torch's dispatcher
+@pytest.mark.parametrize(("made", "counted"), [("backend", 0), ("group", 1)])  # the first passes by torch's dispatcher
+def test_a_group_that_torch_keeps_no_list_of_is_used_as_it_is(two, tmp_path, made, counted, kind, name):
+    """As torchft makes them."""
+    outcomes = two.run(group_cases.unlisted, made, str(tmp_path / "store"), kind, name, [Fault(1, 1)])
+    assert_agreed([report for report, _ in outcomes], [1], collectives=counted)
+    for _, text in outcomes:
+        assert "1 bad gradient on rank 1" in text
 
 
 @KINDS
