@@ -178,7 +178,10 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         )
         state["asked_by_step"] = state["stage"] is OptState.READY
         try:
-            return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+            result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+            if not state["found_inf_per_device"] and self._agreement(self._records.plan(optimizer)) is not None:
+                self._check_inf_per_device(optimizer)  # it did not ask, for want of gradients, say: other ranks wait
+            return result
         except Exception:
             if not state["found_inf_per_device"]:  # it raised before the reduction that the other ranks wait in
                 with suppress(Exception):  # the optimizer's error matters more

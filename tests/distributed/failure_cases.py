@@ -182,8 +182,9 @@ class OldStyle(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, *, only_with_gradients: bool = False) -> None:
         super().__init__(params, {"lr": cases.LEARNING_RATE})
+        self.only_with_gradients = only_with_gradients
         self.asked: list[dict[str, float]] = []
 
     @torch.no_grad()
@@ -191,6 +192,8 @@ class OldStyle(torch.optim.Optimizer):
         """Ask for the flag once per param group, as apex does, and unscale unless somebody has."""
         ready = grad_scaler._per_optimizer_states[id(self)]["stage"].name == "READY"
         for group in self.param_groups:
+            if self.only_with_gradients and all(param.grad is None for param in group["params"]):
+                continue
             flags = grad_scaler._check_inf_per_device(self)
             self.asked.append({str(device): flag.item() for device, flag in flags.items()})
             found_inf = flags[group["params"][0].device]
@@ -212,6 +215,14 @@ def old_style(
     backward = cases.giving(scaler, params, without)
     report = cases.train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
     return report, optimizer.asked
+
+
+def old_style_that_does_not_ask(rank: int, kind: str, faults: Sequence[Fault], unscale: bool) -> Report:
+    """An old-style optimizer that asks only if it has gradients, of which the first rank has none."""
+    scaler, params = cases.new_scaler(kind), _params_for(kind)
+    optimizer = OldStyle(params, only_with_gradients=True)
+    backward = cases.giving(scaler, params, range(len(params)) if rank == 0 else ())
+    return cases.train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
 
 
 def raising_old_style(rank: int, kind: str, when: str) -> Report:

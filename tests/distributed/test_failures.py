@@ -149,6 +149,16 @@ def test_old_style_optimizers_ask_often_and_cost_one_collective(two, kind, unsca
 
 
 @KINDS
+@UNSCALE
+def test_an_old_style_optimizer_that_does_not_ask_on_one_rank_leaves_nobody_waiting(two, kind, unscale):
+    reports = two.run(failure_cases.old_style_that_does_not_ask, kind, [Fault(BAD_STEP, 1)], unscale)
+    for report in reports:
+        assert report.scales == scale_model([BAD_STEP])[0]
+        assert report.collectives == [(1,)] * STEPS
+    assert reports[1].stepped == [(step != BAD_STEP,) for step in range(STEPS)]
+
+
+@KINDS
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_old_style_optimizer_that_raises_on_one_rank_leaves_nobody_waiting(two, kind, when):
     """Asked or not, it takes part in one reduction; the same step again is skipped and makes none."""
