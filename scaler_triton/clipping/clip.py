@@ -49,7 +49,8 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
         The norm is that of the whole model: shards are summed over the ranks, replicas counted once. It moves 12 bytes
         per fp32 element instead of 20, and makes one reduction (one per dimension for a mesh that is a part of the
         world), after one for each Partial gradient, which all ranks of its mesh must have. An overflow skips the steps
-        of all these optimizers; gradients are unscaled then, not clipped.
+        of all these optimizers; gradients are unscaled then, not clipped. All ranks that must agree call it, with the
+        same options, or none does: `unscale_` makes another reduction.
 
         Args:
             optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.
