@@ -41,7 +41,9 @@ def start(folder: Path, shards: int, *, grace: float = 6.0, **files: str) -> sub
     command = [sys.executable, "-c", program, f"--shards={shards}", "-qs", "-p", "tests.conftest"]
     command += ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={folder}", str(folder)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "OUT": str(folder / "out"), "PYTHONPATH": paths, "TEST_SECONDS": "100"}
+    # On a GPU machine these tests run in a shard that does not see the GPU: that of theirs which uses it would not, too.
+    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment = {**kept, "OUT": str(folder / "out"), "PYTHONPATH": paths, "TEST_SECONDS": "100"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -71,7 +73,8 @@ def test_every_test_is_in_one_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-def test_what_uses_no_gpu_does_not_see_it(tmp_path: Path, shards: int) -> None:
+def test_what_uses_no_gpu_does_not_see_it(tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as this test is run beside a GPU
     seen = "import os\n" + TEST.format("assert os.environ.get('CUDA_VISIBLE_DEVICES') {} ''")
     status, said = run(tmp_path, shards, gpu=seen.format("!="), a=seen.format("=="))
     assert status == 0, said
