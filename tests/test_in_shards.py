@@ -41,7 +41,7 @@ def start(folder: Path, shards: int, *, grace: float = 6.0, **files: str) -> sub
     command = [sys.executable, "-c", program, f"--shards={shards}", "-qs", "-p", "tests.conftest"]
     command += ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={folder}", str(folder)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    # On a GPU machine these tests run in a shard that does not see the GPU: that of theirs which uses it would not, too.
+    # On a GPU machine these tests run where the GPU is hidden: so it would be from those that use it here.
     kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment = {**kept, "OUT": str(folder / "out"), "PYTHONPATH": paths, "TEST_SECONDS": "100"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)

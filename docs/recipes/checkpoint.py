@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from scaler_triton import ShardedGradScaler
@@ -18,7 +19,8 @@ if cuda:
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())  # fully_shard puts shards on the current one
 device = torch.device("cuda" if cuda else "cpu")
 net = torch.nn.Linear(8, 8, device=device)
-fully_shard(net)
+# Without a mesh it takes the kind of GPU that torch is built for, even where there is none.
+fully_shard(net, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
 optimizer = torch.optim.AdamW(net.parameters(), fused=True)
 # The same extras in every run: DCP loads what the new scaler itself would save.
 scaler = ShardedGradScaler(device.type, init_scale=256.0, growth_interval=2, min_scale=1.0, hysteresis=2)

@@ -47,7 +47,9 @@ def launched(rank: int) -> Iterator[None]:
     added = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_TORCH_DEVICE": "cpu"}
     for message, category in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
-    with mock.patch.dict(os.environ, launcher | added):
+    # Barriers, and `fully_shard` without a mesh, take what torch is built for, even where there is none.
+    on_cpu = mock.patch.object(torch._C, "_get_accelerator", return_value=torch.device("cpu"))
+    with mock.patch.dict(os.environ, launcher | added), on_cpu:
         try:
             yield
         finally:

@@ -36,7 +36,7 @@ def two(pools: Callable[..., RankPool]) -> Callable[..., list[Any]]:
     import cases
 
     def run(case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        # The ranks start within. Accelerate's barriers ask for a GPU a rank wherever there is one.
+        # The ranks start within: there may be fewer GPUs than ranks.
         with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
             results = pools(2, "frameworks").run(cases.strictly, case, args, options, timeout=CASE_LIMIT)
         failures = [f"rank {result.rank}: {result.traceback}" for result in results if not result.ok]

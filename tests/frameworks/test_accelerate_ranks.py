@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("accelerate")
 
 import accelerate_cases
 
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate's FSDP2 takes the GPUs where there are any")
-FSDP2 = pytest.param("fsdp2", marks=ON_CPU)
-SHARDINGS = ["ddp", "fsdp1", "fsdp1-flat", FSDP2]
+SHARDINGS = ["ddp", "fsdp1", "fsdp1-flat", "fsdp2"]
 OPTIMIZERS = ["adamw", "adamw-fused"]
 STEPS, OVERFLOWS = 6, (1, 4)
 SKIPPED = [False, True, False, False, True, False]
@@ -109,7 +106,7 @@ def test_whole_states_of_fsdp1_resume_to_the_bit(two, tmp_path, name):
         assert run.resumed == run.straight
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp1-whole", FSDP2])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp1-whole", "fsdp2"])
 def test_a_run_with_torchs_scaler_goes_on_with_ours(two, tmp_path, sharding):
     """As if torch's had stayed, to the bit; with nothing clipped, as torch sums norms in fp32."""
     options = {"first_ours": False, "max_norm": 1e9}
@@ -123,13 +120,13 @@ def test_a_run_with_torchs_scaler_goes_on_with_ours(two, tmp_path, sharding):
             assert getattr(run.resumed, name) == getattr(run.straight, name), name
 
 
-@pytest.mark.parametrize("sharding", ["fsdp1", FSDP2])
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
 def test_saving_before_the_first_step_leaves_the_scaler_alone(two, tmp_path, sharding):
     for before, after in two(accelerate_cases.save_before_the_first_step, sharding, "adamw", tmp_path):
         assert before == after
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp1", FSDP2])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp1", "fsdp2"])
 def test_some_parameters_are_clipped_by_the_norm_of_all_their_shards(two, sharding):
     for norm, expected, collectives in two(accelerate_cases.clip_some, sharding):
         assert norm == pytest.approx(expected, rel=1e-6)  # summed by torch, in fp32
