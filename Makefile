@@ -8,7 +8,7 @@
 # make fuzz    10,000 random programs against torch; PROGRAMS= and SEED= choose how many and from where
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make simulate   the kernels as compiled for five GPUs, none of which is needed, pass the kernel tests (4 minutes)
-# make mutants   285 wrong versions of the code, each of which the tests must notice (20 minutes)
+# make mutants   287 wrong versions of the code, each of which the tests must notice (20 minutes)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
 # make docs    docs/ as HTML in out/docs; a warning is an error
 # make perf    what it costs beside torch's scaler, as far as this machine can tell, three times over (12 minutes); fills

@@ -45,6 +45,12 @@ MUTANTS = [
     Mutant(_S + "agreement.py", "        if missing:", "        if False:", GROUPS),
     Mutant(_S + "agreement.py", "if not widest:", "if False:", GROUPS),
     Mutant(_S + "agreement.py", "if set().union(*ranks) <= set(_mesh_ranks(root))", "", MESHES),
+    Mutant(
+        _S + "collectives.py",
+        "    except ValueError:\n        return True",
+        "    except ValueError:\n        return False",
+        GROUPS,
+    ),
     Mutant(_S + "collectives.py", "if longest > _AT_ONCE:", "if len(data) > _AT_ONCE:", REPORTED),
     Mutant(
         _S + "flag_buffer.py",
@@ -57,6 +63,12 @@ MUTANTS = [
     Mutant(_S + "placement.py", "is not None or is_fsdp1(parameter)", "is not None", PATCHED),
     Mutant(_S + "placement.py", "if not placement.is_replicate():", "if placement.is_shard():", CLIPPED),
     Mutant(_S + "scale_comparison.py", "excess > ranks * _ROUNDING", "excess > 0", AGREED),
+    Mutant(
+        _S + "grad_scaler.py",
+        'if not state["found_inf_per_device"] and self._agreement(self._records.plan(optimizer)) is not None:',
+        "if False:",
+        RANKS,
+    ),
     Mutant(_S + "states.py", 'states[("gone", id(state))] = state', "pass", CONTRACT),
     Mutant(_S + "states.py", "device: torch.ones((), ", "device: torch.zeros((), ", FAILURE),
     Mutant(_S + "states.py", "elif (before := owner()) is None:", "elif (before := owner()) is not inner:", TOUCHED),
