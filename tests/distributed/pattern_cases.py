@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cases
@@ -41,6 +41,20 @@ class Run:
         self.seen += [cases.digest(parameter) for parameter in parameters]
         self.seen += [f"{scaler.get_scale()} {scaler._get_growth_tracker()}"]
 
+    def steps(
+        self, model: nn.Module, scaler: Any, optimizer: torch.optim.Optimizer, count: int = STEPS
+    ) -> Iterator[int]:
+        """Yield each step's number after its backward, and then finish it."""
+        for step in range(count):
+            scaler.scale(self.loss(model, step)).backward()
+            yield step
+            self.finish(scaler, optimizer)
+
+    def train(self, *args: Any) -> None:
+        """Take `steps` with nothing between a backward and its step."""
+        for _ in self.steps(*args):
+            pass
+
     def finish(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """End a step, and look at what it left."""
         scaler.step(optimizer)
@@ -61,26 +75,22 @@ def flags_that_the_loop_reduces(run: Run) -> None:
     """Gradients differ by rank until the optimizer's step reduces them."""
     model = Net()
     optimizer, scaler = sgd(model.parameters()), run.scaler()
-    for step in range(STEPS):
-        scaler.scale(run.loss(model, step)).backward()
+    for step in run.steps(model, scaler, optimizer):
         scaler.unscale_(optimizer)
         for flag in scaler._found_inf_per_device(optimizer).values():
             dist.all_reduce(flag, op=dist.ReduceOp.MAX if step % 2 else dist.ReduceOp.SUM)
-        run.finish(scaler, optimizer)
 
 
 def flags_that_the_loop_fills_in(run: Run) -> None:
     model = Net()
     optimizer, scaler = sgd(model.parameters()), run.scaler()
-    for step in range(STEPS):
-        scaler.scale(run.loss(model, step)).backward()
+    for _ in run.steps(model, scaler, optimizer):
         scaler.unscale_(optimizer)
         flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         any_rank = torch.tensor(sum(flag.item() for flag in flags.values()))
         dist.all_reduce(any_rank, op=dist.ReduceOp.MAX)
         for device in flags:
             flags[device].fill_(any_rank.item())
-        run.finish(scaler, optimizer)
 
 
 def a_scale_from_the_first_rank(run: Run) -> None:
@@ -119,9 +129,7 @@ def a_subclass_that_reduces_flags_in_update(run: Run) -> None:
 
     model = Net()
     optimizer, scaler = sgd(model.parameters()), run.scaler(Patient)
-    for step in range(STEPS):
-        scaler.scale(run.loss(model, step)).backward()
-        run.finish(scaler, optimizer)
+    run.train(model, scaler, optimizer)
 
 
 def a_first_rank_that_looks_and_saves(run: Run) -> None:
@@ -151,13 +159,11 @@ def look_around(scaler: Any) -> None:
 def whole_parameters_between_unscaling_and_step(run: Run) -> None:
     model = fsdp1()
     optimizer, scaler = sgd(model.parameters()), run.scaler()
-    for step in range(STEPS):
-        scaler.scale(run.loss(model, step)).backward()
+    for _ in run.steps(model, scaler, optimizer):
         scaler.unscale_(optimizer)
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             assert all(parameter.numel() for parameter in model.parameters())
         model.clip_grad_norm_(0.5)
-        run.finish(scaler, optimizer)
 
 
 def two_passes_for_a_step(run: Run) -> None:
@@ -201,9 +207,7 @@ def an_optimizer_that_averages_parameters(run: Run) -> None:
 
     model = Net()
     optimizer, scaler = Averaging(model.parameters(), lr=0.125), run.scaler()
-    for step in range(STEPS):
-        scaler.scale(run.loss(model, step)).backward()
-        run.finish(scaler, optimizer)
+    run.train(model, scaler, optimizer)
 
 
 def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
@@ -211,9 +215,7 @@ def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer, scaler = sgd(model.parameters()), run.scaler()
     with model.join():
-        for step in range(STEPS - 2 * run.rank):
-            scaler.scale(run.loss(model, step)).backward()
-            run.finish(scaler, optimizer)
+        run.train(model, scaler, optimizer, STEPS - 2 * run.rank)
 
 
 def nothing_to_train_on_one_rank(run: Run) -> None:
