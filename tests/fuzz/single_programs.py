@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from beyond_torch import FullShardedSpecification, FullSpecification
+from beyond_torch import FullSpecification
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -61,7 +61,7 @@ from worlds import (
     outcome,
 )
 
-from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton import GradScaler
 
 
 class Programs(RuleBasedStateMachine):
@@ -389,23 +389,3 @@ class Programs(RuleBasedStateMachine):
     @rule(index=indices, freeze=st.booleans())
     def freeze(self, index: int, freeze: bool) -> None:
         self.at(index, lambda _, optimizer: parameters_of(optimizer)[0].requires_grad_(not freeze))
-
-
-class ShardedPrograms(Programs):
-    """The same with ShardedGradScaler, in a group of one rank."""
-
-    ours_class = ShardedGradScaler
-    theirs_class = FullShardedSpecification
-    half = torch.float16
-
-
-class InterpretedPrograms(Programs):
-    """The same through the kernels, under Triton's interpreter."""
-
-    backend = "triton"
-
-
-class InterpretedShardedPrograms(ShardedPrograms):
-    """Both at once."""
-
-    backend = "triton"

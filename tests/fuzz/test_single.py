@@ -11,16 +11,39 @@ pytest.importorskip("hypothesis")
 
 import torch
 import torch.distributed as dist
+from beyond_torch import FullShardedSpecification
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import seed
 from hypothesis.stateful import run_state_machine_as_test
-from single_programs import InterpretedPrograms, InterpretedShardedPrograms, Programs, ShardedPrograms
+from single_programs import Programs
 from specification import departures
+
+from scaler_triton import ShardedGradScaler
 
 pytestmark = pytest.mark.slow
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or find_spec("triton") is None, reason="the CPU has Triton's interpreter without a GPU"
 )
+
+
+class ShardedPrograms(Programs):
+    """The same with ShardedGradScaler, in a group of one rank."""
+
+    ours_class = ShardedGradScaler
+    theirs_class = FullShardedSpecification
+    half = torch.float16
+
+
+class InterpretedPrograms(Programs):
+    """The same through the kernels, under Triton's interpreter."""
+
+    backend = "triton"
+
+
+class InterpretedShardedPrograms(ShardedPrograms):
+    """Both at once."""
+
+    backend = "triton"
 
 
 @pytest.fixture
