@@ -8,6 +8,7 @@
 # make fuzz    10,000 random programs against torch; PROGRAMS= and SEED= choose how many and from where
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make simulate   the kernels as compiled for five GPUs, none of which is needed, pass the kernel tests (4 minutes)
+# make pretend   the tests that need a GPU, on one that is pretended: its memory and operations are the CPU's (3 minutes)
 # make mutants   287 wrong versions of the code, each of which the tests must notice (20 minutes)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
 # make docs    docs/ as HTML in out/docs; a warning is an error
@@ -27,7 +28,7 @@ BIN := $(VENV)/bin
 
 GPU_PARTS := gpu-tests gpu-tune gpu-perf gpu-sanitize
 
-.PHONY: demo test test-frameworks test-oldest docs lint style fuzz soak simulate mutants coverage perf release gpu $(GPU_PARTS) sanitize clean
+.PHONY: demo test test-frameworks test-oldest docs lint style fuzz soak simulate pretend mutants coverage perf release gpu $(GPU_PARTS) sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
@@ -62,6 +63,9 @@ soak: $(VENV)/ready
 
 simulate: $(VENV)/ready
 	CONFIGS=all SIMULATE="sm_70 sm_75 sm_80 sm_90 sm_100" $(BIN)/python -m pytest tests/kernels/test_simulated.py
+
+pretend: $(VENV)/ready
+	PRETEND=all $(BIN)/python -m pytest tests/test_pretended_gpu.py
 
 mutants: $(VENV)/ready
 	$(BIN)/python tests/mutants/run.py

@@ -30,7 +30,13 @@ const Launch *stub_launch(uint64_t number) {
 // A launch does not say how many parameters there are: from now on the first `count` are noted, 8 bytes each.
 void stub_note_params(uint32_t count) { n_params = count < MAX_PARAMS ? count : MAX_PARAMS; }
 
+// Whoever computes what is launched, after all: it is called within the launch.
+typedef void (*OnLaunch)(CUfunction function, uint32_t n_programs, void **params);
+static OnLaunch on_launch;
+void stub_on_launch(OnLaunch call) { on_launch = call; }
+
 static CUresult note(Launch launch, void **params) {
+  if (on_launch) on_launch((CUfunction)launch.kernel, launch.grid[0], params);
   launch.n_params = n_params;
   for (uint32_t i = 0; i < n_params; i++) memcpy(&launch.params[i], params[i], sizeof(uint64_t));
   launches[n_launches++ % NOTED] = launch;

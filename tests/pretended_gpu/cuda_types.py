@@ -1,0 +1,82 @@
+"""The types that torch.cuda's streams, events, graphs and properties are made of."""
+
+import time
+
+
+def install(C, gpu):
+    """Put them into torch._C."""
+
+    class Stream(C.Stream):
+        def __new__(cls, priority=0, stream_id=None, **kwargs):
+            number = gpu.new_stream() if stream_id is None else stream_id
+            return super().__new__(cls, stream_id=number, device_index=0, device_type=1)
+
+        def __init__(self, **kwargs):
+            pass
+
+        @property
+        def cuda_stream(self):
+            return self.stream_id
+
+        def query(self):
+            return True
+
+        def synchronize(self):
+            gpu.wait_for_gpu("stream")
+
+        def __eq__(self, other):
+            return self.stream_id == other.stream_id
+
+        def __hash__(self):
+            return hash(self.stream_id)
+
+    class Event:
+        def __new__(cls, **kwargs):
+            return super().__new__(cls)
+
+        def record(self, stream=None):
+            self._at = time.perf_counter()
+
+        def wait(self, stream=None):
+            pass
+
+        def query(self):
+            return True
+
+        def synchronize(self):
+            gpu.note("cudaEventSynchronize", "cuda_runtime", gpu.now())
+
+        def elapsed_time(self, end):
+            return (end._at - self._at) * 1e3
+
+    class Graph:
+        def __new__(cls, keep_graph=False):
+            return super().__new__(cls)
+
+        def capture_begin(self, *args, **kwargs):
+            gpu.begin_capture()
+
+        def capture_end(self):
+            self._work = gpu.end_capture()
+
+        def replay(self):
+            gpu.replay(self._work)
+
+        def register_generator_state(self, generator):
+            pass
+
+    C._CudaStreamBase, C._CudaEventBase, C._CUDAGraph, C._CudaDeviceProperties = Stream, Event, Graph, Properties
+
+
+class Properties:
+    """An H100's, but for a cache that is quickly filled."""
+
+    name = "Pretended H100"
+    major, minor = 9, 0
+    multi_processor_count = 132
+    warp_size = 32
+    total_memory = 80 << 30
+    L2_cache_size = 1 << 20
+    max_threads_per_multi_processor = 2048
+    shared_memory_per_block_optin = 227 << 10
+    regs_per_multiprocessor = 65536

@@ -1,0 +1,120 @@
+#include "device.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+
+#include <atomic>
+
+#include "graph.h"
+#include "memory.h"
+
+namespace pretended {
+namespace {
+
+thread_local c10::StreamId stream = 0;
+std::atomic<c10::StreamId> last_stream{0};
+std::atomic<int> mode{0};
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::Stream;
+
+void require_only_gpu(Device device) { TORCH_CHECK(device.index() <= 0, "CUDA error: invalid device ordinal"); }
+
+Stream stream_of(c10::StreamId id) { return Stream(Stream::UNSAFE, gpu(), id); }
+
+// Everything is done when it is called, so that no event and no stream is ever waited for.
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
+  Device getDevice() const override { return gpu(); }
+  void setDevice(Device device) const override { require_only_gpu(device); }
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Device exchangeDevice(Device device) const override {
+    require_only_gpu(device);
+    return gpu();
+  }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  Stream getStream(Device) const override { return stream_of(stream); }
+  Stream getDefaultStream(Device) const override { return stream_of(0); }
+  Stream getNewStream(Device, int) const override { return stream_of(new_stream()); }
+  Stream getStreamFromGlobalPool(Device, bool) const override { return stream_of(new_stream()); }
+  Stream exchangeStream(Stream next) const override {
+    auto before = stream_of(stream);
+    stream = next.id();
+    return before;
+  }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override { wait_for_gpu("stream"); }
+  void synchronizeDevice(const DeviceIndex) const override { wait_for_gpu("device"); }
+  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
+
+  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override { *event = event; }
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+struct Hooks final : at::CUDAHooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasCUDART() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  int getNumGPUs() const override { return 1; }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
+  Device getDeviceFromPtr(void*) const override { return gpu(); }
+  void deviceSynchronize(DeviceIndex) const override { wait_for_gpu("device"); }
+  const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+};
+
+// DDP makes one for the log of its first steps.
+struct ReducerTimer final : c10d::Timer {
+  explicit ReducerTimer(Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return 1; }
+};
+
+}  // namespace
+
+void install_device() {
+  c10::SetAllocator(c10::DeviceType::CUDA, device_allocator(), 255);
+  // torch has made its hooks by now, and would not take others: theirs get our methods. Neither has fields.
+  static Hooks hooks;
+  *reinterpret_cast<void**>(const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) =
+      *reinterpret_cast<void**>(&hooks);
+  if (!c10d::TimerRegistry()->Has(c10::kCUDA)) {
+    c10d::TimerRegistry()->Register(
+        c10::kCUDA, [](Device device) -> std::unique_ptr<c10d::Timer> { return std::make_unique<ReducerTimer>(device); });
+  }
+}
+
+c10::StreamId current_stream() { return stream; }
+
+void set_stream(c10::StreamId id) { stream = id; }
+
+c10::StreamId new_stream() { return last_stream += 8; }
+
+void set_sync_mode(int next) { mode = next; }
+
+int sync_mode() { return mode; }
+
+void wait_for_gpu(const std::string& operation) {
+  TORCH_CHECK(!is_capturing(), "CUDA error: operation not permitted when stream is capturing: ", operation);
+  TORCH_CHECK(mode < 2, "called a synchronizing CUDA operation: ", operation);
+}
+
+}  // namespace pretended

@@ -1,0 +1,58 @@
+// What torch_cuda.py needs of the rest.
+
+#include <torch/extension.h>
+
+#include <cstring>
+
+#include "device.h"
+#include "graph.h"
+#include "memory.h"
+#include "notes.h"
+#include "ops.h"
+
+namespace {
+
+using namespace pretended;
+
+void resize_storage(const at::Tensor& over, size_t size) {
+  auto storage = over.storage();
+  auto data = device_allocator()->allocate(size);
+  if (auto both = std::min(size, storage.nbytes())) std::memcpy(data.mutable_get(), storage.data(), both);
+  storage.set_data_ptr_noswap(std::move(data));
+  storage.set_nbytes(size);
+}
+
+void capture_call(const py::function& call) {
+  auto kept = std::make_shared<py::function>(call);
+  capture([kept] { (*kept)(); });
+}
+
+void replay(const Graph& graph) {
+  at::NoGradGuard guard;
+  graph.replay();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  install_device();
+  install_ops();
+  module.def("allocated_bytes", allocated_bytes);
+  module.def("resize_storage", resize_storage);
+  module.def("current_stream", current_stream);
+  module.def("set_stream", set_stream);
+  module.def("new_stream", new_stream);
+  module.def("sync_mode", sync_mode);
+  module.def("set_sync_mode", set_sync_mode);
+  module.def("wait_for_gpu", wait_for_gpu);
+  py::class_<Graph, std::shared_ptr<Graph>>(module, "Graph");
+  module.def("begin_capture", begin_capture);
+  module.def("end_capture", end_capture);
+  module.def("is_capturing", is_capturing);
+  module.def("capture", capture_call);
+  module.def("replay", replay);
+  module.def("now", now);
+  module.def("take_notes", take_notes);
+  module.def("note", note);
+  module.def("notes", notes);
+}

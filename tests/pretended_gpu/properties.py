@@ -1,0 +1,80 @@
+"""Prints, as JSON, what a process sees that has the pretended GPU: what the tests that run there rely on."""
+
+import json
+
+import torch
+
+
+def raised(act):
+    """The first words of the error that `act` raises; empty if none."""
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error).split(":")[0].split(",")[0]
+    return ""
+
+
+def in_debug_mode(act):
+    """The same, where torch is to raise before it waits."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return raised(act)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def replayed():
+    """Values before a capture, after it, and after each replay on other inputs."""
+    source, graph = torch.ones(2, device="cuda"), torch.cuda.CUDAGraph()
+    kept = [source.clone()]
+    with torch.cuda.graph(graph):
+        doubled = source * 2
+        source.add_(doubled)
+    kept.append(source.clone())
+    for value in (1.0, 5.0):
+        source.fill_(value)
+        graph.replay()
+        kept.append(source.clone())
+    return [each[0].item() for each in kept]
+
+
+def captured_wait():
+    """What a capture says of a copy to the host."""
+    one = torch.ones((), device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        return raised(one.item)
+
+
+def seen(act):
+    """What a profiler sees of `act`."""
+    with torch.profiler.profile() as profile:
+        act()
+    return [event.name for event in profile.events()]
+
+
+def main():
+    """Print it."""
+    ones, here = torch.ones(3, device="cuda"), torch.ones(3)
+    pinned = torch.ones(3).pin_memory()
+    sparse = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,), device="cuda", check_invariants=True)
+    found = {
+        "device": str(ones.device),
+        "garbage": torch.empty(3, device="cuda").isfinite().all().item() and torch.empty(3, device="cuda")[0].item(),
+        "view shares memory": ones[1:].data_ptr() - ones.data_ptr(),
+        "coalesced": sparse.coalesce().values().tolist(),
+        "mixing": raised(lambda: ones + here),
+        "with a number of the CPU": (ones + torch.tensor(1.0)).tolist(),
+        "item": in_debug_mode(ones[0].item),
+        "pageable copy": in_debug_mode(lambda: ones.copy_(here, non_blocking=True)),
+        "pinned copy": in_debug_mode(lambda: ones.copy_(pinned, non_blocking=True)),
+        "blocking copy": in_debug_mode(lambda: ones.copy_(pinned)),
+        "synchronize": in_debug_mode(torch.cuda.synchronize),
+        "replayed": replayed(),
+        "item in a capture": captured_wait(),
+        "seen": seen(lambda: (ones * 2)[1:].cpu()),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

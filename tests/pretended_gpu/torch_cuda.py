@@ -1,0 +1,104 @@
+"""What torch._C has only where torch is built with CUDA: torch.cuda finds it here."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+CUDA = "13.0"
+RENAMED = {  # bindings that are the library's functions
+    "_cuda_getCurrentRawStream": lambda gpu: lambda device: gpu.current_stream(),
+    "_cuda_set_sync_debug_mode": lambda gpu: gpu.set_sync_mode,
+    "_cuda_get_sync_debug_mode": lambda gpu: gpu.sync_mode,
+    "_cuda_isCurrentStreamCapturing": lambda gpu: gpu.is_capturing,
+    "_cuda_synchronize": lambda gpu: lambda: gpu.wait_for_gpu("synchronize"),
+    "_cuda_getCurrentStream": lambda gpu: lambda device: (gpu.current_stream(), 0, 1),
+    "_cuda_setStream": lambda gpu: lambda stream_id, device_index, device_type: gpu.set_stream(stream_id),
+    "_cuda_memoryStats": lambda gpu: lambda device: _memory_stats(gpu),
+    "_cuda_exchangeDevice": lambda gpu: lambda device: _only_first(device),
+    "_cuda_maybeExchangeDevice": lambda gpu: lambda device: _only_first(device),
+}
+CONSTANT = {  # bindings that always return the same
+    "_cuda_getDevice": 0,
+    "_cuda_getDefaultStream": (0, 0, 1),
+    "_cuda_hasPrimaryContext": True,
+    "_cuda_isInBadFork": False,
+    "_cuda_getArchFlags": "sm_90",
+    "_cuda_getCompiledVersion": 13000,
+    "_cuda_canDeviceAccessPeer": False,
+    "_cuda_getAllocatorBackend": "native",
+    "_cuda_cudaCachingAllocator_is_enabled": True,
+    "_graph_pool_handle": (0, 1),
+}
+IDLE = ["emptyCache", "sleep", "ipc_collect", "resetPeakMemoryStats", "clearCublasWorkspaces", "setDevice"]
+DUMMIES = [  # types and functions that are only imported
+    "_MemPool", "_cuda_CUDAAllocator", "_cuda_CUDAAllocator_AllocatorState", "_cuda_beginAllocateToPool",
+    "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool",
+]  # fmt: skip
+
+
+def install(C):
+    """Fill torch._C, and tell torch which CUDA it was built with."""
+    gpu = C._pretended_gpu = _library(os.environ["PRETENDED_GPU"])
+    import torch.version
+
+    from pretended_gpu import cuda_types
+
+    torch.version.cuda = CUDA
+    cuda_types.install(C, gpu)
+    C._has_cuda = True
+    C._cudart = object()
+    C._cuda_getDeviceCount = lambda: int(os.environ.get("CUDA_VISIBLE_DEVICES") != "")
+    C._cuda_init = lambda: _on_first_use(gpu)
+    C._host_emptyCache = lambda: None
+    for name, made in RENAMED.items():
+        setattr(C, name, made(gpu))
+    for name, value in CONSTANT.items():
+        setattr(C, name, lambda *args, value=value: value)
+    for name in IDLE:
+        setattr(C, f"_cuda_{name}", lambda *args: None)
+    for name in DUMMIES:
+        setattr(C, name, type(name, (), {}))
+
+
+def _library(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _only_first(device):
+    if device > 0:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+    return min(device, 0)
+
+
+def _memory_stats(gpu):
+    bytes_now = gpu.allocated_bytes()
+    return {"allocated_bytes": {"all": {"current": bytes_now, "peak": bytes_now}}}
+
+
+def _on_first_use(gpu):
+    """What torch itself sets up at its first use of the GPU, and storages, whose own methods know no CUDA."""
+    import torch
+
+    from pretended_gpu.cuda_types import Properties
+
+    torch.cuda._get_device_properties = lambda device: Properties()
+    torch.cuda.default_generators = (torch.Generator(),)  # torch.manual_seed also seeds it: the CPU's is used
+    storage = torch.UntypedStorage
+    storage.resize_ = _with_gpu(storage.resize_, lambda over, size: gpu.resize_storage(over, size))
+    storage.clone = _with_gpu(storage.clone, lambda over: over.clone().untyped_storage())
+
+
+def _with_gpu(method, on_gpu):
+    """`method` of storages, or for those of the GPU a function of a tensor over all their bytes."""
+    import torch
+
+    def either(storage, *args):
+        if storage.device.type != "cuda":
+            return method(storage, *args)
+        over = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+        return on_gpu(over, *args) or storage
+
+    return either
