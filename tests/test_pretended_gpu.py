@@ -1,4 +1,4 @@
-"""The tests marked `gpu` without one: see `pretended_gpu`. A real one also shows what is asynchronous, and how fast."""
+"""The tests marked `gpu` without one: see `pretended_gpu`. A real one also shows how fast, and streams at once."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ def test_it_is_as_strict_as_a_gpu(gpu: dict[str, str]) -> None:
         "pinned copy": "",
         "blocking copy": waits,
         "synchronize": waits,
+        "late": [0.0, 1.0],
+        "overtaken": "pinned memory was written while the GPU had yet to copy it",
         "replayed": [1.0, 1.0, 3.0, 15.0],
         "item in a capture": captures,
         "seen": ["aten::mul", "Memcpy DtoH"],

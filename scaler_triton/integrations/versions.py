@@ -14,7 +14,7 @@ TESTED = {
     "accelerate": ("1.13.0", "1.15.0"),
     "lightning": ("2.5.0", "2.6.6"),
     "pytorch-lightning": ("2.5.0", "2.6.6"),
-    "transformers": ("4.56.0", "5.23.0"),
+    "transformers": ("4.56.0", "5.24.0"),
 }
 
 _warned: set[str] = set()

@@ -35,6 +35,7 @@ def _on_launch(function, n_programs, params):
     try:
         kernel = kernels[function]
         values = [_value(kind, params[number]) for number, kind in enumerate(kernel.kinds)]
+        gpu.tick()
         begin = gpu.now()
         kernel.run(n_programs, values)
         gpu.note("triton", "kernel", begin)

@@ -38,6 +38,24 @@ def replayed():
     return [each[0].item() for each in kept]
 
 
+def late():
+    """A number that is copied to pinned memory: at once, and after its event."""
+    to, done = torch.zeros(1, pin_memory=True), torch.cuda.Event()
+    to.copy_(torch.ones(1, device="cuda"), non_blocking=True)
+    done.record()
+    at_once = to.item()
+    done.synchronize()
+    return at_once, to.item()
+
+
+def overtaken():
+    """What is said of pinned memory that is written while it is copied."""
+    buffer = torch.ones(2).pin_memory()
+    torch.zeros(2, device="cuda").copy_(buffer, non_blocking=True)
+    buffer.fill_(2.0)
+    return raised(torch.cuda.synchronize)
+
+
 def captured_wait():
     """What a capture says of a copy to the host."""
     one = torch.ones((), device="cuda")
@@ -69,6 +87,8 @@ def main():
         "pinned copy": in_debug_mode(lambda: ones.copy_(pinned, non_blocking=True)),
         "blocking copy": in_debug_mode(lambda: ones.copy_(pinned)),
         "synchronize": in_debug_mode(torch.cuda.synchronize),
+        "late": late(),
+        "overtaken": overtaken(),
         "replayed": replayed(),
         "item in a capture": captured_wait(),
         "seen": seen(lambda: (ones * 2)[1:].cpu()),

@@ -9,6 +9,7 @@
 
 #include "graph.h"
 #include "memory.h"
+#include "transfers.h"
 
 namespace pretended {
 namespace {
@@ -25,7 +26,7 @@ void require_only_gpu(Device device) { TORCH_CHECK(device.index() <= 0, "CUDA er
 
 Stream stream_of(c10::StreamId id) { return Stream(Stream::UNSAFE, gpu(), id); }
 
-// Everything is done when it is called, so that no event and no stream is ever waited for.
+// Work is done when it is given: streams have nothing to wait for, and events only the copies of transfers.h.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
   Device getDevice() const override { return gpu(); }
@@ -46,15 +47,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     stream = next.id();
     return before;
   }
-  bool queryStream(const Stream&) const override { return true; }
+  bool queryStream(const Stream&) const override { return has_landed(UINT64_MAX); }
   void synchronizeStream(const Stream&) const override { wait_for_gpu("stream"); }
   void synchronizeDevice(const DeviceIndex) const override { wait_for_gpu("device"); }
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 
-  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override { *event = event; }
+  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
+    *event = reinterpret_cast<void*>(tick());
+  }
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  bool queryEvent(void* event) const override { return has_landed(reinterpret_cast<uint64_t>(event)); }
+  void synchronizeEvent(void* event) const override { land(reinterpret_cast<uint64_t>(event)); }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
@@ -115,6 +118,7 @@ int sync_mode() { return mode; }
 void wait_for_gpu(const std::string& operation) {
   TORCH_CHECK(!is_capturing(), "CUDA error: operation not permitted when stream is capturing: ", operation);
   TORCH_CHECK(mode < 2, "called a synchronizing CUDA operation: ", operation);
+  land();
 }
 
 }  // namespace pretended

@@ -13,6 +13,7 @@
 #include "graph.h"
 #include "memory.h"
 #include "notes.h"
+#include "transfers.h"
 
 namespace pretended {
 namespace {
@@ -49,6 +50,13 @@ bool waits(const std::string& name, const Values& arguments) {
   return !(arguments[2].toBool() && is_pinned(host.const_data_ptr()));
 }
 
+// A copy of bytes as they are, to or from pinned memory, which may go on while the host does.
+bool is_transfer(const std::string& name, const Values& arguments) {
+  if (!host_side(name, arguments).defined() || waits(name, arguments)) return false;
+  auto to = arguments[0].toTensor(), from = arguments[1].toTensor();
+  return to.dtype() == from.dtype() && to.sizes() == from.sizes() && to.is_contiguous() && from.is_contiguous();
+}
+
 bool gives_a_view(const OperatorHandle& op) {
   static const std::set<std::string> others = {"aten::set_", "aten::resize_", "aten::_reshape_alias", "aten::_unsafe_view"};
   for (auto& result : op.schema().returns())
@@ -66,8 +74,14 @@ void change_top(Stack& stack, size_t count, Change change) {
 // The CPU's kernel on the same memory.
 void compute(const OperatorHandle& op, DispatchKey cpu, Stack& stack) {
   const auto& name = op.schema().name();
+  auto arguments = top(stack, op.schema().arguments().size());
+  if (is_transfer(name, arguments)) {
+    begin_transfer(arguments[0].toTensor(), arguments[1].toTensor());
+    torch::jit::drop(stack, arguments.size());
+    return stack.push_back(arguments[0]);
+  }
   Aliases aliases;
-  change_top(stack, op.schema().arguments().size(), [&](const IValue& value) { return aliases.to_cpu(value); });
+  change_top(stack, arguments.size(), [&](const IValue& value) { return aliases.to_cpu(value); });
   TORCH_CHECK(
       !aliases.has_mixed() || may_mix_devices(name),
       "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (", name, ")");
@@ -135,6 +149,7 @@ void run(const OperatorHandle& op, DispatchKey cpu, Stack* stack) {
   auto arguments = top(*stack, op.schema().arguments().size());
   if (name == "aten::record_stream") return torch::jit::drop(*stack, arguments.size());
   if (waits(name, arguments)) wait_for_gpu(name);
+  if (!gives_a_view(op)) tick();
   takes_notes() ? compute_noted(op, cpu, *stack) : compute(op, cpu, *stack);
   if (!is_capturing() || gives_a_view(op)) return;
   capture_op(op, cpu, std::move(arguments), top(*stack, op.schema().returns().size()));

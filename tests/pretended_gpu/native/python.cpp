@@ -9,6 +9,7 @@
 #include "memory.h"
 #include "notes.h"
 #include "ops.h"
+#include "transfers.h"
 
 namespace {
 
@@ -51,6 +52,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("is_capturing", is_capturing);
   module.def("capture", capture_call);
   module.def("replay", replay);
+  module.def("tick", tick);
+  module.def("has_landed", has_landed);
+  module.def("land", [](uint64_t until) { land(until); });
   module.def("now", now);
   module.def("take_notes", take_notes);
   module.def("note", note);
