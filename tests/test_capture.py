@@ -143,6 +143,36 @@ def test_replayed_steps_after_an_update_are_told_of(other_form: bool) -> None:
 
 
 @pytest.mark.gpu
+def test_the_host_waits_for_no_copy_that_a_capture_never_made() -> None:
+    """An event that is recorded in a capture cannot be asked later: what copies to the host leaves captures alone."""
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=True)
+    scaler = started(GradScaler, "cuda", init_scale=4.0, max_consecutive_skips=9)
+    weight.grad = torch.ones(3, device="cuda")
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.stats(wait=False)
+
+    for _ in range(6):  # more than the counters' copies lag behind
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    weight.grad.fill_(float("nan"))
+    graph.replay()
+    assert scaler.was_skipped(optimizer)
+    assert (scaler.stats().updates, scaler.stats().skipped) == (7, 1)
+    weight.grad.fill_(1.0)
+    for _ in range(6):
+        step()
+    assert not scaler.was_skipped(optimizer)
+    assert scaler.stats().updates == 13
+
+
+@pytest.mark.gpu
 def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
     """What it would have left on the device was never done: the steps after it begin anew."""
     eager, refused = Run("unscale_"), Run("unscale_")

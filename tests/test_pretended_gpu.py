@@ -73,6 +73,6 @@ def test_it_is_as_strict_as_a_gpu(gpu: dict[str, str]) -> None:
 
 def test_what_needs_a_gpu_passes_on_it(gpu: dict[str, str]) -> None:
     left_out = [f"--ignore={name}" for name in LEFT_OUT + LONG]
-    options = ["-m", "gpu", "-k", "not 20000", "-q", "-p", "no:cacheprovider", *left_out]
+    options = ["-x", "-m", "gpu", "-k", "not 20000", "-q", "-p", "no:cacheprovider", *left_out]
     said = run(gpu, "-m", "pytest", *options, timeout=900)
     assert int(re.search(r"(\d+) passed", said)[1]) >= LEAST

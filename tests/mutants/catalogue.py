@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import of_clipping
+import of_gpu
 import of_kernels
 import of_others
 import of_ranks
 import of_scaler
 
-MUTANTS = [mutant for module in (of_scaler, of_ranks, of_clipping, of_kernels, of_others) for mutant in module.MUTANTS]
+_MODULES = (of_scaler, of_ranks, of_clipping, of_kernels, of_gpu, of_others)
+MUTANTS = [mutant for module in _MODULES for mutant in module.MUTANTS]

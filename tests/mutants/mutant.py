@@ -54,3 +54,4 @@ STATS, EXTRAS, NORMS = "tests/test_stats.py", "tests/test_policy_extras.py", "te
 TEXT = "tests/test_report_text.py"
 PATCH_THREADS = "tests/test_patching_threads.py"
 PATCH, PATCHED = "tests/test_patching.py", "tests/distributed/test_patching_ranks.py"
+PRETENDED = "tests/test_pretended_gpu.py"

@@ -31,23 +31,31 @@ def install(C, gpu):
             return hash(self.stream_id)
 
     class Event:
-        _number = 0  # of the operation that is waited for: none yet
+        _number, _is_captured = 0, False  # the operation that is waited for: none yet
 
         def __new__(cls, **kwargs):
             return super().__new__(cls)
 
         def record(self, stream=None):
-            self._at, self._number = time.perf_counter(), gpu.tick()
+            self._at, self._number, self._is_captured = time.perf_counter(), gpu.tick(), gpu.is_capturing()
 
         def wait(self, stream=None):
             pass
 
         def query(self):
+            self._refuse_captured()
             return gpu.has_landed(self._number)
 
         def synchronize(self):
+            self._refuse_captured()
             gpu.note("cudaEventSynchronize", "cuda_runtime", gpu.now())
             gpu.land(self._number)
+
+        def _refuse_captured(self):
+            if self._is_captured:
+                raise RuntimeError(
+                    "CUDA error: operation not permitted on an event last recorded in a capturing stream"
+                )
 
         def elapsed_time(self, end):
             return (end._at - self._at) * 1e3
