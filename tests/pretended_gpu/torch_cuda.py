@@ -5,18 +5,6 @@ import os
 from pathlib import Path
 
 CUDA = "13.0"
-RENAMED = {  # bindings that are the library's functions
-    "_cuda_getCurrentRawStream": lambda gpu: lambda device: gpu.current_stream(),
-    "_cuda_set_sync_debug_mode": lambda gpu: gpu.set_sync_mode,
-    "_cuda_get_sync_debug_mode": lambda gpu: gpu.sync_mode,
-    "_cuda_isCurrentStreamCapturing": lambda gpu: gpu.is_capturing,
-    "_cuda_synchronize": lambda gpu: lambda: gpu.wait_for_gpu("synchronize"),
-    "_cuda_getCurrentStream": lambda gpu: lambda device: (gpu.current_stream(), 0, 1),
-    "_cuda_setStream": lambda gpu: lambda stream_id, device_index, device_type: gpu.set_stream(stream_id),
-    "_cuda_memoryStats": lambda gpu: lambda device: _memory_stats(gpu),
-    "_cuda_exchangeDevice": lambda gpu: lambda device: _only_first(device),
-    "_cuda_maybeExchangeDevice": lambda gpu: lambda device: _only_first(device),
-}
 CONSTANT = {  # bindings that always return the same
     "_cuda_getDevice": 0,
     "_cuda_getDefaultStream": (0, 0, 1),
@@ -29,7 +17,7 @@ CONSTANT = {  # bindings that always return the same
     "_cuda_cudaCachingAllocator_is_enabled": True,
     "_graph_pool_handle": (0, 1),
 }
-IDLE = ["emptyCache", "sleep", "ipc_collect", "resetPeakMemoryStats", "clearCublasWorkspaces", "setDevice"]
+IDLE = ["emptyCache", "sleep", "ipc_collect", "resetPeakMemoryStats", "clearCublasWorkspaces"]
 DUMMIES = [  # types and functions that are only imported
     "_MemPool", "_cuda_CUDAAllocator", "_cuda_CUDAAllocator_AllocatorState", "_cuda_beginAllocateToPool",
     "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool",
@@ -47,17 +35,34 @@ def install(C):
     cuda_types.install(C, gpu)
     C._has_cuda = True
     C._cudart = object()
-    C._cuda_getDeviceCount = lambda: int(os.environ.get("CUDA_VISIBLE_DEVICES") != "")
-    C._cuda_init = lambda: _on_first_use(gpu)
     C._host_emptyCache = lambda: None
-    for name, made in RENAMED.items():
-        setattr(C, name, made(gpu))
+    for name, function in _bindings(gpu).items():
+        setattr(C, f"_cuda_{name}", function)
     for name, value in CONSTANT.items():
         setattr(C, name, lambda *args, value=value: value)
     for name in IDLE:
         setattr(C, f"_cuda_{name}", lambda *args: None)
     for name in DUMMIES:
         setattr(C, name, type(name, (), {}))
+
+
+def _bindings(gpu):
+    """What torch.cuda asks, answered by the library."""
+    return {
+        "init": lambda: _on_first_use(gpu),
+        "getDeviceCount": lambda: int(os.environ.get("CUDA_VISIBLE_DEVICES") != ""),
+        "setDevice": _only_first,
+        "exchangeDevice": lambda device: _only_first(device),  # Dynamo tells these two apart
+        "maybeExchangeDevice": lambda device: _only_first(device),
+        "getCurrentStream": lambda device: (gpu.current_stream(), 0, 1),
+        "getCurrentRawStream": lambda device: gpu.current_stream(),
+        "setStream": lambda stream_id, device_index, device_type: gpu.set_stream(stream_id),
+        "isCurrentStreamCapturing": gpu.is_capturing,
+        "synchronize": lambda: gpu.wait_for_gpu("synchronize"),
+        "get_sync_debug_mode": gpu.sync_mode,
+        "set_sync_debug_mode": gpu.set_sync_mode,
+        "memoryStats": lambda device: _memory_stats(gpu),
+    }
 
 
 def _library(path):
