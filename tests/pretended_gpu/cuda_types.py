@@ -2,81 +2,90 @@
 
 import time
 
+from torch._C import Stream as TorchStream
+from torch._C import _pretended_gpu as gpu
 
-def install(C, gpu):
+
+def install(C):
     """Put them into torch._C."""
-
-    class Stream(C.Stream):
-        def __new__(cls, priority=0, stream_id=None, **kwargs):
-            number = gpu.new_stream() if stream_id is None else stream_id
-            return super().__new__(cls, stream_id=number, device_index=0, device_type=1)
-
-        def __init__(self, **kwargs):
-            pass
-
-        @property
-        def cuda_stream(self):
-            return self.stream_id
-
-        def query(self):
-            return True
-
-        def synchronize(self):
-            gpu.wait_for_gpu("stream")
-
-        def __eq__(self, other):
-            return self.stream_id == other.stream_id
-
-        def __hash__(self):
-            return hash(self.stream_id)
-
-    class Event:
-        _number, _is_captured = 0, False  # the operation that is waited for: none yet
-
-        def __new__(cls, **kwargs):
-            return super().__new__(cls)
-
-        def record(self, stream=None):
-            self._at, self._number, self._is_captured = time.perf_counter(), gpu.tick(), gpu.is_capturing()
-
-        def wait(self, stream=None):
-            pass
-
-        def query(self):
-            self._refuse_captured()
-            return gpu.has_landed(self._number)
-
-        def synchronize(self):
-            self._refuse_captured()
-            gpu.note("cudaEventSynchronize", "cuda_runtime", gpu.now())
-            gpu.land(self._number)
-
-        def _refuse_captured(self):
-            if self._is_captured:
-                raise RuntimeError(
-                    "CUDA error: operation not permitted on an event last recorded in a capturing stream"
-                )
-
-        def elapsed_time(self, end):
-            return (end._at - self._at) * 1e3
-
-    class Graph:
-        def __new__(cls, keep_graph=False):
-            return super().__new__(cls)
-
-        def capture_begin(self, *args, **kwargs):
-            gpu.begin_capture()
-
-        def capture_end(self):
-            self._work = gpu.end_capture()
-
-        def replay(self):
-            gpu.replay(self._work)
-
-        def register_generator_state(self, generator):
-            pass
-
     C._CudaStreamBase, C._CudaEventBase, C._CUDAGraph, C._CudaDeviceProperties = Stream, Event, Graph, Properties
+
+
+class Stream(TorchStream):
+    """A number: work is done in the order in which it is given, whatever the stream."""
+
+    def __new__(cls, priority=0, stream_id=None, **kwargs):
+        number = gpu.new_stream() if stream_id is None else stream_id
+        return super().__new__(cls, stream_id=number, device_index=0, device_type=1)
+
+    def __init__(self, **kwargs):
+        pass
+
+    @property
+    def cuda_stream(self):
+        return self.stream_id
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        gpu.wait_for_gpu("stream")
+
+    def __eq__(self, other):
+        return self.stream_id == other.stream_id
+
+    def __hash__(self):
+        return hash(self.stream_id)
+
+
+class Event:
+    """A place in the order of work: copies that began before may still be under way."""
+
+    _number, _is_captured = 0, False  # the operation that is waited for: none yet
+
+    def __new__(cls, **kwargs):
+        return super().__new__(cls)
+
+    def record(self, stream=None):
+        self._at, self._number, self._is_captured = time.perf_counter(), gpu.tick(), gpu.is_capturing()
+
+    def wait(self, stream=None):
+        pass
+
+    def query(self):
+        self._refuse_captured()
+        return gpu.has_landed(self._number)
+
+    def synchronize(self):
+        self._refuse_captured()
+        gpu.note("cudaEventSynchronize", "cuda_runtime", gpu.now())
+        gpu.land(self._number)
+
+    def _refuse_captured(self):
+        if self._is_captured:
+            raise RuntimeError("CUDA error: operation not permitted on an event that was recorded in a capture")
+
+    def elapsed_time(self, end):
+        return (end._at - self._at) * 1e3
+
+
+class Graph:
+    """What was captured, to be replayed."""
+
+    def __new__(cls, keep_graph=False):
+        return super().__new__(cls)
+
+    def capture_begin(self, *args, **kwargs):
+        gpu.begin_capture()
+
+    def capture_end(self):
+        self._work = gpu.end_capture()
+
+    def replay(self):
+        gpu.replay(self._work)
+
+    def register_generator_state(self, generator):
+        pass
 
 
 class Properties:

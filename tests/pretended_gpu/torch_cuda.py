@@ -32,7 +32,7 @@ def install(C):
     from pretended_gpu import cuda_types
 
     torch.version.cuda = CUDA
-    cuda_types.install(C, gpu)
+    cuda_types.install(C)
     C._has_cuda = True
     C._cudart = object()
     C._host_emptyCache = lambda: None
