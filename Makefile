@@ -16,9 +16,9 @@
 #   perf/README.md and the README
 # make release   sdist and wheel into dist/, checked as an index would; the wheel in an empty environment runs the demo,
 #   with triton and without
-# make gpu     all of the next four, with the python3 and packages of a GPU machine; OUT names a folder
-#   gpu-tests, gpu-tune, gpu-perf, gpu-sanitize: the suite natively, tuned launch configurations, measurements, the
-#   kernels under compute-sanitizer; under 10 minutes each
+# make gpu     all of the next five, with the python3 and packages of a GPU machine; OUT names a folder
+#   gpu-tests, gpu-ranks, gpu-tune, gpu-perf, gpu-sanitize: the suite natively; once more what ranks do, on the GPU, too;
+#   tuned launch configurations; measurements; the kernels under compute-sanitizer; under 10 minutes each
 PYTHON ?= python3
 OUT ?= out
 PROGRAMS ?= 10000
@@ -26,7 +26,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-GPU_PARTS := gpu-tests gpu-tune gpu-perf gpu-sanitize
+GPU_PARTS := gpu-tests gpu-ranks gpu-tune gpu-perf gpu-sanitize
 
 .PHONY: demo test test-frameworks test-oldest docs lint style fuzz soak simulate pretend mutants coverage perf release gpu $(GPU_PARTS) sanitize clean
 
@@ -113,16 +113,23 @@ $(VENV)/ready: pyproject.toml constraints.txt
 gpu:
 	status=0; for part in $(GPU_PARTS); do $(MAKE) $$part || status=1; done; exit $$status
 
-# What runs where is recorded first. What needs no GPU is tested beside what does. Tests end with the one that is running
-# when TEST_SECONDS are over; one that hangs is interrupted, so that the report is written; a file that cannot be imported
-# there stops no other. What packages that only that machine has call deprecated, when others import them, fails no test.
+# Tests end with the one that is running when TEST_SECONDS are over; one that hangs is interrupted, so that the report is
+# written; a file that cannot be imported there stops no other. What packages that only that machine has call deprecated,
+# when others import them, fails no test.
+NATIVELY := -W ignore::DeprecationWarning -W ignore::FutureWarning --durations=20 --continue-on-collection-errors
+
+# What runs where is recorded first. What needs no GPU is tested beside what does.
 gpu-tests:
 	mkdir -p $(OUT)
 	timeout 120 python3 -m scaler_triton.demo.device 2>&1 | tee $(OUT)/ranks.txt
 	python3 -c "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())" \
 		| tee $(OUT)/versions.txt
-	OUT=$(OUT) TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 python3 tests/in_shards.py \
-		-W ignore::DeprecationWarning -W ignore::FutureWarning --durations=20 --continue-on-collection-errors
+	OUT=$(OUT) TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 python3 tests/in_shards.py $(NATIVELY)
+
+# Ranks share the GPU, by gloo, which serves FSDP's own collectives there or does not: ranks.txt says so.
+gpu-ranks:
+	OUT=$(OUT)/ranks RANKS_ON=cuda TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 \
+		python3 tests/in_shards.py tests/distributed tests/fuzz/test_ranks.py $(NATIVELY)
 
 # The kernel tests under compute-sanitizer, 240 s for each of two tools.
 gpu-sanitize sanitize:

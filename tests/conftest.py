@@ -104,6 +104,8 @@ def turn(item: pytest.Item) -> int:
 
 def _uses_gpu(item: pytest.Item) -> bool:
     """Tell whether a test that runs without a GPU, too, uses one where there is one."""
+    if item.get_closest_marker("distributed") and os.environ.get("RANKS_ON") == "cuda":
+        return True
     if item.get_closest_marker("native") or _is_placed_on_gpu(item):
         return True
     return "kernels" in item.path.parts and not item.get_closest_marker("host_only")

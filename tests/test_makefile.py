@@ -14,7 +14,7 @@ import pytest
 from helpers import Place
 
 ROOT = Path(__file__).parents[1]
-PARTS = ["gpu-tests", "gpu-tune", "gpu-perf", "gpu-sanitize"]
+PARTS = ["gpu-tests", "gpu-ranks", "gpu-tune", "gpu-perf", "gpu-sanitize"]
 LIMIT = 600  # seconds for each part
 
 # Stands for the GPU machine's python3: writes down what it was to run, and fails where it is told to.
@@ -27,6 +27,7 @@ echo sanitize.sh "$OUT" >> calls
 """
 DOES = {
     "gpu-tests": "tests/in_shards.py -W",
+    "gpu-ranks": "tests/in_shards.py tests/distributed tests/fuzz/test_ranks.py -W",
     "gpu-sanitize": "sanitize.sh results",
     "gpu-perf": "-m perf --out results",
     "gpu-tune": "-m scaler_triton tune --out results/tuned",
@@ -94,8 +95,8 @@ def test_gpu_tests_go_on_where_a_file_cannot_be_imported(tmp_path: Path) -> None
     """And tell of it by their status."""
     (tmp_path / "test_broken.py").write_text("import nothing_of_that_name\n")
     (tmp_path / "test_sound.py").write_text("def test_it():\n    pass\n")
-    recipe = re.search(r"in_shards.py \\\n(.*)\n", (ROOT / "Makefile").read_text())
-    command = [sys.executable, "-m", "pytest", *recipe[1].split(), "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    options = re.search(r"^NATIVELY := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    command = [sys.executable, "-m", "pytest", *options[1].split(), "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
     run = subprocess.run(
         [*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
@@ -118,7 +119,9 @@ def test_tests_under_a_tool_end_before_the_tool_is_ended() -> None:
     assert "1 passed" in run.stdout
 
 
-def test_what_needs_no_gpu_comes_last_on_a_gpu_machine(request: pytest.FixtureRequest) -> None:
+def test_what_needs_no_gpu_comes_last_on_a_gpu_machine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Time may run out before it. A test that runs everywhere runs on the GPU, too, and is not marked."""
     turn = request.config.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py")).turn
 
@@ -138,8 +141,11 @@ def test_what_needs_no_gpu_comes_last_on_a_gpu_machine(request: pytest.FixtureRe
         item("tests/test_norms.py", place=Place("cpu", "torch")),
         item("tests/kernels/test_aot.py", "host_only"),
         item("tests/test_policy.py"),
+        item("tests/distributed/test_matrix.py", "distributed"),
     ]
-    assert [turn(each) for each in items] == [0, 1, 1, 1, 2, 2, 3, 4, 5, 5, 5]
+    assert [turn(each) for each in items] == [0, 1, 1, 1, 2, 2, 3, 4, 5, 5, 5, 5]
+    monkeypatch.setenv("RANKS_ON", "cuda")
+    assert [turn(each) for each in items] == [0, 1, 1, 1, 2, 2, 3, 4, 5, 5, 5, 1]
 
 
 def test_a_test_that_takes_too_long_is_interrupted_and_the_report_written(tmp_path: Path) -> None:

@@ -19,8 +19,17 @@ HERE = Path(__file__).parent
 # Timed for minutes where a launch takes milliseconds; and Inductor's own kernels, of which the simulator knows little.
 LEFT_OUT = ["tests/test_tune.py", "tests/kernels/test_sweep.py", "tests/frameworks/test_compile_inductor.py"]
 ALL = os.environ.get("PRETEND") == "all"
+SPREAD = ["--numprocesses=2", "--dist=loadfile"] if ALL else []  # by itself `make test` is two processes
 LONG = [] if ALL else ["tests/demo", "tests/frameworks", "tests/soak", "tests/faults/test_compilation.py"]
 LEAST = 120 if ALL else 80  # tests
+# What ranks do elsewhere on the CPU; but this GPU has no CSR tensors, and serves no backend behind torch's back.
+OF_RANKS = [
+    f"tests/distributed{name}"
+    for name in ([""] if ALL else ["/test_clipping_ranks.py", "/test_failures.py", "/test_overflow_ranks.py"])
+]
+NOT_OF_RANKS = "not csr and not backend-0"
+LEAST_OF_RANKS = 1000 if ALL else 200
+ONE, TWO = {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 pytestmark = [
     pytest.mark.host_only,
@@ -40,16 +49,26 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return kept | pretended_gpu.environment(tmp_path_factory.mktemp("pretended_gpu"))
 
 
-def run(gpu: dict[str, str], *command: str, timeout: float) -> str:
-    done = subprocess.run(
+def ended(gpu: dict[str, str], *command: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, *command], env=gpu, cwd=HERE.parent, capture_output=True, text=True, timeout=timeout
     )
+
+
+def run(gpu: dict[str, str], *command: str, timeout: float) -> str:
+    done = ended(gpu, *command, timeout=timeout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done.stdout
 
 
+def passed(gpu: dict[str, str], *options: str) -> int:
+    """Run tests that all have to pass; how many there were."""
+    said = run(gpu, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *SPREAD, *options, timeout=900)
+    return int(re.search(r"(\d+) passed", said)[1])
+
+
 def test_it_is_as_strict_as_a_gpu(gpu: dict[str, str]) -> None:
-    found = json.loads(run(gpu, "-W", "error", str(HERE / "pretended_gpu/properties.py"), timeout=60))
+    found = json.loads(run(gpu | TWO, "-W", "error", str(HERE / "pretended_gpu/properties.py"), timeout=60))
     waits, captures = "called a synchronizing CUDA operation", "CUDA error"
     assert found == {
         "device": "cuda:0",
@@ -67,12 +86,35 @@ def test_it_is_as_strict_as_a_gpu(gpu: dict[str, str]) -> None:
         "overtaken": "pinned memory was written while the GPU had yet to copy it",
         "replayed": [1.0, 1.0, 3.0, 15.0],
         "item in a capture": captures,
+        "on another": {
+            "current": ["cuda:1", 1],
+            "one operation": "Expected all tensors to be on the same device",
+            "copied": [2.0, 2.0],
+            "event": "Event device 0 does not match recording stream's device 1.",
+            "beyond": "CUDA error",
+        },
         "seen": ["aten::mul", "Memcpy DtoH"],
     }
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_kernel_touches_nothing_but_its_gpus_memory(gpu: dict[str, str], device: str) -> None:
+    done = ended(gpu | TWO, str(HERE / "pretended_gpu/stray.py"), device, timeout=60)
+    assert done.returncode != 0
+    assert done.stdout.splitlines() == ["launched"] * 2
+    assert "belong to no tensor of the launch" in done.stderr
+
+
 def test_what_needs_a_gpu_passes_on_it(gpu: dict[str, str]) -> None:
     left_out = [f"--ignore={name}" for name in LEFT_OUT + LONG]
-    options = ["-x", "-m", "gpu", "-k", "not 20000", "-q", "-p", "no:cacheprovider", *left_out]
-    said = run(gpu, "-m", "pytest", *options, timeout=900)
-    assert int(re.search(r"(\d+) passed", said)[1]) >= LEAST
+    assert passed(gpu, "-m", "gpu", "-k", "not 20000", *left_out) >= LEAST
+
+
+def test_what_needs_two_gpus_passes_on_two(gpu: dict[str, str]) -> None:
+    files = ["tests/test_gpu.py", "tests/kernels/test_launcher.py"]
+    assert passed(gpu | TWO, "-k", "two_gpus or its_tensors_device", *files) == 5
+
+
+@pytest.mark.parametrize("gpus", [TWO, ONE] if ALL else [TWO], ids=lambda gpus: gpus["CUDA_VISIBLE_DEVICES"])
+def test_ranks_agree_on_it(gpu: dict[str, str], gpus: dict[str, str]) -> None:
+    assert passed(gpu | gpus | {"RANKS_ON": "cuda"}, "-k", NOT_OF_RANKS, *OF_RANKS) >= LEAST_OF_RANKS

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def accumulates_without_sync(rank: int, how: str) -> list[dict[str, Any]]:
     """Train under DDP, FSDP1 or FSDP2 with `no_sync`, with torch's scaler and with ours; what each left."""
-    settings = {"device": "cpu", "init_scale": cases.INIT_SCALE, "growth_interval": cases.GROWTH_INTERVAL}
+    settings = {"device": cases.DEVICE, "init_scale": cases.INIT_SCALE, "growth_interval": cases.GROWTH_INTERVAL}
     if how == "fsdp1":
         classes: tuple[Any, ...] = TorchShardedGradScaler, cases.scaler_class("sharded")
     else:
@@ -29,7 +29,7 @@ def _spread(how: str) -> Any:
     if how == "ddp":
         return DistributedDataParallel(model)
     if how == "fsdp1":
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(model, device_id=cases.this_device())
     return fully_shard(model, mesh=cases.line())
 
 

@@ -65,7 +65,7 @@ def flip(tensor: Tensor, element: int = 0) -> None:
 def trained(rank: int, whose: str, wrapper: str, kind: str, name: str, faults: list[Fault]) -> Said:
     """Train a wrapped model with torch's class or ours, then audit."""
     make = {"torch": matrix_cases.torch_class, "ours": matrix_cases.our_class}[whose](kind)
-    scaler = make("cpu", init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL)
+    scaler = make(cases.DEVICE, init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL)
     model = model_cases.WRAPPERS[wrapper](model_cases.Net(), False)
     optimizer = new_optimizer(name, model.parameters())
 

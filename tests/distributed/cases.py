@@ -1,7 +1,8 @@
 """What the ranks run in the distributed tests: a training loop over given gradients, and what it left behind.
 
 Spawned ranks import this file, so pytest stays out of it. Set SCALER_UNDER_TEST=torch to run the same cases
-with torch's own classes and see which of them torch gets wrong.
+with torch's own classes and see which of them torch gets wrong; RANKS_ON=cuda to run them on the GPU, which the ranks
+share, or on a GPU each where there are as many.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+DEVICE = os.environ.get("RANKS_ON", "cpu")
+
 INIT_SCALE = 8.0
 GROWTH_INTERVAL = 2
 LEARNING_RATE = 2.0**-4
@@ -39,14 +42,19 @@ IGNORED_WARNINGS = [
     (r"Sparse invariant checks are implicitly disabled", UserWarning),
     # torch's step() tells an old-style optimizer (apex, TransformerEngine) that its contract will go.
     (r"GradScaler is going to stop passing itself", FutureWarning),
+    # torch's autograd says so of FSDP1's NO_SHARD on a GPU.
+    (r"The AccumulateGrad node's stream does not match", UserWarning),
     # torch.compile says so on the very first release of Python 3.13.
     (r"Guards may run slower on Python 3\.13\.0", RuntimeWarning),
 ]
 
 
 def strictly(rank: int, case: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Run a case with every warning an error, but for the listed ones."""
-    with warnings.catch_warnings():
+    """Run a case with every warning an error, but for the listed ones; its tensors are on DEVICE."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.init()  # else meshes warn that no device was chosen
+    with warnings.catch_warnings(), torch.device(DEVICE):
         warnings.simplefilter("error")
         for message, category in IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message, category=category)
@@ -81,11 +89,16 @@ class Report:
     finite: bool = True
 
 
+def this_device() -> torch.device:
+    """The device of this rank, with its index."""
+    return torch.ones(()).device
+
+
 def new_scaler(kind: str, **options: Any) -> Any:
     """Make a scaler with the tests' settings: "sharded", "grad", or "world", which is "grad" for everybody."""
     if kind == "world":
         kind, options = "grad", {"process_group": dist.group.WORLD} | options
-    options = {"device": "cpu", "init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL} | options
+    options = {"device": DEVICE, "init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL} | options
     return scaler_class(kind)(**options)
 
 
@@ -133,8 +146,8 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def mesh(shape: tuple[int, ...], names: tuple[str, ...], order: tuple[int, ...] | None = None) -> DeviceMesh:
     """A mesh over the whole world, made once a process: making one costs process groups."""
     if order is None:
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return DeviceMesh("cpu", torch.tensor(order).reshape(shape), mesh_dim_names=names)
+        return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
+    return DeviceMesh(DEVICE, torch.tensor(order).reshape(shape), mesh_dim_names=names)
 
 
 def square() -> DeviceMesh:

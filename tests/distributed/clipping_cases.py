@@ -282,7 +282,7 @@ def fsdp1_over_tensor_parallel(rank: int, orig: bool) -> tuple[list[float], list
     bare = copy.deepcopy(net)
     parallelize_module(net, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     model = FullyShardedDataParallel(
-        net, device_mesh=cases.square()["dp"], use_orig_params=orig, device_id=torch.device("cpu")
+        net, device_mesh=cases.square()["dp"], use_orig_params=orig, device_id=cases.this_device()
     )
     scaler, optimizer = cases.new_scaler("sharded"), cases.new_optimizer("sgd", model.parameters())
     norms, expected = [], []

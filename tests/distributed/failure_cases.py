@@ -195,7 +195,7 @@ class OldStyle(torch.optim.Optimizer):
             if self.only_with_gradients and all(param.grad is None for param in group["params"]):
                 continue
             flags = grad_scaler._check_inf_per_device(self)
-            self.asked.append({str(device): flag.item() for device, flag in flags.items()})
+            self.asked.append({device.type: flag.item() for device, flag in flags.items()})
             found_inf = flags[group["params"][0].device]
             scale = grad_scaler._get_scale_async() if ready else 1.0
             if not found_inf.item():

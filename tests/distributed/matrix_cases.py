@@ -54,7 +54,7 @@ def our_class(kind: str) -> Any:
 def run(rank: int, row: Row, whose: str, optimizer: str, unscale: bool) -> Report | str:
     """Train a few steps, one of them overflowing; what is left, or the error if the scaler raised."""
     make = torch_class(row.kind) if whose == "torch" else our_class(row.kind)
-    scaler = make("cpu", init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL)
+    scaler = make(cases.DEVICE, init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL)
     model = model_cases.WRAPPERS[row.wrapper](model_cases.Net(), False)
     faults = [Fault(2, at, param) for at, param in row.faults]
     try:

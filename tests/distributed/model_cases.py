@@ -65,7 +65,7 @@ def _fsdp1(strategy: ShardingStrategy, orig: bool) -> Wrap:
             net,
             sharding_strategy=strategy,
             use_orig_params=orig,
-            device_id=torch.device("cpu"),
+            device_id=cases.this_device(),
             device_mesh=cases.square() if hybrid else None,
             mixed_precision=MixedPrecision(param_dtype=torch.float16) if half else None,
         )
@@ -129,7 +129,9 @@ def against_one_process(
     index, parts = (rank // 2, 2) if wrapper == "fsdp2-tp" else (rank, dist.get_world_size())
     report = _train(rank, model, cases.new_scaler(kind), name, faults, clip, part=(index, parts))
     skipped = [Fault(step, rank) for step in {fault.step for fault in faults}]
-    torch_scaler = torch.amp.GradScaler("cpu", init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL)
+    torch_scaler = torch.amp.GradScaler(
+        cases.DEVICE, init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL
+    )
     reference = _train(rank, bare, torch_scaler, name, skipped, clip, part=(0, 1))
     pairs = zip(_full_params(model), bare.parameters(), strict=True)
     distance = max(float((full - one).detach().abs().max()) for full, one in pairs)
@@ -207,7 +209,9 @@ def zero_beside_whole(rank: int, kind: str, *, fused: bool) -> tuple[list[float]
     options = {"lr": cases.LEARNING_RATE, "fused": fused}
     zero = ZeroRedundancyOptimizer(nets[0].parameters(), torch.optim.AdamW, **options)
     whole = torch.optim.AdamW(nets[1].parameters(), **options)
-    torch_scaler = torch.amp.GradScaler("cpu", init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL)
+    torch_scaler = torch.amp.GradScaler(
+        cases.DEVICE, init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL
+    )
     ours = _scales_under_ddp(rank, nets[0], zero, cases.new_scaler(kind))
     theirs = _scales_under_ddp(rank, nets[1], whole, torch_scaler)
     pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)

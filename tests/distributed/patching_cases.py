@@ -42,7 +42,7 @@ def strict_after_the_first_warning(rank: int, wrapper: str) -> list[str | None]:
     """Use one scaler on two FSDP1 models: warned about the first, it is to refuse the second."""
     from scaler_triton import GradScaler
 
-    scaler, errors = GradScaler("cpu"), []
+    scaler, errors = GradScaler(cases.DEVICE), []
     for strict in (False, True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -53,8 +53,8 @@ def strict_after_the_first_warning(rank: int, wrapper: str) -> list[str | None]:
 
 def _scaler(kind: str) -> Any:
     if kind == "sharded":
-        return sharded_grad_scaler.ShardedGradScaler("cpu")
-    return torch.amp.GradScaler("cpu", **({"process_group": dist.group.WORLD} if kind == "world" else {}))
+        return sharded_grad_scaler.ShardedGradScaler(cases.DEVICE)
+    return torch.amp.GradScaler(cases.DEVICE, **({"process_group": dist.group.WORLD} if kind == "world" else {}))
 
 
 def _after_backward(wrapper: str, name: str, scaler: Any) -> torch.optim.Optimizer:

@@ -29,7 +29,7 @@ class Run:
         self.seen: Seen = []
 
     def scaler(self, cls: Any = None, **options: Any) -> Any:
-        return (cls or self.base)("cpu", init_scale=8.0, growth_interval=2, **options)
+        return (cls or self.base)(cases.DEVICE, init_scale=8.0, growth_interval=2, **options)
 
     def loss(self, model: nn.Module, step: int, seed: int = 0) -> Tensor:
         """The loss of this rank's own batch."""

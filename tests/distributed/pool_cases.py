@@ -6,6 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from cases import DEVICE
 from collective_counter import CollectiveCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -75,7 +76,7 @@ def count_kinds(rank: int) -> tuple[list[str], list[str], list[str]]:
     with CollectiveCounter() as plain:
         work = dist.all_reduce(torch.ones(2), async_op=True)
         work.wait()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     with CollectiveCounter() as functional:
         sharded.sum().full_tensor()

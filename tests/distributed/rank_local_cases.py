@@ -18,6 +18,7 @@ from cases import (
     new_scaler,
     params_of,
     plain_param,
+    this_device,
     train,
 )
 from torch import Tensor
@@ -66,7 +67,7 @@ def pipeline_schedule(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Re
     """A layer a rank under torch's 1F1B, one step bad; what it reports, and how far from one process it ends."""
     layers = [torch.nn.Linear(6, 6) for _ in range(dist.get_world_size())]
     bare = copy.deepcopy(torch.nn.Sequential(*layers))
-    stage = PipelineStage(layers[rank], rank, len(layers), torch.device("cpu"))
+    stage = PipelineStage(layers[rank], rank, len(layers), this_device())
     scaler, optimizer = new_scaler("sharded"), new_optimizer(name, layers[rank].parameters())
     schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, target: scaler.scale(mse_loss(output, target)))
     if not stage.is_last:

@@ -4,7 +4,7 @@ import re
 
 import failure_cases
 import pytest
-from cases import STEPS, Fault
+from cases import DEVICE, STEPS, Fault
 from checks import assert_agreed, scale_model
 from failure_cases import BAD_STEP
 
@@ -143,7 +143,7 @@ def test_old_style_optimizers_ask_often_and_cost_one_collective(two, kind, unsca
         assert report.collectives == [(1,)] * STEPS
         groups = len(asked) // STEPS
         assert groups >= 3
-        assert asked == [{"cpu": float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
+        assert asked == [{DEVICE: float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
         if rank not in gradless:
             assert report.stepped == [(step != BAD_STEP,) for step in range(STEPS)]
 

@@ -254,7 +254,7 @@ class ClippingRules:
             raise
         if refused:
             for optimizer in optimizers if defer else ():
-                flags = {torch.device("cpu"): torch.ones(())}
+                flags = {self._scale.device: torch.ones(())}
                 self._per_optimizer_states[id(optimizer)].update(must_skip=True, found_inf_per_device=flags)
             raise RuntimeError(
                 f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
@@ -283,7 +283,7 @@ class ClippingRules:
         """Have all of them skip: nobody knows what a clip that failed wrote."""
         departs(FAILURE)
         for optimizer in optimizers:
-            flags = {torch.device("cpu"): torch.ones(())}
+            flags = {self._scale.device: torch.ones(())}
             state = self._per_optimizer_states[id(optimizer)]
             state.update(found_inf_per_device=flags, first=first_gradient(optimizer), stays=True)
 

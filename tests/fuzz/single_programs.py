@@ -70,6 +70,7 @@ class Programs(RuleBasedStateMachine):
     ours_class: type = GradScaler
     theirs_class: type = FullSpecification
     backend = "torch"
+    device = "cpu"  # tensors are made on the default device, which must be this one
     half = torch.bfloat16
 
     @initialize(
@@ -95,7 +96,7 @@ class Programs(RuleBasedStateMachine):
         check_unscaled: bool,
         limits: dict[str, Any] | None,
     ) -> None:
-        options = {"device": "cpu", "init_scale": scale, "growth_factor": growth, "backoff_factor": backoff}
+        options = {"device": self.device, "init_scale": scale, "growth_factor": growth, "backoff_factor": backoff}
         options |= {"growth_interval": interval, "enabled": enabled}
         options["check_unscaled"] = check_unscaled
         ours = self.ours_class(**options, backend=self.backend, **(limits or {}))
@@ -325,7 +326,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule()
     def lazy_init(self) -> None:
-        self.both(lambda world: world.scaler._lazy_init_scale_growth_tracker(torch.device("cpu")))
+        self.both(lambda world: world.scaler._lazy_init_scale_growth_tracker(torch.device(self.device)))
 
     @rule()
     def ask(self) -> None:

@@ -164,7 +164,7 @@ class Specification(torch.amp.GradScaler):
             flag, writes = kept
             if _same(writes, _writes(optimizer)):
                 departs(18)  # torch unscales them a second time
-                flags = {torch.device("cpu"): flag}
+                flags = {flag.device: flag}
                 state.update(stage=OptState.UNSCALED, found_inf_per_device=flags, first=first_gradient(optimizer))
 
     def _update_by_flags(self) -> None:
@@ -279,7 +279,7 @@ class Specification(torch.amp.GradScaler):
         if state["found_inf_per_device"]:
             return super().step(optimizer, *args, **kwargs)
         departs(1)  # torch lends the int 0 where no gradient was checked, and fails if there are some by now
-        state["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
+        state["found_inf_per_device"] = {self._scale.device: torch.zeros(())}
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:

@@ -46,6 +46,18 @@ class InterpretedShardedPrograms(ShardedPrograms):
     backend = "triton"
 
 
+class GpuPrograms(Programs):
+    """The same on a GPU, beside torch's class there."""
+
+    backend, device = "auto", "cuda"
+
+
+class GpuShardedPrograms(ShardedPrograms):
+    """Likewise."""
+
+    backend, device = "auto", "cuda"
+
+
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
     """A default group that this process has for itself."""
@@ -82,3 +94,17 @@ def test_programs_through_the_interpreter(chunk: Chunk) -> None:
 @pytest.mark.parametrize("chunk", chunks(in_ci=8, share=0.01), ids=str)
 def test_sharded_programs_through_the_interpreter(chunk: Chunk, group_of_one: None) -> None:
     run(InterpretedShardedPrograms, chunk, steps=20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", chunks(in_ci=30, share=0.05), ids=str)
+def test_programs_on_a_gpu(chunk: Chunk) -> None:
+    with torch.device("cuda"):
+        run(GpuPrograms, chunk, steps=20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", chunks(in_ci=20, share=0.05), ids=str)
+def test_sharded_programs_on_a_gpu(chunk: Chunk, group_of_one: None) -> None:
+    with torch.device("cuda"):
+        run(GpuShardedPrograms, chunk, steps=20)

@@ -113,8 +113,9 @@ class GradientSpec:
 
     def values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return dense values."""
-        generator = torch.Generator().manual_seed(self.seed)
-        values = (torch.randn(shape, generator=generator) * self.magnitude).to(dtype)
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        values = (torch.randn(shape, generator=generator, device="cpu") * self.magnitude).to(dtype)
+        values = values.to(torch.get_default_device())
         if self.plant is not None and values.numel():
             values.view(-1)[self.seed % values.numel()] = self.plant
         return values
@@ -286,7 +287,7 @@ def _assert_same_tensor(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 def _memory(tensor: Tensor) -> Tensor:
     """Return the whole storage of a tensor: what lies between its elements must stay as it is."""
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _bits(tensor: Tensor) -> Tensor:

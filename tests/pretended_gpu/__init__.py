@@ -1,12 +1,12 @@
-"""A GPU that is not there, for a torch built without CUDA: tests marked `gpu` run in a process that has one.
+"""A GPU that is not there, for a torch built without CUDA: tests of what needs one run in a process that has it.
 
 Its memory is the host's, its operations are the CPU's, and kernels run as compiled for an sm_90, on
 `kernels/ptx_simulator.py`, launched by Triton's own launcher on `perf/stub_driver`. torch.cuda is torch's own code;
 below it, `torch_cuda.py` and `native/` take the place of what is compiled only with CUDA. Work is done when it is
 given, in one stream as in several, but copies to pinned memory arrive late, and those from it must not change
 meanwhile. What waits for the GPU raises where torch would (in a capture, and as `torch.cuda.set_sync_debug_mode`
-says), tensors of two devices do not mix, new memory is garbage, and graphs are captured and replayed. gloo stands in
-for NCCL.
+says), tensors of two devices do not mix, kernels reach no memory but their GPU's, new memory is garbage, and graphs are
+captured and replayed. gloo stands in for NCCL. `CUDA_VISIBLE_DEVICES=0,1` makes it two GPUs.
 
     subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu"], env=os.environ | pretended_gpu.environment(folder))
 

@@ -14,9 +14,10 @@ def install(C):
 class Stream(TorchStream):
     """A number: work is done in the order in which it is given, whatever the stream."""
 
-    def __new__(cls, priority=0, stream_id=None, **kwargs):
+    def __new__(cls, priority=0, stream_id=None, device_index=None, **kwargs):
         number = gpu.new_stream() if stream_id is None else stream_id
-        return super().__new__(cls, stream_id=number, device_index=0, device_type=1)
+        index = gpu.current_gpu() if device_index is None else device_index
+        return super().__new__(cls, stream_id=number, device_index=index, device_type=1)
 
     def __init__(self, **kwargs):
         pass
@@ -32,21 +33,26 @@ class Stream(TorchStream):
         gpu.wait_for_gpu("stream")
 
     def __eq__(self, other):
-        return self.stream_id == other.stream_id
+        return (self.stream_id, self.device_index) == (other.stream_id, other.device_index)
 
     def __hash__(self):
-        return hash(self.stream_id)
+        return hash((self.stream_id, self.device_index))
 
 
 class Event:
     """A place in the order of work: copies that began before may still be under way."""
 
     _number, _is_captured = 0, False  # the operation that is waited for: none yet
+    _gpu = None  # where it was first recorded, for good
 
     def __new__(cls, **kwargs):
         return super().__new__(cls)
 
     def record(self, stream=None):
+        here = gpu.current_gpu() if stream is None else stream.device_index
+        self._gpu = here if self._gpu is None else self._gpu
+        if self._gpu != here:
+            raise RuntimeError(f"Event device {self._gpu} does not match recording stream's device {here}.")
         self._at, self._number, self._is_captured = time.perf_counter(), gpu.tick(), gpu.is_capturing()
 
     def wait(self, stream=None):

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.POINTER(ctypes.c_void_p))
-LOWEST, HIGHEST = 1 << 16, 1 << 47  # of a process's addresses
 
 kernels = {}  # by the driver's handle
 
@@ -24,7 +23,8 @@ def install(compiler):
     def load_and_remember(kernel):
         load(kernel)
         if kernel.function not in kernels:
-            kernels[kernel.function] = _kernel(kernel.asm["ptx"], kernel.metadata.shared)
+            gpu = torch._C._pretended_gpu.current_gpu()
+            kernels[kernel.function] = _kernel(kernel.asm["ptx"], kernel.metadata.shared, gpu)
 
     compiler.CompiledKernel._init_handles = load_and_remember
 
@@ -34,6 +34,7 @@ def _on_launch(function, n_programs, params):
     gpu = torch._C._pretended_gpu
     try:
         kernel = kernels[function]
+        assert kernel.gpu == gpu.current_gpu(), f"a kernel loaded on GPU {kernel.gpu} is launched on another"
         values = [_value(kind, params[number]) for number, kind in enumerate(kernel.kinds)]
         gpu.tick()
         begin = gpu.now()
@@ -51,25 +52,25 @@ def _value(kind, address):
     return int.from_bytes(raw, "little", signed=kind.startswith("s"))
 
 
-def _kernel(ptx, shared_bytes):
-    """A kernel of the simulator that may touch whatever it has an address of: the driver is told no more."""
+def _kernel(ptx, shared_bytes, gpu):
+    """A kernel of the simulator, which may touch whatever is allocated on its GPU: the driver is told no more."""
     from ptx_block import Block
     from ptx_memory import Memory
     from ptx_simulator import Kernel
 
-    memory = Memory([(LOWEST, HIGHEST - LOWEST)])
     kernel = Kernel(ptx, shared_bytes)
     header = ptx.split(".visible .entry", 1)[1].split("$L__func_begin0:", 1)[0]
 
     def run(n_programs, values):
         params = dict(zip(kernel.params, values, strict=True))
+        memory = Memory(torch._C._pretended_gpu.blocks_on(gpu))
         with np.errstate(all="ignore"):
             for number in range(n_programs):
                 block = Block(kernel, number, params, memory)
                 block.races = dict.fromkeys(block.races, Unwatched())
                 block.run()
 
-    return SimpleNamespace(run=run, kinds=re.findall(r"\.param \.(\w+)[^,\n]*?_param_\d+", header))
+    return SimpleNamespace(run=run, gpu=gpu, kinds=re.findall(r"\.param \.(\w+)[^,\n]*?_param_\d+", header))
 
 
 class Unwatched:

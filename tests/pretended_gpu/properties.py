@@ -70,6 +70,23 @@ def seen(act):
     return [event.name for event in profile.events()]
 
 
+def on_another():
+    """Where tensors, events and streams of a second GPU are, and what they say of the first's."""
+    first, second = torch.ones(2, device="cuda"), torch.ones(2, device="cuda:1")
+    event = torch.cuda.Event()
+    event.record()
+    with torch.cuda.device(1):
+        place = str(torch.ones((), device="cuda").device), torch.cuda.Stream().device_index
+        recorded = raised(event.record)
+    return {
+        "current": place,
+        "one operation": raised(lambda: first + second),
+        "copied": (first + second.to("cuda:0")).tolist(),
+        "event": recorded,
+        "beyond": raised(lambda: torch.ones(1, device="cuda:2")),
+    }
+
+
 def main():
     """Print it."""
     ones, here = torch.ones(3, device="cuda"), torch.ones(3)
@@ -91,6 +108,7 @@ def main():
         "overtaken": overtaken(),
         "replayed": replayed(),
         "item in a capture": captured_wait(),
+        "on another": on_another() if torch.cuda.device_count() > 1 else None,
         "seen": seen(lambda: (ones * 2)[1:].cpu()),
     }
     print(json.dumps(found))

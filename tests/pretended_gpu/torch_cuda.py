@@ -5,9 +5,8 @@ import os
 from pathlib import Path
 
 CUDA = "13.0"
+CUDA_TYPE = 1  # as a device's type
 CONSTANT = {  # bindings that always return the same
-    "_cuda_getDevice": 0,
-    "_cuda_getDefaultStream": (0, 0, 1),
     "_cuda_hasPrimaryContext": True,
     "_cuda_isInBadFork": False,
     "_cuda_getArchFlags": "sm_90",
@@ -27,6 +26,7 @@ DUMMIES = [  # types and functions that are only imported
 def install(C):
     """Fill torch._C, and tell torch which CUDA it was built with."""
     gpu = C._pretended_gpu = _library(os.environ["PRETENDED_GPU"])
+    gpu.set_gpu_count(_count())
     import torch.version
 
     from pretended_gpu import cuda_types
@@ -50,18 +50,20 @@ def _bindings(gpu):
     """What torch.cuda asks, answered by the library."""
     return {
         "init": lambda: _on_first_use(gpu),
-        "getDeviceCount": lambda: int(os.environ.get("CUDA_VISIBLE_DEVICES") != ""),
-        "setDevice": _only_first,
-        "exchangeDevice": lambda device: _only_first(device),  # Dynamo tells these two apart
-        "maybeExchangeDevice": lambda device: _only_first(device),
-        "getCurrentStream": lambda device: (gpu.current_stream(), 0, 1),
-        "getCurrentRawStream": lambda device: gpu.current_stream(),
-        "setStream": lambda stream_id, device_index, device_type: gpu.set_stream(stream_id),
+        "getDeviceCount": _count,
+        "getDevice": gpu.current_gpu,
+        "setDevice": gpu.exchange_gpu,
+        "exchangeDevice": lambda device: gpu.exchange_gpu(device),  # Dynamo tells these two apart
+        "maybeExchangeDevice": lambda device: gpu.exchange_gpu(device),
+        "getDefaultStream": lambda device: (0, device, CUDA_TYPE),
+        "getCurrentStream": lambda device: (gpu.current_stream(device), device, CUDA_TYPE),
+        "getCurrentRawStream": gpu.current_stream,
+        "setStream": lambda stream_id, device_index, device_type: _set_stream(gpu, stream_id, device_index),
         "isCurrentStreamCapturing": gpu.is_capturing,
         "synchronize": lambda: gpu.wait_for_gpu("synchronize"),
         "get_sync_debug_mode": gpu.sync_mode,
         "set_sync_debug_mode": gpu.set_sync_mode,
-        "memoryStats": lambda device: _memory_stats(gpu),
+        "memoryStats": lambda device: _memory_stats(gpu.allocated_bytes(device)),
     }
 
 
@@ -72,14 +74,18 @@ def _library(path):
     return module
 
 
-def _only_first(device):
-    if device > 0:
-        raise RuntimeError("CUDA error: invalid device ordinal")
-    return min(device, 0)
+def _count():
+    """One, unless the process says which it wants to see, such as "0,1"."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return len(seen.split(",")) if seen else 0
 
 
-def _memory_stats(gpu):
-    bytes_now = gpu.allocated_bytes()
+def _set_stream(gpu, stream_id, device):
+    gpu.exchange_gpu(device)  # as torch does
+    gpu.set_stream(stream_id, device)
+
+
+def _memory_stats(bytes_now):
     return {"allocated_bytes": {"all": {"current": bytes_now, "peak": bytes_now}}}
 
 
@@ -90,7 +96,8 @@ def _on_first_use(gpu):
     from pretended_gpu.cuda_types import Properties
 
     torch.cuda._get_device_properties = lambda device: Properties()
-    torch.cuda.default_generators = (torch.Generator(),)  # torch.manual_seed also seeds it: the CPU's is used
+    # torch.manual_seed also seeds them: the CPU's is used.
+    torch.cuda.default_generators = tuple(torch.Generator() for _ in range(_count()))
     storage = torch.UntypedStorage
     storage.resize_ = _with_gpu(storage.resize_, lambda over, size: gpu.resize_storage(over, size))
     storage.clone = _with_gpu(storage.clone, lambda over: over.clone().untyped_storage())

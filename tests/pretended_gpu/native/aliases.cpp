@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "device.h"
 #include "memory.h"
 
 namespace pretended {
@@ -64,7 +65,7 @@ c10::IValue Aliases::to_cpu(const c10::IValue& argument) {
   if (argument.isList()) return each_of(argument, of);
   if (argument.isStorage() && argument.toStorage().device().is_cuda()) return cpu_storage(argument.toStorage());
   if (argument.isDevice() && argument.toDevice().is_cuda()) {
-    TORCH_CHECK(argument.toDevice().index() <= 0, "CUDA error: invalid device ordinal");
+    require_gpu(argument.toDevice());
     return c10::Device(c10::DeviceType::CPU);
   }
   return argument;
@@ -78,7 +79,7 @@ c10::IValue Aliases::to_gpu(const c10::IValue& result) {
 
 at::Tensor Aliases::alias_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
-  (tensor.is_cuda() ? has_gpu_ : has_cpu_) |= tensor.dim() > 0;
+  if (tensor.is_cuda() || tensor.dim() > 0) devices_.insert(tensor.device().str());
   if (!tensor.is_cuda()) return passed_.emplace_back(tensor);
   for (auto& pair : pairs_)
     if (pair.original.is_same(tensor)) return pair.alias;
@@ -138,6 +139,7 @@ void Aliases::settle() {
   for (auto& [original, cpu] : cpu_storages_) {
     auto& gpu = gpu_storages_.at(cpu.unsafeGetStorageImpl());
     if (cpu.data() == gpu.data() && cpu.nbytes() == gpu.nbytes()) continue;
+    c10::DeviceGuard guard(gpu.device());
     auto data = device_allocator()->allocate(cpu.nbytes());
     if (cpu.nbytes()) std::memcpy(data.mutable_get(), cpu.data(), cpu.nbytes());
     gpu.set_data_ptr_noswap(std::move(data));

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <set>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -21,8 +23,8 @@ class Aliases {
   // A result as the GPU's kernel would give it.
   c10::IValue to_gpu(const c10::IValue& result);
 
-  // Whether there were tensors of both devices that no GPU kernel takes together; those of no dimension it does.
-  bool has_mixed() const { return has_cpu_ && has_gpu_; }
+  // The devices of its tensors, without the CPU's of no dimension, which kernels of a GPU take, too.
+  const std::set<std::string>& devices() const { return devices_; }
 
  private:
   struct Pair {
@@ -42,7 +44,7 @@ class Aliases {
   std::vector<at::Tensor> passed_;  // CPU tensors as they came
   std::unordered_map<c10::StorageImpl*, c10::Storage> cpu_storages_, gpu_storages_;  // by their counterpart
   std::vector<c10::Storage> kept_;  // so that no address stands for two
-  bool has_cpu_ = false, has_gpu_ = false;
+  std::set<std::string> devices_;
 };
 
 }  // namespace pretended

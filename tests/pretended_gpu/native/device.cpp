@@ -5,6 +5,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
+#include <array>
 #include <atomic>
 
 #include "graph.h"
@@ -14,7 +15,11 @@
 namespace pretended {
 namespace {
 
-thread_local c10::StreamId stream = 0;
+constexpr int MOST = 8;  // GPUs
+
+std::atomic<int> gpu_count{1};
+thread_local c10::DeviceIndex current = 0;
+thread_local std::array<c10::StreamId, MOST> streams{};
 std::atomic<c10::StreamId> last_stream{0};
 std::atomic<int> mode{0};
 
@@ -22,29 +27,24 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::Stream;
 
-void require_only_gpu(Device device) { TORCH_CHECK(device.index() <= 0, "CUDA error: invalid device ordinal"); }
-
-Stream stream_of(c10::StreamId id) { return Stream(Stream::UNSAFE, gpu(), id); }
+Stream stream_on(Device device, c10::StreamId id) { return Stream(Stream::UNSAFE, device, id); }
 
 // Work is done when it is given: streams have nothing to wait for, and events only the copies of transfers.h.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
-  Device getDevice() const override { return gpu(); }
-  void setDevice(Device device) const override { require_only_gpu(device); }
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Device exchangeDevice(Device device) const override {
-    require_only_gpu(device);
-    return gpu();
-  }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
+  Device getDevice() const override { return current_gpu(); }
+  void setDevice(Device device) const override { exchange_gpu(device.index()); }
+  void uncheckedSetDevice(Device device) const noexcept override { current = device.index(); }
+  Device exchangeDevice(Device device) const override { return Device(type(), exchange_gpu(device.index())); }
+  DeviceIndex deviceCount() const noexcept override { return gpu_count; }
 
-  Stream getStream(Device) const override { return stream_of(stream); }
-  Stream getDefaultStream(Device) const override { return stream_of(0); }
-  Stream getNewStream(Device, int) const override { return stream_of(new_stream()); }
-  Stream getStreamFromGlobalPool(Device, bool) const override { return stream_of(new_stream()); }
+  Stream getStream(Device device) const override { return stream_on(device, current_stream(device.index())); }
+  Stream getDefaultStream(Device device) const override { return stream_on(device, 0); }
+  Stream getNewStream(Device device, int) const override { return stream_on(device, new_stream()); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return stream_on(device, new_stream()); }
   Stream exchangeStream(Stream next) const override {
-    auto before = stream_of(stream);
-    stream = next.id();
+    auto before = getStream(next.device());
+    set_stream(next.id(), next.device_index());
     return before;
   }
   bool queryStream(const Stream&) const override { return has_landed(UINT64_MAX); }
@@ -69,17 +69,17 @@ struct Hooks final : at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; }
   bool hasCUDART() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(DeviceIndex) const override {}
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
-  int getNumGPUs() const override { return 1; }
+  DeviceIndex current_device() const override { return current; }
+  DeviceIndex deviceCount() const override { return gpu_count; }
+  DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(DeviceIndex index) const override { exchange_gpu(index); }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override { return exchange_gpu(index); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchange_gpu(index); }
+  int getNumGPUs() const override { return gpu_count; }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
-  Device getDeviceFromPtr(void*) const override { return gpu(); }
+  Device getDeviceFromPtr(void* address) const override { return Device(c10::DeviceType::CUDA, gpu_of(address)); }
   void deviceSynchronize(DeviceIndex) const override { wait_for_gpu("device"); }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
@@ -105,9 +105,23 @@ void install_device() {
   }
 }
 
-c10::StreamId current_stream() { return stream; }
+void set_gpu_count(int count) {
+  TORCH_CHECK(count <= MOST, "no more than ", MOST, " GPUs can be pretended");
+  gpu_count = count;
+}
 
-void set_stream(c10::StreamId id) { stream = id; }
+c10::Device current_gpu() { return Device(c10::DeviceType::CUDA, current); }
+
+void require_gpu(Device device) { TORCH_CHECK(device.index() < gpu_count, "CUDA error: invalid device ordinal"); }
+
+c10::DeviceIndex exchange_gpu(c10::DeviceIndex index) {
+  require_gpu(Device(c10::DeviceType::CUDA, index));
+  return index < 0 ? index : std::exchange(current, index);
+}
+
+c10::StreamId current_stream(c10::DeviceIndex index) { return streams[index < 0 ? current : index]; }
+
+void set_stream(c10::StreamId id, c10::DeviceIndex index) { streams[index] = id; }
 
 c10::StreamId new_stream() { return last_stream += 8; }
 

@@ -10,8 +10,16 @@ namespace pretended {
 
 void install_device();
 
-c10::StreamId current_stream();
-void set_stream(c10::StreamId id);
+// How many GPUs there are, and each thread's current one.
+void set_gpu_count(int count);
+c10::Device current_gpu();
+void require_gpu(c10::Device device);  // raises unless it is there, or stands for the current one
+
+// Makes a GPU the current one; returns the one before.
+c10::DeviceIndex exchange_gpu(c10::DeviceIndex index);
+
+c10::StreamId current_stream(c10::DeviceIndex index);
+void set_stream(c10::StreamId id, c10::DeviceIndex index);
 c10::StreamId new_stream();
 
 // As torch.cuda.set_sync_debug_mode has them: 0 nothing, 1 a warning, 2 an error.

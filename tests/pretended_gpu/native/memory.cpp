@@ -8,26 +8,33 @@
 #include <mutex>
 #include <set>
 
+#include "device.h"
+
 namespace pretended {
 namespace {
 
 constexpr size_t ALIGNMENT = 512;  // as torch's caching allocator
 constexpr size_t LIMIT = size_t(16) << 30;
 
+struct Block {
+  size_t size;
+  c10::Device device;
+};
+
 // Blocks by address.
 struct Blocks {
-  std::map<char*, size_t> sizes;
+  std::map<char*, Block> made;
   std::set<char*> kept;
   bool keep_new = false;
   std::mutex mutex;
 
-  void* allocate(size_t size, unsigned char fill) {
+  void* allocate(size_t size, c10::Device device) {
     TORCH_CHECK_WITH(OutOfMemoryError, size < LIMIT, "CUDA out of memory. Tried to allocate ", size, " bytes");
     size_t rounded = (size / ALIGNMENT + 1) * ALIGNMENT;
     char* block = static_cast<char*>(std::aligned_alloc(ALIGNMENT, rounded));
-    std::memset(block, fill, rounded);
+    std::memset(block, 0xA5, rounded);  // nobody may count on zeros
     std::lock_guard<std::mutex> guard(mutex);
-    sizes[block] = size;
+    made.insert_or_assign(block, Block{size, device});
     if (keep_new) kept.insert(block);
     return block;
   }
@@ -36,22 +43,25 @@ struct Blocks {
     std::lock_guard<std::mutex> guard(mutex);
     char* block = static_cast<char*>(address);
     if (kept.count(block)) return;
-    sizes.erase(block);
+    made.erase(block);
     std::free(block);
   }
 
-  bool holds(const void* address) {
+  // The device of an address; the one given if it lies in no block.
+  c10::Device device_of(const void* address, c10::Device otherwise) {
     std::lock_guard<std::mutex> guard(mutex);
-    auto behind = sizes.upper_bound(static_cast<char*>(const_cast<void*>(address)));
-    if (behind == sizes.begin()) return false;
-    auto [block, size] = *std::prev(behind);
-    return address < block + size;
+    auto behind = made.upper_bound(static_cast<char*>(const_cast<void*>(address)));
+    if (behind == made.begin()) return otherwise;
+    auto& [start, block] = *std::prev(behind);
+    return address < start + block.size ? block.device : otherwise;
   }
 };
 
 // Never destroyed: tensors are freed until the very end.
 Blocks& on_device = *new Blocks;
 Blocks& pinned = *new Blocks;
+
+const c10::Device cpu(c10::DeviceType::CPU), nowhere(c10::DeviceType::Meta);
 
 template <bool DEVICE>
 struct Allocator final : c10::Allocator {
@@ -60,9 +70,9 @@ struct Allocator final : c10::Allocator {
   static void free(void* address) { blocks().free(address); }
 
   c10::DataPtr allocate(size_t size) override {
-    auto device = DEVICE ? gpu() : c10::Device(c10::DeviceType::CPU);
+    auto device = DEVICE ? current_gpu() : cpu;
     if (size == 0) return {nullptr, device};
-    void* block = blocks().allocate(size, 0xA5);  // nobody may count on zeros
+    void* block = blocks().allocate(size, device);
     return {block, block, &free, device};
   }
 
@@ -80,12 +90,21 @@ c10::Allocator* device_allocator() { return &device_memory; }
 
 c10::Allocator* pinned_allocator() { return &pinned_memory; }
 
-bool is_pinned(const void* address) { return pinned.holds(address); }
+bool is_pinned(const void* address) { return pinned.device_of(address, nowhere) == cpu; }
 
-int64_t allocated_bytes() {
+c10::DeviceIndex gpu_of(const void* address) { return on_device.device_of(address, cpu).index(); }
+
+std::vector<std::pair<uint64_t, uint64_t>> blocks_on(c10::DeviceIndex index) {
   std::lock_guard<std::mutex> guard(on_device.mutex);
+  std::vector<std::pair<uint64_t, uint64_t>> found;
+  for (auto& [start, block] : on_device.made)
+    if (block.device.index() == index) found.emplace_back(reinterpret_cast<uint64_t>(start), block.size);
+  return found;
+}
+
+int64_t allocated_bytes(c10::DeviceIndex index) {
   int64_t sum = 0;
-  for (auto& [block, size] : on_device.sizes) sum += (size / ALIGNMENT + 1) * ALIGNMENT;
+  for (auto& [start, size] : blocks_on(index)) sum += (size / ALIGNMENT + 1) * ALIGNMENT;
   return sum;
 }
 
@@ -97,15 +116,15 @@ void keep_new_blocks(bool keep) {
 Contents contents() {
   std::lock_guard<std::mutex> guard(on_device.mutex);
   Contents found;
-  for (auto& [block, size] : on_device.sizes) found[block] = std::string(block, size);
+  for (auto& [start, block] : on_device.made) found[start] = std::string(start, block.size);
   return found;
 }
 
 void restore(const Contents& contents) {
   std::lock_guard<std::mutex> guard(on_device.mutex);
-  for (auto& [block, bytes] : contents) {
-    auto it = on_device.sizes.find(block);
-    if (it != on_device.sizes.end() && it->second == bytes.size()) std::memcpy(block, bytes.data(), bytes.size());
+  for (auto& [start, bytes] : contents) {
+    auto it = on_device.made.find(start);
+    if (it != on_device.made.end() && it->second.size == bytes.size()) std::memcpy(start, bytes.data(), bytes.size());
   }
 }
 

@@ -71,6 +71,19 @@ void change_top(Stack& stack, size_t count, Change change) {
   for (auto value = stack.end() - count; value != stack.end(); ++value) *value = change(*value);
 }
 
+// The GPU whose kernel would run: that of the first tensor there, else the one that was asked for.
+std::optional<c10::Device> place(const Values& arguments) {
+  std::optional<c10::Device> asked;
+  for (auto& argument : arguments) {
+    if (argument.isDevice()) asked = argument.toDevice();
+    if (argument.isTensor() && argument.toTensor().is_cuda()) return argument.toTensor().device();
+    if (!argument.isTensorList()) continue;
+    for (const at::Tensor& tensor : argument.toTensorVector())
+      if (tensor.is_cuda()) return tensor.device();
+  }
+  return asked && asked->is_cuda() ? asked : std::nullopt;
+}
+
 // The CPU's kernel on the same memory.
 void compute(const OperatorHandle& op, DispatchKey cpu, Stack& stack) {
   const auto& name = op.schema().name();
@@ -80,11 +93,14 @@ void compute(const OperatorHandle& op, DispatchKey cpu, Stack& stack) {
     torch::jit::drop(stack, arguments.size());
     return stack.push_back(arguments[0]);
   }
+  c10::OptionalDeviceGuard guard(place(arguments));
   Aliases aliases;
   change_top(stack, arguments.size(), [&](const IValue& value) { return aliases.to_cpu(value); });
+  auto& devices = aliases.devices();
   TORCH_CHECK(
-      !aliases.has_mixed() || may_mix_devices(name),
-      "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (", name, ")");
+      devices.size() < 2 || may_mix_devices(name),
+      "Expected all tensors to be on the same device, but found at least two devices, ", *devices.rbegin(), " and ",
+      *devices.begin(), "! (", name, ")");
   if (is_collective(name)) {
     op.callBoxed(stack);
   } else {
@@ -161,15 +177,17 @@ void run_sparse(const OperatorHandle& op, Stack* stack) { run(op, DispatchKey::S
 
 using Dtype = std::optional<at::ScalarType>;
 
-void require_only_gpu(std::optional<c10::Device> device, std::optional<bool> pin) {
-  TORCH_CHECK(!device || device->index() <= 0, "CUDA error: invalid device ordinal");
+// The GPU of a new tensor.
+c10::Device checked(std::optional<c10::Device> device, std::optional<bool> pin) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  if (device) require_gpu(*device);
+  return device && device->has_index() ? *device : current_gpu();
 }
 
 at::Tensor empty(
     c10::SymIntArrayRef size, Dtype dtype, std::optional<at::Layout>, std::optional<c10::Device> device,
     std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
-  require_only_gpu(device, pin);
+  c10::DeviceGuard guard(checked(device, pin));
   return at::detail::empty_generic(
       C10_AS_INTARRAYREF_SLOW(size), device_allocator(), c10::DispatchKeySet(DispatchKey::CUDA),
       c10::dtype_or_default(dtype), format);
@@ -178,7 +196,7 @@ at::Tensor empty(
 at::Tensor empty_strided(
     c10::SymIntArrayRef size, c10::SymIntArrayRef stride, Dtype dtype, std::optional<at::Layout>,
     std::optional<c10::Device> device, std::optional<bool> pin) {
-  require_only_gpu(device, pin);
+  c10::DeviceGuard guard(checked(device, pin));
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), device_allocator(),
       c10::DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype));

@@ -17,6 +17,7 @@ using namespace pretended;
 
 void resize_storage(const at::Tensor& over, size_t size) {
   auto storage = over.storage();
+  c10::DeviceGuard guard(storage.device());
   auto data = device_allocator()->allocate(size);
   if (auto both = std::min(size, storage.nbytes())) std::memcpy(data.mutable_get(), storage.data(), both);
   storage.set_data_ptr_noswap(std::move(data));
@@ -38,6 +39,10 @@ void replay(const Graph& graph) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   install_device();
   install_ops();
+  module.def("set_gpu_count", set_gpu_count);
+  module.def("current_gpu", [] { return current_gpu().index(); });
+  module.def("exchange_gpu", exchange_gpu);
+  module.def("blocks_on", blocks_on);
   module.def("allocated_bytes", allocated_bytes);
   module.def("resize_storage", resize_storage);
   module.def("current_stream", current_stream);
