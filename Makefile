@@ -9,7 +9,7 @@
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make simulate   the kernels as compiled for five GPUs, none of which is needed, pass the kernel tests (4 minutes)
 # make pretend   the tests that need a GPU, on one that is pretended: its memory and operations are the CPU's (3 minutes)
-# make mutants   297 wrong versions of the code, each of which the tests must notice (about an hour)
+# make mutants   300 wrong versions of the code, each of which the tests must notice (about an hour)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
 # make docs    docs/ as HTML in out/docs; a warning is an error
 # make perf    what it costs beside torch's scaler, as far as this machine can tell, three times over (12 minutes); fills
