@@ -8,7 +8,8 @@
 # make fuzz    10,000 random programs against torch; PROGRAMS= and SEED= choose how many and from where
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make simulate   the kernels as compiled for five GPUs, none of which is needed, pass the kernel tests (4 minutes)
-# make pretend   the tests that need a GPU, on one that is pretended: its memory and operations are the CPU's (3 minutes)
+# make pretend   the tests that need a GPU, and those of ranks, on GPUs that are pretended: their memory and operations
+#   are the CPU's (9 minutes)
 # make mutants   300 wrong versions of the code, each of which the tests must notice (about an hour)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
 # make docs    docs/ as HTML in out/docs; a warning is an error
