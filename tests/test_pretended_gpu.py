@@ -111,8 +111,8 @@ def test_what_needs_a_gpu_passes_on_it(gpu: dict[str, str]) -> None:
 
 
 def test_what_needs_two_gpus_passes_on_two(gpu: dict[str, str]) -> None:
-    files = ["tests/test_gpu.py", "tests/kernels/test_launcher.py"]
-    assert passed(gpu | TWO, "-k", "two_gpus or its_tensors_device", *files) == 5
+    files = ["tests/test_gpu.py", "tests/kernels/test_launcher.py", "tests/test_mixed_devices.py"]
+    assert passed(gpu | TWO, "-k", "two_gpus or its_tensors_device or over_all_devices", *files) == 29
 
 
 @pytest.mark.parametrize("gpus", [TWO, ONE] if ALL else [TWO], ids=lambda gpus: gpus["CUDA_VISIBLE_DEVICES"])
