@@ -49,13 +49,13 @@ class InterpretedShardedPrograms(ShardedPrograms):
 class GpuPrograms(Programs):
     """The same on a GPU, beside torch's class there."""
 
-    backend, device = "auto", "cuda"
+    backend, device = "triton", "cuda"  # no falling back, of which nothing would tell
 
 
 class GpuShardedPrograms(ShardedPrograms):
     """Likewise."""
 
-    backend, device = "auto", "cuda"
+    backend, device = "triton", "cuda"
 
 
 @pytest.fixture
