@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from scaler_triton.host_memory import host_memory
 
 # From here on 1 / scale is finite in fp32.
 _LOW = 2.0**-126
@@ -19,7 +20,7 @@ class Inverse:
     """Computes the inverse of a scale into one tensor, reused from step to step."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, np.ndarray] | None = None
+        self._kept: tuple[Tensor, memoryview[float]] | None = None
 
     def of(self, scale: Tensor) -> Tensor:
         """Return float(1 / double(scale)); the next call overwrites it.
@@ -42,6 +43,6 @@ class Inverse:
 
 
 @torch.inference_mode(False)
-def _number() -> tuple[Tensor, np.ndarray]:
-    memory = np.empty((), dtype=np.float32)
-    return torch.from_numpy(memory), memory
+def _number() -> tuple[Tensor, memoryview[float]]:
+    number = torch.empty((), dtype=torch.float32, device="cpu")
+    return number, host_memory(number)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaler_triton.host_memory import host_memory
+
 
 def version_counter(tensor: Tensor) -> int | None:
     """Return the version counter of `tensor`; None for an inference tensor, which has none."""
@@ -30,7 +32,7 @@ class HostMirror:
         self._event: torch.cuda.Event | None = None
         if source.is_cuda and type(source) is Tensor:  # not one of torch's fake tensors
             self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
-            self._view = self._copy.numpy()  # several times quicker to read
+            self._view = host_memory(self._copy)
             with torch.cuda.device(source.device):
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 

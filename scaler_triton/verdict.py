@@ -14,6 +14,7 @@ from torch import Tensor
 from scaler_triton.agreement import Agreement
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.flags import Flags, FlagsByDevice, as_flag
+from scaler_triton.host_memory import host_memory
 from scaler_triton.mirror import HostMirror, version_counter
 from scaler_triton.scale_comparison import MAX, Comparison, compare_maxima, compare_sums, constants
 
@@ -47,8 +48,7 @@ class Verdict:
         self.shared = False  # whether it is the flag of several optimizers, which were clipped together
         self._pending_ranks = 0  # not 0: the status is still to be computed from sums over so many ranks
         self._status, self._scales = status, status[_SCALES:]
-        # On the CPU numpy reads and clears it: a torch op on a few numbers costs several times as much.
-        self._host_status = status.numpy() if status.is_cpu and type(status) is Tensor else None
+        self._host_status = host_memory(status) if status.is_cpu and type(status) is Tensor else None
         self._compare: Comparison | None = None
         self._mirror: HostMirror | None = None
         self._mirrored = False
@@ -66,7 +66,7 @@ class Verdict:
             if self._host_status is None:
                 self._status.zero_()
             else:
-                self._host_status.fill(0.0)
+                self._host_status[_FLAG] = self._host_status[_FAILED] = 0.0
         self.cleared = self.saved = self.shared = self._mirrored = False
         self._compare = None
         self._pending_ranks = 0

@@ -89,6 +89,6 @@ MUTANTS = [
         _S + "verdict.py", "ranks, self._pending_ranks = self._pending_ranks, 0", "ranks = self._pending_ranks", AGREED
     ),
     Mutant(_S + "verdict.py", "torch.float64, 1.0, 1.0, MAX", "torch.float64, 2.0, 2.0, MAX", AGREED),
-    Mutant(_S + "verdict.py", "            self._host_status.fill(0.0)", "            pass", AGREED),
+    Mutant(_S + "verdict.py", "self._host_status[_FLAG] = self._host_status[_FAILED] = 0.0", "pass", AGREED),
     Mutant(_S + "verdict.py", "torch.maximum(self.found_inf, as_flag(flag, self.device))", "flag", AGREED),
 ]
