@@ -24,7 +24,6 @@ from perf.rows import Row, bandwidth_rows, row, time_rows
 from perf.solo import one_rank, sharded
 from perf.trace import record
 
-FEW = {"100 x 64": [64] * 100}
 SMALL = {"2000 x 64": [64] * 2000, "2000 x 1k": [1000] * 2000}
 LARGE, MOST = 5_000_000, 200  # 1e9 elements where they fit
 COPIES = 9  # of all gradients: values, gradients old and new, parameters, two moments, what a check needs
@@ -53,7 +52,7 @@ def sections(context: Context) -> list[Section]:
     if context.gpu:
         return [
             Section("clip, lists on the GPU", lambda: on_gpu(context)),
-            Section("clip, launches", launches),
+            Section("clip, launches", lambda: launches(context)),
             Section("clip, DTensors on the GPU", lambda: sharded_on_gpu(context)),
             Section("clip, cuda path", lambda: measure_path(context, "cuda", clip_host.measure), Turn.EXPLAINS),
             *found,
@@ -64,7 +63,7 @@ def sections(context: Context) -> list[Section]:
 
 def on_cpu(context: Context) -> Iterator[Row]:
     """Time lists on one thread; fp16 is left out, as plain scalers refuse it."""
-    for name, numels in (FEW if context.quick else SMALL | GPT2).items():
+    for name, numels in (shapes.FEW if context.quick else SMALL | GPT2).items():
         for dtype in ("fp32", "bf16"):
             with one_thread():
                 gradients = Gradients(numels, DTYPES[dtype])
@@ -84,10 +83,15 @@ def on_gpu(context: Context) -> Iterator[Row]:
 def sharded_on_gpu(context: Context) -> Iterator[Row]:
     """Time and profile a list of DTensors on the GPU, on a mesh of one rank."""
     with one_rank("cuda") as mesh:
-        gradients = Gradients(FEW["100 x 64"] if context.quick else shapes.gpt2(), device="cuda", wrap=sharded(mesh))
+        gradients = Gradients(gpt2(context), device="cuda", wrap=sharded(mesh))
         yield from compared("GPT-2 124M DTensor fp32, cuda", gradients, context.effort(0.6, 9), gpu_clocks())
         for metric in METRICS:
             yield from launched(f"GPT-2 124M DTensor, {metric}", Clipping(gradients, metric))
+
+
+def gpt2(context: Context) -> list[int]:
+    """Return the list that is looked at most closely."""
+    return shapes.FEW["10 x 64"] if context.quick else shapes.gpt2()
 
 
 def gpu_clocks() -> dict[str, Clock]:
@@ -98,7 +102,7 @@ def gpu_clocks() -> dict[str, Clock]:
 def gpu_lists(context: Context) -> Lists:
     """Return the lists, the largest as long as memory allows."""
     if context.quick:
-        return FEW
+        return shapes.FEW
     count = min(MOST, torch.cuda.mem_get_info()[0] // (COPIES * 4 * LARGE))
     return {f"{count} x 5M": [LARGE] * count, "GPT-2 124M": shapes.gpt2(), "ViT-L": shapes.vit_large()}
 
@@ -134,10 +138,10 @@ def stepped(gradients: Gradients) -> dict[str, Subject]:
     return {**at_once.subjects(), "deferred": deferred.subjects()["ours"]}
 
 
-def launches() -> Iterator[Row]:
+def launches(context: Context) -> Iterator[Row]:
     """Count what a clipped step launches on the GPU, copies and waits for, by torch.profiler."""
     for metric in METRICS:
-        gradients = Gradients(shapes.gpt2(), device="cuda")
+        gradients = Gradients(gpt2(context), device="cuda")
         yield from launched(f"GPT-2 124M, {metric}", Clipping(gradients, metric))
 
 

@@ -18,9 +18,8 @@ Lists = dict[str, list[int]]
 
 def sections(context: Context) -> list[Section]:
     """Return the three questions."""
-    few = {"100 x 64": [64] * 100}
-    lists = few if context.quick else MANY | GPT2
-    large = few if context.quick else MANY | LARGE | GPT2
+    lists = shapes.FEW if context.quick else MANY | GPT2
+    large = shapes.FEW if context.quick else MANY | LARGE | GPT2
     effort = context.effort(0.4, 9)
     return [
         Section("cpu, unscale", lambda: compared("unscale", lists, unscaling, effort), Turn.ON_CPU),

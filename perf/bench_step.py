@@ -31,6 +31,9 @@ PROFILED = 16  # steps
 PROFILED_FSDP2 = 6  # whose steps make a hundred thousand events
 TICK = 0.1  # us; no idle time is known to be shorter
 WORDS = 1000  # where the vocabulary does not matter
+QUICK = ModelSize(layers=1, width=32, heads=2, context=16)
+SMALL = ModelSize(layers=4, width=64, heads=4, context=64)
+MIDDLE = ModelSize(layers=12, width=768, heads=12, context=256)
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "fused": {"fused": True}}
 
 
@@ -101,8 +104,9 @@ def small(context: Context) -> Iterator[Row]:
 
 def gpt2(context: Context, size: int, kind: str) -> Iterator[Row]:
     """GPT-2 124M with a small batch, launched one by one, or a large one, which keeps the GPU busy."""
-    model = transformer(models.GPT2_SIZE, models.GPT2_WORDS, "cuda")
-    batch = tokens(size, models.GPT2_SIZE.context, models.GPT2_WORDS, "cuda")
+    shape, words = (QUICK, WORDS) if context.quick else (models.GPT2_SIZE, models.GPT2_WORDS)
+    model = transformer(shape, words, "cuda")
+    batch = tokens(size, shape.context, words, "cuda")
     loop = Loop(model, adamw(model.parameters(), **KINDS[kind]), batch)
     yield from measured(f"GPT-2 124M, batch {size}, {kind} AdamW", loop, effort(context))
 
@@ -121,8 +125,8 @@ def lora(context: Context, device: str = "cuda") -> Iterator[Row]:
 
 def fsdp2(context: Context, device: str = "cuda") -> Iterator[Row]:
     """FSDP2 with 1500 DTensor parameters, fused AdamW and clipping, on one rank; on the CPU a small one."""
-    is_small = context.quick or device == "cpu"
-    size = ModelSize(4, 64, 4, 64) if is_small else ModelSize(136, 256, 4, 256)
+    full = SMALL if device == "cpu" else ModelSize(136, 256, 4, 256)
+    size = QUICK if context.quick else full
     with one_rank(device) as mesh:
         model = transformer(size, WORDS, device)
         shard(model, mesh=mesh)
@@ -135,7 +139,7 @@ def fsdp2(context: Context, device: str = "cuda") -> Iterator[Row]:
 
 def offload(context: Context) -> Iterator[Row]:
     """FSDP2 whose parameters, gradients and optimizer live on the CPU."""
-    size = ModelSize(layers=2 if context.quick else 12, width=768, heads=12, context=256)
+    size = QUICK if context.quick else MIDDLE
     with one_rank("cuda") as mesh:
         model = transformer(size, WORDS, "cpu")
         shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
@@ -152,7 +156,7 @@ def shard(model: Any, **options: Any) -> None:
 
 def captured(context: Context, device: str = "cuda") -> Iterator[Row]:
     """A whole step in a CUDA graph, with every scaler that can be captured."""
-    size, batch = ModelSize(layers=12, width=768, heads=12, context=256), 1 if context.quick else 32
+    size, batch = (QUICK, 1) if context.quick else (MIDDLE, 32)
     model = transformer(size, WORDS, device)
     optimizer = adamw(model.parameters(), fused=True, capturable=device == "cuda")
     loop = Loop(model, optimizer, tokens(batch, size.context, WORDS, device))
@@ -166,7 +170,7 @@ def captured(context: Context, device: str = "cuda") -> Iterator[Row]:
             context.leave_out(f"captured step, {name}", f"{type(error).__name__}: {reason}")
     require_skips(loop, subjects)
     times = interleaved(subjects, effort(context), clock=ColdClock(device_only=False))
-    yield from time_rows("step", f"12 layers, batch {batch}, captured", "step", times)
+    yield from time_rows("step", f"{size.layers} layers, batch {batch}, captured", "step", times)
     require_no_skips("captured", loop)
 
 

@@ -19,8 +19,8 @@ class ColdClock:
 
     def __init__(self, *, device_only: bool) -> None:
         self._device_only = device_only
-        l2_bytes = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0)
-        self._junk = torch.zeros(max(l2_bytes, 1 << 26), dtype=torch.int32, device="cuda")  # four times the cache
+        l2_bytes = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 1 << 26
+        self._junk = torch.zeros(l2_bytes, dtype=torch.int32, device="cuda")  # four times the cache
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def __call__(self, run: Callable[[], Any]) -> float:

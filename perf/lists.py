@@ -21,7 +21,6 @@ LISTS = {
     "2000 x 10k": [10_000] * 2000,
     "2000 x 100k": [100_000] * 2000,
 }
-QUICK = {"100 x 64": [64] * 100}
 
 
 def checked_lists(context: Context, bench: str, build: Build) -> Iterator[tuple[str, Gradients, dict[str, Subject]]]:
@@ -30,7 +29,7 @@ def checked_lists(context: Context, bench: str, build: Build) -> Iterator[tuple[
         served = torch_serves(dtype)
         if not served:
             context.leave_out(f"{bench}: torch for {dtype_name}", "its op has none on this GPU")
-        for name, numels in (QUICK if context.quick else LISTS).items():
+        for name, numels in (shapes.FEW if context.quick else LISTS).items():
             case = f"{name} {dtype_name}"
             gradients = Gradients(numels, dtype, "cuda")
             require_equal(f"{bench}, {case}", gradients, build, torch_serves=served)

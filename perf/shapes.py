@@ -1,5 +1,7 @@
 """Gradient lists as real models have them: element counts, tensor by tensor."""
 
+FEW = {"10 x 64": [64] * 10}  # for quick runs: where a GPU is simulated, elements take long
+
 
 def gpt2() -> list[int]:
     """GPT-2, 124 million parameters in 148 tensors."""

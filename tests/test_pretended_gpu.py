@@ -118,3 +118,11 @@ def test_what_needs_two_gpus_passes_on_two(gpu: dict[str, str]) -> None:
 @pytest.mark.parametrize("gpus", [TWO, ONE] if ALL else [TWO], ids=lambda gpus: gpus["CUDA_VISIBLE_DEVICES"])
 def test_ranks_agree_on_it(gpu: dict[str, str], gpus: dict[str, str]) -> None:
     assert passed(gpu | gpus | {"RANKS_ON": "cuda"}, "-k", NOT_OF_RANKS, *OF_RANKS) >= LEAST_OF_RANKS
+
+
+@pytest.mark.skipif(not ALL, reason="takes minutes: make pretend")
+def test_perf_measures_all_of_it(gpu: dict[str, str], tmp_path: Path) -> None:
+    said = run(gpu | ONE, "-m", "perf", "--quick", "--out", str(tmp_path), timeout=600)
+    assert not re.search("^(left out|FAILED)", said, re.MULTILINE)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["pretended-h100.csv", "pretended-h100.svg"]
+    assert re.search("added launches, one dtype .* 3 +3 +<= 3 +yes", said)

@@ -139,7 +139,7 @@ def test_a_step_of_dtensors_that_is_left_out_or_should_have_been_is_refused(
 def test_lists_are_measured_on_the_cpu() -> None:
     rows = list(bench_clip.on_cpu(Context(quick=True, gpu=False)))
     assert {(found.case, found.metric) for found in rows} == {
-        (f"100 x 64 {dtype}, cpu", metric) for dtype in ("fp32", "bf16") for metric in METRICS
+        (f"10 x 64 {dtype}, cpu", metric) for dtype in ("fp32", "bf16") for metric in METRICS
     }
 
 
@@ -201,7 +201,7 @@ def test_the_gpus_rows_answer_their_goals(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("gpus_code")
 def test_the_gpus_launches_of_clipping_are_counted() -> None:
-    found = {(row.case, row.metric, row.subject): row.p50 for row in bench_clip.launches()}
+    found = {(row.case, row.metric, row.subject): row.p50 for row in bench_clip.launches(Context(quick=True, gpu=True))}
     assert found[f"GPT-2 124M, {DEFERRED}", "launches", "ours"] == 1.0
     assert len(found) == len(METRICS) * 3 * 2
 

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -37,6 +38,12 @@ std::string bytes_of(const at::Tensor& tensor) {
   return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
+bool is_awaited(const at::Tensor& host) {
+  std::lock_guard<std::mutex> guard(mutex);
+  auto same = [&](const Transfer& each) { return each.to_host && each.host.const_data_ptr() == host.const_data_ptr(); };
+  return std::any_of(under_way.begin(), under_way.end(), same);
+}
+
 }  // namespace
 
 uint64_t tick() {
@@ -49,6 +56,7 @@ uint64_t tick() {
 
 void begin_transfer(const at::Tensor& to, const at::Tensor& from) {
   auto& host = to.is_cpu() ? to : from;
+  if (!to.is_cpu() && is_awaited(from)) land();  // one copy after the other
   std::lock_guard<std::mutex> guard(mutex);
   if (!to.is_cpu()) std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
   under_way.push_back({count, host, bytes_of(from), to.is_cpu()});
