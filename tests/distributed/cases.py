@@ -147,7 +147,8 @@ def mesh(shape: tuple[int, ...], names: tuple[str, ...], order: tuple[int, ...] 
     """A mesh over the whole world, made once a process: making one costs process groups."""
     if order is None:
         return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
-    return DeviceMesh(DEVICE, torch.tensor(order).reshape(shape), mesh_dim_names=names)
+    # torch 2.11 takes ranks from the CPU only, and the default device may be the GPU.
+    return DeviceMesh(DEVICE, torch.tensor(order, device="cpu").reshape(shape), mesh_dim_names=names)
 
 
 def square() -> DeviceMesh:
