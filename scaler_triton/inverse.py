@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,5 +45,5 @@ class Inverse:
 
 @torch.inference_mode(False)
 def _number() -> tuple[Tensor, memoryview[float]]:
-    number = torch.empty((), dtype=torch.float32, device="cpu")
+    number = torch.from_numpy(np.empty((), dtype=np.float32))  # no op of torch's, which may run out of memory
     return number, host_memory(number)
