@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 DEVICE = os.environ.get("RANKS_ON", "cpu")
+# Before 2.13 torch has it on the CPU only.
+FUSED_ADAGRAD = ["adagrad-fused"] if DEVICE == "cpu" or torch.__version__ >= "2.13" else []
 
 INIT_SCALE = 8.0
 GROWTH_INTERVAL = 2

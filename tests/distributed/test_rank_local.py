@@ -9,7 +9,7 @@ from checks import assert_agreed
 pytestmark = pytest.mark.distributed
 
 OPTIMIZERS = ["sgd", "adam", "adamw", "adagrad", "adamw-foreach"]
-FUSED = ["sgd-fused", "adam-fused", "adamw-fused", "adagrad-fused"]
+FUSED = ["sgd-fused", "adam-fused", "adamw-fused", *cases.FUSED_ADAGRAD]
 UNSCALE = pytest.mark.parametrize("unscale", [False, True], ids=["implicit", "unscale_"])
 
 

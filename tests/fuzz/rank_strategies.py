@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from cases import INIT_SCALE
+from cases import FUSED_ADAGRAD, INIT_SCALE
 from hypothesis import strategies as st
 from rank_model import told_apart
 from rank_places import PLACES, PLAIN, SLICES, SQUARE, Parameter
@@ -17,7 +17,7 @@ RANKS = range(4)
 NONFINITE = [float("inf"), float("-inf"), float("nan")]
 EVERYWHERE = ["sgd", "sgd-foreach", "adam", "adamw", "adamw-foreach", "adamw-fused", "adam-fused", "adagrad"]
 # torch has no DTensor rule for these.
-ON_PLAIN = ["sgd-fused", "adagrad-fused"]
+ON_PLAIN = ["sgd-fused", *FUSED_ADAGRAD]
 # They take gradients that are placed otherwise than a parameter that is cut, and plain ones beside a DTensor.
 ON_MOVED = ["local", "local-fused"]
 
