@@ -215,10 +215,10 @@ torch::Library& library(const std::string& space, DispatchKey key) {
   return made.at(place);
 }
 
-void serve(const c10::OperatorName& name) {
+void serve(const c10::OperatorName& name, bool collectives) {
   std::string space(name.getNamespace().value_or(""));
   auto op = c10::Dispatcher::singleton().findOp(name);
-  if (!op || (space != "aten" && space != "c10d")) return;
+  if (!op || !(space == "aten" || (space == "c10d" && collectives))) return;
   auto local = name.name.substr(space.size() + 2) + (name.overload_name.empty() ? "" : "." + name.overload_name);
   if (local == "empty.memory_format" || local == "empty_strided" || local == "barrier") return;
   if (has_own_kernel(*op, DispatchKey::CPU, DispatchKey::CUDA, name.name))
@@ -233,14 +233,14 @@ struct Quiet final : c10::WarningHandler {
 
 }  // namespace
 
-void install_ops() {
+void install_ops(bool built_with_cuda) {
   Quiet quiet;  // torch warns of kernels that are replaced
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   library("_", DispatchKey::CUDA).fallback(torch::CppFunction::makeFromBoxedFunction<&run_strided>());
   library("_", DispatchKey::SparseCUDA).fallback(torch::CppFunction::makeFromBoxedFunction<&run_sparse>());
   library("aten", DispatchKey::CUDA).impl("empty.memory_format", &empty);
   library("aten", DispatchKey::CUDA).impl("empty_strided", &empty_strided);
-  for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) serve(name);
+  for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) serve(name, !built_with_cuda);
 }
 
 }  // namespace pretended

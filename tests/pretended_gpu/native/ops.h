@@ -4,6 +4,7 @@
 
 namespace pretended {
 
-void install_ops();
+// Collectives are left to a gloo that is built with CUDA: it takes tensors of a GPU.
+void install_ops(bool built_with_cuda);
 
 }  // namespace pretended

@@ -1,5 +1,6 @@
 // What torch_cuda.py needs of the rest.
 
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <torch/extension.h>
 
 #include <cstring>
@@ -37,8 +38,9 @@ void replay(const Graph& graph) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  bool built_with_cuda = at::detail::getCUDAHooks().isBuilt();
   install_device();
-  install_ops();
+  install_ops(built_with_cuda);
   module.def("set_gpu_count", set_gpu_count);
   module.def("current_gpu", [] { return current_gpu().index(); });
   module.def("exchange_gpu", exchange_gpu);
