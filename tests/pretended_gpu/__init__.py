@@ -1,4 +1,4 @@
-"""A GPU that is not there, for a torch built without CUDA: tests of what needs one run in a process that has it.
+"""A GPU that is not there, for a torch with CUDA or without: tests of what needs one run in a process that has it.
 
 Its memory is the host's, its operations are the CPU's, and kernels run as compiled for an sm_90, on
 `kernels/ptx_simulator.py`, launched by Triton's own launcher on `perf/stub_driver`. torch.cuda is torch's own code;

@@ -1,6 +1,7 @@
 #include "device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
@@ -76,6 +77,7 @@ struct Hooks final : at::CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex index) const override { return exchange_gpu(index); }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchange_gpu(index); }
   int getNumGPUs() const override { return gpu_count; }
+  long versionRuntimeCuDNN() const override { return 0; }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
@@ -99,10 +101,13 @@ void install_device() {
   static Hooks hooks;
   *reinterpret_cast<void**>(const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) =
       *reinterpret_cast<void**>(&hooks);
-  if (!c10d::TimerRegistry()->Has(c10::kCUDA)) {
-    c10d::TimerRegistry()->Register(
-        c10::kCUDA, [](Device device) -> std::unique_ptr<c10d::Timer> { return std::make_unique<ReducerTimer>(device); });
-  }
+  c10d::TimerRegistry()->Register(
+      c10::kCUDA, [](Device device) -> std::unique_ptr<c10d::Timer> { return std::make_unique<ReducerTimer>(device); },
+      c10::REGISTRY_PREFERRED);
+  // A torch built with CUDA would choose among kernels of its own for these.
+  at::globalContext().setSDPUseCuDNN(false);
+  at::globalContext().setSDPUseFlash(false);
+  at::globalContext().setSDPUseMemEfficient(false);
 }
 
 void set_gpu_count(int count) {
