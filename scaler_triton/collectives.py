@@ -13,6 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_CPU = torch.device("cpu")
 _AVAILABLE = dist.is_available()  # in this build of torch
 # `gather_bytes`: bytes of the length field, and of data in the first all-gather.
 _LENGTH, _AT_ONCE = 8, 1 << 14
@@ -41,22 +42,26 @@ def all_reduce_(values: Tensor, op: Any, group: ProcessGroup) -> None:
         values.copy_(carrier)
 
 
-def gather_bytes(data: bytes, group: Any) -> list[bytes]:
-    """Return the data of every rank of `group`, by one all-gather; two if a rank has more than 16 KB."""
+def gather_bytes(data: bytes, group: Any, bare_home: torch.device = _CPU) -> list[bytes]:
+    """Return the data of every rank of `group`, by one all-gather; two if a rank has more than 16 KB.
+
+    Args:
+        bare_home: a device that a bare group serves, which torch does not tell of it.
+    """
+    home = bare_home if is_bare(group) else _serving_device(group, _CPU)
     begin, rest = data[:_AT_ONCE], data[_AT_ONCE:]
-    gathered = _all_gather(len(data).to_bytes(_LENGTH, "little") + begin, _LENGTH + _AT_ONCE, group)
+    gathered = _all_gather(len(data).to_bytes(_LENGTH, "little") + begin, _LENGTH + _AT_ONCE, group, home)
     lengths = [int.from_bytes(each[:_LENGTH], "little") for each in gathered]
     whole = [each[_LENGTH:] for each in gathered]
     longest = max(lengths)
     if longest > _AT_ONCE:
-        whole = [*map(operator.add, whole, _all_gather(rest, longest - _AT_ONCE, group))]
+        whole = [*map(operator.add, whole, _all_gather(rest, longest - _AT_ONCE, group, home))]
     return [each[:length] for each, length in zip(whole, lengths, strict=True)]
 
 
-def _all_gather(data: bytes, size: int, group: Any) -> list[bytes]:
+def _all_gather(data: bytes, size: int, group: Any, home: torch.device) -> list[bytes]:
     """Return the data of every rank, padded to `size` bytes."""
-    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-    mine = mine.to(_serving_device(group, mine.device))
+    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(home)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
     return [part.cpu().numpy().tobytes() for part in parts]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from scaler_triton import collectives
@@ -45,10 +46,18 @@ class OverflowMixin(StatesMixin):
         except Exception as error:
             if group is not None:  # the other ranks wait in the all-gather
                 rank = collectives.own_rank(self.process_group)
-                _gathered(OverflowReport(None, (), False, (f"rank {rank} raised {error_line(error)}",)), group)
+                told = OverflowReport(None, (), False, (f"rank {rank} raised {error_line(error)}",))
+                _gathered(told, group, self._flag_home())
             raise
         asked_all = gather or not collectives.several_ranks()
-        return replace(own if group is None else _gathered(own, group), gathered=asked_all)
+        return replace(own if group is None else _gathered(own, group, self._flag_home()), gathered=asked_all)
+
+    def _flag_home(self) -> torch.device:
+        """Return the device on which the ranks reduce their flags."""
+        scale = self._get_scale_async()
+        if scale is not None:
+            return scale.device
+        return torch.device(self._device if self._enabled else "cpu")
 
     def _own_report(self, model: nn.Module | Iterable[tuple[str, Tensor]] | None) -> OverflowReport:
         counters = self._counters.read()
@@ -70,8 +79,8 @@ class OverflowMixin(StatesMixin):
                 yield BadGradient(name, WORDS[kinds], local_tensor(parameter).numel(), rank)
 
 
-def _gathered(own: OverflowReport, group: Any) -> OverflowReport:
-    """Return the report with the findings of every rank of `group`; all of them must call this."""
-    gathered = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(own.bad, own.untold), group)]
+def _gathered(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
+    """Return the report with the findings of every rank of `group`, which serves `home`; all must call this."""
+    gathered = [from_bytes(data) for data in collectives.gather_bytes(to_bytes(own.bad, own.untold), group, home)]
     bad = tuple(each for found, _ in gathered for each in found)
     return replace(own, bad=bad, untold=tuple(sorted({text for _, untold in gathered for text in untold})))

@@ -78,3 +78,23 @@ def test_what_was_reduced_elsewhere_comes_back(monkeypatch: Any) -> None:
     agreement.Agreement(("the group",), (0, 1)).maximum_(status)  # type: ignore[arg-type]
     assert sent == [([0.0, 1.0], False, dist.ReduceOp.MAX, "the group")]
     assert status.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_bare_group_gathers_a_report_where_it_reduces_the_flag(used: bool, monkeypatch: Any) -> None:
+    """torchft's NCCL groups take no host tensors."""
+    seen: list[torch.device] = []
+
+    def all_gather(parts: list[Tensor], mine: Tensor, group: Any) -> None:
+        seen.extend({each.device for each in (*parts, mine)})
+        raise ConnectionError
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    scaler = GradScaler("cpu", process_group=SimpleNamespace(allreduce=None, rank=lambda: 0))  # type: ignore[arg-type]
+    scaler._device = "meta"  # stands for a GPU
+    if used:
+        scaler._scale = torch.ones((), device="meta")
+    with pytest.raises(ConnectionError):
+        scaler.overflow_report(gather=True)
+    assert seen == [torch.device("meta")]

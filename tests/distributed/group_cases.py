@@ -87,7 +87,7 @@ def unlisted(rank: int, made: str, store: str, kind: str, name: str, faults: Seq
     group: Any = dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2)
     if made == "group":
         backend, group = group, dist.ProcessGroup(dist.FileStore(store, 2), rank, 2)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._register_backend(torch.device(cases.DEVICE), dist.ProcessGroup.BackendType.GLOO, backend)
     scaler, params = cases.new_scaler(kind, process_group=group), [cases.plain_param(3)]
     optimizer = cases.new_optimizer(name, params)
     report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)

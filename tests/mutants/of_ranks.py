@@ -51,6 +51,7 @@ MUTANTS = [
         "    except ValueError:\n        return False",
         GROUPS,
     ),
+    Mutant(_S + "collectives.py", "bare_home if is_bare(group) else ", "", "tests/test_collectives.py"),
     Mutant(_S + "collectives.py", "if longest > _AT_ONCE:", "if len(data) > _AT_ONCE:", REPORTED),
     Mutant(
         _S + "flag_buffer.py",
