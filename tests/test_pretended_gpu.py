@@ -29,7 +29,7 @@ OF_RANKS = [
     f"tests/distributed{name}"
     for name in ([""] if ALL else ["/test_clipping_ranks.py", "/test_failures.py", "/test_overflow_ranks.py"])
 ]
-NOT_OF_RANKS = "not csr and not backend-0"
+NOT_OF_RANKS = "not csr and not keeps_no_list"
 LEAST_OF_RANKS = 1000 if ALL else 200
 ONE, TWO = {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "0,1"}
 
