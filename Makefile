@@ -9,7 +9,7 @@
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make simulate   the kernels as compiled for five GPUs, none of which is needed, pass the kernel tests (4 minutes)
 # make pretend   the tests that need a GPU, and those of ranks, on GPUs that are pretended: their memory and operations
-#   are the CPU's (7 minutes)
+#   are the CPU's; and python -m perf there, in small (12 minutes)
 # make mutants   301 wrong versions of the code, each of which the tests must notice (about an hour)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
 # make docs    docs/ as HTML in out/docs; a warning is an error
