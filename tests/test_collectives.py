@@ -80,8 +80,12 @@ def test_what_was_reduced_elsewhere_comes_back(monkeypatch: Any) -> None:
     assert status.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_a_bare_group_gathers_a_report_where_it_reduces_the_flag(used: bool, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("enabled", "used", "where"), [(True, False, "meta"), (True, True, "meta"), (False, False, "cpu")]
+)
+def test_a_bare_group_gathers_a_report_where_it_reduces_the_flag(
+    enabled: bool, used: bool, where: str, monkeypatch: Any
+) -> None:
     """torchft's NCCL groups take no host tensors."""
     seen: list[torch.device] = []
 
@@ -91,10 +95,11 @@ def test_a_bare_group_gathers_a_report_where_it_reduces_the_flag(used: bool, mon
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    scaler = GradScaler("cpu", process_group=SimpleNamespace(allreduce=None, rank=lambda: 0))  # type: ignore[arg-type]
+    group: Any = SimpleNamespace(allreduce=None, rank=lambda: 0)
+    scaler = GradScaler("cpu", enabled=enabled, process_group=group)
     scaler._device = "meta"  # stands for a GPU
     if used:
         scaler._scale = torch.ones((), device="meta")
     with pytest.raises(ConnectionError):
         scaler.overflow_report(gather=True)
-    assert seen == [torch.device("meta")]
+    assert seen == [torch.device(where)]
