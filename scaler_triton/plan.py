@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +53,7 @@ class GradPlan:
         self.copies: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self._known = KnownForms(len(self.parameters))
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if placement.is_dtensor(parameter)]
+        self._specs = self._specs_of(self.parameters)
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # number of a gradient's shards where it is not its parameter's
         self.layouts: Sequence[Layout] = ()
@@ -64,12 +66,21 @@ class GradPlan:
         self.marks.copy_from(other.marks, places)
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
-        """Tell whether `parameters` are the ones this plan was made for, the first still on the same device."""
+        """Tell whether `parameters` are the ones this plan was made for, the first still on the same device.
+
+        And none was swapped in place for one with another placement; torch swaps no plain tensor with a DTensor.
+        """
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, self.parameters, parameters))
             and (not parameters or parameters[0].device == self._first_device)
+            and (not self._dtensors or self._specs_of(parameters) == self._specs)
         )
+
+    def _specs_of(self, parameters: Sequence[Tensor]) -> list[Any]:
+        """Return the DTensorSpecs; None if this torch has no such attribute."""
+        dtensors = parameters if len(self._dtensors) == len(parameters) else [parameters[i] for i in self._dtensors]
+        return list(map(getattr, dtensors, repeat(placement.SPEC), repeat(None)))
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
         """Return this step's gradients as batches, detached; every one is checked, none is written.
@@ -104,7 +115,7 @@ class GradPlan:
     def _known_shards(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the local shards if every gradient has the DTensorSpec that was seen before, not a Partial one."""
         try:
-            same = all(map(is_, map(_spec_of, gradients), self._reduced_specs))
+            same = list(map(_spec_of, gradients)) == self._reduced_specs  # of the same object without a look into it
             return list(map(_shard_of, gradients)) if same else []
         except AttributeError:  # a gradient is missing or no DTensor, or this torch has no such attribute
             return []

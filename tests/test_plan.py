@@ -217,6 +217,26 @@ def test_a_partial_gradient_is_told_from_the_reduced_ones_before_it(two_ranks: N
     assert partial.present[0].tolist() == [2.0] * 3
 
 
+def test_a_parameter_that_is_swapped_for_one_placed_elsewhere_makes_a_new_plan(two_ranks: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def placed(placement: Any) -> torch.nn.Parameter:
+        return torch.nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [placement], run_check=False))
+
+    mesh = init_device_mesh("cpu", (2,))
+    (plain,), moved = parameters([torch.ones(3)], "cpu"), placed(Shard(0))
+    for held in ([moved], [plain, moved]):
+        plan = GradPlan(held)
+        torch.utils.swap_tensors(moved, placed(Shard(0)))
+        assert plan.matches(held)
+        torch.utils.swap_tensors(moved, placed(Replicate()))
+        assert not plan.matches(held)
+        torch.utils.swap_tensors(moved, placed(Shard(0)))
+    with pytest.raises(RuntimeError, match="swap"):
+        torch.utils.swap_tensors(plain, moved)
+
+
 def test_fp16_gradients_are_refused_however_well_known() -> None:
     plan = GradPlan(parameters([torch.ones(3, dtype=torch.float16)], "cpu"))
     for _ in range(2):

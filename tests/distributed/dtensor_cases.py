@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from cases import (
     train,
 )
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from scaler_triton import placement
 
@@ -161,6 +162,40 @@ def world_beside_a_pair(rank: int, name: str, faults: Sequence[Fault], unscale: 
     params = params if rank in holders else params[1:]
     optimizer = new_optimizer(name, params)
     return train(rank, scaler, [optimizer], giving(scaler, params), faults, habits=Habits(unscale=unscale))
+
+
+def placed_anew(rank: int, bad: bool) -> tuple[float, bool, float]:
+    """A step after loading, in place, shards over all ranks where those of a slice were: norm, skip, scale."""
+    scaler, whole = new_scaler("grad", init_scale=4.0), torch.ones(4, 4)
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.weight = torch.nn.Parameter(distribute_tensor(whole, square()["tp"], [Shard(0)]))
+    optimizer = new_optimizer("sgd", [layer.weight])
+    give_grads(scaler, [layer.weight], 0)
+    scaler.step(optimizer)
+    scaler.update()
+    placed = {"weight": distribute_tensor(whole, square(), [Shard(0), Shard(1)])}
+    with swapping():
+        layer.load_state_dict(placed, assign=True)
+    optimizer.zero_grad()
+    gradient = DTensor.from_local(torch.full((2, 2), scaler.get_scale()), square(), [Shard(0), Shard(1)])
+    if bad and rank == 0:
+        gradient.to_local()[0, 0] = torch.inf
+    layer.weight.grad = gradient
+    norm = scaler.clip_grad_norm_(optimizer, 100.0).item()
+    scaler.step(optimizer)
+    skipped = scaler.was_skipped(optimizer)
+    scaler.update()
+    return norm, skipped, scaler.get_scale()
+
+
+@contextmanager
+def swapping() -> Iterator[None]:
+    """Modules take what they load by swapping it with what they have: a parameter stays the same object."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def an_optimizer_each(rank: int, kind: str, layout: str) -> list[str]:

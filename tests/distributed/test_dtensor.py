@@ -91,6 +91,12 @@ def test_one_1d_mesh_asks_its_own_group_only(four, name):
     assert_agreed(reports[2:], [])
 
 
+def test_parameters_that_are_placed_anew_ask_their_new_mesh(four):
+    """Unseen, the norm would be that of a slice, and an inf on one rank would split the slices."""
+    assert four.run(dtensor_cases.placed_anew, False) == [(4.0, False, 8.0)] * 4
+    assert [result[1:] for result in four.run(dtensor_cases.placed_anew, True)] == [(True, 2.0)] * 4
+
+
 @UNSCALE
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 @pytest.mark.parametrize("holders", [range(4), [0, 2]])
