@@ -31,8 +31,14 @@ def unwrap(optimizer: Any) -> Any:
 
 
 def _same_groups(groups: Any, others: Any) -> bool:
-    """Tell whether the groups are the same ones, which a container of optimizers puts into a new list each time."""
-    return groups is others or all(mine is theirs for mine, theirs in itertools.zip_longest(groups, others))
+    """Tell whether the groups hold the same lists of parameters.
+
+    A container of optimizers puts its groups into a new list each time; `load_state_dict` keeps only the parameters'.
+    """
+    if groups is others:
+        return True
+    pairs = itertools.zip_longest(groups, others)
+    return all(mine is theirs or mine["params"] is theirs["params"] for mine, theirs in pairs)
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

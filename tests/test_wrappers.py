@@ -39,6 +39,25 @@ def test_a_wrapper_and_the_optimizer_inside_share_one_state(fused: bool) -> None
     assert parameter.item() == -2.0
 
 
+@pytest.mark.parametrize("value", [8.0, math.inf])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_wrapper_that_keeps_its_groups_shares_the_state_after_a_resume(fused: bool, value: float) -> None:
+    """Loading puts new groups into the inner optimizer, with the lists of parameters of those before."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    inner = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+    wrapper: Any = Wrapper(inner)
+    wrapper.param_groups = inner.param_groups
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert wrapper.param_groups[0] is not inner.param_groups[0]
+    parameter.grad = torch.tensor([value])
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    scaler.step(wrapper)
+    assert scaler.was_skipped(wrapper) == scaler.was_skipped(inner) == (value == math.inf)
+    scaler.update()
+    assert parameter.item() == (0.0 if value == math.inf else -2.0)
+    assert scaler.get_scale() == (2.0 if value == math.inf else 4.0)
+
+
 def test_a_wrapper_around_nothing_but_itself_is_an_optimizer() -> None:
     optimizer: Any = sgd([torch.tensor([8.0])])
     optimizer.optimizer = optimizer
