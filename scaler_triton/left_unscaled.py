@@ -9,7 +9,7 @@ from torch.utils.weak import TensorWeakRef
 
 from scaler_triton.mirror import version_counter
 from scaler_triton.optimizers import parameters_of
-from scaler_triton.placement import SHARD, local_tensor
+from scaler_triton.placement import local_tensor
 
 
 class Snapshot(NamedTuple):
@@ -80,11 +80,14 @@ def _snapshot(gradient: Tensor | None) -> Snapshot | None:
 
 
 def _held(gradient: Tensor) -> Tensor:
-    """Return what is referred to: of a DTensor its shard.
+    """Return what is referred to: of a DTensor its shard, of another tensor around tensors the first of these.
 
-    torch refuses to swap a tensor that has a weak reference, as `model.cpu()` swaps DTensors and their gradients.
+    torch refuses to swap a tensor that has a weak reference, as `model.cpu()` swaps such ones and their gradients.
     """
-    return gradient if type(gradient) is Tensor else getattr(gradient, SHARD, gradient)
+    while hasattr(gradient, "__tensor_flatten__"):
+        names, _ = gradient.__tensor_flatten__()
+        gradient = getattr(gradient, names[0])
+    return gradient
 
 
 def _versions(gradient: Tensor) -> tuple[int | None, int | None]:

@@ -30,6 +30,13 @@ class Pair(Tensor):
         made.left, made.right = left, right
         return made
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["left", "right"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], _meta: None, _size: Any, _stride: Any) -> Pair:
+        return Pair(**inner)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sides = [tree_map_only(Pair, attrgetter(side), args) for side in ("left", "right")]
@@ -108,3 +115,18 @@ def test_a_check_sees_every_part_and_changes_none(place: Place, right: float, ba
     assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [bad]
     assert (gradient.left.tolist(), gradient.right.tolist()) == ([8.0] * 3, [right] * 3)
     assert plain.grad.tolist() == [8.0] * 2
+
+
+@pytest.mark.parametrize("updated", [False, True])
+@PLACES
+def test_they_can_be_swapped_before_their_step(place: Place, updated: bool) -> None:
+    """As torch's modules always swap them; it refuses where a gradient has a weak reference."""
+    optimizer, plain, _ = pair(place.device, 8.0)
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
+    scaler.unscale_(optimizer)
+    if updated:
+        scaler.update()
+    parameter = optimizer.param_groups[0]["params"][1]
+    torch.nn.ParameterList([parameter, plain]).to(torch.float64)
+    assert parameter.grad.left.tolist() == parameter.grad.right.tolist() == [2.0] * 3
+    assert parameter.grad.dtype is torch.float64
