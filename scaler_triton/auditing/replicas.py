@@ -21,7 +21,7 @@ from scaler_triton.words import one_line, ranges
 FSDP1_SHARD = "FSDP1 shard (nothing tells which ranks hold the same)"
 DTENSOR_SHARD = "DTensor shard (no other rank of its mesh holds a copy)"
 ELSEWHERE = "DTensor (on a mesh without this rank)"
-OPAQUE = "parameter (on meta, sparse, or of a class of its own: no bits to read)"
+OPAQUE = "parameter (on meta, sparse, quantized, lazy, or of a class of its own: no bits to read)"
 _LEFT_OUT = (FSDP1_SHARD, DTENSOR_SHARD, ELSEWHERE, OPAQUE)
 
 Named = tuple[str, Tensor]
@@ -95,7 +95,9 @@ def _among_mesh(parameter: Any) -> str:
 
 def _opaque(tensor: Tensor) -> bool:
     wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return wrapper or tensor.layout is not torch.strided or tensor.device.type == "meta"
+    if wrapper or nn.parameter.is_lazy(tensor):
+        return True
+    return tensor.is_quantized or tensor.layout is not torch.strided or tensor.device.type == "meta"
 
 
 def _shared_by_module(model: nn.Module) -> dict[int, str]:

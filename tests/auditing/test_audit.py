@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,9 +148,14 @@ def test_parameters_without_bits_are_counted() -> None:
     optimizer = stepped("SGD")
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, device="meta"))]})
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.eye(2).to_sparse())]})
-    copies, left_out = hashed_copies([optimizer], None, [0, 1], False)
+    model = torch.nn.Module()
+    model.lazy = torch.nn.LazyLinear(2)
+    with warnings.catch_warnings(action="ignore"):  # torch's, of its quantized tensors
+        quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    model.quantized = torch.nn.Parameter(quantized, requires_grad=False)
+    copies, left_out = hashed_copies([optimizer], model, [0, 1], False)
     assert [(copy.name, copy.among) for copy in copies] == [("group 0 parameter 0 (3,)", UNKNOWN)]
-    assert list(left_out.values()) == [2]
+    assert list(left_out.values()) == [5]
 
 
 def test_a_parameter_is_hashed_once_and_by_its_name_in_the_model() -> None:
