@@ -87,6 +87,16 @@ class Graph:
     def capture_end(self):
         self._work = gpu.end_capture()
 
+    # From torch 2.14 on its own class ends a capture by these.
+    capture_end_pre = capture_end
+    _has_graph_exec = True
+
+    def instantiate(self):
+        pass
+
+    def capture_end_post(self):
+        pass
+
     def replay(self):
         gpu.replay(self._work)
 
