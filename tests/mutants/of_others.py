@@ -28,6 +28,8 @@ MUTANTS = [
     Mutant(_S + "auditing/replicas.py", "slice(None) if p.is_replicate() else at", "slice(None)", AUDITED),
     Mutant(_S + "auditing/replicas.py", '!= "NO_SHARD"', '== "NO_SHARD"', AUDITED),
     Mutant(_S + "auditing/replicas.py", "        return ELSEWHERE\n", "        return OPAQUE\n", AUDITED),
+    Mutant(_S + "auditing/replicas.py", " or nn.parameter.is_lazy(tensor)", "", AUDIT),
+    Mutant(_S + "auditing/replicas.py", "tensor.is_quantized or ", "", AUDIT),
     Mutant(_S + "auditing/report.py", "any(state.error for state in self.ranks)", "False", AUDIT),
     Mutant(_S + "auditing/saved_states.py", "weights_only=True", "weights_only=False", AUDIT),
     Mutant(_S + "auditing/saved_states.py", "if names[name] > 1 else name", "if False else name", AUDIT),

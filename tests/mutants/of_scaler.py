@@ -75,6 +75,12 @@ MUTANTS = [
     Mutant(_S + "left_unscaled.py", "and self.versions == _versions(gradient)", "", UNSTEPPED),
     Mutant(
         _S + "left_unscaled.py",
+        'while hasattr(gradient, "__tensor_flatten__"):',
+        "while False:",
+        "tests/test_tensor_subclasses.py",
+    ),
+    Mutant(
+        _S + "left_unscaled.py",
         "if any(snapshots) else None",
         "if snapshots else None",
         UNSTEPPED,
@@ -98,6 +104,7 @@ MUTANTS = [
     Mutant(_S + "neighbours.py", "left.is_contiguous() and right", "right", REFERENCE),
     Mutant(_S + "ops.py", " * local.double().reshape(())", "", NORMS),
     Mutant(_S + "optimizers.py", 'and optimizer.state.get(parameter, {}).get("momentum_buffer") is None', "", STEPS),
+    Mutant(_S + "optimizers.py", ' or mine["params"] is theirs["params"]', "", WRAPPERS),
     Mutant(_S + "optimizers.py", "or not _same_groups(inner.param_groups, optimizer.param_groups)", "", WRAPPERS),
     Mutant(_S + "overflow.py", "counters[SKIPPED] if pending else", "counters[SKIPPED] - 1 if pending else", REPORT),
     Mutant(_S + "overflow.py", "self._records.plans() if pending or update else ()", "self._records.plans()", REPORT),
@@ -120,10 +127,11 @@ MUTANTS = [
     Mutant(_S + "plan.py", "(terms := placement.partial_terms(gradient)) > 1:", "(terms := 0):", MESHES),
     Mutant(
         _S + "plan.py",
-        "all(map(is_, map(_spec_of, gradients), self._reduced_specs))",
+        "list(map(_spec_of, gradients)) == self._reduced_specs",
         "all(map(_spec_of, gradients))",
         PLAN,
     ),
+    Mutant(_S + "plan.py", "self._specs_of(parameters) == self._specs)", "True)", PLAN),
     Mutant(_S + "plan.py", "if self._fp16 and not allow_fp16:", "if False:", PLAN),
     Mutant(_S + "policy.py", "if not 1.0 <= number < math.inf:", "if not 1.0 < number < math.inf:", DIFFERENCES),
     Mutant(_S + "policy.py", "if not 0.0 < number <= 1.0:", "if not 0.0 <= number <= 1.0:", DIFFERENCES),
