@@ -10,7 +10,7 @@ from unittest import mock
 import lightning_cases as cases
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, sharded_grad_scaler
 from torch.distributed.tensor import DTensor
 
 from scaler_triton import GradScaler, ShardedGradScaler, patch_torch
@@ -87,7 +87,7 @@ def _autocast_on_cpu(plugin: Any) -> Any:
 def _fsdp1_plugin(framework: type, plugins: Any, strategy: str) -> Any:
     if strategy == "fsdp1-patched":
         return patched_fsdp_plugin(plugins)
-    if strategy == "fsdp1-own":
+    if strategy in ("fsdp1-own", "fsdp1-torch"):
         return own_fsdp_plugin(plugins, scaler_of(strategy))
     return fsdp_plugin(framework, scaler_of(strategy))
 
@@ -101,7 +101,9 @@ def _patched(strategy: str) -> Any:
 
 
 def scaler_of(strategy: str) -> Any:
-    """Make the scaler that fits."""
+    """Make the scaler that fits: of ours, unless torch's is asked for."""
+    if strategy == "fsdp1-torch":
+        return sharded_grad_scaler.ShardedGradScaler("cpu", **cases.SETTINGS)
     return (ShardedGradScaler if strategy.startswith("fsdp1") else GradScaler)("cpu", **cases.SETTINGS)
 
 
@@ -182,15 +184,23 @@ def _module(space: Any, optimizer: str, rank: int, strategy: str) -> Any:
     return Module()
 
 
-def fsdp_resumed(rank: int, name: str, optimizer: str, folder: str) -> tuple[list[float], bool]:
-    """Save after three FSDP1 steps and go on in a new Trainer: the scales, and whether it ends as a whole run does."""
+def fsdp_resumed(
+    rank: int, name: str, optimizer: str, folder: str, saver: str, loader: str
+) -> tuple[list[float], bool]:
+    """Save after three FSDP1 steps and go on in a new Trainer: the scales, and whether it ends as a whole run does.
+
+    The whole run is the saver's; both are strategies as `trainer_fit` has them.
+    """
     cases.quietly()
     ends, scales = {}, {}
-    for which, steps, path in (("whole", [0, 6], None), ("first", [0, 3], None), ("second", [3, 6], "run.ckpt")):
+    parts = ("whole", saver, [0, 6], None), ("first", saver, [0, 3], None), ("second", loader, [3, 6], "run.ckpt")
+    for which, strategy, steps, path in parts:
         space = cases.namespace(name)
-        module = _module(space, optimizer, rank, "fsdp1")
+        module = _module(space, optimizer, rank, strategy)
         module.train_dataloader = lambda part=slice(*steps): _loader(data_of(rank)[part])
-        trainer = _trainer(space, rank, "fsdp1", max_epochs=2 if path else 1)
+        trainer = _trainer(space, rank, strategy, max_epochs=2 if path else 1)
+        if path:  # without the checkpoint it would begin at the scale that the run had by then
+            trainer.scaler.load_state_dict(trainer.scaler.state_dict() | {"scale": 2.0})
         trainer.fit(module, ckpt_path=f"{folder}/{path}" if path else None)
         if which == "first":
             trainer.save_checkpoint(f"{folder}/run.ckpt")

@@ -81,9 +81,18 @@ def test_the_other_namespace(two: Run) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
-def test_fsdp_resumes_to_the_bit(two: Run, name: str, optimizer: str, tmp_path: Path) -> None:
-    results = two(ranks.fsdp_resumed, name, optimizer, str(tmp_path))
+@pytest.mark.parametrize(
+    ("saver", "loader", "optimizer"),
+    [
+        ("fsdp1", "fsdp1", "adamw"),
+        ("fsdp1", "fsdp1", "adamw-fused"),
+        # Of Lightning's own plugin with torch's scaler, which splits the ranks of a fused optimizer.
+        ("fsdp1-torch", "fsdp1", "adamw"),
+        ("fsdp1", "fsdp1-torch", "adamw"),
+    ],
+)
+def test_fsdp_resumes_to_the_bit(two: Run, name: str, saver: str, loader: str, optimizer: str, tmp_path: Path) -> None:
+    results = two(ranks.fsdp_resumed, name, optimizer, str(tmp_path), saver, loader)
     assert results == [(cases.SCALES, True)] * 2
 
 

@@ -111,7 +111,10 @@ def test_resumes_to_the_bit(name: str, optimizer: str, saver: str, loader: str, 
     saved = torch.load(path, weights_only=False)["MixedPrecision"]
     assert saved == trainer.scaler.state_dict()
     second = cases.module_of(space.pl, optimizer, cases.batches()[3:], decay=True)
-    space.Trainer(plugins=plugins[loader](), max_epochs=2, **options).fit(second, ckpt_path=path)
+    trainer = space.Trainer(plugins=plugins[loader](), max_epochs=2, **options)
+    # Without the checkpoint it would begin at the scale that the run had by then.
+    trainer.scaler.load_state_dict(trainer.scaler.state_dict() | {"scale": 2.0})
+    trainer.fit(second, ckpt_path=path)
     whole = cases.fit(name, plugin(name), optimizer, decay=True)
     whole.trace.assert_same(second.trace, since=3)
 
