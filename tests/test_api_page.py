@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pkgutil
 import re
@@ -13,8 +14,15 @@ import pytest
 import scaler_triton
 from scaler_triton import GradScaler, ShardedGradScaler, ops
 
-PAGE = (Path(__file__).parents[1] / "docs" / "api.rst").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "api.rst").read_text()
 INTEGRATIONS = "scaler_triton.integrations."
+SHARED = ("__init__", "backwards", "versions")  # by the integrations: for no user
+# Imported by their own names; an integration only where its framework is.
+MODULES = [
+    "scaler_triton.migration",
+    *(INTEGRATIONS + f.stem for f in (ROOT / "scaler_triton/integrations").glob("*.py") if f.stem not in SHARED),
+]
 DIRECTIVE = re.compile(r"^( *)\.\. (currentmodule|auto\w+):: (\S+)$", re.MULTILINE)
 
 
@@ -59,6 +67,19 @@ def public() -> dict[str, Any]:
 def test_every_public_name_is_on_the_page() -> None:
     documented = [resolved(name) for name in ON_THE_PAGE if not name.startswith(INTEGRATIONS)]
     assert [name for name, thing in public().items() if thing not in documented] == []
+
+
+def defined(module: str) -> list[str]:
+    """Return the functions and classes that a module's source gives users."""
+    body = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [f"{module}.{name}" for name in names if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_so_is_that_of_a_module_which_users_import(module: str) -> None:
+    assert defined(module) != []
+    assert [name for name in defined(module) if name not in ON_THE_PAGE] == []
 
 
 def described(thing: Any) -> set[str]:

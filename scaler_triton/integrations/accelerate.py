@@ -58,7 +58,7 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
         scaler = _new_scaler(accelerator, settings)
     accelerator.scaler, accelerator.native_amp = scaler, True
     for optimizer in accelerator._optimizers:  # prepared with a scaler of ours already
-        optimizer.__class__ = AcceleratedOptimizer
+        optimizer.__class__ = _AcceleratedOptimizer
     # Partials of functions that can be found by name, so that the accelerator can still be pickled.
     accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
     accelerator.backward = functools.partial(_backward, accelerator)
@@ -67,7 +67,7 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
     return scaler
 
 
-class AcceleratedOptimizer(_Original):  # type: ignore[misc]
+class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
     """Accelerate's optimizer wrapper with a correct `step_was_skipped`; steps of checkpointing bypass the scaler."""
 
     def step(self, closure: Any = None) -> None:
@@ -141,7 +141,7 @@ def _is_fsdp1(accelerator: Any) -> bool:
 def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.prepare_optimizer` with our wrapper; an interrupted step is abandoned."""
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
-    optimizer.__class__ = AcceleratedOptimizer
+    optimizer.__class__ = _AcceleratedOptimizer
     # The Trainer prepares its optimizer in every run, also after one that was interrupted within a step.
     accelerator.scaler._abandon_step(optimizer)
     return optimizer

@@ -25,7 +25,7 @@ from helpers import waits_raise
 
 from scaler_triton import GradScaler, ShardedGradScaler
 from scaler_triton.integrations import accelerate as integration
-from scaler_triton.integrations.accelerate import AcceleratedOptimizer, use_scaler_triton
+from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +90,7 @@ def test_called_again_it_changes_nothing():
     assert use_scaler_triton(accelerator) is scaler
     _, optimizer = linear(accelerator)
     assert use_scaler_triton(accelerator) is scaler
-    assert type(optimizer) is AcceleratedOptimizer
+    assert type(optimizer) is _AcceleratedOptimizer
     assert optimizer.scaler is scaler
 
 
@@ -100,7 +100,7 @@ def test_a_scaler_of_ours_stays_with_what_was_prepared():
     scaler, (layer, optimizer) = accelerator.scaler, linear(accelerator)
     assert type(optimizer) is Original
     assert use_scaler_triton(accelerator) is scaler
-    assert type(optimizer) is AcceleratedOptimizer
+    assert type(optimizer) is _AcceleratedOptimizer
     backward(accelerator, layer)
     assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
 
@@ -324,7 +324,7 @@ def trained() -> tuple[Accelerator, Any, Any]:
 def test_optimizers_can_be_pickled():
     *_, optimizer = trained()
     clone = pickle.loads(pickle.dumps(optimizer))
-    assert type(clone) is AcceleratedOptimizer
+    assert type(clone) is _AcceleratedOptimizer
     assert clone.scaler.state_dict() == optimizer.scaler.state_dict()
     assert clone.step_was_skipped
     for parameter in clone.param_groups[0]["params"]:

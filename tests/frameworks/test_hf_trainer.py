@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from accelerate_cases import forget
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from scaler_triton.integrations.accelerate import AcceleratedOptimizer, use_scaler_triton
+from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -91,7 +91,7 @@ def test_trains_with_its_defaults(tmp_path):
     with mock.patch.object(scaler, "clip_grad_norm_", wraps=scaler.clip_grad_norm_) as clip:
         trainer.train()
     assert "fused" in trainer.args.optim
-    assert type(trainer.optimizer) is AcceleratedOptimizer
+    assert type(trainer.optimizer) is _AcceleratedOptimizer
     assert [(call.args[1], call.kwargs["parameters"]) for call in clip.call_args_list] == [(1.0, None)] * STEPS
     assert scaler.stats().updates == STEPS
     assert (scaler.stats().skipped, scaler.stats().last_skip) == (1, 3)
