@@ -65,7 +65,8 @@ def forget() -> None:
 def new_accelerator(sharding: str = "ddp", **options: Any) -> Accelerator:
     """Make an Accelerator for fp16: "ddp", "fsdp1", "fsdp1-flat" or "fsdp2"; without ranks, "ddp" is one process."""
     handlers = [GradScalerKwargs(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)]
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers, **options)
+    options = {"cpu": True, "mixed_precision": "fp16", "kwargs_handlers": handlers} | options
+    accelerator = Accelerator(**options)
     if sharding != "ddp":
         shard(int(sharding[4]), orig=not sharding.endswith("flat"), whole=sharding.endswith("whole"))
     return accelerator
@@ -94,12 +95,12 @@ def shard(version: int, *, orig: bool, whole: bool) -> None:
 
 
 def use_torch(accelerator: Accelerator) -> Any:
-    """Put torch's scaler where Accelerate would, were this a GPU."""
+    """Put torch's scaler where Accelerate does on a GPU."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     fsdp1 = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
     scaler_class = ShardedGradScaler if fsdp1 else torch.amp.GradScaler
-    accelerator.scaler = scaler_class("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+    accelerator.scaler = scaler_class(accelerator.device.type, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
     accelerator.native_amp = True
     return accelerator.scaler
 
@@ -172,6 +173,7 @@ class Job:
     def _backward(self, step: int) -> None:
         x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
         part = x.chunk(dist.get_world_size())[self.rank] if dist.is_initialized() else x
+        part = part.to(self.accelerator.device)
         self.accelerator.backward(nn.functional.mse_loss(self.model(part).float(), part.sin()))
 
     def _overflow(self) -> None:
@@ -232,13 +234,13 @@ def resume(
         first = Job(rank, sharding, name, ours=first_ours)
         first.train(range(5), {1}, max_norm)
         first.accelerator.save_state(str(folder))
-        saved = _state(first)
+        saved = state_of(first)
         straight = first.train(range(5, 9), {6}, max_norm)
     with launched(rank):
         second = Job(rank, sharding, name)
         second.train(range(20, 20 + trained), ())
         second.accelerator.load_state(str(folder))
-        loaded = _state(second)
+        loaded = state_of(second)
         return Resumed(saved, loaded, straight, second.train(range(5, 9), {6}, max_norm))
 
 
@@ -251,7 +253,8 @@ def save_before_the_first_step(rank: int, sharding: str, name: str, folder: Path
         return before, job.scaler.state_dict()
 
 
-def _state(job: Job) -> tuple[dict[str, Any], list[str]]:
+def state_of(job: Job) -> tuple[dict[str, Any], list[str]]:
+    """Return the scaler's state, and digests of the parameters."""
     return job.scaler.state_dict(), [cases.digest(parameter) for parameter in job.model.parameters()]
 
 

@@ -188,11 +188,14 @@ def test_an_interrupted_run_leaves_nothing_to_the_next(tmp_path):
     assert trainer.state.global_step == STEPS
 
 
-def test_lora_trains_its_adapters_only(tmp_path):
+@pytest.mark.parametrize("cpu", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
+def test_lora_trains_its_adapters_only(tmp_path, cpu):
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    trainer = new_trainer(peft.get_peft_model(new_model(), settings), tmp_path, (2,), learning_rate=1e-2)
+    model = peft.get_peft_model(new_model(), settings)
+    trainer = new_trainer(model, tmp_path, (2,), learning_rate=1e-2, use_cpu=cpu)
     scaler = use_scaler_triton(trainer.accelerator, init_scale=256.0)
+    assert scaler._device == ("cpu" if cpu else "cuda")
     before = weights(trainer)
     with mock.patch.object(scaler, "unscale_", side_effect=AssertionError):  # unscaled and clipped in one
         trainer.train()

@@ -20,24 +20,28 @@ INIT_SCALE = 256.0
 AS_TORCHS = {"optim": "adamw_torch", "max_grad_norm": 1e9}
 
 
-class Sharded(Trainer):  # type: ignore[misc]
-    """A Trainer with FSDP1, which the real one has on GPUs only; in some steps this rank's shards overflow."""
+class Overflowing(Trainer):  # type: ignore[misc]
+    """A Trainer; in some steps this rank's shards overflow."""
 
     overflows: tuple[int, ...] = ()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run backward, and overflow after it."""
+        loss = super().training_step(*args, **kwargs)
+        if self.state.global_step in self.overflows:
+            held = [cases.values_of(p.grad) for p in self.model.parameters() if p.grad is not None]
+            next(values for values in held if values.numel()).view(-1)[0] = torch.inf
+        return loss
+
+
+class Sharded(Overflowing):
+    """One with FSDP1, which the real one has on GPUs only."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, sharding as it would on GPUs."""
         super().create_accelerator_and_postprocess()
         accelerate_cases.shard(1, orig=True, whole=True)
         self.is_fsdp_enabled = True
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run backward, and overflow after it."""
-        loss = super().training_step(*args, **kwargs)
-        if self.state.global_step in self.overflows:
-            held = [p.grad for p in self.model.parameters() if p.grad is not None and p.grad.numel()]
-            held[0].view(-1)[0] = torch.inf
-        return loss
 
 
 @dataclass

@@ -101,6 +101,7 @@ def _on_first_use(gpu):
     storage = torch.UntypedStorage
     storage.resize_ = _with_gpu(storage.resize_, lambda over, size: gpu.resize_storage(over, size))
     storage.clone = _with_gpu(storage.clone, lambda over: over.clone().untyped_storage())
+    storage.to = _to_gpu(storage.to)
 
 
 def _with_gpu(method, on_gpu):
@@ -114,3 +115,16 @@ def _with_gpu(method, on_gpu):
         return on_gpu(over, *args) or storage
 
     return either
+
+
+def _to_gpu(method):
+    """`method` of storages, `to`, which makes none on a GPU: torch.load asks it for those that were saved there."""
+    import torch
+
+    def to(storage, *, device, non_blocking=False):
+        if torch.device(device).type != "cuda":
+            return method(storage, device=device, non_blocking=non_blocking)
+        over = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return over.to(device, non_blocking=non_blocking, copy=True).untyped_storage()
+
+    return to
