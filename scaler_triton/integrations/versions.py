@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from torch.torch_version import TorchVersion
@@ -17,6 +18,9 @@ TESTED = {
     "transformers": ("4.56.0", "5.24.0"),
 }
 
+# What PyPI also has by itself, in the same versions.
+_PARTS = {"pytorch-lightning": ("lightning-fabric",)}
+
 _warned: set[str] = set()
 
 
@@ -26,16 +30,19 @@ def check(package: str) -> None:
     Args:
         package: its name on PyPI, one of `TESTED`. A copy that does not tell its version passes.
     """
-    oldest, newest = TESTED[package]
-    try:
-        installed = version(package)
-    except PackageNotFoundError:
+    for name in (package, *_PARTS.get(package, ())):
+        with suppress(PackageNotFoundError):
+            _compare(name, version(name), *TESTED[package])
+            return
+
+
+def _compare(name: str, installed: str, oldest: str, newest: str) -> None:
+    public = TorchVersion(installed.partition("+")[0])  # who built it, such as +cu130, changes nothing
+    if oldest <= public <= newest or name in _warned:
         return
-    if oldest <= TorchVersion(installed) <= newest or package in _warned:
-        return
-    _warned.add(package)
+    _warned.add(name)
     warnings.warn(
-        f"{package} {installed} is installed; scaler_triton was tested with {package} {oldest} to {newest}",
+        f"{name} {installed} is installed; scaler_triton was tested with {name} {oldest} to {newest}",
         UserWarning,
         stacklevel=callers.stacklevel(),
     )

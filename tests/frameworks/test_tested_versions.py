@@ -20,14 +20,20 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "_warned", set())
 
 
-def declare(monkeypatch: pytest.MonkeyPatch, oldest: str, newest: str) -> None:
+def declare(monkeypatch: pytest.MonkeyPatch, oldest: str, newest: str, installed: str = "2.13.0") -> None:
     monkeypatch.setitem(versions.TESTED, "torch", (oldest, newest))
-    monkeypatch.setattr(versions, "version", lambda package: "2.13.0")
+    monkeypatch.setattr(versions, "version", lambda package: installed)
 
 
 @pytest.mark.parametrize(("oldest", "newest"), [("2.13.0", "2.13.0"), ("2.9.1", "2.13.0"), ("2.13", "2.100")])
 def test_a_tested_version_is_no_news(monkeypatch, oldest, newest):
     declare(monkeypatch, oldest, newest)
+    versions.check("torch")
+
+
+@pytest.mark.parametrize("installed", ["2.13.0+cu130", "2.13.0+local.1"])
+def test_who_built_it_makes_no_difference(monkeypatch, installed):
+    declare(monkeypatch, "2.13.0", "2.13.0", installed)
     versions.check("torch")
 
 
@@ -46,6 +52,25 @@ def test_another_one_is_named_once_with_those_that_were(monkeypatch, oldest, new
 def test_a_copy_without_a_version_passes(monkeypatch):
     monkeypatch.setitem(versions.TESTED, "nobody-wrote-this", ("1", "2"))
     versions.check("nobody-wrote-this")
+
+
+def test_fabric_may_be_installed_by_itself(monkeypatch):
+    def version(package: str) -> str:
+        if package != "lightning-fabric":
+            raise versions.PackageNotFoundError(package)
+        return "2.4.0"
+
+    monkeypatch.setattr(versions, "version", version)
+    text = "lightning-fabric 2.4.0 is installed; scaler_triton was tested with lightning-fabric 2.5.0 to"
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}") as caught:
+        versions.check("pytorch-lightning")
+    assert caught[0].filename == __file__
+
+
+def test_beside_the_whole_it_does_not_count(monkeypatch):
+    found = {"lightning-fabric": "2.4.0", "pytorch-lightning": versions.TESTED["pytorch-lightning"][1]}
+    monkeypatch.setattr(versions, "version", found.__getitem__)
+    versions.check("pytorch-lightning")
 
 
 @pytest.mark.parametrize(("name", "which"), [("constraints-oldest.txt", 0), ("constraints.txt", 1)])

@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant(_S + "integrations/lightning.py", "or self._no_backward:", "or False:", LIGHTNING),
     Mutant(_S + "integrations/lightning.py", "def unscale_gradients(", "def do_not_unscale(", FABRIC),
     Mutant(_S + "integrations/lightning.py", "self.scaler._abandon_all_steps()", "pass", LIGHTNING),
-    Mutant(_S + "integrations/versions.py", "or package in _warned", "", VERSIONS),
+    Mutant(_S + "integrations/versions.py", "or name in _warned", "", VERSIONS),
     Mutant(_S + "migration.py", "(good - 1) % window", "good % window", MIGRATION),
     Mutant(_S + "migration.py", "strikes=hysteresis - tracker", "strikes=hysteresis - tracker + 1", MIGRATION),
     Mutant(_S + "migration.py", "1.0 / factor", "0.5", MIGRATION),
