@@ -21,6 +21,7 @@ SCALES = [8.0, 4.0, 4.0, 8.0, 8.0, 4.0, 4.0, 8.0]
 # SGD's factors are powers of two: torch 2.11 compiles `add_(grad, alpha=-lr)` into two roundings, eager has one.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5),
+    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
 }
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]

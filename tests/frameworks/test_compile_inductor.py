@@ -44,7 +44,7 @@ def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("place", places()[1:2] if torch.cuda.is_available() else places()[:1], ids=str)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-foreach", "adamw-fused"])
 def test_a_compiled_model_and_optimizer_as_with_torchs_scaler(place: Place, optimizer: str, tmp_path: Path) -> None:
     """Inductor rounds where it fuses, so both runs are compiled; two of the steps overflow."""
     results = []
