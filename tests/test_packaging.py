@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import scaler_triton
 
 ROOT = Path(__file__).parents[1]
 
@@ -110,10 +113,18 @@ def test_listed_packages_are_the_folders_on_disk() -> None:
     assert listed == names | {"scaler_triton.kernels", "scaler_triton.kernels.tuned"}
 
 
-def test_version_comes_from_one_place() -> None:
-    from importlib import metadata
+def test_version_is_written_in_one_place() -> None:
+    """Beside it, the changelog's latest entry has it, released or not yet."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in settings["project"]["dynamic"]
+    assert "version" not in settings["project"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "scaler_triton._version.__version__"}
+    latest = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert re.fullmatch(rf"## {re.escape(scaler_triton.__version__)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", latest)
 
-    import scaler_triton
+
+def test_version_is_the_installed_ones() -> None:
+    from importlib import metadata
 
     try:
         installed = metadata.version("scaler_triton")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +28,7 @@ pytestmark = [
     pytest.mark.usefixtures("two_ranks"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="this counts on the CPU"),
 ]
+ROOT = Path(__file__).parents[1]
 # What is more or less than one small launch. The CPU does not show all of it: a reduction of torch's is one of a clone;
 # on a GPU a norm begins with zeros and ends with a sum over chunks, and a number is copied before it is waited for.
 DRAWN = {
@@ -111,3 +117,23 @@ def test_our_step_is_drawn_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler = GradScaler("cpu", backend="triton")
     launched = third_step(launches, scaler, lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 0.5))
     assert kinds(launched) == figure("OURS")
+
+
+DRAW = """
+import runpy, sys, matplotlib
+draw = runpy.run_path(sys.argv[1])["draw"]
+draw.__globals__["OUT"] = sys.argv[2]
+draw()
+print(matplotlib.__version__)
+"""
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
+    script, picture = ROOT / "docs/draw_step.py", tmp_path / "step.svg"
+    command = [sys.executable, "-c", DRAW, str(script), str(picture)]
+    environment = os.environ | {"MPLBACKEND": "agg"}
+    drawn_by = subprocess.check_output(command, env=environment, text=True, timeout=120).strip()
+    if f"\nmatplotlib=={drawn_by}\n" not in (ROOT / "constraints.txt").read_text():
+        pytest.skip(f"drawn by another matplotlib than {drawn_by}")
+    assert picture.read_bytes() == (ROOT / "docs/step.svg").read_bytes()
