@@ -38,6 +38,18 @@ def first_use(rank: int, wrapper: str, kind: str, name: str, method: str, *, str
     return Tried(tried, [(w.filename, str(w.message)) for w in caught if "GradScaler" in str(w.message)])
 
 
+def an_empty_shard(rank: int, method: str) -> tuple[int, Attempt]:
+    """Use a plain scaler on an FSDP1 model of one weight, all of which rank 0 has; how much of it this one has."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with patch_torch(strict=True):
+            scaler = torch.amp.GradScaler(cases.DEVICE)
+            model = WRAPPERS["fsdp1-full"](torch.nn.Linear(1, 1, bias=False), False)
+            optimizer = cases.new_optimizer("adamw", model.parameters())
+            scaler.scale(model(torch.ones(2, 1)).sum()).backward()
+            return sum(p.numel() for p in model.parameters()), attempt(scaler, method, optimizer)
+
+
 def strict_after_the_first_warning(rank: int, wrapper: str) -> list[str | None]:
     """Use one scaler on two FSDP1 models: warned about the first, it is to refuse the second."""
     from scaler_triton import GradScaler

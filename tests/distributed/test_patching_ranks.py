@@ -54,3 +54,14 @@ def test_strict_refuses_also_what_was_warned_about_before(two):
     for first, second in two.run(patching_cases.strict_after_the_first_warning, FSDP1):
         assert first is None
         assert second.startswith("RuntimeError: GradScaler cannot tell")
+
+
+@METHODS
+def test_strict_refuses_also_where_a_rank_has_an_empty_shard(two, method):
+    """That one has no gradient, but all refuse together: FSDP1 is told by the parameters."""
+    results = two.run(patching_cases.an_empty_shard, method)
+    assert [held for held, _ in results] == [1, 0]
+    for _, tried in results:
+        assert tried.error.startswith("RuntimeError: GradScaler cannot tell which ranks share")
+        assert tried.collectives == 0
+        assert tried.stage == "READY"

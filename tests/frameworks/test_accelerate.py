@@ -305,6 +305,21 @@ def test_accelerate_is_named_if_it_is_imported_before_torch_is_patched():
     assert "taken before patch_torch() by accelerate.checkpointing, and stay there" in printed
 
 
+MADE = """
+import scaler_triton
+scaler_triton.patch_torch()
+from accelerate.utils import DistributedType
+from accelerate.utils.modeling import get_grad_scaler
+for kind, cls in {"FSDP": "ShardedGradScaler", "MULTI_GPU": "GradScaler", "NO": "GradScaler"}.items():
+    made = get_grad_scaler(DistributedType[kind], init_scale=4.0)
+    assert type(made) is getattr(scaler_triton, cls), (kind, type(made))
+"""
+
+
+def test_accelerate_makes_ours_after_torch_is_patched():
+    subprocess.run([sys.executable, "-c", MADE], cwd=ROOT, timeout=120, check=True)
+
+
 # Copies.
 
 

@@ -57,6 +57,14 @@ def test_other_scalers_are_refused(name: str) -> None:
             make(trainer, cases.theirs())
 
 
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_lightnings_own_fsdp_plugin_refuses_every_scaler(name: str, kind: str) -> None:
+    """As docs/lightning.md says; where it no longer does, `fsdp_precision` may pass the scaler on."""
+    plugins = getattr(cases.namespace(name), f"{kind}_plugins")
+    with pytest.raises(ValueError, match="does not use a scaler"):
+        plugins.FSDPPrecision("16-mixed", torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler("cpu"))
+
+
 def test_a_scaler_is_made_if_none_is_given(name: str) -> None:
     made = lightning.mixed_precision(cases.namespace(name).Trainer, device="cpu")
     assert type(made.scaler) is scaler_triton.GradScaler
