@@ -29,7 +29,6 @@ class Recipe:
         ignored: the beginnings of third-party warnings that are no errors here.
         leaves: what it writes.
         arguments: of its command line.
-        heavy: what it shows is tested in another way, so without a GPU only `make test-frameworks` runs it.
     """
 
     says: tuple[str, ...]
@@ -38,7 +37,6 @@ class Recipe:
     ignored: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    heavy: bool = False
 
     @property
     def python(self) -> list[str]:
@@ -84,19 +82,22 @@ RECIPES = {
         ("ScalerStats(updates=20, ",), needs=("accelerate", "transformers"), ignored=ON_CPU, leaves=("counting",)
     ),
     "with_lightning.py": Recipe(("The last skip",), needs=("lightning",), ignored=LIGHTNING),
-    "with_fabric.py": Recipe(("The last skip",), needs=("lightning",), ignored=LIGHTNING, heavy=True),
-    "verl_style.py": Recipe(SKIPS, ranks=RANKS, heavy=True),
-    "dinov2_style.py": Recipe(("step 39: backbone ",), ranks=RANKS, heavy=True),
+    "with_fabric.py": Recipe(("The last skip",), needs=("lightning",), ignored=LIGHTNING),
+    "verl_style.py": Recipe(SKIPS, ranks=RANKS),
+    "dinov2_style.py": Recipe(("step 39: backbone ",), ranks=RANKS),
     "compile.py": Recipe(("scale 1024.0\n",), ignored=DYNAMO, arguments=("aot_eager",)),
 }
 CHECKPOINT = "checkpoint.py"  # runs twice: the test below
-# A GPU machine runs all.
-HEAVY = [name for name, recipe in RECIPES.items() if recipe.heavy and not torch.cuda.is_available()]
-EACH_RECIPE = [pytest.param(name, marks=[pytest.mark.heavy] if name in HEAVY else []) for name in RECIPES]
+
+
+@pytest.fixture(autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torchrun leave its folder for logs among the files of the tests."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("name", EACH_RECIPE)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_does_what_it_says(name: str, tmp_path: Path) -> None:
     printed = RECIPES[name].run(name, tmp_path)
     assert [text for text in RECIPES[name].says if text not in printed] == []
