@@ -29,8 +29,10 @@ COMPARED = ("scales", "trackers", "skipped", "rates", "digests", "step_counts")
 def new_job(version: int, name: str, *, ours: bool = True) -> Job:
     """Start over; only the process group is kept."""
     forget()
-    # What can be loaded into an optimizer without a state.
-    options = {"state_dict_type": "FULL_STATE_DICT", "use_orig_params": True} if version == 1 else {}
+    # FSDP1 loads no shards into an optimizer without a state.
+    options = {"state_dict_type": "FULL_STATE_DICT", "use_orig_params": True}
+    if version == 2:
+        options = {"state_dict_type": "SHARDED_STATE_DICT"}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False, **options)
     # What one process overflows in, all do: as under DDP.
     return Job(0, "ddp", name, ours=ours, cpu=False, fsdp_plugin=plugin)

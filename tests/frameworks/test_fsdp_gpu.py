@@ -14,6 +14,9 @@ HERE = Path(__file__).parent
 # As torchrun starts a single rank: by these, Accelerate and the Trainer know that the run is distributed.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
+# As `accelerate launch` says it: the group then has gloo, too, for what whole states hold on the host.
+WHOLE = {"ACCELERATE_USE_FSDP": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
@@ -24,7 +27,7 @@ def run(program: str, *arguments: str, needs: tuple[str, ...]) -> None:
             pytest.skip(f"needs {package}")
     folders = (HERE.parents[1], HERE.parent, HERE.parent / "distributed", os.environ.get("PYTHONPATH", ""))
     paths = os.pathsep.join(filter(None, map(str, folders)))
-    environment = os.environ | ALONE | {"MASTER_PORT": "0", "PYTHONPATH": paths}
+    environment = os.environ | ALONE | WHOLE | {"MASTER_PORT": "0", "PYTHONPATH": paths}
     command = [sys.executable, str(HERE / program), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
