@@ -19,9 +19,9 @@ from scaler_triton.words import one_line, ranges
 
 HELP = "tell from the states that each rank saved whether their scales, trackers and step counters have split"
 PATTERN = "**/*"
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of torch.save; never a bare pickle
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pt.tar", ".pth.tar")  # of torch.save; never a bare pickle
 RANK = re.compile(r"(?<![A-Za-z])rank[-_.]?(?P<rank>\d{1,6})", re.IGNORECASE)
-NUMBERED = re.compile(r"(?:^|/)(?:grad_?scaler|scaler|optimizer|optim)[-_.]?(?P<rank>\d{1,6})\.\w+$")
+NUMBERED = re.compile(r"(?:^|/)(?:grad_?scaler|scaler|optimizer|optim)[-_.]?(?P<rank>\d{1,6})(?:\.\w+){1,2}$")
 EVERYBODY = "all"  # the ranks whose copies should be equal
 STATUS = {"agree": 0, "split": 1, "unknown": 2, "nothing": 2}
 ONE_FOR_ALL = (
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 def find_files(folder: Path, pattern: str) -> Files:
     """Return the files whose names tell a rank."""
     paths = [path for path in sorted(folder.glob(_glob(pattern))) if path.is_file()]
-    names = {path: path.relative_to(folder).as_posix() for path in paths if path.suffix.lower() in SUFFIXES}
+    names = {path: path.relative_to(folder).as_posix() for path in paths if path.name.lower().endswith(SUFFIXES)}
     if "{rank}" in pattern:
         return _placed(names, pattern)
     by_word = {path: RANK.search(name) for path, name in names.items()}
@@ -102,7 +102,8 @@ def audit_files(folder: Path, files: Files, pattern: str = PATTERN, *, replicate
 def _why_no_files(folder: Path, pattern: str) -> str:
     if any(folder.rglob("*.distcp")):
         return ONE_COPY
-    return f"No file of torch.save matches {one_line(pattern)}." if "{rank}" in pattern else NO_NUMBERS
+    kinds = ", ".join(SUFFIXES)
+    return f"No file of torch.save ({kinds}) matches {one_line(pattern)}." if "{rank}" in pattern else NO_NUMBERS
 
 
 def _glob(pattern: str) -> str:

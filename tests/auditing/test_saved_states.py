@@ -145,7 +145,19 @@ def test_what_else_is_in_a_pattern_stands_for_itself(tmp_path: Path, command: Co
 def test_a_pattern_that_no_file_matches_is_shown(tmp_path: Path, command: Command) -> None:
     save(tmp_path, {"rank0.pt": scaler_state()})
     status, text = command("--pattern", "state-{rank}.pt")
-    assert (status, "\nNo file of torch.save matches state-{rank}.pt.\n" in text) == (2, True)
+    kinds = ".pt, .pth, .bin, .ckpt, .pt.tar, .pth.tar"
+    assert (status, f"\nNo file of torch.save ({kinds}) matches state-{{rank}}.pt.\n" in text) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("ckpt_rank{}.pth.tar", []), ("scaler_{}.pt.tar", []), ("last-{}.pth.tar", ["--pattern", "last-{rank}.pth.tar"])],
+)
+def test_files_that_are_called_tar_are_read(tmp_path: Path, command: Command, name: str, words: list[str]) -> None:
+    """As those of timm and of torch's ImageNet example."""
+    save(tmp_path, {name.format(rank): {"amp_scaler": scaler_state(2.0**rank)} for rank in range(2)})
+    status, text = command(*words)
+    assert (status, "  scale: 1 on rank 0; 2 on rank 1\n" in text) == (1, True)
 
 
 def test_a_pattern_chooses_the_files(tmp_path: Path, command: Command) -> None:
