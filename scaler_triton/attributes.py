@@ -26,25 +26,26 @@ else:
 class ScalerAttributes(_Base):
     """A scaler's settings, its state, and what it caches of its optimizers."""
 
-    _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
-    _allow_fp16: bool  # whether unscale_ takes fp16 gradients
-    process_group: Any  # the ranks that must agree; None: the default group, or the parameters' meshes
-    _backend: str
-    _limits: Limits
-    _check_unscaled: bool
-    _warned_fsdp1: bool
-    _warned_apart: bool
+    if TYPE_CHECKING:  # else typing.get_type_hints() would look for names that are imported for it only
+        _is_sharded: bool  # whether all ranks of the process group must agree, whatever the parameters are
+        _allow_fp16: bool  # whether unscale_ takes fp16 gradients
+        process_group: Any  # the ranks that must agree; None: the default group, or the parameters' meshes
+        _backend: str
+        _limits: Limits
+        _check_unscaled: bool
+        _warned_fsdp1: bool
+        _warned_apart: bool
 
-    # fp32, one element; None until `_require_scale` or `_make_scale` is called, as all methods that read it do.
-    _scale: Tensor
-    _growth_tracker: Tensor | None  # int32, one element
-    _counters: Counters
-    _lagging: Lagging
-    _device_policies: dict[torch.device, DevicePolicy]
+        # fp32, one element; None until `_require_scale` or `_make_scale` is called, as all methods that read it do.
+        _scale: Tensor
+        _growth_tracker: Tensor | None  # int32, one element
+        _counters: Counters
+        _lagging: Lagging
+        _device_policies: dict[torch.device, DevicePolicy]
 
-    _per_optimizer_states: Any  # this step's StepStates, by the optimizer's id
-    _records: Records
-    _flag_buffers: dict[torch.device, FlagBuffer]
+        _per_optimizer_states: Any  # this step's StepStates, by the optimizer's id
+        _records: Records
+        _flag_buffers: dict[torch.device, FlagBuffer]
 
 
 def fresh(counters: Sequence[int] | None = None) -> dict[str, Any]:
