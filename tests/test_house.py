@@ -15,6 +15,7 @@ import pytest
 
 import scaler_triton
 from scaler_triton import ShardedGradScaler, ops
+from scaler_triton.patching import cpu_amp, cuda_amp
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "scaler_triton"
@@ -196,6 +197,7 @@ ALLOWED = {
     "auditing/command": {"auditing/report", "auditing/state", "console", "words"},
     "callers": set(),
     "patching/stand_in": set(),
+    "patching/takers": set(),
     "patching/deprecated": {"grad_scaler"},
     "patching/cuda_amp": {"patching/deprecated"},
     "patching/cpu_amp": {"patching/deprecated"},
@@ -205,6 +207,7 @@ ALLOWED = {
         "patching/cpu_amp",
         "patching/cuda_amp",
         "patching/stand_in",
+        "patching/takers",
         "policy",
         "sharded",
     },
@@ -312,6 +315,12 @@ def annotated() -> list[object]:
 def test_annotations_are_there_for_programs(function: object) -> None:
     """Command lines and configurations are made of them."""
     assert typing.get_type_hints(function)
+
+
+@pytest.mark.parametrize("cls", [scaler_triton.GradScaler, ShardedGradScaler, cuda_amp.GradScaler, cpu_amp.GradScaler])
+def test_annotations_of_classes_can_be_read(cls: type) -> None:
+    """As those of torch's classes; it raises where a name is missing."""
+    assert isinstance(typing.get_type_hints(cls), dict)
 
 
 @pytest.mark.parametrize("thing", public_functions(), ids=lambda thing: getattr(thing, "__qualname__", "?"))

@@ -21,7 +21,7 @@ def isolated(code: str) -> str:
 
 
 TAKEN = """
-import sys, types, warnings
+import dataclasses, functools, sys, types, warnings
 from importlib.util import LazyLoader, find_spec, module_from_spec
 import torch
 from torch.cpu.amp import GradScaler
@@ -31,6 +31,10 @@ def module(name):
     sys.modules[name] = types.ModuleType(name)
     return sys.modules[name]
 
+def unfinished():
+    return lambda: later  # which has no value
+    later = None
+
 module("framework.amp").Scaler = torch.cuda.amp.GradScaler
 module("framework.plugin").Base = type("Mine", (torch.amp.GradScaler,), {"__module__": "framework.plugin"})
 module("framework.innocent").torch = torch
@@ -39,6 +43,19 @@ module("framework.listed").SCALERS = (torch.cpu.amp.GradScaler,)
 module("framework.default").build = lambda device, cls=torch.amp.GradScaler: cls(device)
 module("framework.keyword").build = lambda *, cls=torch.amp.GradScaler: cls("cpu")
 module("framework.engine").Engine = type("Engine", (), {"__module__": "framework.engine", "cls": torch.amp.GradScaler})
+module("framework.method").Engine = type(
+    "Engine", (), {"__module__": "framework.method", "start": lambda self, cls=torch.amp.GradScaler: cls("cpu")}
+)
+module("framework.static").Engine = type(
+    "Engine", (), {"__module__": "framework.static", "make": staticmethod(torch.amp.GradScaler)}
+)
+factory = dataclasses.field(default_factory=torch.amp.GradScaler)
+module("framework.field").Setup = dataclasses.make_dataclass("Setup", [("scaler", object, factory)])
+sys.modules["framework.field"].Setup.__module__ = "framework.field"
+module("framework.partial").make = functools.partial(torch.amp.GradScaler, "cpu")
+module("framework.nested").SCALERS = {"amp": {"cpu": torch.amp.GradScaler}}
+module("framework.closure").make = (lambda cls: lambda: cls("cpu"))(torch.amp.GradScaler)
+module("framework.unfinished").make = unfinished()
 module("framework.borrower").Engine = sys.modules["framework.engine"].Engine
 module("torchlike").GradScaler = torch.amp.GradScaler
 spec = find_spec("this")  # prints when it is loaded
@@ -63,7 +80,8 @@ def test_takers_are_named_once_and_keep_what_they_took() -> None:
     (line,) = isolated(TAKEN).splitlines()
     assert line == (
         "UserWarning <string> torch's gradient scalers were taken before patch_torch() by __main__, framework.amp, "
-        "framework.default, framework.engine, framework.keyword, framework.listed, framework.plugin, framework.table, "
+        "framework.closure, framework.default, framework.engine, framework.field, framework.keyword, framework.listed, "
+        "framework.method, framework.nested, framework.partial, framework.plugin, framework.static, framework.table, "
         "torchlike, and stay there. Call patch_torch() before importing what takes them."
     )
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copyreg
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from scaler_triton import callers, grad_scaler, policy
-from scaler_triton.patching import cpu_amp, cuda_amp, stand_in
+from scaler_triton.patching import cpu_amp, cuda_amp, stand_in, takers
 
 # torch's class -> ours, by our bases: torch's names may have been replaced by hand already.
 _STAND_INS: dict[type, type] = {
@@ -28,7 +26,6 @@ if torch.distributed.is_available():  # else there is no FSDP
     _STAND_INS[sharded.ShardedGradScaler.__bases__[-1]] = sharded.ShardedGradScaler
 
 _NOT_NAMED = ("torch", "scaler_triton", "__mp_main__")  # the last is multiprocessing's alias of __main__
-_LARGEST_TABLE = 100  # entries of a table that are looked through: of a larger one it would take too long
 
 _lock = threading.RLock()  # re-entrant: a warning may run other code
 _holds: set[_Hold] = set()
@@ -105,16 +102,16 @@ def _settle() -> None:
 def _rename(successors: Mapping[type, type]) -> None:
     """Rebind every name in torch's modules that refers to one of these classes to its successor."""
     known = {id(old): new for old, new in successors.items()}
-    for module, names in _modules():
+    for module, names in takers.modules():
         if module.split(".")[0] == "torch":
             names.update({name: known[id(value)] for name, value in list(names.items()) if id(value) in known})
 
 
 def _warn_of_takers() -> None:
-    takers = sorted(set(filter(_is_named, _takers())))
-    if takers:
+    named = sorted(set(filter(_is_named, _takers())))
+    if named:
         warnings.warn(
-            f"torch's gradient scalers were taken before patch_torch() by {', '.join(takers)}, and stay there. "
+            f"torch's gradient scalers were taken before patch_torch() by {', '.join(named)}, and stay there. "
             "Call patch_torch() before importing what takes them.",
             UserWarning,
             stacklevel=callers.stacklevel(),
@@ -124,8 +121,8 @@ def _warn_of_takers() -> None:
 def _takers() -> Iterator[str]:
     """Yield the names of the modules outside torch that hold torch's classes, or subclasses of them."""
     known = set(map(id, _STAND_INS))
-    for module, names in _modules():
-        if _is_named(module) and any(id(held) in known for v in list(names.values()) for held in _held_by(v, module)):
+    for module, names in takers.modules():
+        if _is_named(module) and takers.holds(names, module, known):
             yield module
     for theirs in _STAND_INS:
         subclasses: list[type] = type.__subclasses__(theirs)
@@ -134,29 +131,6 @@ def _takers() -> Iterator[str]:
 
 def _is_named(module: str) -> bool:
     return module.split(".")[0] not in _NOT_NAMED
-
-
-def _held_by(value: Any, module: str) -> Iterator[Any]:
-    """Yield a value of a module; also a small table's entries, a function's defaults, a class's attributes.
-
-    By the exact type: isinstance() would wake proxies.
-    """
-    yield value
-    kind = type(value)
-    if kind in (dict, list, tuple):
-        if len(value) <= _LARGEST_TABLE:
-            yield from list(value.values() if kind is dict else value)
-    elif kind is FunctionType:
-        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    elif type in kind.__mro__ and type.__getattribute__(value, "__module__") == module:
-        yield from list(type.__getattribute__(value, "__dict__").values())
-
-
-def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType):
-            # vars() would load a lazy module.
-            yield name, object.__getattribute__(module, "__dict__")
 
 
 def _reduce(scaler: Any) -> tuple[Any, ...]:

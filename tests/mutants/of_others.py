@@ -93,13 +93,18 @@ MUTANTS = [
     Mutant(_S + "patching/patch.py", "with _lock:\n            if", "if True:\n            if", PATCH_THREADS),
     Mutant(_S + "patching/patch.py", "with _lock:\n            _holds", "if True:\n            _holds", PATCH_THREADS),
     Mutant(_S + "patching/patch.py", "with _lock:\n        _holds", "if True:\n        _holds", PATCH_THREADS),
+    Mutant(_S + "patching/stand_in.py", " or issubclass(subclass, originals.get(cls, ()))", "", PATCH),
     Mutant(
-        _S + "patching/patch.py",
+        _S + "patching/takers.py",
         "list(value.values() if kind is dict else value)",
         "()",
         "tests/test_patching_processes.py",
     ),
-    Mutant(_S + "patching/patch.py", '"__module__") == module', '"__module__")', "tests/test_patching_processes.py"),
-    Mutant(_S + "patching/stand_in.py", " or issubclass(subclass, originals.get(cls, ()))", "", PATCH),
+    Mutant(_S + "patching/takers.py", '"__module__") == module', '"__module__")', "tests/test_patching_processes.py"),
+    Mutant(_S + "patching/takers.py", "_DEPTH = 3", "_DEPTH = 1", "tests/test_patching_processes.py"),
+    Mutant(_S + "patching/takers.py", "with suppress(ValueError):", "if True:", "tests/test_patching_processes.py"),
+    Mutant(
+        _S + "auditing/command.py", "path.name.lower().endswith(SUFFIXES)", "path.suffix.lower() in SUFFIXES", AUDIT
+    ),
     Mutant(_S + "untraced.py", "                _mark(member)", "                pass", COMPILE),
 ]
