@@ -65,7 +65,7 @@ FEW = FIXED._replace(
 CALLS = Cause(
     "torch has no call that only reads a list of tensors, and reading a large one takes one core nearly as long as "
     "writing it back: small ones are copied together and summed",
-    "dot products, norms, extremes and sums by rows, none of which reads faster than a plain sum",
+    "sums, norms, extremes and sums by rows, none of which reads faster than a tensor's product with itself",
 )
 LARGE = Cause("large gradients cost their bytes, merged or not", "nothing: no pass can move fewer")
 WALK = Cause(

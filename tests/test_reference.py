@@ -85,6 +85,18 @@ def test_large_and_small_ones_are_checked_each_in_its_way(dtype: torch.dtype, ba
         assert_same(tensor, copy)
 
 
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_ones_whose_squares_overflow_are_finite(dtype: torch.dtype, strided: bool, bad: bool) -> None:
+    tensor = torch.full((300, 200), 0.9 * torch.finfo(dtype).max ** 0.75, dtype=dtype)
+    tensor = tensor.t() if strided else tensor
+    tensor[7, 5] = math.inf if bad else 1.0
+    found_inf = flag()
+    reference.check_nonfinite([tensor], found_inf)
+    assert found_inf.item() == float(bad)
+
+
 def test_without_gradients_the_flag_is_left_alone() -> None:
     for value in (0.0, 1.0):
         found_inf = flag(value)
