@@ -78,12 +78,12 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             if not self._enabled:
                 parameters = all_parameters(together)
                 return clip_unscaled(parameters, request, self.process_group, sharded=self._is_sharded)
-            if defer:
-                self._check_deferrable(together, request)
             at_once = request.is_whole and not self._check_unscaled and not self._unscale_is_overridden()
-            self._require_scale("clip_grad_norm_", self._report_failure, together, request, at_once)
+            self._require_scale("clip_grad_norm_", self._report_missing_scale, together, request, at_once, defer)
             for each in together:
                 self._check_order(self._state(each), again=request.chosen is not None, hint=_UNSCALES_TOO)
+            if defer:
+                self._check_deferrable(together, request)
             parts, agreement = self._parts_of(together, request, at_once)
             if at_once:
                 return self._clip_at_once(parts, agreement, request, defer)
@@ -104,6 +104,12 @@ class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):
             with suppress(Exception):  # the first error matters more
                 self._report_failure(optimizers, request, at_once)
             raise
+
+    def _report_missing_scale(self, optimizers: Sequence[Any], request: Request, at_once: bool, defer: bool) -> None:
+        """Report to the ranks that must agree that this one has no scale; raise first what raises on all ranks."""
+        if defer:
+            self._check_deferrable(optimizers, request)
+        self._report_failure(optimizers, request, at_once)
 
     def _report_failure(self, optimizers: Sequence[Any], request: Request, at_once: bool) -> None:
         """Join all reductions that the other ranks wait in; without plans, which may be what failed.

@@ -25,7 +25,7 @@ MUTANTS = [
     Mutant(_S + "clipping/at_once.py", " or layout.weights[0] is not copies", "", CLIP),
     Mutant(_S + "clipping/at_once.py", "self._enter_unscaled(part.state)", "pass", CLIP),
     Mutant(_S + "clipping/clip.py", "self._fail_together(optimizers, agreement)", "pass", CLIPPED),
-    Mutant(_S + "clipping/clip.py", "self._check_deferrable(together, request)", "pass", CLIPPED),
+    Mutant(_S + "clipping/clip.py", "self._check_deferrable(optimizers, request)", "pass", CLIPPED),
     Mutant(_S + "clipping/clip.py", 'if state["stage"] is OptState.READY:', "if True:", CLIPPED),
     Mutant(_S + "clipping/copies.py", "if pieces > ranks:", "if False:", CLIPPED),
     Mutant(_S + "clipping/copies.py", "    if not plan.grad_shards:", "    if True:", CLIPPED),
