@@ -47,7 +47,7 @@ def is_kernel(node: ast.AST) -> bool:
 
 
 def lines_for_the_type_checker(tree: ast.Module) -> set[int]:
-    guards = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     return {line for guard in guards for line in range(guard.lineno, (guard.body[-1].end_lineno or 0) + 1)}
 
 

@@ -134,7 +134,7 @@ def test_dtensors_on_some_ranks_are_compared_among_these(four, bad):
 
 def test_dtensors_around_tensors_of_a_class_of_its_own_are_not_compared(four):
     for text in four.run(audit_cases.around_a_wrapper):
-        assert "\nNot compared: 1 parameter (on meta, sparse, or of a class of its own: no bits to read)." in text
+        assert "\nNot compared: 1 parameter (on meta, sparse, quantized, lazy, or of a class of its own: no bits to read)." in text
         assert "replicated" not in text
 
 
