@@ -20,6 +20,7 @@ import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -56,11 +57,26 @@ def strictly(rank: int, case: Callable[..., Any], args: tuple[Any, ...], options
     if DEVICE == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.cuda.init()  # else meshes warn that no device was chosen
+        _gather_on_gpu()
     with warnings.catch_warnings(), torch.device(DEVICE):
         warnings.simplefilter("error")
         for message, category in IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message, category=category)
         return case(rank, *args, **options)
+
+
+@functools.cache
+def _gather_on_gpu() -> torch.library.Library:
+    """Have DTensors gathered by a collective that gloo has for a GPU: by the usual one it reads the host's memory."""
+
+    def gather(local: Tensor, world_size: int, group: str) -> Tensor:
+        whole = local.new_empty(local.shape[0] * world_size, *local.shape[1:])
+        _resolve_process_group(group)._allgather_base(whole, local.contiguous()).wait()
+        return whole
+
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", gather, "CUDA")
+    return library  # which holds for as long as it is kept
 
 
 # What a case is made of.

@@ -26,6 +26,14 @@ using Values = std::vector<IValue>;
 
 bool is_collective(const std::string& name) { return name.rfind("c10d::", 0) == 0; }
 
+// What gloo serves for the host's tensors only; it reads a GPU's memory then as if it were the host's.
+bool gloo_lacks(const std::string& name) {
+  static const std::set<std::string> names = {
+      "c10d::allgather_coalesced_", "c10d::allgather_into_tensor_coalesced_", "c10d::allreduce_coalesced_",
+      "c10d::send", "c10d::recv_", "c10d::recv_any_source_"};
+  return names.count(name);
+}
+
 bool may_mix_devices(const std::string& name) {
   static const std::set<std::string> names = {"aten::copy_", "aten::_index_put_impl_", "aten::_foreach_copy_", "aten::set_"};
   return names.count(name) || name.rfind("aten::index", 0) == 0 || is_collective(name);
@@ -93,7 +101,9 @@ void compute(const OperatorHandle& op, DispatchKey cpu, Stack& stack) {
     torch::jit::drop(stack, arguments.size());
     return stack.push_back(arguments[0]);
   }
-  c10::OptionalDeviceGuard guard(place(arguments));
+  auto gpu = place(arguments);
+  TORCH_CHECK(!(gpu && gloo_lacks(name)), "gloo has no ", name, " for tensors of a GPU");
+  c10::OptionalDeviceGuard guard(gpu);
   Aliases aliases;
   change_top(stack, arguments.size(), [&](const IValue& value) { return aliases.to_cpu(value); });
   auto& devices = aliases.devices();
@@ -218,7 +228,7 @@ torch::Library& library(const std::string& space, DispatchKey key) {
 void serve(const c10::OperatorName& name, bool collectives) {
   std::string space(name.getNamespace().value_or(""));
   auto op = c10::Dispatcher::singleton().findOp(name);
-  if (!op || !(space == "aten" || (space == "c10d" && collectives))) return;
+  if (!op || !(space == "aten" || (space == "c10d" && (collectives || gloo_lacks(name.name))))) return;
   auto local = name.name.substr(space.size() + 2) + (name.overload_name.empty() ? "" : "." + name.overload_name);
   if (local == "empty.memory_format" || local == "empty_strided" || local == "barrier") return;
   if (has_own_kernel(*op, DispatchKey::CPU, DispatchKey::CUDA, name.name))
