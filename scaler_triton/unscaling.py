@@ -234,7 +234,7 @@ class UnscalingMixin(AgreeingMixin):
         """Return the devices that need the flag; none if nothing was checked, and step and update will raise."""
         if not flags and agreement is None and not self._is_sharded:
             return ()  # other ranks need the flag even if there are no gradients here
-        return (*flags, *plan.devices, self._scale.device)
+        return (*flags, *plan.devices) or (self._scale.device,)
 
     def _new_verdict(self, plan: GradPlan) -> Verdict:
         """Return the plan's verdict, cleared, on the scale's device; a new one if an earlier check still needs it."""

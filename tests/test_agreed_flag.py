@@ -114,6 +114,19 @@ def test_it_is_served_where_parameters_are_that_have_no_gradient(flags: dict[tor
     assert set(fresh().copy_to(devices)) == {CPU, OTHER}
 
 
+def test_it_is_served_where_the_scale_is_only_if_nowhere_else() -> None:
+    """As torch's, whose flags people count."""
+    scaler, elsewhere, nowhere = (
+        started(GradScaler, "cpu"),
+        SimpleNamespace(devices=[OTHER]),
+        SimpleNamespace(devices=[]),
+    )
+    several: Any = object()  # an agreement
+    assert set(scaler._flag_devices({OTHER: torch.zeros(())}, elsewhere, None)) == {OTHER}
+    assert set(scaler._flag_devices({}, elsewhere, several)) == {OTHER}
+    assert set(scaler._flag_devices({}, nowhere, several)) == {CPU}
+
+
 def test_a_write_into_one_row_is_not_taken_for_one_into_another() -> None:
     buffer = FlagBuffer(CPU)
     first, second = fresh(buffer), fresh(buffer)
