@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 
 GPU_PARTS := gpu-tests gpu-ranks gpu-tune gpu-perf gpu-sanitize
 
-.PHONY: demo test test-frameworks test-oldest docs lint style fuzz soak simulate pretend mutants coverage perf release gpu $(GPU_PARTS) sanitize clean
+.PHONY: demo test test-frameworks test-oldest docs lint style fuzz soak simulate pretend mutants coverage perf release gpu has-gpu $(GPU_PARTS) sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
@@ -119,28 +119,32 @@ gpu:
 # when others import them, fails no test.
 NATIVELY := -W ignore::DeprecationWarning -W ignore::FutureWarning --durations=20 --continue-on-collection-errors
 
+# Without a GPU the parts would pass by skipping, or measure something else.
+has-gpu:
+	timeout 60 python3 -c "import torch; torch.ones(1, device='cuda').item()"
+
 # What runs where is recorded first. What needs no GPU is tested beside what does.
-gpu-tests:
+gpu-tests: has-gpu
 	mkdir -p $(OUT)
-	timeout 120 python3 -m scaler_triton.demo.device 2>&1 | tee $(OUT)/ranks.txt
+	timeout 60 python3 -m scaler_triton.demo.device 2>&1 | tee $(OUT)/ranks.txt
 	python3 -c "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())" \
 		| tee $(OUT)/versions.txt
-	OUT=$(OUT) TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 python3 tests/in_shards.py $(NATIVELY)
+	OUT=$(OUT) NEEDS_GPU=1 TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 python3 tests/in_shards.py $(NATIVELY)
 
 # Ranks share the GPU, by gloo, which serves FSDP's own collectives there or does not: ranks.txt says so.
-gpu-ranks:
-	OUT=$(OUT)/ranks RANKS_ON=cuda TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 \
+gpu-ranks: has-gpu
+	OUT=$(OUT)/ranks RANKS_ON=cuda NEEDS_GPU=1 TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 \
 		python3 tests/in_shards.py tests/distributed tests/fuzz/test_ranks.py $(NATIVELY)
 
 # The kernel tests under compute-sanitizer, 240 s for each of two tools.
-gpu-sanitize sanitize:
+gpu-sanitize sanitize: has-gpu
 	OUT=$(OUT) tests/kernels/sanitize.sh
 
 # Begins nothing after 7 minutes. What hangs is interrupted here, too: what was measured by then is written.
-gpu-perf:
+gpu-perf: has-gpu
 	timeout --signal=INT --kill-after=15 560 python3 -m perf --out $(OUT)
 
-gpu-tune:
+gpu-tune: has-gpu
 	timeout 580 python3 -m scaler_triton tune --out $(OUT)/tuned
 
 clean:

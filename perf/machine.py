@@ -55,9 +55,10 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
+    """Return the commit, or where git has none, as in a copy of the tree, what the environment's COMMIT says."""
     commit = _output("git", "rev-parse", "--short", "HEAD")
     changed = commit and _output("git", "status", "--porcelain", "--", "scaler_triton", "kernels")
-    return f"{commit}+changes" if changed else commit
+    return f"{commit}+changes" if changed else commit or os.environ.get("COMMIT", "")
 
 
 def _output(*command: str) -> str:

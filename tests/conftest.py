@@ -21,7 +21,9 @@ from scaler_triton.demo.ranks import RankPool
 GROUP_LIMIT = 10.0  # Seconds one collective may take.
 SECONDS = float(os.environ.get("TEST_SECONDS", "inf"))
 GRACE = 10.0  # Seconds that the test which is running then may take.
-SHARD = os.environ.pop("SHARD", "")  # "1/7", from in_shards.py; not for a pytest that a test starts
+# Not for a pytest that a test starts.
+SHARD = os.environ.pop("SHARD", "")  # "1/7", from in_shards.py
+NEEDS_GPU = bool(os.environ.pop("NEEDS_GPU", ""))
 END = time.monotonic() + SECONDS
 LAST = 5  # the turn of what uses no GPU
 
@@ -45,14 +47,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def shards_of(items: list[pytest.Item], count: int) -> dict[pytest.Item, int]:
-    """Return each test's shard: the first ones for what uses a GPU, one for processes that do, others for the rest.
+    """Return each test's shard: the first ones for what uses a GPU, then those for processes that do and for the rest.
 
     Files stay whole, but for tests with and without the GPU.
     """
     own, first = in_shards.by_itself(count), in_shards.on_gpu(count)
-    alone, rest = ([item for item in items if turn(item) in turns] for turns in ((0, 1), (LAST,)))
-    shards = dict.fromkeys(items, first - 1)
-    return {**shards, **_spread(alone, range(own)), **_spread(rest, range(first, count))}
+    alone, starting, rest = (
+        [item for item in items if turn(item) in turns] for turns in ((0, 1), range(2, LAST), (LAST,))
+    )
+    processes = range(min(own, first - 1), first)
+    return _spread(alone, range(own)) | _spread(starting, processes) | _spread(rest, range(first, count))
 
 
 def _spread(items: list[pytest.Item], shards: range) -> dict[pytest.Item, int]:
@@ -66,7 +70,12 @@ def _spread(items: list[pytest.Item], shards: range) -> dict[pytest.Item, int]:
 
 
 def pytest_configure() -> None:
-    """Interrupt a test that runs for long beyond TEST_SECONDS: whoever would end the process loses the report."""
+    """Interrupt a test that runs for long beyond TEST_SECONDS: whoever would end the process loses the report.
+
+    And end at once where NEEDS_GPU asks for a GPU in vain: all tests would pass by being skipped.
+    """
+    if NEEDS_GPU and not torch.cuda.is_available():
+        pytest.exit("NEEDS_GPU is set, but this process reaches no GPU", returncode=3)
     if not math.isinf(SECONDS):
         signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, max(SECONDS + GRACE, 1e-3))

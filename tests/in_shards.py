@@ -17,12 +17,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-MOST = 9  # processes beside the first
+MOST = 10  # processes
 GRACE = 6.0  # seconds to write a report once interrupted; whoever ends this process gives it ten
 TAIL = 60  # lines
 WELL = (0, 5)  # pytest's statuses: all passed; no test in this shard
 # For shards without the GPU. No kernels are simulated where they run natively beside them.
-HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "SIMULATE": ""}
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "NEEDS_GPU": "", "SIMULATE": ""}
 
 interrupted = False
 
@@ -104,13 +104,13 @@ def by_itself(count: int) -> int:
 
 
 def on_gpu(count: int) -> int:
-    """Return how many shards see the GPU: of three or more one has the processes that use it."""
-    return min(by_itself(count) + 1, count - 1)
+    """Return how many shards see the GPU: of three or more one has the processes that use it, of eight or more two."""
+    return min(by_itself(count) + 1 + (count > 7), count - 1)
 
 
 def default_count() -> int:
-    """Return one process, and one for each two cores beside the first two: at least one, at most `MOST`."""
-    return 1 + max(1, min(MOST, (os.cpu_count() or 1) // 2 - 1))
+    """Return three processes for each five cores: at least two, at most `MOST`."""
+    return max(2, min(MOST, (os.cpu_count() or 1) * 3 // 5))
 
 
 def note(*args: object) -> None:

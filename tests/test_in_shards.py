@@ -95,6 +95,23 @@ def test_several_shards_share_what_uses_the_gpu(request: pytest.FixtureRequest) 
     assert held == {("b", 0), ("c", 1), ("d", 2), ("a", 1), ("e", 3), ("g", 4), ("f", 5)}
 
 
+def test_of_many_shards_two_have_the_processes_that_use_the_gpu() -> None:
+    assert [(in_shards.by_itself(count), in_shards.on_gpu(count)) for count in (2, 3, 6, 8, 9)] == [
+        *[(1, 1), (1, 2), (3, 4), (3, 5), (3, 5)]
+    ]
+
+
+def test_a_gpu_that_is_needed_and_missing_fails(tmp_path: Path) -> None:
+    """Else all of its tests would pass by being skipped; the shards that are not to see it do not need it."""
+    (tmp_path / "test_it.py").write_text(TEST.format("pass"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    command += [f"--rootdir={tmp_path}", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "CUDA_VISIBLE_DEVICES": ""}
+    for variables, status in ({"NEEDS_GPU": "1"}, 3), ({"NEEDS_GPU": "1", **in_shards.HIDDEN}, 0):
+        run = subprocess.run(command, cwd=ROOT, env=environment | variables, capture_output=True, timeout=60)
+        assert run.returncode == status, run.stdout
+
+
 def test_a_shard_that_fails_is_shown_and_is_the_status(tmp_path: Path) -> None:
     """Of two shards the second has all that uses no GPU."""
     sound = TEST.format("pass")
@@ -145,7 +162,7 @@ def test_a_shard_that_cannot_start_stops_no_other(tmp_path: Path, monkeypatch: p
     assert "shard 1/3, status -1\ndid not start: no process to be had\n" in log
 
 
-@pytest.mark.parametrize(("cores", "count"), [(None, 2), (1, 2), (2, 2), (4, 2), (6, 3), (16, 8), (200, 10)])
-def test_one_process_for_each_two_cores(cores: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cores", "count"), [(None, 2), (1, 2), (2, 2), (4, 2), (6, 3), (16, 9), (200, 10)])
+def test_three_processes_for_each_five_cores(cores: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert in_shards.default_count() == count

@@ -73,8 +73,15 @@ def test_each_part_can_be_called_alone(part: str, tmp_path: Path) -> None:
     assert (status, parts_of(calls)) == (0, ["gpu-sanitize" if part == "sanitize" else part])
 
 
+@pytest.mark.parametrize("part", [*PARTS, "sanitize"])
+def test_without_a_gpu_each_part_fails(part: str, tmp_path: Path) -> None:
+    status, calls = make(tmp_path, part, "device='cuda'")
+    assert status != 0
+    assert parts_of(calls) == []
+
+
 def test_each_part_ends_in_time() -> None:
-    recipes = dict(re.findall(r"^([a-z-]+)[^:\n]*:\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M))
+    recipes = dict(re.findall(r"^([a-z-]+)[^:\n]*:[^=\n]*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M))
     for part in set(PARTS) - {"gpu-sanitize"}:
         assert 0 < sum(map(int, re.findall(r"timeout (?:--\S+ )*(\d+)", recipes[part]))) < LIMIT, part
     script = (ROOT / "tests/kernels/sanitize.sh").read_text()
@@ -180,4 +187,4 @@ def test_every_target_is_listed() -> None:
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.M)
     known = phony.replace("$(GPU_PARTS)", " ".join(PARTS)).split()
     assert set(targets) == set(known)
-    assert {name for name in targets if name not in head} <= {"sanitize", "style", "clean"}
+    assert {name for name in targets if name not in head} <= {"has-gpu", "sanitize", "style", "clean"}

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from scaler_triton import dispatch
 from scaler_triton.demo.ranks import RankPool
 
 # The ranks import `cases` by this path: a spawned process starts with its parent's sys.path.
@@ -33,6 +35,16 @@ class Ranks:
         if failures:
             pytest.fail("\n".join(failures), pytrace=False)
         return [result.value for result in results]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """Compile the kernels before there are ranks, which would wait in a collective for one that compiles."""
+    import cases
+
+    if cases.DEVICE == "cuda":
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            dispatch.choose(torch.device("cuda", 0), dtype, "auto", clips=True)
 
 
 @pytest.fixture

@@ -128,3 +128,9 @@ def test_what_is_left_out_is_kept() -> None:
     context.leave_out("copies", "needs a GPU")
     assert context.left_out == ["copies: needs a GPU"]
     assert context.effort(100.0, 100).most < 10
+
+
+def test_a_copy_of_the_tree_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMIT", "abc1234")
+    monkeypatch.setenv("PATH", "")
+    assert here().commit == "abc1234"
