@@ -1,9 +1,9 @@
 """The update of scale, growth tracker and counters, by one program of one warp; it can clear the flags, too."""
 
 import functools
+import struct
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -52,19 +52,15 @@ class DevicePolicy:
         consecutive_hysteresis: bool = False,
     ) -> Tensor:
         """Set `numbers` and return them; nothing is copied if they are the same."""
-        bounds = min_scale, max_scale, hysteresis, consecutive_hysteresis
-        wanted = growth_factor, backoff_factor, growth_interval, bounds
-        if wanted != self._held:
-            floats = np.array([growth_factor, backoff_factor, min_scale, max_scale], dtype=np.float64)
-            growth, backoff, low, high = floats.view(np.int64).tolist()
+        asked = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, consecutive_hysteresis
+        if asked != self._held:
             # Only the first copy is not waited for: later a graph may read them, on any stream.
             first, self._held = self._held is None, ()  # an interrupted copy may have arrived or not
-            numbers = [growth, backoff, growth_interval, low, high, hysteresis, int(consecutive_hysteresis)]
-            self._send(numbers, non_blocking=first)
-            self._held = wanted
+            self._send(struct.unpack("7q", struct.pack("2dq2d2q", *asked)), non_blocking=first)
+            self._held = asked
         return self.numbers
 
-    def _send(self, bits: list[int], *, non_blocking: bool) -> None:
+    def _send(self, bits: tuple[int, ...], *, non_blocking: bool) -> None:
         host = torch.tensor(bits, dtype=torch.int64, device="cpu", pin_memory=self.numbers.is_cuda)
         self.numbers.copy_(host, non_blocking=non_blocking)
 
