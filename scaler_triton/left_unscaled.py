@@ -57,7 +57,7 @@ def first_gradient(optimizer: Any) -> TensorWeakRef | None:
 
 def has_first_gradient(optimizer: Any, first: TensorWeakRef | None) -> bool:
     """Tell whether an optimizer still has the gradients that it had when `first_gradient` was called."""
-    now = None if optimizer is None else first_gradient(optimizer)
+    now = first_gradient(optimizer)
     return first is not None and now is not None and first() is now()
 
 

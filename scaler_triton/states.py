@@ -117,8 +117,7 @@ class StatesMixin(ScalerAttributes):
         self._enter_unscaled(state)  # first: gradients may have been written, even if no flag can be made below
         state["found_inf_per_device"] = {}
         state.pop("verdict", None)
-        owner = state["owner"]()
-        held = () if owner is None else parameters_of(owner)
+        held = parameters_of(state["owner"]())
         devices = [each.device for each in held if isinstance(each, Tensor) and not each.is_meta]
         state["found_inf_per_device"] = {
             device: torch.ones((), dtype=torch.float32, device=device)
