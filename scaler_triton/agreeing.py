@@ -43,7 +43,7 @@ class AgreeingMixin(StatesMixin):
         key = (self.process_group, collectives.default_group())
         if plan.agreement is None or plan.agreement[0] != key:
             plan.agreement = (key, self._new_agreement(plan.parameters))
-            self._warn_of_other_ranks(plan)
+            self._warn_of_other_ranks(*plan.agreement)
         return plan.agreement[1]
 
     def _joint_agreement(self, plans: Sequence[GradPlan]) -> Agreement | None:
@@ -72,17 +72,13 @@ class AgreeingMixin(StatesMixin):
             self._warned_fsdp1 = True
             warnings.warn(_ON_FSDP1, UserWarning, stacklevel=callers.stacklevel())
 
-    def _warn_of_other_ranks(self, plan: GradPlan) -> None:
+    def _warn_of_other_ranks(self, key: Any, mine: Agreement | None) -> None:
         """Warn if another optimizer's flag is reduced over other ranks than this one's: they share one scale."""
-        assert plan.agreement is not None
-        key, mine = plan.agreement
         if mine is None or self._warned_apart:
             return
-        for other in self._records.plans():
-            if other.agreement is None or other.agreement[0] != key:
-                continue
-            theirs = other.agreement[1]
-            if theirs is not None and theirs.ranks != mine.ranks:
+        for plan in self._records.plans():
+            their_key, theirs = plan.agreement or (None, None)
+            if their_key == key and theirs is not None and theirs.ranks != mine.ranks:
                 self._warned_apart = True
                 text = _APART.format(list(theirs.ranks), list(mine.ranks))
                 warnings.warn(text, UserWarning, stacklevel=callers.stacklevel())
