@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,14 +47,10 @@ class ScalerAttributes(_Base):
         _flag_buffers: dict[torch.device, FlagBuffer]
 
 
-def fresh(counters: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the attributes that are created anew for each scaler, copies included.
-
-    Args:
-        counters: their values so far; None: all 0.
-    """
+def fresh() -> dict[str, Any]:
+    """Return the attributes that are created anew for each scaler, copies included."""
     return {
-        "_counters": Counters() if counters is None else Counters(counters),
+        "_counters": Counters(),
         "_lagging": Lagging(),
         "_device_policies": {},
         "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from scaler_triton import attributes, collectives
 from scaler_triton.attributes import ScalerAttributes
+from scaler_triton.stats import Counters
 
 
 class CopyingMixin(ScalerAttributes):
@@ -21,7 +22,7 @@ class CopyingMixin(ScalerAttributes):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_counters" in state:
-            state = {**state, **attributes.fresh(state["_counters"])}
+            state = {**state, **attributes.fresh(), "_counters": Counters(state["_counters"])}
         else:  # a scaler of torch's, pickled before `patch_torch` replaced its class
             ours: Any = next(cls for cls in type(self).__mro__ if "_is_sharded" in vars(cls))
             ours.__init__(self, state["_device"], enabled=False)

@@ -37,7 +37,7 @@ ALLOWED = {
     "limits": {"policy", "stats"},
     "stats": {"cuda_graphs", "mirror"},
     "step_state": set(),
-    "copying": {"attributes", "collectives"},
+    "copying": {"attributes", "collectives", "stats"},
     "settings": {"attributes", "cuda_graphs", "limits", "policy", "stats"},
     "optimizers": set(),
     "lending": set(),
