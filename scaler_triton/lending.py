@@ -26,8 +26,7 @@ def lent(
             to each device without waiting, and their CPU kernels read before the copy has arrived.
     """
     own = getattr(optimizers[0], "grad_scale", None)
-    factors = [factor for factor in (scale, own) if factor is not None]
-    product = _product(factors)
+    product = own if scale is None else scale if own is None else scale * own
     if on_host:
         product, found_inf = product.cpu() if isinstance(product, Tensor) else product, found_inf.cpu()
     elif not _only_reads(optimizers[-1]):
@@ -64,12 +63,6 @@ def take_back(optimizers: Sequence[Any]) -> None:
                 delattr(optimizer, name)
             except AttributeError:  # the inner one's, seen through the wrapper, or a class attribute
                 continue
-
-
-def _product(factors: Sequence[Tensor]) -> Tensor | None:
-    if not factors:
-        return None
-    return factors[0] if len(factors) == 1 else factors[0] * factors[1]
 
 
 def _set(optimizers: Sequence[Any], **attributes: Any) -> None:

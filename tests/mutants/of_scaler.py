@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant(_S + "lending.py", "else product, found_inf.cpu()", "else product, found_inf", LENDING),
     Mutant(_S + "lending.py", "elif not _only_reads(optimizers[-1]):", "elif False:", TOUCHED),
     Mutant(_S + "lending.py", "optimizers[-1].grad_scale = own", "pass", FAILURE),
-    Mutant(_S + "lending.py", "factors[0] * factors[1]", "factors[0]", LENDING),
+    Mutant(_S + "lending.py", "scale * own", "scale", LENDING),
     Mutant(_S + "limits.py", "return _as_fp32(policy.check_scale(value, name))", "return float(value)", EXTRAS),
     Mutant(_S + "mirror.py", "except RuntimeError:", "except KeyError:", UNSTEPPED),
     Mutant(_S + "neighbours.py", "not np.array_equal(offsets, self._offsets)", "False", REFERENCE),
