@@ -12,10 +12,7 @@ from scaler_triton.host_memory import host_memory
 
 def version_counter(tensor: Tensor) -> int | None:
     """Return the version counter of `tensor`; None for an inference tensor, which has none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
+    return None if tensor.is_inference() else tensor._version
 
 
 class HostMirror:
@@ -51,9 +48,8 @@ class HostMirror:
 
     def read(self) -> list[Any]:
         """Return the values of the last start, waiting for that copy only."""
-        if self._event is None:
-            values: list[Any] = self._copy.tolist()
-            return values
-        self._event.synchronize()
-        values = self._view.tolist()
+        if self._event is not None:
+            self._event.synchronize()
+            return self._view.tolist()
+        values: list[Any] = self._copy.tolist()
         return values
