@@ -43,7 +43,7 @@ class Layout:
 
 
 class Batch(NamedTuple):
-    """One launch's worth of gradients: `tensors[i]` fills slot i of `layout`, None where there is no gradient."""
+    """Gradients for one launch, at least one: `tensors[i]` fills slot i of `layout`, None where one is missing."""
 
     layout: Layout
     tensors: Sequence[Tensor | None]

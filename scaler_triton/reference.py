@@ -24,13 +24,11 @@ def unscale_(
     bf16 where that op has none.
 
     Args:
-        tensors: fp16, bf16, fp32 or fp64, any shape and layout torch's op takes; written.
+        tensors: fp16, bf16, fp32 or fp64, any shape and layout torch's op takes, at least one; written.
         inv_scale: fp32, one element, on the same device.
         found_inf: fp32, one element, on the same device; written only to become 1.
         neighbours: what is known of this list from earlier steps.
     """
-    if not tensors:
-        return
     if tensors[0].dtype is torch.bfloat16 and not tensors[0].is_cpu:
         _unscale_bf16_(tensors, inv_scale, found_inf)
     elif tensors[0].dtype is torch.float64 and not tensors[0].is_cpu:
@@ -46,8 +44,6 @@ def check_nonfinite(tensors: Sequence[Tensor], found_inf: Tensor, neighbours: Ne
 
     Args: as `unscale_`.
     """
-    if not tensors:
-        return
     if not tensors[0].is_cpu:
         if tensors[0].dtype is torch.float64:
             _check_fp64(tensors, found_inf)

@@ -49,8 +49,6 @@ def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor, neighbours
         coef: fp32 or fp64, one element, on the same device.
         neighbours: what is known of this list from earlier steps.
     """
-    if not tensors:
-        return
     ignored = torch.zeros_like(inv_scale)
     if tensors[0].device.type != "cpu":
         reference.unscale_(tensors, inv_scale, ignored, neighbours)

@@ -46,14 +46,12 @@ def sum_one_by_one(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequen
     In fp64 throughout, for any device and any kind of tensors; no host wait.
 
     Args:
-        tensors: fp16, bf16, fp32 or fp64 tensors of one device and dtype, any shape and strides, or none; read.
+        tensors: at least one fp16, bf16, fp32 or fp64 tensor, all of one device and dtype, any shape and strides; read.
         found_inf: fp32, one element, on the same device; written only to become 1.
         weights: one a tensor; None: 1 for all.
 
     Returns: fp64, `()`, on the same device.
     """
-    if not tensors:  # which torch's norms refuse
-        return torch.zeros((), dtype=torch.float64, device=found_inf.device)
     norms = torch._foreach_norm(list(tensors), 2, torch.float64)
     squares = torch._foreach_mul(norms, norms)
     if tensors[0].dtype is torch.float64:  # whose squares overflow even where all is finite
@@ -113,8 +111,6 @@ def _by_weight(tensors: Sequence[Tensor], weights: Sequence[float]) -> dict[floa
 
 def _quick_sum(tensors: Sequence[Tensor]) -> float:
     """Return the sum of squares, unless it is infinite or so small that squares may have been lost."""
-    if not tensors:
-        return 0.0
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     norms: list[Tensor] = []
     for piece in _pieces(tensors):
