@@ -110,14 +110,15 @@ def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
         whole = module.sharding_strategy is ShardingStrategy.NO_SHARD
         size = 1 if whole else dist.get_world_size(module.process_group)
         shards.update({id(parameter): size for parameter in module.parameters()})
-        shards.update({key: size * before for key, before in _shards_before_fsdp1(module._handle).items()})
+        shards.update({key: size * before for key, before in _shards_before_fsdp1(module).items()})
     return shards
 
 
-def _shards_before_fsdp1(handle: Any) -> dict[int, int]:
+def _shards_before_fsdp1(module: Any) -> dict[int, int]:
     """Return how many shards tensor parallelism made of an FSDP1 module's own parameters, by their ids."""
     try:
-        flat, specs, originals = handle.flat_param, handle.flat_param._param_extensions, handle.flat_param._params
+        flat = module._handle.flat_param
+        specs, originals = flat._param_extensions, flat._params
     except AttributeError:  # it has no parameters of its own, or this torch has no such attributes
         return {}
     before = [1 if spec is None else num_shards(spec) for spec in specs]  # a spec is that of a DTensor

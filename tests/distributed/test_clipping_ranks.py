@@ -249,8 +249,9 @@ def test_ddp_over_tensor_parallel_agrees_and_counts_what_was_cut_once(four, kind
 
 
 def test_an_fsdp1_without_that_record_is_taken_to_be_all_there_is():
+    assert copies._shards_before_fsdp1(object()) == {}
     for handle in (None, types.SimpleNamespace(flat_param=object())):
-        assert copies._shards_before_fsdp1(handle) == {}
+        assert copies._shards_before_fsdp1(types.SimpleNamespace(_handle=handle)) == {}
 
 
 def test_flat_parameters_of_fsdp1_over_tensor_parallel_are_refused(four):
