@@ -57,8 +57,8 @@ class Launch:
     """One kernel with its constants on one device, launched on the device's current stream.
 
     The first call goes through Triton's dispatch, which compiles. Later ones launch the compiled kernel directly, in a
-    quarter of the host time (perf/host_stub.py times both). That uses attributes of the compiled kernel which Triton
-    does not document; without them, and while a profiler has launch hooks, every call goes through the dispatch.
+    quarter of the host time (perf/host_stub.py times both). That uses attributes of the compiled kernel and the driver
+    which Triton does not document; without them, and while a profiler has launch hooks, every call is dispatched.
 
     Args:
         kernel: a `@triton.jit` function: pointers and integers first, which it does not specialise on, then constexprs.
@@ -80,7 +80,7 @@ class Launch:
         # enable_fp_fusion: Triton 3.9 warns where it is not given, and 3.10 flips its default.
         self._options = {"num_warps": _native_warps(num_warps, device), "enable_fp_fusion": True, **constants}
         self._placeholders = (None,) * len(constants)  # ignored: constants are compiled in
-        self._compiled: tuple[Any, ...] | None = None  # launch function, kernel, metadata; (): use Triton's dispatch
+        self._compiled: tuple[Any, ...] | None = None  # what `_handles` returned for it; (): use Triton's dispatch
 
     def __call__(self, n_programs: int, *args: Tensor | int) -> None:
         """Run `n_programs` programs, at least one.
@@ -102,13 +102,12 @@ class Launch:
         with _on(self._device):
             compiled = self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
         if self._compiled is None:
-            handles = tuple(getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
-            self._compiled = () if None in handles else handles
+            self._compiled = _handles(compiled)
 
     def _start(self, n_programs: int, args: Sequence[Tensor | int]) -> None:
         assert self._compiled
-        run, function, metadata = self._compiled
-        stream = driver.active.get_current_stream(self._device.index)
+        run, function, metadata, current_stream = self._compiled
+        stream = current_stream(self._device.index)
         addresses = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
         try:
             run(
@@ -118,6 +117,15 @@ class Launch:
         except TypeError:  # this Triton has another signature; nothing was launched
             self._compiled = ()
             self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
+
+
+def _handles(compiled: Any) -> tuple[Any, ...]:
+    """Return launch function, kernel, metadata and the query of the stream; () if this Triton lacks one of them."""
+    handles = tuple(getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+    if None in handles:  # as under the interpreter, where there may be no driver to ask
+        return ()
+    current_stream = getattr(driver.active, "get_current_stream", None)
+    return () if current_stream is None else (*handles, current_stream)
 
 
 def _hooked() -> bool:

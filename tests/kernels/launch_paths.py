@@ -6,6 +6,7 @@ Run in a process of its own, started with the stub driver's environment.
 import json
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -60,6 +61,12 @@ def paths(count, *, other=None, hooks=(), when="enter"):
     return {"dispatched": len(dispatched), "same": len({each[1:] for each in launches}) == 1, "launches": len(launches)}
 
 
+def without_stream():
+    """As `paths`, on a Triton whose driver tells of streams otherwise."""
+    with mock.patch.object(launcher, "driver", SimpleNamespace(active=SimpleNamespace())):
+        return paths(4)
+
+
 def elsewhere():
     """As `paths`, while another device is the current one: and how many launches were made on the table's."""
     guarded = []
@@ -97,6 +104,7 @@ def main():
             "hooked behind": paths(5, hooks=[lambda metadata: seen.append("behind")], when="exit"),
             "without run": paths(4, other={"run": None}),
             "refusing": paths(4, other={"run": refuse}),
+            "without stream": without_stream(),
             "elsewhere": elsewhere(),
             "timed": timed(),
         }

@@ -23,7 +23,14 @@ def paths(run_compiled, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("case", "launches", "dispatched"),
-    [("usual", 4, 1), ("hooked", 5, 4), ("hooked behind", 5, 4), ("without run", 4, 4), ("refusing", 4, 4)],
+    [
+        ("usual", 4, 1),
+        ("hooked", 5, 4),
+        ("hooked behind", 5, 4),
+        ("without run", 4, 4),
+        ("without stream", 4, 4),
+        ("refusing", 4, 4),
+    ],
 )
 def test_every_launch_is_the_same_whichever_way_it_takes(paths, case, launches, dispatched):
     assert not paths["interpreted"]
