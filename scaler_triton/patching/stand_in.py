@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import Protocol  # torch's Stateful is one of these; it is typing's in newer Pythons
 
@@ -24,11 +24,6 @@ class StandIn(_Base):
     So scalers made before `patch_torch` are still instances of `torch.amp.GradScaler`, and so is a
     `ShardedGradScaler`. Otherwise by inheritance only: ABCMeta's registry and cache would outlive the patch.
     """
-
-    def __new__(mcls, *args: Any, **kwargs: Any) -> Any:
-        return ABCMeta.__new__(mcls, *args, **kwargs)  # no class of ours is a protocol
-
-    __instancecheck__ = ABCMeta.__instancecheck__
 
     def __subclasscheck__(cls, subclass: type) -> bool:  # isinstance() comes here, too
         return type.__subclasscheck__(cls, subclass) or issubclass(subclass, originals.get(cls, ()))
