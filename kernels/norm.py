@@ -15,7 +15,6 @@ from torch import Tensor
 
 from scaler_triton.kernels import launcher
 from scaler_triton.kernels.common import edge_ptrs, find_chunk, load_body, mark, read_table, widen
-from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 from scaler_triton.kernels.table import GradTable
 
 # Totals, fp64 [5], which ranks sum in one reduction: the sum of squares, the flag, whether a rank failed to check its
@@ -32,20 +31,14 @@ _FINISH_WARPS, _FINISH_BLOCK = 16, 4096
 
 
 class NormTable(GradTable):
-    """A table with a partial sum for each chunk and a weight for each tensor, 1 at first; made for the first norm.
+    """A table with a partial sum for each chunk and a weight for each tensor, 1 at first: made when first read.
 
     Attributes:
         partials: fp64, on the device, one per chunk, padded with zeros to whole blocks.
         weights: fp64 `[N]`, on the device; what the sum of squares of tensor `t` is multiplied by.
     """
 
-    def __init__(
-        self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, config: LaunchConfig = DEFAULT
-    ) -> None:
-        """As `GradTable`."""
-        super().__init__(numels, dtype, device, config)
-        self._held: Sequence[float] | None = None
-        self._finishes: dict[bool, launcher.Launch] = {}
+    _held: Sequence[float] | None = None  # the weights on the device
 
     @functools.cached_property
     def partials(self) -> Tensor:
@@ -80,8 +73,9 @@ class NormTable(GradTable):
 
     def launch_finish(self, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool) -> None:
         """Run `_finish_kernel` over the partial sums."""
-        if inverse not in self._finishes:
-            self._finishes[inverse] = launcher.Launch(
+        key = (id(_finish_kernel), inverse)
+        if key not in self._launches:
+            self._launches[key] = launcher.Launch(
                 _finish_kernel,
                 self.device,
                 fixed=(self.partials,),
@@ -89,7 +83,7 @@ class NormTable(GradTable):
                 INVERSE=inverse,
                 BLOCK_SIZE=_FINISH_BLOCK,
             )
-        self._finishes[inverse](1, scale, found_inf, totals, len(self.partials))
+        self._launches[key](1, scale, found_inf, totals, len(self.partials))
 
 
 @triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr"])
