@@ -35,7 +35,7 @@ class ScalerAttributes(_Base):
         _warned_fsdp1: bool
         _warned_apart: bool
 
-        # fp32, one element; None until `_require_scale` or `_make_scale` is called, as all methods that read it do.
+        # fp32, one element; None before the first `scale`: who reads it calls `_require_scale` or `_make_scale` first.
         _scale: Tensor
         _growth_tracker: Tensor | None  # int32, one element
         _counters: Counters
