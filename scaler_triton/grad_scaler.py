@@ -90,9 +90,6 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
-        if self._enabled:  # programs ask by hasattr() whether there is a scale
-            self._scale = None  # type: ignore[assignment]  # until first used
-            self._growth_tracker = None
         self._warned_fsdp1 = self._warned_apart = False
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
