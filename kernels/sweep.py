@@ -17,6 +17,8 @@ from scaler_triton.kernels.scratch import Scratch
 MARGIN = 0.02
 # Every candidate is timed once per round, so that a GPU that heats up slows all of them.
 ROUNDS = 3
+# In each round so many are timed, one behind the other, after some that are not.
+LAUNCHES, WARM_UP = 100, 10
 DTYPES = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 
 Workloads = Callable[[int], Mapping[str, Sequence[int]]]
@@ -135,11 +137,23 @@ def choose_all(figures: Iterable[Figures]) -> dict[tuple[str, int], LaunchConfig
 
 
 def gpu_timer(trial: Trial) -> float:
-    """Return the milliseconds that a trial takes on the current GPU, the L2 cache emptied before: a median of many."""
-    from triton.testing import do_bench
-
-    ms: float = do_bench(trial.launch, warmup=5, rep=30, return_mode="median")
+    """Return the milliseconds that a trial takes on the current GPU, whose L2 cache is cold: a median of many."""
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    junk = torch.zeros(l2_bytes, dtype=torch.int32, device="cuda")  # four times the cache
+    marks = [_launch_cold(trial, junk) for _ in range(WARM_UP + LAUNCHES)]
+    torch.cuda.synchronize()
+    ms: float = statistics.median(begin.elapsed_time(end) for begin, end in marks[WARM_UP:])
     return ms
+
+
+def _launch_cold(trial: Trial, junk: torch.Tensor) -> list[torch.cuda.Event]:
+    """Enqueue a trial once, and return the events around it."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    junk.sum()  # read, not written: a check would have to write dirty lines back, of which it makes none
+    marks[0].record()
+    trial.launch()
+    marks[1].record()
+    return marks
 
 
 def _time_copy(scratch: Scratch, itemsize: int, timer: Timer) -> float:
