@@ -6,7 +6,8 @@ below it, `torch_cuda.py` and `native/` take the place of what is compiled only 
 given, in one stream as in several, but copies to pinned memory arrive late, and those from it must not change
 meanwhile. What waits for the GPU raises where torch would (in a capture, and as `torch.cuda.set_sync_debug_mode`
 says), tensors of two devices do not mix, kernels reach no memory but their GPU's, new memory is garbage, and graphs are
-captured and replayed. gloo stands in for NCCL. `CUDA_VISIBLE_DEVICES=0,1` makes it two GPUs.
+captured and replayed. gloo stands in for NCCL, and refuses what it has for the host's tensors only.
+`CUDA_VISIBLE_DEVICES=0,1` makes it two GPUs.
 
     subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu"], env=os.environ | pretended_gpu.environment(folder))
 
