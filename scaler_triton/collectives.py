@@ -42,13 +42,13 @@ def all_reduce_(values: Tensor, op: Any, group: ProcessGroup) -> None:
         values.copy_(carrier)
 
 
-def gather_bytes(data: bytes, group: Any, bare_home: torch.device = _CPU) -> list[bytes]:
+def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
     """Return the data of every rank of `group`, by one all-gather; two if a rank has more than 16 KB.
 
     Args:
-        bare_home: a device that a bare group serves, which torch does not tell of it.
+        home: where the ranks reduce their flags: a bare group, of which torch does not tell, is taken to serve it.
     """
-    home = bare_home if is_bare(group) else _serving_device(group, _CPU)
+    home = _gathering_device(group, home)
     begin, rest = data[:_AT_ONCE], data[_AT_ONCE:]
     gathered = _all_gather(len(data).to_bytes(_LENGTH, "little") + begin, _LENGTH + _AT_ONCE, group, home)
     lengths = [int.from_bytes(each[:_LENGTH], "little") for each in gathered]
@@ -78,7 +78,8 @@ def is_bare(group: Any) -> bool:
         dist.get_rank(group)  # quicker than to list its ranks
     except ValueError:
         return True
-    return False
+    # torchft's `register` enters its group, which spans processes that torch knows nothing of, under this rank alone.
+    return type(group) is not dist.ProcessGroup and len(dist.get_process_group_ranks(group)) == 1 < group.size()
 
 
 def own_rank(process_group: Any) -> int:
@@ -137,12 +138,23 @@ def picklable(process_group: Any) -> Any:
         return GroupRanks(())
 
 
+def _gathering_device(group: Any, home: torch.device) -> torch.device:
+    """Return the host if the group serves it, else `home`, as the current device may be another rank's."""
+    if is_bare(group):
+        return home
+    served = _serving_device(group, _CPU)
+    return home if home.type == served.type and home.index is not None else served
+
+
 def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """Return `device` if the group's backend reduces there, else one where it does."""
     if is_bare(group):
         return device
     config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     served = [entry.split(":")[0] for entry in config.split(",")]
+    bound = getattr(group, "bound_device_id", None)  # by init_process_group(device_id=): of its type it takes no other
+    if bound is not None and bound.type in served and (device.type == bound.type or device.type not in served):
+        return torch.device(bound)
     if device.type in served:
         return device
     for kind in served:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaler_triton import GradScaler, agreeing, agreement, collectives
+from scaler_triton.auditing import audit
 from scaler_triton.demo import rank_process
 
 CPU = torch.device("cpu")
@@ -63,6 +64,47 @@ def test_a_host_flag_travels_where_the_group_reduces(
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     assert collectives._serving_device(object(), CPU) == where  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "where"),
+    [
+        ("cuda:nccl", "cpu", "cuda:5"),
+        ("cuda:nccl", "cuda:0", "cuda:5"),
+        ("cpu:gloo,cuda:nccl", "cuda:0", "cuda:5"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo", "cuda:0", "cpu"),
+    ],
+)
+def test_a_group_that_is_bound_to_a_device_gets_no_other_of_its_type(
+    config: str, device: str, where: str, monkeypatch: Any
+) -> None:
+    """By `init_process_group(device_id=)`: where `set_device` was not called, the current one is another rank's."""
+    group: Any = SimpleNamespace(bound_device_id=torch.device("cuda:5"))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert collectives._serving_device(group, torch.device(device)) == torch.device(where)
+
+
+@pytest.mark.parametrize(
+    ("served", "home", "where"),
+    [
+        ("cpu", "cuda:2", "cpu"),
+        ("cuda:0", "cuda:2", "cuda:2"),
+        ("cuda:0", "cuda", "cuda:0"),
+        ("cuda:0", "cpu", "cuda:0"),
+    ],
+)
+def test_what_a_gpu_gathers_is_where_the_scale_is(served: str, home: str, where: str, monkeypatch: Any) -> None:
+    """Not on the current device, which is every rank's first GPU where `set_device` was not called."""
+    monkeypatch.setattr(collectives, "_serving_device", lambda group, device: torch.device(served))
+    assert collectives._gathering_device(object(), torch.device(home)) == torch.device(where)
+
+
+def test_an_audit_gathers_where_the_scale_is() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    assert audit._home(scaler) == CPU
+    scaler._scale = torch.ones((), device="meta")
+    assert audit._home(scaler) == torch.device("meta")
 
 
 def test_what_was_reduced_elsewhere_comes_back(monkeypatch: Any) -> None:

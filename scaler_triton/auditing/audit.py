@@ -59,7 +59,7 @@ def audit(
         state = _read(rank, ranks, optimizer, scaler, model, replicated)
     except Exception as error:  # the others wait in the gather
         state = RankState(rank, error=error_line(error))
-    report = judge(_of_all_ranks(state, group) if group is not None and len(ranks) > 1 else [state])
+    report = judge(_of_all_ranks(state, group, _home(scaler)) if group is not None and len(ranks) > 1 else [state])
     if rank == ranks[0]:
         print(report, file=file or sys.stdout, flush=True)
     return report
@@ -128,5 +128,11 @@ def _is_fused(optimizer: Any) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
-def _of_all_ranks(state: RankState, group: Any) -> list[RankState]:
-    return [RankState.from_bytes(data) for data in gather_bytes(state.to_bytes(), group)]
+def _home(scaler: Any) -> torch.device:
+    """Return the scale's device, the CPU before there is one."""
+    scale = getattr(scaler, "_scale", None)
+    return scale.device if isinstance(scale, Tensor) else torch.device("cpu")
+
+
+def _of_all_ranks(state: RankState, group: Any, home: torch.device) -> list[RankState]:
+    return [RankState.from_bytes(data) for data in gather_bytes(state.to_bytes(), group, home)]

@@ -88,10 +88,38 @@ def unlisted(rank: int, made: str, store: str, kind: str, name: str, faults: Seq
     if made == "group":
         backend, group = group, dist.ProcessGroup(dist.FileStore(store, 2), rank, 2)
         group._register_backend(torch.device(cases.DEVICE), dist.ProcessGroup.BackendType.GLOO, backend)
+    if made == "registered":
+        group = Managed(group, rank).registered()
     scaler, params = cases.new_scaler(kind, process_group=group), [cases.plain_param(3)]
     optimizer = cases.new_optimizer(name, params)
     report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
     return report, str(scaler.overflow_report(gather=True))
+
+
+class Managed(dist.ProcessGroup):
+    """A group of processes that torch does not count, but for this one."""
+
+    def __init__(self, inner: Any, rank: int) -> None:
+        super().__init__(rank, 2)
+        self._inner = inner
+
+    def size(self) -> int:
+        """All of them."""
+        return 2
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        """Of all of them."""
+        return self._inner.allreduce(tensors, options)
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        """Of all of them."""
+        return self._inner.allgather(outputs, inputs, options)
+
+    def registered(self) -> Any:
+        """As torchft's `ManagedProcessGroup.register` does it."""
+        name = f"managed{len(dist.Backend.backend_list)}"
+        dist.Backend.register_backend(name, lambda *args: self, devices=[cases.DEVICE])
+        return dist.new_group([dist.get_rank()], backend=name, use_local_synchronization=True)
 
 
 def deepcopied_in_mid_run(rank: int, kind: str) -> tuple[bool, list[float]]:

@@ -52,7 +52,7 @@ def told(rank: int, lengths: Sequence[int]) -> tuple[list[bytes], int]:
     """What the ranks tell each other, each so many bytes; and the collectives that it took."""
     answers: list[list[bytes]] = []
     data = bytes([rank + 1]) * lengths[rank]
-    count = collectives_of(lambda: answers.append(gather_bytes(data, dist.group.WORLD)))
+    count = collectives_of(lambda: answers.append(gather_bytes(data, dist.group.WORLD, torch.device("cpu"))))
     return answers[0], count
 
 

@@ -95,9 +95,9 @@ def test_a_group_binds_its_own_ranks_only(four, kind, name, copied):
 
 @KINDS
 @NAMES
-@pytest.mark.parametrize(("made", "counted"), [("backend", 0), ("group", 1)])  # the first passes by torch's dispatcher
+@pytest.mark.parametrize(("made", "counted"), [("backend", 0), ("group", 1), ("registered", 0)])
 def test_a_group_that_torch_keeps_no_list_of_is_used_as_it_is(two, tmp_path, made, counted, kind, name):
-    """As torchft makes them."""
+    """As torchft makes them. Two of them pass by torch's dispatcher, where collectives are counted."""
     outcomes = two.run(group_cases.unlisted, made, str(tmp_path / "store"), kind, name, [Fault(1, 1)])
     assert_agreed([report for report, _ in outcomes], [1], collectives=counted)
     for _, text in outcomes:

@@ -51,7 +51,16 @@ MUTANTS = [
         "    except ValueError:\n        return False",
         GROUPS,
     ),
-    Mutant(_S + "collectives.py", "bare_home if is_bare(group) else ", "", "tests/test_collectives.py"),
+    Mutant(
+        _S + "collectives.py",
+        "    if is_bare(group):\n        return home",
+        "    if False:\n        return home",
+        "tests/test_collectives.py",
+    ),
+    Mutant(_S + "collectives.py", "and home.index is not None", "", "tests/test_collectives.py"),
+    Mutant(_S + "collectives.py", "home if home.type == served.type", "served if True", "tests/test_collectives.py"),
+    Mutant(_S + "collectives.py", "return torch.device(bound)", "pass", "tests/test_collectives.py"),
+    Mutant(_S + "collectives.py", " == 1 < group.size()", " == 0", GROUPS),
     Mutant(_S + "collectives.py", "if longest > _AT_ONCE:", "if len(data) > _AT_ONCE:", REPORTED),
     Mutant(
         _S + "flag_buffer.py",

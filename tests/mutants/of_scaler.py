@@ -188,7 +188,9 @@ MUTANTS = [
         "tests/test_check_unscaled.py",
     ),
     Mutant(_S + "unscaling.py", "(*flags, *plan.devices) or", "(*flags,) or", AGREED),
-    Mutant(_S + "unscaling.py", "*plan.devices) or (self._scale.device,)", "*plan.devices, self._scale.device)", AGREED),
+    Mutant(
+        _S + "unscaling.py", "*plan.devices) or (self._scale.device,)", "*plan.devices, self._scale.device)", AGREED
+    ),
     Mutant(_S + "unscaling.py", "agreement if isinstance(error, Exception) else None", "agreement", CLIPPED),
     Mutant(_S + "unscaling.py", "self._flag_buffers[home].captured.add(verdict)", "pass", CAPTURED),
     Mutant(
