@@ -1,5 +1,5 @@
 # make demo    train a small transformer across two ranks, one of which overflows
-# make test    every test, in two processes (JOBS= says how many; 11 minutes on two cores); without a GPU the kernels run
+# make test    every test, in two processes (JOBS= says how many; 14 minutes on two cores); without a GPU the kernels run
 #   under Triton's interpreter
 # make test-frameworks   all tests with Accelerate, Transformers and Lightning, also those that take long; and those with
 #   the scalers of Megatron-Core, DeepSpeed and Composer, which it installs into a folder of their own
@@ -8,9 +8,9 @@
 # make fuzz    10,000 random programs against torch; PROGRAMS= and SEED= choose how many and from where
 # make soak    20,000 steps: memory, tensors and plans stay flat, the scale is what the rule says
 # make simulate   the kernels as compiled for five GPUs, none of which is needed, pass the kernel tests (4 minutes)
-# make pretend   the tests that need a GPU, and those of ranks, on GPUs that are pretended: their memory and operations
-#   are the CPU's; and python -m perf there, in small (12 minutes)
-# make mutants   324 wrong versions of the code, each of which the tests must notice (about an hour)
+# make pretend   the tests that need a GPU, those of ranks and of every device, on GPUs that are pretended: their memory
+#   and operations are the CPU's; and python -m perf there, in small (15 minutes)
+# make mutants   325 wrong versions of the code, each of which the tests must notice (about an hour)
 # make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
 # make docs    docs/ as HTML in out/docs; a warning is an error
 # make perf    what it costs beside torch's scaler, as far as this machine can tell, three times over (12 minutes); fills

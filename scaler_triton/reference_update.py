@@ -60,7 +60,9 @@ def update_on_device_(
     bad, after = found_inf.reshape(()) != 0, scale.clone()
     # torch grows at tracker + 1 == interval: capped, the tracker cannot be beyond.
     tracker = growth_tracker.clamp(max=min(numbers[2], MAX_TRACKER) - 1)
-    torch._amp_update_scale_(after, tracker, found_inf, *numbers)
+    growth, backoff, interval = numbers
+    reachable = interval if interval <= MAX_TRACKER else 0  # CUDA's kernel would take it modulo 2^32
+    torch._amp_update_scale_(after, tracker, found_inf, growth, backoff, reachable)
     if limits.hysteresis > 1:
         spared = bad & (counters[STRIKES] + 1 < limits.hysteresis)
         after = torch.where(spared, scale, after)

@@ -24,6 +24,7 @@ ALL = os.environ.get("PRETEND") == "all"
 SPREAD = ["--numprocesses=2", "--dist=loadfile"] if ALL and find_spec("xdist") else []
 LONG = [] if ALL else ["tests/demo", "tests/frameworks", "tests/soak", "tests/faults/test_compilation.py"]
 LEAST = 120 if ALL else 80  # tests
+LEAST_PLACED = 900
 # What ranks do elsewhere on the CPU; but this GPU has no CSR tensors, and serves no backend behind torch's back.
 OF_RANKS = [
     f"tests/distributed{name}"
@@ -97,6 +98,9 @@ def test_it_is_as_strict_as_a_gpu(gpu: dict[str, str]) -> None:
             "event": "Event device 0 does not match recording stream's device 1.",
             "beyond": "CUDA error",
         },
+        "bf16 gradients": "unscaling is not implemented for 'BFloat16'",
+        "fp64 gradients": 1.0,  # although finite: it checks in fp32
+        "other strides": "params and grads must have same dtype",
         "seen": ["aten::mul", "Memcpy DtoH"],
     }
 
@@ -112,6 +116,12 @@ def test_a_kernel_touches_nothing_but_its_gpus_memory(gpu: dict[str, str], devic
 def test_what_needs_a_gpu_passes_on_it(gpu: dict[str, str]) -> None:
     left_out = [f"--ignore={name}" for name in LEFT_OUT + LONG]
     assert passed(gpu, "-m", "gpu", "-k", "not 20000", *left_out) >= LEAST
+
+
+@pytest.mark.skipif(not ALL, reason="takes a minute: make pretend")
+def test_what_runs_on_every_device_passes_on_it(gpu: dict[str, str]) -> None:
+    files = ["tests/faults", "tests/soak", *map(str, HERE.glob("test_*.py"))]
+    assert passed(gpu | ONE, "-m", "not gpu", "-k", "cuda-", *files) >= LEAST_PLACED
 
 
 def test_what_needs_two_gpus_passes_on_two(gpu: dict[str, str]) -> None:

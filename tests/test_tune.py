@@ -217,6 +217,7 @@ def test_a_file_that_cannot_be_written_is_told(
 def test_on_a_gpu_the_whole_command_tunes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("tabulate")
     sweep = sweep_module.sweep
     few = (LaunchConfig(4, 1, 2), DEFAULT)
     monkeypatch.setattr(sweep_module, "sweep", lambda *args: sweep(*args, candidates=few))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scaler_triton import ops, policy, reference_update
-from scaler_triton.limits import Limits
+from scaler_triton.limits import NO_LIMITS, Limits
 from scaler_triton.stats import NAMES, Counters
 
 FLAGS = st.sampled_from([0.0, 1.0, 2.0, math.nan, math.inf])
@@ -61,6 +61,25 @@ def on_host(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limi
 def on_device(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
     """What devices without kernels of ours run; here on the CPU."""
     reference_update.update_on_device_(scale, tracker, flag, numbers, limits, held.on(scale.device))
+
+
+@pytest.mark.parametrize("interval", [2**31, 2**32 + 3, 10**12])
+def test_an_interval_beyond_a_gpus_int_is_never_reached(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's kernel takes it modulo 2^32, the CPU's as it is."""
+    update = torch._amp_update_scale_
+
+    def on_cuda(*args: object) -> Tensor:
+        *others, given = args
+        return update(*others, (given + 2**31) % 2**32 - 2**31)
+
+    monkeypatch.setattr(torch, "_amp_update_scale_", on_cuda)
+    scale, tracker, held = torch.tensor(4.0), torch.tensor(0, dtype=torch.int32), Counters()
+    for done in (1, 2, 3, 4):
+        on_device(scale, tracker, torch.tensor(0.0), (2.0, 0.5, interval), NO_LIMITS, held)
+        assert (scale.item(), tracker.item()) == (4.0, done)
+    tracker.fill_(policy.MAX_TRACKER)
+    on_device(scale, tracker, torch.tensor(0.0), (2.0, 0.5, interval), NO_LIMITS, held)
+    assert (scale.item(), tracker.item()) == (4.0, policy.MAX_TRACKER)
 
 
 @st.composite

@@ -40,6 +40,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What inductor compiles lands in this test's folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))  # else inductor sets it, for all tests that follow
 
 
 @NEEDS_COMPILER

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FP32_MAX = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-126
@@ -60,6 +61,22 @@ def demand(field: str, value: Any, name: str | None = None) -> None:
     """Difference 2: refuse a value that cannot work, by the name the caller knows it by."""
     if not LEGAL[field](value):
         raise Refused(name or field, value)
+
+
+class OnEveryDevice(TorchDispatchMode):
+    """Difference 9: on a GPU torch's op takes no bf16, and checks fp64 in fp32; on the CPU it does neither."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        here = func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default and args[0][0].is_cuda
+        if not here or args[0][0].dtype not in (torch.bfloat16, torch.float64):
+            return func(*args, **(kwargs or {}))
+        departs(9)
+        gradients, found_inf, inv_scale = args
+        copies, flag = [gradient.cpu() for gradient in gradients], found_inf.cpu()
+        func(copies, flag, inv_scale.cpu())
+        for written, copy in zip([*gradients, found_inf], [*copies, flag], strict=True):
+            written.data.copy_(copy)  # torch's op counts as no write
+        return None
 
 
 class Specification(torch.amp.GradScaler):
@@ -213,7 +230,8 @@ class Specification(torch.amp.GradScaler):
         return self._unscale_as_torch(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _unscale_as_torch(self, *args: Any) -> Any:
-        return super()._unscale_grads_(*args)
+        with OnEveryDevice():
+            return super()._unscale_grads_(*args)
 
     def unscale_(self, optimizer: Any) -> None:
         optimizer = self._unwrapped(optimizer)

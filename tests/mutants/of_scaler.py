@@ -98,6 +98,7 @@ MUTANTS = [
     Mutant(_S + "lending.py", "scale * own", "scale", LENDING),
     Mutant(_S + "limits.py", "return _as_fp32(policy.check_scale(value, name))", "return float(value)", EXTRAS),
     Mutant(_S + "mirror.py", "None if tensor.is_inference() else tensor._version", "tensor._version", UNSTEPPED),
+    Mutant(_S + "reference_update.py", "<= MAX_TRACKER else 0", "<= 2**99 else 0", "tests/test_update_agrees.py"),
     Mutant(_S + "neighbours.py", "not np.array_equal(offsets, self._offsets)", "False", REFERENCE),
     Mutant(_S + "neighbours.py", "except RuntimeError:", "except KeyError:", REFERENCE),
     Mutant(_S + "neighbours.py", "0 if found else _PAUSE", "_PAUSE * 10**6 * (not found)", REFERENCE),

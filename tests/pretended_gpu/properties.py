@@ -70,6 +70,20 @@ def seen(act):
     return [event.name for event in profile.events()]
 
 
+def unscaled(dtype):
+    """What torch's op says of finite gradients that fp32 cannot hold: its error, or the flag."""
+    flag, inverse = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    gradients = [torch.full((3,), 1e39, dtype=torch.float64, device="cuda").to(dtype)]
+    return raised(lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inverse)) or flag.item()
+
+
+def stepped_with_other_strides():
+    """What a fused optimizer says of a gradient that lies in memory otherwise than its parameter."""
+    parameter = torch.ones(2, 3, device="cuda", requires_grad=True)
+    parameter.grad = torch.ones(3, 2, device="cuda").t()
+    return raised(torch.optim.SGD([parameter], lr=1.0, fused=True).step)
+
+
 def on_another():
     """Where tensors, events and streams of a second GPU are, and what they say of the first's."""
     first, second = torch.ones(2, device="cuda"), torch.ones(2, device="cuda:1")
@@ -109,6 +123,9 @@ def main():
         "replayed": replayed(),
         "item in a capture": captured_wait(),
         "on another": on_another() if torch.cuda.device_count() > 1 else None,
+        "bf16 gradients": unscaled(torch.bfloat16),
+        "fp64 gradients": unscaled(torch.float64),
+        "other strides": stepped_with_other_strides(),
         "seen": seen(lambda: (ones * 2)[1:].cpu()),
     }
     print(json.dumps(found))

@@ -24,6 +24,8 @@ using c10::OperatorHandle;
 using torch::jit::Stack;
 using Values = std::vector<IValue>;
 
+const std::string AMP_UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_";
+
 bool is_collective(const std::string& name) { return name.rfind("c10d::", 0) == 0; }
 
 // What gloo serves for the host's tensors only; it reads a GPU's memory then as if it were the host's.
@@ -92,6 +94,30 @@ std::optional<c10::Device> place(const Values& arguments) {
   return asked && asked->is_cuda() ? asked : std::nullopt;
 }
 
+bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
+
+// What CUDA's kernels refuse and the CPU's take.
+void refuse_what_cuda_lacks(const std::string& name, const Values& arguments) {
+  if (name == AMP_UNSCALE) {
+    for (auto& tensor : arguments[0].toTensorVector())
+      TORCH_CHECK_NOT_IMPLEMENTED(tensor.dtype() != at::kBFloat16, "unscaling is not implemented for 'BFloat16'");
+  } else if (name.rfind("aten::_fused_", 0) == 0 && name.back() == '_') {
+    auto params = arguments[0].toTensorVector(), grads = arguments[1].toTensorVector();
+    for (size_t i = 0; i < params.size(); i++)
+      TORCH_CHECK(
+          params[i].dtype() == grads[i].dtype() && params[i].strides() == grads[i].strides() && is_dense(grads[i]),
+          "params and grads must have same dtype, device, and layout (", name, ")");
+  }
+}
+
+// Whether CUDA's kernel, which checks in fp32, finds an overflow where the CPU's does not.
+bool overflows_in_fp32(const std::string& name, const Values& on_cpu) {
+  if (name != AMP_UNSCALE) return false;
+  for (auto& tensor : on_cpu[0].toTensorVector())
+    if (tensor.dtype() == at::kDouble && !tensor.to(at::kFloat).isfinite().all().item<bool>()) return true;
+  return false;
+}
+
 // The CPU's kernel on the same memory.
 void compute(const OperatorHandle& op, DispatchKey cpu, Stack& stack) {
   const auto& name = op.schema().name();
@@ -104,8 +130,10 @@ void compute(const OperatorHandle& op, DispatchKey cpu, Stack& stack) {
   auto gpu = place(arguments);
   TORCH_CHECK(!(gpu && gloo_lacks(name)), "gloo has no ", name, " for tensors of a GPU");
   c10::OptionalDeviceGuard guard(gpu);
+  refuse_what_cuda_lacks(name, arguments);
   Aliases aliases;
   change_top(stack, arguments.size(), [&](const IValue& value) { return aliases.to_cpu(value); });
+  bool overflows = overflows_in_fp32(name, top(stack, arguments.size()));
   auto& devices = aliases.devices();
   TORCH_CHECK(
       devices.size() < 2 || may_mix_devices(name),
@@ -116,6 +144,7 @@ void compute(const OperatorHandle& op, DispatchKey cpu, Stack& stack) {
   } else {
     op.redispatchBoxed(c10::DispatchKeySet(cpu), &stack);
   }
+  if (overflows) *arguments[1].toTensor().mutable_data_ptr<float>() = 1.0f;
   aliases.settle();
   change_top(stack, op.schema().returns().size(), [&](const IValue& value) { return aliases.to_gpu(value); });
 }
