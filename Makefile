@@ -126,10 +126,10 @@ has-gpu:
 # What runs where is recorded first. What needs no GPU is tested beside what does.
 gpu-tests: has-gpu
 	mkdir -p $(OUT)
-	timeout 60 python3 -m scaler_triton.demo.device 2>&1 | tee $(OUT)/ranks.txt
+	timeout 100 python3 -m scaler_triton.demo.device 2>&1 | tee $(OUT)/ranks.txt
 	python3 -c "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())" \
 		| tee $(OUT)/versions.txt
-	OUT=$(OUT) NEEDS_GPU=1 TEST_SECONDS=430 timeout --signal=INT --kill-after=10 450 python3 tests/in_shards.py $(NATIVELY)
+	OUT=$(OUT) NEEDS_GPU=1 TEST_SECONDS=410 timeout --signal=INT --kill-after=10 430 python3 tests/in_shards.py $(NATIVELY)
 
 # Ranks share the GPU, by gloo, which serves FSDP's own collectives there or does not: ranks.txt says so.
 gpu-ranks: has-gpu
