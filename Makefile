@@ -142,10 +142,10 @@ gpu-sanitize sanitize: has-gpu
 
 # Begins nothing after 7 minutes. What hangs is interrupted here, too: what was measured by then is written.
 gpu-perf: has-gpu
-	timeout --signal=INT --kill-after=15 560 python3 -m perf --out $(OUT)
+	timeout --signal=INT --kill-after=15 525 python3 -m perf --out $(OUT)
 
 gpu-tune: has-gpu
-	timeout 580 python3 -m scaler_triton tune --out $(OUT)/tuned
+	timeout 530 python3 -m scaler_triton tune --out $(OUT)/tuned
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
