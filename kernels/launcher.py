@@ -81,6 +81,7 @@ class Launch:
         self._options = {"num_warps": _native_warps(num_warps, device), "enable_fp_fusion": True, **constants}
         self._placeholders = (None,) * len(constants)  # ignored: constants are compiled in
         self._compiled: tuple[Any, ...] | None = None  # what `_handles` returned for it; (): use Triton's dispatch
+        self._streams: set[int] = set()  # those that the allocator knows to use the tensors
 
     def __call__(self, n_programs: int, *args: Tensor | int) -> None:
         """Run `n_programs` programs, at least one.
@@ -101,13 +102,17 @@ class Launch:
             refuse_first_in_capture(self._device)
         with _on(self._device):
             compiled = self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
+        self._tell_allocator(args)
         if self._compiled is None:
             self._compiled = _handles(compiled)
 
     def _start(self, n_programs: int, args: Sequence[Tensor | int]) -> None:
         assert self._compiled
-        run, function, metadata, current_stream = self._compiled
+        run, function, metadata, current_stream, _ = self._compiled
         stream = current_stream(self._device.index)
+        if stream not in self._streams:
+            self._tell_allocator(args)
+            self._streams.add(stream)
         addresses = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
         try:
             run(
@@ -118,14 +123,29 @@ class Launch:
             self._compiled = ()
             self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
 
+    def _tell_allocator(self, args: Sequence[Tensor | int]) -> None:
+        """Have it give the tensors' memory to others, once they are freed, only when the current stream is done.
+
+        Else it regards the stream on which they were made, while launches on this one may still be waiting.
+        """
+        if capture_query(self._device)():
+            return  # what graphs read is kept for ever
+        stream = torch.get_device_module(self._device).current_stream(self._device)
+        for tensor in (*self._fixed, *args):
+            if isinstance(tensor, Tensor) and not tensor.is_cpu:
+                tensor.record_stream(stream)
+
 
 def _handles(compiled: Any) -> tuple[Any, ...]:
-    """Return launch function, kernel, metadata and the query of the stream; () if this Triton lacks one of them."""
+    """Return launch function, kernel, metadata, the query of the stream, and the owner of the first three.
+
+    Returns: () if this Triton lacks one of them.
+    """
     handles = tuple(getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
     if None in handles:  # as under the interpreter, where there may be no driver to ask
         return ()
     current_stream = getattr(driver.active, "get_current_stream", None)
-    return () if current_stream is None else (*handles, current_stream)
+    return () if current_stream is None else (*handles, current_stream, compiled)
 
 
 def _hooked() -> bool:

@@ -49,9 +49,8 @@ class GradTable:
         self.config = config
         tensors, indices = _chunk_map(numels, config.chunk_elements(dtype.itemsize))
         self.n_chunks = len(tensors)
-        self.chunk_tensors = torch.from_numpy(tensors).to(device)
-        self.chunk_indices = torch.from_numpy(indices).to(device)
-        self.numels = torch.tensor(numels, dtype=torch.int64, device=device)
+        self.chunk_tensors, self.chunk_indices = _sent(tensors, device), _sent(indices, device)
+        self.numels = _sent(np.asarray(numels, dtype=np.int64), device)
         self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
         self.bits = torch.zeros((len(numels), GENERATIONS.value), dtype=torch.int32, device=device)
         self.generation = torch.zeros(1, dtype=torch.int32, device=device)
@@ -143,8 +142,10 @@ class _Staging:
         buffer, on_host, passed = self._idle_slot()
         on_host[:] = values
         with self._module.device(self._device):
-            out.copy_(buffer, non_blocking=True)
-            passed.record()
+            try:
+                out.copy_(buffer, non_blocking=True)
+            finally:  # an interrupt may come when the copy has begun
+                passed.record()
 
     def _send_captured(self, values: Sequence[int], out: Tensor) -> None:
         if not self._spare:
@@ -171,6 +172,12 @@ class _Staging:
 
 def _pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+
+
+def _sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return a copy on `device`, for which the host does not wait."""
+    on_host = torch.from_numpy(array)
+    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
 
 
 def _chunk_map(numels: Sequence[int], chunk: int) -> tuple[np.ndarray, np.ndarray]:

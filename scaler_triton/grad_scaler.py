@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -13,9 +13,12 @@ from torch.cuda.amp import common
 from scaler_triton import attributes, callers, dispatch, lending, limits, optimizers, policy, untraced
 from scaler_triton.clipping.clip import ClippingMixin
 from scaler_triton.copying import CopyingMixin
+from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.step_state import StepState
 from scaler_triton.updating import UpdatingMixin
+
+Outputs = TypeVar("Outputs")
 
 
 class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn):
@@ -92,6 +95,21 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         self._init_growth_tracker = 0
         self._warned_fsdp1 = self._warned_apart = False
 
+    def scale(self, outputs: Outputs) -> Outputs:
+        """Return the outputs times the scale; themselves on a disabled scaler.
+
+        Args:
+            outputs: a loss, or an iterable of them, of any shape, dtype and device; read.
+
+        Returns: the products, in torch's dtypes: `ShardedGradScaler` keeps that of each output.
+
+        Raises: RuntimeError for a scaler's first call if a graph is being captured; torch's errors otherwise.
+        """
+        if self._enabled and self._scale is not None and is_captured(self._scale):
+            self._records.replayed = True
+        scaled: Outputs = super().scale(outputs)  # type: ignore[call-overload]
+        return scaled
+
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
 
@@ -155,7 +173,9 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         try:
             result: float | None = step(optimizer, state, args, kwargs)
         except BaseException:
-            if state["stage"] is OptState.READY and state["found_inf_per_device"]:
+            if is_captured(self._scale):  # recorded, not run
+                self._abandon_step(optimizer)
+            elif state["stage"] is OptState.READY and state["found_inf_per_device"]:
                 self._enter_unscaled(state)  # the other ranks would not join the reduction of a second check
                 state["must_skip"] = True
             elif state["stage"] is OptState.READY:

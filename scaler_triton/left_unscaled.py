@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.mirror import version_counter
 from scaler_triton.optimizers import parameters_of
 from scaler_triton.placement import local_tensor
@@ -31,6 +32,7 @@ class LeftUnscaled(NamedTuple):
     """
 
     found_inf: Tensor  # a copy of the agreed flag, fp32, shape ()
+    captured: bool  # whether that update was recorded into a graph
     snapshots: list[Snapshot | None]
 
 
@@ -40,7 +42,7 @@ def leave_unscaled(optimizer: Any, found_inf: Tensor) -> LeftUnscaled | None:
     Returns: None if there are none: this step could not be told from the next.
     """
     snapshots = snapshots_of(optimizer)
-    return LeftUnscaled(found_inf, snapshots) if any(snapshots) else None
+    return LeftUnscaled(found_inf, is_captured(found_inf), snapshots) if any(snapshots) else None
 
 
 def first_gradient(optimizer: Any) -> TensorWeakRef | None:

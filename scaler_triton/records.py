@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.left_unscaled import LeftUnscaled, unchanged_since
 from scaler_triton.optimizers import checked_parameters, parameters_of, unwrap, weak
 from scaler_triton.plan import GradPlan
@@ -26,9 +27,14 @@ class Record:
 
 
 class Records:
-    """The records of a scaler's optimizers; of those behind wrappers, not of the wrappers."""
+    """The records of a scaler's optimizers; of those behind wrappers, not of the wrappers.
+
+    Attributes:
+        replayed: whether graphs may write gradients: outside them no version counter tells then that these are new.
+    """
 
     def __init__(self) -> None:
+        self.replayed = False
         self._records: dict[int, Record] = {}
 
     def all(self) -> list[Record]:
@@ -87,7 +93,17 @@ class Records:
         inner = unwrap(optimizer)
         record = self.find(inner)
         left = None if record is None else record.left_unscaled
-        return left.found_inf if left is not None and unchanged_since(left.snapshots, inner) else None
+        if left is None or not self.vouch(left.found_inf) or left.captured != is_captured(left.found_inf):
+            return None
+        return left.found_inf if unchanged_since(left.snapshots, inner) else None
+
+    def vouch(self, flag: Tensor) -> bool:
+        """Tell whether version counters show all writes to gradients: in a capture they do, as it records them all.
+
+        Args:
+            flag: any tensor on the scale's device.
+        """
+        return not self.replayed or is_captured(flag)
 
     def _release_held(self) -> None:
         """Drop the records that keep their optimizers, which have no weak references, alive."""

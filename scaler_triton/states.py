@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton.attributes import ScalerAttributes
+from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.flags import Flags, any_flag, as_flag
 from scaler_triton.left_unscaled import first_gradient
 from scaler_triton.optimizers import parameters_of, supports_amp_scaling, unwrap, weak
@@ -114,6 +115,9 @@ class StatesMixin(ScalerAttributes):
 
     def _skip(self, state: StepState) -> None:
         """Set the flag on all devices of the parameters, so that the step is skipped; needs no verdict and no plan."""
+        if is_captured(self._scale):  # recorded, not run: no gradient has been written, nor would a flag be
+            self._abandon_step(state["owner"]())
+            return
         self._enter_unscaled(state)  # first: gradients may have been written, even if no flag can be made below
         state["found_inf_per_device"] = {}
         state.pop("verdict", None)

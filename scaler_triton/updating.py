@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import batch_ops, dispatch, limits, reference_update
-from scaler_triton.cuda_graphs import is_captured
+from scaler_triton.cuda_graphs import is_captured, refuse_capture
 from scaler_triton.left_unscaled import has_first_gradient, leave_unscaled
 from scaler_triton.optimizers import unwrap
 from scaler_triton.overflow import OverflowMixin
@@ -137,9 +137,9 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _unstepped_flag(self, owner: Any, state: StepState) -> Tensor | None:
         """Return a copy of the flag of an optimizer that was unscaled but not stepped, as the update may clear it.
 
-        Returns: None if it was stepped, or has other gradients by now, which are scaled and not checked.
+        Returns: None if it was stepped, or may have other gradients by now, which are scaled and not checked.
         """
-        if state["stage"] is not OptState.UNSCALED:
+        if state["stage"] is not OptState.UNSCALED or not self._records.vouch(self._scale):
             return None
         if "first_gradient" in state and not has_first_gradient(owner, state["first_gradient"]):
             return None
@@ -204,6 +204,8 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
         device = torch.device(dev)
+        if getattr(self, "_scale", None) is None:
+            refuse_capture(device, "a scaler's first scale")  # a replay would set it anew
         # Within torch.func's transforms they would have no address; updates outside inference mode must write them.
         with torch.inference_mode(False), _outside_transforms():
             if getattr(self, "_scale", None) is None:  # a disabled scaler has no such attribute

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import assert_same, sgd, started
+from helpers import WAYS, assert_same, sgd, started, take_step
 
 from scaler_triton import GradScaler
 from scaler_triton.overflow_marks import OverflowMarks
@@ -185,6 +185,96 @@ def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
         refused.step()
     assert_equal_runs(eager, refused, refused.step, range(5))
     assert refused.scaler.stats() == eager.scaler.stats()
+
+
+@pytest.mark.gpu
+def test_the_first_scale_is_refused_in_a_capture() -> None:
+    """Each replay would set the scale anew."""
+    scaler, loss = GradScaler("cuda", init_scale=2.0**10), torch.ones((), device="cuda")
+    with pytest.raises(RuntimeError, match="a scaler's first scale cannot"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        scaler.scale(loss)
+    assert (scaler.scale(loss).item(), scaler._growth_tracker.item()) == (2.0**10, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", WAYS)
+def test_what_fails_in_a_capture_has_done_nothing(how: str) -> None:
+    """Another optimizer's kernels were compiled: only its own table is missing, once a write has been announced."""
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    weights = [torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.full((3,), 4.0, device="cuda")
+    first, other = (torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights)
+    take_step(scaler, first, how)
+    with pytest.raises(RuntimeError, match="take one step like it before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        take_step(scaler, other, how)
+    take_step(scaler, other, how)
+    assert_same(weights[1].detach(), weights[0].detach())
+    assert weights[0][0].item() < 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("replay_before_update", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_that_a_graph_wrote_anew_are_scaled(fused: bool, replay_before_update: bool) -> None:
+    """No version counter tells: gradients that were left unscaled are no longer there."""
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scaler = GradScaler("cuda", init_scale=4.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaler.scale(weight.sum()).backward()
+    graph.replay()
+    scaler.unscale_(optimizer)
+    if replay_before_update:
+        graph.replay()
+    scaler.update()
+    graph.replay()
+    scaler.step(optimizer)
+    assert_same(weight.detach(), torch.full((3,), -2.0, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
+    """A replay finds other gradients."""
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    weight.grad = torch.full((3,), 4.0, device="cuda")
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaler.step(optimizer)
+        scaler.update()
+    weight.grad.fill_(8.0)
+    graph.replay()
+    assert_same(weight.detach(), torch.full((3,), -2.0, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    weight.grad = torch.full((3,), 4.0, device="cuda")
+    scaler.step(optimizer)
+    scaler.update()
+    weight.grad.fill_(4.0)  # a fused optimizer has divided it
+    refusing = mock.patch.object(optimizer, "step", side_effect=RuntimeError("not capturable"))
+    with pytest.raises(RuntimeError, match="not capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()), refusing:
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same(weight.detach(), torch.full((3,), -1.0, device="cuda"))
 
 
 def test_trackers_are_compared_to_the_bit() -> None:

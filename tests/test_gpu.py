@@ -12,7 +12,7 @@ import torch
 from helpers import WAYS, assert_same, flags, parameters, started, take_step, waits_raise
 
 from perf.trace import record
-from scaler_triton import GradScaler
+from scaler_triton import GradScaler, ops
 from scaler_triton.mirror import HostMirror
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +53,17 @@ def test_unscale_and_update_of_a_plain_optimizer_never_wait(clip: bool) -> None:
         scaler.step(optimizer)
         with waits_raise():
             scaler.update()
+
+
+def test_ops_never_wait() -> None:
+    gradients = [torch.ones(numel, device="cuda") for numel in (1000, 3)]
+    factor, flag = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    for step in range(2):
+        with waits_raise() if step else torch.enable_grad():  # kernels are compiled in the first step
+            ops.unscale_(gradients, factor, flag)
+            ops.check_nonfinite(gradients, flag)
+            norm = ops.grad_norm(gradients, flag, inv_scale=factor)
+    assert norm.item() == pytest.approx(1003**0.5)
 
 
 def test_mirror_holds_the_value_of_its_moment() -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_cases import DEVICE, NATIVE, launched
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton.kernels import launcher
 from scaler_triton.kernels.nonfinite import launch_check_nonfinite
@@ -100,6 +101,35 @@ def test_what_allocates_copies_or_compiles_is_refused_in_a_capture(monkeypatch, 
         with pytest.raises(RuntimeError, match="cannot be captured: take one step like it before"):
             first(table)
     first(table)
+
+
+class Recorded(TorchDispatchMode):
+    """How many tensors the allocator is told about, of those that another stream than theirs uses."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.record_stream.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not NATIVE, reason="streams need a GPU")
+def test_the_allocator_is_told_once_of_each_stream_that_launches():
+    """Else a table that is freed while one of them is behind might be overwritten, and with it the addresses."""
+    table, grad = NormTable([8], torch.float32, DEVICE), torch.ones(8, device=DEVICE)
+    table.set_addresses([grad.data_ptr()])
+    flag, counts = torch.zeros((), device=DEVICE), []
+    ours, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    other.wait_stream(ours)
+    for stream in (ours, ours, other, other, ours):
+        with Recorded() as recorded, torch.cuda.stream(stream):
+            launch_check_nonfinite(table, flag)
+        counts.append(recorded.count)
+    told = len(
+        (table.addresses, table.numels, table.chunk_tensors, table.chunk_indices, table.bits, flag, table.generation)
+    )
+    assert counts == [told, told, told, 0, 0]  # the first launch is Triton's own
 
 
 @pytest.mark.gpu

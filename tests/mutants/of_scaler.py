@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(_S + "policy.py", "if not MIN_SCALE <= number", "if not 0.0 < number", DIFFERENCES),
     Mutant(_S + "records.py", "            record.last_step = None", "            pass", STATS),
     Mutant(_S + "records.py", " and record.owner() is optimizer else", " else", UNSTEPPED),
-    Mutant(_S + "records.py", " and unchanged_since(left.snapshots, inner)", "", UNSTEPPED),
+    Mutant(_S + "records.py", " if unchanged_since(left.snapshots, inner) else None", "", UNSTEPPED),
     Mutant(_S + "records.py", "plan.take_marks(before)", "pass", REPORT),
     Mutant(_S + "records.py", "            self._release_held()\n", "", WRAPPERS),
     Mutant(_S + "records.py", " and record.left_unscaled is None:", ":", WRAPPERS),

@@ -14,6 +14,7 @@ namespace pretended {
 namespace {
 
 constexpr size_t ALIGNMENT = 512;  // as torch's caching allocator
+constexpr int GARBAGE = 0xA5;  // nobody may count on zeros
 constexpr size_t LIMIT = size_t(16) << 30;
 
 struct Block {
@@ -32,7 +33,7 @@ struct Blocks {
     TORCH_CHECK_WITH(OutOfMemoryError, size < LIMIT, "CUDA out of memory. Tried to allocate ", size, " bytes");
     size_t rounded = (size / ALIGNMENT + 1) * ALIGNMENT;
     char* block = static_cast<char*>(std::aligned_alloc(ALIGNMENT, rounded));
-    std::memset(block, 0xA5, rounded);  // nobody may count on zeros
+    std::memset(block, GARBAGE, rounded);
     std::lock_guard<std::mutex> guard(mutex);
     made.insert_or_assign(block, Block{size, device});
     if (keep_new) kept.insert(block);
@@ -122,9 +123,10 @@ Contents contents() {
 
 void restore(const Contents& contents) {
   std::lock_guard<std::mutex> guard(on_device.mutex);
-  for (auto& [start, bytes] : contents) {
-    auto it = on_device.made.find(start);
-    if (it != on_device.made.end() && it->second.size == bytes.size()) std::memcpy(start, bytes.data(), bytes.size());
+  for (auto& [start, block] : on_device.made) {
+    auto it = contents.find(start);
+    if (it != contents.end() && it->second.size() == block.size) std::memcpy(start, it->second.data(), block.size);
+    else std::memset(start, GARBAGE, block.size);
   }
 }
 

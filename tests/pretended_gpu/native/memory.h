@@ -27,7 +27,7 @@ int64_t allocated_bytes(c10::DeviceIndex index);
 // What a graph allocates while it is captured is its own for good.
 void keep_new_blocks(bool keep);
 
-// The contents of all blocks on all GPUs, and back: a capture runs nothing.
+// The contents of all blocks on all GPUs, and back; newer blocks hold garbage then: a capture runs nothing.
 using Contents = std::unordered_map<char*, std::string>;
 Contents contents();
 void restore(const Contents& contents);
