@@ -105,8 +105,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
 
         Raises: RuntimeError for a scaler's first call if a graph is being captured; torch's errors otherwise.
         """
-        if self._enabled and self._scale is not None and is_captured(self._scale):
-            self._records.replayed = True
+        if self._enabled:
+            self._note_scaling()
         scaled: Outputs = super().scale(outputs)  # type: ignore[call-overload]
         return scaled
 
@@ -156,6 +156,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         state["stage"] = OptState.STEPPED
         # torch refuses to swap a tensor that has a weak reference, as `model.cpu()` does under FSDP2.
         state.pop("first_gradient", None)
+        state.pop("snapshots", None)
         self._records.end_step(state)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:

@@ -79,7 +79,7 @@ def skip_would_corrupt(optimizer: Any) -> bool:
     return any(
         parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
-        if group["momentum"] != 0
+        if group.get("fused") and group.get("momentum")  # a subclass may have other options
         for parameter in group["params"]
     )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAN, INF = 1, 2
 # The layout of a mark: the kinds in the low bits, the generation above.
 _KIND_BITS, _KINDS = 2, NAN | INF
-# How many generations the host keeps: the last skip's, that of gradients left unstepped before, and later ones.
+# How many generations the host keeps: the last skip's, and later ones.
 _GENERATIONS = 4
 
 # Parameters by index (below 0: none), and for each a row of marks, as in `GradTable.bits`.
@@ -44,9 +44,6 @@ class OverflowMarks:
         self._archived: dict[torch.device, Tensor] = {}  # marks from the tables of replaced layouts
         self._replayed: list[_Marks] = []  # tables of such layouts that graphs still write
         self._unmarked: set[torch.device] = set()  # where kernels check gradients without a mark
-        self._unstepped: int | Tensor | None = None  # the generation of gradients left unscaled but not stepped
-        # int64 [2]: that generation, and that of the later step that was skipped for the same gradients; -1: none.
-        self._repeated: Tensor | None = None
 
     def track(self, layouts: Sequence[Layout]) -> None:
         """Use the tables of these layouts from now on; archive the marks in those before."""
@@ -86,43 +83,15 @@ class OverflowMarks:
             if tensor is not None and (kinds := _kinds_in(tensor)):
                 seen[position] = seen.get(position, 0) | kinds
 
-    def note_unstepped(self, generation: int | Tensor) -> None:
-        """Note that an update left the gradients of this generation unscaled but not stepped."""
-        self._unstepped = generation
-
-    def note_repeated_skip(self, generation: int | Tensor, flag: Tensor) -> None:
-        """Note that, if `flag` is set, a step of this generation is skipped for gradients that were left unstepped."""
-        if self._unstepped is not None:
-            again = self._repeated_on(flag.device)
-            both = torch.stack([_number_on(flag.device, number) for number in (self._unstepped, generation)])
-            torch.where(flag != 0, both, again, out=again)  # in place: each replay continues from the one before
-
-    @torch.inference_mode(False)
-    def _repeated_on(self, device: torch.device) -> Tensor:
-        if self._repeated is None or self._repeated.device != device:
-            refuse_capture(device, "a step of gradients unscaled before an update")
-            never = torch.full((2,), -1, dtype=torch.int64, device=device)
-            self._repeated = never if self._repeated is None else self._repeated.to(device)
-        return self._repeated
-
     def of(self, generation: int) -> dict[int, int]:
         """Return the kinds that made steps of this generation skip, by parameter, waiting for the device."""
-        left, again = (-1, -1) if self._repeated is None else self._repeated.tolist()
-        generations = (generation, left) if again == generation else (generation,)
-        kinds: dict[int, int] = {}
-        for position, seen in self._seen_in(generations):
-            kinds[position] = kinds.get(position, 0) | seen
-        return kinds
-
-    def _seen_in(self, generations: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield parameters and kinds; a parameter may come several times."""
-        for generation in generations:
-            yield from self._on_host.get(generation, {}).items()
+        kinds = {**self._on_host.get(generation, {})}
         for positions, bits in self._marked():
             for position, row in zip(positions, bits.tolist(), strict=True):
                 for each in row:
-                    if position >= 0 and each & _KINDS and each >> _KIND_BITS in generations:
-                        yield position, each & _KINDS
+                    if position >= 0 and each & _KINDS and each >> _KIND_BITS == generation:
+                        kinds[position] = kinds.get(position, 0) | each & _KINDS
+        return kinds
 
     def untold(self) -> Iterator[str]:
         """Yield descriptions of gradients that were checked without marks."""
@@ -138,9 +107,7 @@ class OverflowMarks:
 
     def forget(self) -> None:
         """Clear all marks."""
-        self._on_host, self._unstepped = {}, None
-        if self._repeated is not None:
-            self._repeated.fill_(-1)
+        self._on_host = {}
         for _, bits in self._marked():
             bits.zero_()
 
@@ -154,7 +121,6 @@ class OverflowMarks:
             generation: {places[position]: kinds for position, kinds in seen.items() if position in places}
             for generation, seen in other._on_host.items()
         }
-        self._unstepped, self._repeated = other._unstepped, other._repeated
         self._unmarked |= other._unmarked
         for positions, bits in _moved(other._marked(), places):
             self._archive(positions, bits)
@@ -200,8 +166,3 @@ def _moved(marks: Iterable[_Marks], places: Mapping[int, int]) -> Iterator[_Mark
 
 def _kinds_in(tensor: Tensor) -> int:
     return (NAN if tensor.isnan().any() else 0) | (INF if tensor.isinf().any() else 0)
-
-
-def _number_on(device: torch.device, number: int | Tensor) -> Tensor:
-    """Return a number as an int64 tensor on a device; no wait if it is there or on the host."""
-    return number.to(device) if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)

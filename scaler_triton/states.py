@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.flags import Flags, any_flag, as_flag
-from scaler_triton.left_unscaled import first_gradient
+from scaler_triton.left_unscaled import first_gradient, snapshots_of
 from scaler_triton.optimizers import parameters_of, supports_amp_scaling, unwrap, weak
 from scaler_triton.step_state import StepState
 from scaler_triton.verdict import Verdict
@@ -112,6 +112,13 @@ class StatesMixin(ScalerAttributes):
         """Enter the stage UNSCALED: all gradients are unscaled, or some may be."""
         state["stage"] = OptState.UNSCALED  # first: if the next line raises, they must not be divided again
         state["first_gradient"] = first_gradient(state["owner"]())
+
+    def _note_scaling(self) -> None:
+        """Note that a loss is scaled: its backward may write new gradients into the same tensors, a graph's unseen."""
+        if self._scale is not None and is_captured(self._scale):
+            self._records.replayed = True
+        for optimizer in self._awaiting_step():
+            self._state(optimizer)["snapshots"] = snapshots_of(optimizer)
 
     def _skip(self, state: StepState) -> None:
         """Set the flag on all devices of the parameters, so that the step is skipped; needs no verdict and no plan."""

@@ -75,11 +75,6 @@ class Counters:
         """Return the ints or the tensor that hold the values now."""
         return self._values
 
-    def skips(self) -> int | Tensor:
-        """Return a copy of the number of skips, where it is counted; no host wait."""
-        skipped = self._values[SKIPPED]
-        return skipped.clone() if isinstance(skipped, Tensor) else skipped
-
     def set(self, values: Sequence[int]) -> None:
         """Write other values, on the device into the same tensor, which graphs write."""
         self._known = list(values)

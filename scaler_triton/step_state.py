@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import OptState
     from torch.utils.weak import TensorWeakRef
 
+    from scaler_triton.left_unscaled import Snapshot
     from scaler_triton.verdict import Verdict
 
 
@@ -28,6 +29,7 @@ class StepState(TypedDict, total=False):
     skips: bool  # the flag as the host read it
     # Its gradients:
     first_gradient: TensorWeakRef | None  # when they were unscaled; None: there was none
+    snapshots: list[Snapshot | None]  # when a loss was scaled after that
     recalled_flag: Tensor | None  # fp32, shape (): of gradients that an update left unscaled, see Records.recall
     deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
     # Within one call, and after one that raised:

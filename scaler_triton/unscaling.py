@@ -195,12 +195,8 @@ class UnscalingMixin(AgreeingMixin):
         recalled = state.get("recalled_flag")  # of gradients unscaled before the last update
         state.pop("written", None)
         try:
-            if recalled is not None:
-                plan.marks.note_repeated_skip(self._counters.skips(), recalled)
-                flags = {recalled.device: recalled}
-            else:
-                flags = self._check_grads(optimizer, state, plan, verdict.found_inf, unscale)
-            verdict.add(flags.values())
+            flags = self._check_grads(optimizer, state, plan, verdict.found_inf, unscale and recalled is None)
+            verdict.add(flags.values() if recalled is None else [*flags.values(), recalled])
             if agreement is not None:
                 verdict.write_scale(self._scale)
         except BaseException as error:

@@ -12,7 +12,6 @@ import torch
 from helpers import WAYS, assert_same, sgd, started, take_step
 
 from scaler_triton import GradScaler
-from scaler_triton.overflow_marks import OverflowMarks
 from scaler_triton.stats import Counters
 
 # torch's optimizers notice steps beside the captured ones, which is what is compared here.
@@ -292,8 +291,7 @@ def test_nothing_is_made_on_the_device_while_a_graph_is_captured(monkeypatch: py
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     monkeypatch.setattr(scaler, "_scale", SimpleNamespace(device=gpu))
-    marks = OverflowMarks(1)
-    for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu), lambda: marks._repeated_on(gpu)):
+    for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu)):
         with pytest.raises(RuntimeError, match="take one step like it before"):
             first()
     assert scaler._flag_buffers == {}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scaler_triton import GradScaler, batch_ops, settings
 from scaler_triton.kernels import update_scale
 from scaler_triton.kernels.table import GradTable
-from scaler_triton.overflow_marks import INF, OverflowMarks
+from scaler_triton.overflow_marks import INF
 
 TRITON = pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
 SCALE = 8.0
@@ -102,19 +102,6 @@ def test_a_replays_skip_is_told(place: Place) -> None:
         assert scaler.was_skipped(optimizer)
         step(scaler, optimizer)
         assert not scaler.was_skipped(optimizer)
-
-
-def test_what_a_step_after_an_update_skipped_for_stays_where_replays_write_it() -> None:
-    marks, flag = OverflowMarks(1), torch.ones(())
-    marks.note_unstepped(0)
-    marks.note_repeated_skip(1, flag)
-    written = marks._repeated
-    marks.note_repeated_skip(2, flag.zero_())
-    assert marks._repeated is written
-    assert written is not None
-    assert written.tolist() == [0, 1]
-    marks.forget()
-    assert written.tolist() == [-1, -1]
 
 
 @TRITON

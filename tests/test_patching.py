@@ -263,6 +263,12 @@ def test_names_stay_torchs(cls: type) -> None:
     """Composer keys its checkpoints by them."""
     theirs = next(torchs for torchs, ours in OURS.items() if ours is cls)
     assert (cls.__name__, cls.__qualname__) == (theirs.__name__, theirs.__qualname__)
+    messages = []
+    for each in (theirs, cls):
+        with pytest.raises(TypeError) as raised:
+            quietly(each, unknown=1)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
 
 
 # Pickles and copies.

@@ -81,6 +81,28 @@ def test_first_step_skipped_leaves_no_garbage_in_fused_momentum(place: Place) ->
     assert not optimizers.skip_would_corrupt(optimizer)  # without a gradient it is left out
 
 
+class OwnSGD(torch.optim.SGD):
+    """A subclass with buffers of its own, which its own kernel initialises."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": 1.0, **defaults})
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("defaults", [{}, {"momentum": 0.9}])
+def test_an_sgd_of_ones_own_is_called_as_by_torchs_scaler(defaults: dict[str, float]) -> None:
+    for cls in (torch.amp.GradScaler, GradScaler):
+        optimizer, scaler = OwnSGD([torch.nn.Parameter(torch.ones(2))], **defaults), cls("cpu")
+        scaler.scale(optimizer.param_groups[0]["params"][0].sum() * math.inf).backward()
+        scaler.step(optimizer)
+        assert optimizer.calls == 1
+
+
 def test_disabled_passes_everything_through() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

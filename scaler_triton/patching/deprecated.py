@@ -33,3 +33,6 @@ class DeprecatedGradScaler(grad_scaler.GradScaler):
             stacklevel=2,
         )
         super().__init__(self._kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+
+DeprecatedGradScaler.__init__.__qualname__ = "GradScaler.__init__"  # which Python names in its errors

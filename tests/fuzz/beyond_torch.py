@@ -23,6 +23,8 @@ from specification import (
     is_fp16,
     overlaps,
     unwrapped,
+    values_in,
+    values_of,
 )
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
@@ -357,16 +359,6 @@ class FullShardedSpecification(ReportRules, ClippingRules, SetterRules, ExtrasRu
     """Our ShardedGradScaler as it should be."""
 
     allows_fp16 = True
-
-
-def values_in(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient, which may be sparse, sharing its memory."""
-    return gradient._values() if gradient.is_sparse else gradient
-
-
-def values_of(optimizer: Any) -> list[Tensor]:
-    """Return the numbers of all gradients of an optimizer."""
-    return [values_in(gradient) for gradient in gradients_of(optimizer)]
 
 
 def sum_up(parameters: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from specification import gradients_of, is_fp16, parameters_of
+from specification import gradients_of, is_fp16
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
@@ -34,28 +34,23 @@ class Seen:
             self.told[key] = self.told.get(key, 0) | kinds
         self.doubtful |= other.doubtful
 
-    def of(self, keys: set[int]) -> Seen:
-        """Return what was seen in some parameters."""
-        return Seen({key: kinds for key, kinds in self.told.items() if key in keys}, self.doubtful & keys)
-
 
 class ReportRules:
-    """A skip is explained by what was looked at since the skip before; where somebody postponed a step, by that."""
+    """A skip is explained by what was looked at since the skip before; a postponed step looks again."""
 
     tells_sparse = True
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._seen: dict[int, Seen] = {}
-        self._left: dict[int, Seen] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_seen": {}, "_left": {}}
+        return {**super().__getstate__(), "_seen": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if self._enabled:
-            self._seen, self._left = {}, {}
+            self._seen = {}
 
     def _now(self) -> Seen:
         return self._seen.setdefault(self._counters["skipped"], Seen())
@@ -87,21 +82,12 @@ class ReportRules:
         found = {id(p): kinds_in(gradient) for p, gradient in pairs if self.tells_sparse or not gradient.is_sparse}
         return {key: kinds for key, kinds in found.items() if kinds}
 
-    def _now_unstepped(self) -> dict[int, Any]:
-        unstepped = super()._now_unstepped()
-        for key, kept in unstepped.items():
-            if kept is not None:
-                self._left[key] = self._now().of({id(p) for p in parameters_of(self._optimizers[key])})
-        return unstepped
-
     def _recall(self, optimizer: Any) -> None:
         state = self._per_optimizer_states[id(optimizer)]
         before = state["stage"]
         super()._recall(optimizer)
         if before is OptState.READY and state["stage"] is OptState.UNSCALED:
-            left = self._left.pop(id(optimizer), Seen())
-            if any(flag.item() for flag in state["found_inf_per_device"].values()):  # else it explains no skip
-                self._now().add(left)
+            self._now().add(Seen(self._look(optimizer)))
 
     def check_report(self, report: Any, named: Iterable[tuple[str, Tensor]]) -> None:
         """Assert that a report says what it must, and nothing else of these parameters."""

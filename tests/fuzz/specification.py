@@ -150,6 +150,12 @@ class Specification(torch.amp.GradScaler):
         else:
             super()._lazy_init_scale_growth_tracker(dev)
 
+    def scale(self, outputs: Any) -> Any:
+        for key, state in self._per_optimizer_states.items() if self._enabled else ():
+            if state["stage"] is OptState.UNSCALED:
+                state["writes"] = _writes(self._optimizers[key])
+        return super().scale(outputs)
+
     def update(self, new_scale: Any = None) -> None:
         if not self._enabled:
             return
@@ -169,6 +175,8 @@ class Specification(torch.amp.GradScaler):
             if state["stage"] is not OptState.UNSCALED:
                 continue
             optimizer = self._optimizers[key]
+            if "writes" in state and not _same(state["writes"], _writes(optimizer)):
+                continue  # by the backward of a later loss
             if first_gradient(optimizer) is state["first"] is not None:
                 bad = any(flag.item() for flag in state["found_inf_per_device"].values())
                 found = bad or state.get("must_skip", False)
@@ -181,7 +189,11 @@ class Specification(torch.amp.GradScaler):
             flag, writes = kept
             if _same(writes, _writes(optimizer)):
                 departs(18)  # torch unscales them a second time
-                flags = {flag.device: flag}
+                if any(map(overlaps, gradients_of(optimizer))):
+                    self._left_unscaled[id(optimizer)] = kept
+                    raise RuntimeError(OVERLAP)
+                bad = not all(values.isfinite().all() for values in values_of(optimizer))
+                flags = {flag.device: torch.maximum(flag, torch.tensor(float(bad)))}
                 state.update(stage=OptState.UNSCALED, found_inf_per_device=flags, first=first_gradient(optimizer))
 
     def _update_by_flags(self) -> None:
@@ -348,6 +360,16 @@ def is_coalesced_fp16(gradient: Tensor) -> bool:
 def gradients_of(optimizer: Any) -> Iterator[Tensor]:
     """Yield the gradients that there are."""
     return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
+
+
+def values_in(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient, which may be sparse, sharing its memory."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def values_of(optimizer: Any) -> list[Tensor]:
+    """Return the numbers of all gradients of an optimizer."""
+    return [values_in(gradient) for gradient in gradients_of(optimizer)]
 
 
 def first_gradient(optimizer: Any) -> Tensor | None:
