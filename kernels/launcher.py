@@ -110,8 +110,7 @@ class Launch:
         assert self._compiled
         run, function, metadata, current_stream, _ = self._compiled
         stream = current_stream(self._device.index)
-        if stream not in self._streams:
-            self._tell_allocator(args)
+        if stream not in self._streams and self._tell_allocator(args):
             self._streams.add(stream)
         addresses = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
         try:
@@ -123,17 +122,21 @@ class Launch:
             self._compiled = ()
             self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
 
-    def _tell_allocator(self, args: Sequence[Tensor | int]) -> None:
+    def _tell_allocator(self, args: Sequence[Tensor | int]) -> bool:
         """Have it give the tensors' memory to others, once they are freed, only when the current stream is done.
 
-        Else it regards the stream on which they were made, while launches on this one may still be waiting.
+        Else it regards the stream on which they were made, while launches on this one may still be waiting. Of `args`,
+        those of a stream's first launch: what belongs to a table is among them each time.
+
+        Returns: False in a capture; what graphs read is kept for ever.
         """
         if capture_query(self._device)():
-            return  # what graphs read is kept for ever
+            return False
         stream = torch.get_device_module(self._device).current_stream(self._device)
         for tensor in (*self._fixed, *args):
             if isinstance(tensor, Tensor) and not tensor.is_cpu:
                 tensor.record_stream(stream)
+        return True
 
 
 def _handles(compiled: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ class GradTable:
 
     Tensor `t` has `numels[t]` elements, dense in memory from `address[t]` on, in chunks of
     `config.chunk_elements(itemsize)`. The map depends on `numels` only: tensors may move, or be missing, in any
-    step. A table belongs to one stream: the one current in `set_addresses` and in the launches.
+    step. A step's calls are made on one stream; whoever changes it between steps has the new one wait for the old.
 
     Attributes:
         bits: the marks, int32 `[N, GENERATIONS]`, on the device: that of tensor `t` in generation `g` is at

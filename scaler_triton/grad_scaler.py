@@ -18,7 +18,7 @@ from scaler_triton.patching.stand_in import StandIn
 from scaler_triton.step_state import StepState
 from scaler_triton.updating import UpdatingMixin
 
-Outputs = TypeVar("Outputs")
+Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 
 
 class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn):
@@ -30,7 +30,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         step:     optimizer.step() unless flag; a fused optimizer gets scale and flag and does both itself
         update:   scale *= backoff if any flag, scale *= growth after growth_interval steps without one
 
-    Mixed in before a torch scaler class, which supplies `scale`, `get_scale`, `state_dict` and the getters. The other
+    Mixed in before a torch scaler class, which supplies `get_scale`, `state_dict` and the getters. The other
     methods are in the files of the bases:
 
         clipping/clip.py           clip_grad_norm_, by at_once.py or after_unscaling.py
@@ -144,6 +144,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
             state["recalled_flag"] = self._records.recall(optimizer)
         if optimizers.supports_amp_scaling(optimizer) or "deferred" in state:  # then the wrapped one does
             return self._step_with_scale(optimizer, state, args, kwargs)
+        if is_captured(self._scale):
+            raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
@@ -156,7 +158,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         state["stage"] = OptState.STEPPED
         # torch refuses to swap a tensor that has a weak reference, as `model.cpu()` does under FSDP2.
         state.pop("first_gradient", None)
-        state.pop("snapshots", None)
+        state.pop("before_loss", None)
         self._records.end_step(state)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -174,8 +176,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         try:
             result: float | None = step(optimizer, state, args, kwargs)
         except BaseException:
-            if is_captured(self._scale):  # recorded, not run
-                self._abandon_step(optimizer)
+            if is_captured(self._scale):
+                self._forget_recorded(state)
             elif state["stage"] is OptState.READY and state["found_inf_per_device"]:
                 self._enter_unscaled(state)  # the other ranks would not join the reduction of a second check
                 state["must_skip"] = True
@@ -229,9 +231,10 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
             try:
                 return optimizer.step(*args, **kwargs)
             except BaseException:
-                # Unknown which gradients its kernels have divided. The flag stays as agreed.
-                self._enter_unscaled(state)
-                state["must_skip"] = factor is not None
+                if not is_captured(self._scale):
+                    # Unknown which gradients its kernels have divided. The flag stays as agreed.
+                    self._enter_unscaled(state)
+                    state["must_skip"] = factor is not None
                 raise
 
 

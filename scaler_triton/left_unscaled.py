@@ -50,11 +50,26 @@ def first_gradient(optimizer: Any) -> TensorWeakRef | None:
 
     It stands for all of them: `zero_grad()` drops them all. A snapshot of each would cost time in every step.
     """
+    gradient = _first(optimizer)
+    return None if gradient is None else TensorWeakRef(_held(gradient))
+
+
+def _first(optimizer: Any) -> Tensor | None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (gradient := getattr(parameter, "grad", None)) is not None:  # the plan refuses non-tensors
-                return TensorWeakRef(_held(gradient))
+                return gradient  # type: ignore[no-any-return]
     return None
+
+
+def first_snapshot(optimizer: Any) -> Snapshot | None:
+    """Return a snapshot of an optimizer's first gradient, None if it has none."""
+    return _snapshot(_first(optimizer))
+
+
+def is_first(optimizer: Any, snapshot: Snapshot | None) -> bool:
+    """Tell whether an optimizer's first gradient is the same as in `first_snapshot`, not written since."""
+    return snapshot is not None and snapshot.is_of(_first(optimizer))
 
 
 def has_first_gradient(optimizer: Any, first: TensorWeakRef | None) -> bool:

@@ -9,7 +9,7 @@ if not torch.distributed.is_available():
 
 from torch.distributed.fsdp import sharded_grad_scaler as _torch_sharded
 
-from scaler_triton.grad_scaler import ScalerMixin
+from scaler_triton.grad_scaler import Outputs, ScalerMixin
 
 
 class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
@@ -68,3 +68,10 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
             max_consecutive_skips=max_consecutive_skips,
             check_unscaled=check_unscaled,
         )
+
+    def scale(self, outputs: Outputs) -> Outputs:
+        """As `GradScaler.scale`, but in each output's dtype; can be compiled with `fullgraph=True`, as torch's."""
+        if torch.compiler.is_compiling():
+            scaled: Outputs = _torch_sharded.ShardedGradScaler.scale(self, outputs)  # type: ignore[call-overload]
+            return scaled
+        return super().scale(outputs)

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.flags import Flags, any_flag, as_flag
-from scaler_triton.left_unscaled import first_gradient, snapshots_of
+from scaler_triton.left_unscaled import first_gradient, first_snapshot
 from scaler_triton.optimizers import parameters_of, supports_amp_scaling, unwrap, weak
 from scaler_triton.step_state import StepState
 from scaler_triton.verdict import Verdict
@@ -112,18 +112,26 @@ class StatesMixin(ScalerAttributes):
         """Enter the stage UNSCALED: all gradients are unscaled, or some may be."""
         state["stage"] = OptState.UNSCALED  # first: if the next line raises, they must not be divided again
         state["first_gradient"] = first_gradient(state["owner"]())
+        state.setdefault("captured", is_captured(self._scale))
 
     def _note_scaling(self) -> None:
         """Note that a loss is scaled: its backward may write new gradients into the same tensors, a graph's unseen."""
         if self._scale is not None and is_captured(self._scale):
             self._records.replayed = True
-        for optimizer in self._awaiting_step():
-            self._state(optimizer)["snapshots"] = snapshots_of(optimizer)
+        for state in [*self._per_optimizer_states.values()]:
+            if state.get("stage") is OptState.UNSCALED and "owner" in state and "before_loss" not in state:
+                owner = state["owner"]()
+                state["before_loss"] = None if owner is None else first_snapshot(owner)
+
+    def _forget_recorded(self, state: StepState) -> None:
+        """After a failure in a capture: what was recorded has not been done. What was done before it stays."""
+        if state.get("captured", True):
+            self._abandon_step(state["owner"]())
 
     def _skip(self, state: StepState) -> None:
         """Set the flag on all devices of the parameters, so that the step is skipped; needs no verdict and no plan."""
-        if is_captured(self._scale):  # recorded, not run: no gradient has been written, nor would a flag be
-            self._abandon_step(state["owner"]())
+        if is_captured(self._scale):  # no gradient has been written, nor would a flag be
+            self._forget_recorded(state)
             return
         self._enter_unscaled(state)  # first: gradients may have been written, even if no flag can be made below
         state["found_inf_per_device"] = {}

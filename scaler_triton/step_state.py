@@ -29,7 +29,8 @@ class StepState(TypedDict, total=False):
     skips: bool  # the flag as the host read it
     # Its gradients:
     first_gradient: TensorWeakRef | None  # when they were unscaled; None: there was none
-    snapshots: list[Snapshot | None]  # when a loss was scaled after that
+    before_loss: Snapshot | None  # of the same one, when a loss was scaled after that; None: there was none
+    captured: bool  # whether they were unscaled in a capture
     recalled_flag: Tensor | None  # fp32, shape (): of gradients that an update left unscaled, see Records.recall
     deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
     # Within one call, and after one that raised:

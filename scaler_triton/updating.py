@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import batch_ops, dispatch, limits, reference_update
 from scaler_triton.cuda_graphs import is_captured, refuse_capture
-from scaler_triton.left_unscaled import has_first_gradient, leave_unscaled, unchanged_since
+from scaler_triton.left_unscaled import has_first_gradient, is_first, leave_unscaled
 from scaler_triton.optimizers import unwrap
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
@@ -143,7 +143,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             return None
         if "first_gradient" in state and not has_first_gradient(owner, state["first_gradient"]):
             return None
-        if "snapshots" in state and not unchanged_since(state["snapshots"], owner):
+        if "before_loss" in state and not is_first(owner, state["before_loss"]):
             return None
         flag = self._flag(state).clone()
         return flag.fill_(1.0) if state.get("must_skip") else flag

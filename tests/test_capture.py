@@ -276,6 +276,35 @@ def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it() -> Non
     assert_same(weight.detach(), torch.full((3,), -1.0, device="cuda"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["unscale_", "deferred clip"])
+def test_what_was_done_before_a_capture_that_fails_stays(how: str) -> None:
+    weights = [torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.full((3,), 4.0, device="cuda")
+    first, other = (torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights)
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    take_step(scaler, first, how)
+    with mock.patch.object(scaler, "step"), mock.patch.object(scaler, "update"):
+        take_step(scaler, other, how)
+    refusing = mock.patch.object(other, "step", side_effect=RuntimeError("not capturable"))
+    with pytest.raises(RuntimeError, match="not capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()), refusing:
+        scaler.step(other)
+    scaler.step(other)
+    assert_same(weights[1].detach(), weights[0].detach())
+
+
+@pytest.mark.gpu
+def test_a_step_that_reads_the_flag_on_the_host_is_refused_in_a_capture() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), started(GradScaler, "cuda", init_scale=4.0)
+    weight.grad = torch.full((3,), 4.0, device="cuda")
+    with pytest.raises(RuntimeError, match="use fused=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    assert_same(weight.detach(), torch.zeros(3, device="cuda"))
+
+
 def test_trackers_are_compared_to_the_bit() -> None:
     """Without a GPU, too: what compares the runs above must take all of their states."""
     tracker = torch.tensor(3, dtype=torch.int32)

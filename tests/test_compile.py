@@ -25,6 +25,7 @@ from compile_cases import (
 from helpers import Place, assert_same, places
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 from scaler_triton import GradScaler, ShardedGradScaler, untraced
 
@@ -199,9 +200,19 @@ def test_every_method_of_ours_is_left_alone(cls: type) -> None:
         if function.__module__.startswith("scaler_triton") and not name.startswith("__")
     }
     assert {"unscale_", "step", "update", "clip_grad_norm_", "stats", "overflow_report"} < set(methods)
-    for function in methods.values():
+    assert "scale" in methods
+    for function in {*methods.values()} - {ShardedGradScaler.scale}:  # which torch compiles
         assert inspect.getattr_static(function, "_torchdynamo_disable")
         assert not hasattr(function, "__wrapped__")  # it costs nothing
+
+
+def test_a_full_graph_scales_a_loss_as_with_torchs_sharded_scaler() -> None:
+    for cls in (TorchSharded, ShardedGradScaler):
+        scaler: Any = cls("cpu", init_scale=8.0)
+        loss = scaler.scale(torch.ones(()))
+        with fresh_compiler():
+            compiled = torch.compile(scaler.scale, backend="eager", fullgraph=True)
+            assert compiled(torch.ones(())).item() == loss.item() == 8.0
 
 
 def test_setters_within_a_compiled_function() -> None:

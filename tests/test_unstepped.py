@@ -205,11 +205,12 @@ def test_18_gradients_that_came_between_unscaling_and_update_are_scaled(kind: st
     assert only(optimizer).tolist() == [0.0 if math.isnan(value) else -0.5 * value / SCALE] * 3
 
 
+@pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("value", [24.0, math.inf])
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 def test_18_gradients_that_backward_wrote_into_the_same_tensors_are_scaled(
-    kind: str, value: float, clips: bool
+    kind: str, value: float, clips: bool, losses: int
 ) -> None:
     """As under DDP's `gradient_as_bucket_view`, or where gradients are set to zero."""
     optimizer = optimizer_of(kind, "cpu")
@@ -218,7 +219,10 @@ def test_18_gradients_that_backward_wrote_into_the_same_tensors_are_scaled(
     if clips:
         torch.nn.utils.clip_grad_norm_(only(optimizer), 1.0)
     optimizer.zero_grad(set_to_none=False)
-    scaler.scale((only(optimizer) * value / SCALE).sum()).backward()
+    for number in range(losses):
+        loss = scaler.scale((only(optimizer) * value / SCALE).sum())
+        if number == 0:
+            loss.backward()
     scaler.update()
     scaler.step(optimizer)
     scaler.update()
@@ -235,6 +239,21 @@ def test_18_gradients_that_were_clipped_before_another_loss_are_divided_once(kin
     clipped = only(optimizer).grad.clone()  # type: ignore[union-attr]
     other.zero_grad()
     scaler.scale(only(other).sum()).backward()
+    scaler.step(other)
+    scaler.update()
+    scaler.step(optimizer)
+    assert only(optimizer).tolist() == (-0.5 * clipped).tolist()
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_18_clipping_after_another_loss_is_no_sign_of_new_gradients(kind: str) -> None:
+    optimizer, other = optimizer_of(kind, "cpu"), optimizer_of("plain", "cpu")
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=100)
+    scaler.unscale_(optimizer)
+    other.zero_grad()
+    scaler.scale(only(other).sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0, parameters=[only(optimizer)])
+    clipped = only(optimizer).grad.clone()  # type: ignore[union-attr]
     scaler.step(other)
     scaler.update()
     scaler.step(optimizer)

@@ -14,7 +14,7 @@ from scaler_triton.clipping import reference_clip, reference_norm
 from scaler_triton.clipping.arguments import Request
 from scaler_triton.clipping.parts import Part, PartsMixin, all_parameters
 from scaler_triton.clipping.rank_norms import local_gradients, multiply_, norm_of_terms, terms_of_norm, unknown_terms
-from scaler_triton.left_unscaled import has_first_gradient
+from scaler_triton.left_unscaled import first_snapshot, has_first_gradient, is_first
 
 if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
@@ -26,6 +26,7 @@ class AfterUnscalingMixin(PartsMixin):
     def _clip_after_unscaling(self, parts: Sequence[Part], agreement: Agreement | None, request: Request) -> Tensor:
         try:
             self._unscale_each(parts, agreement)
+            same = [part for part in parts if is_first(part.optimizer, part.state.get("before_loss"))]
             gradients, terms = self._measure_unscaled(parts, request)
         except Exception:
             if agreement is not None:
@@ -40,6 +41,8 @@ class AfterUnscalingMixin(PartsMixin):
             refused = request.error_if_nonfinite and not math.isfinite(norm.item())
             if not refused:
                 multiply_(gradients, reference_clip.coefficient(flag, norm, request.max_norm))
+            for part in same:  # else this write would be taken for that loss's backward
+                part.state["before_loss"] = first_snapshot(part.optimizer)
         except BaseException:
             for part in parts:
                 self._skip(part.state)

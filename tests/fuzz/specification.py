@@ -153,7 +153,7 @@ class Specification(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         for key, state in self._per_optimizer_states.items() if self._enabled else ():
             if state["stage"] is OptState.UNSCALED:
-                state["writes"] = _writes(self._optimizers[key])
+                state.setdefault("before_loss", _first_write(self._optimizers[key]))
         return super().scale(outputs)
 
     def update(self, new_scale: Any = None) -> None:
@@ -175,7 +175,7 @@ class Specification(torch.amp.GradScaler):
             if state["stage"] is not OptState.UNSCALED:
                 continue
             optimizer = self._optimizers[key]
-            if "writes" in state and not _same(state["writes"], _writes(optimizer)):
+            if "before_loss" in state and not _same(state["before_loss"], _first_write(optimizer)):
                 continue  # by the backward of a later loss
             if first_gradient(optimizer) is state["first"] is not None:
                 bad = any(flag.item() for flag in state["found_inf_per_device"].values())
@@ -381,6 +381,10 @@ def _writes(optimizer: Any) -> list[tuple[Tensor, int] | None]:
     """What tells whether gradients are the same ones, not written since: the objects, and torch's count of writes."""
     gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     return [None if gradient is None else (gradient, gradient._version) for gradient in gradients]
+
+
+def _first_write(optimizer: Any) -> list[tuple[Tensor, int] | None]:
+    return [each for each in _writes(optimizer) if each is not None][:1]
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:

@@ -122,14 +122,14 @@ def test_the_allocator_is_told_once_of_each_stream_that_launches():
     flag, counts = torch.zeros((), device=DEVICE), []
     ours, other = torch.cuda.current_stream(), torch.cuda.Stream()
     other.wait_stream(ours)
-    for stream in (ours, ours, other, other, ours):
-        with Recorded() as recorded, torch.cuda.stream(stream):
+    for stream in (ours, None, ours, other, other, ours):
+        with Recorded() as recorded, torch.cuda.stream(stream) if stream else torch.cuda.graph(torch.cuda.CUDAGraph()):
             launch_check_nonfinite(table, flag)
         counts.append(recorded.count)
     told = len(
         (table.addresses, table.numels, table.chunk_tensors, table.chunk_indices, table.bits, flag, table.generation)
     )
-    assert counts == [told, told, told, 0, 0]  # the first launch is Triton's own
+    assert counts == [told, 0, told, told, 0, 0]  # the first is Triton's own, the second captured
 
 
 @pytest.mark.gpu

@@ -10,6 +10,12 @@ MUTANTS = [
     Mutant(_S + "clipping/after_unscaling.py", "first = first or error", "raise", CLIPPED),
     Mutant(_S + "clipping/after_unscaling.py", "self._enter_unscaled(part.state)", "pass", UNSTEPPED),
     Mutant(
+        _S + "clipping/after_unscaling.py",
+        'part.state["before_loss"] = first_snapshot(part.optimizer)',
+        "pass",
+        UNSTEPPED,
+    ),
+    Mutant(
         _S + "clipping/after_unscaling.py", 'state["found_inf_per_device"] = {each: flag', "flag = {each: flag", CLIP
     ),
     Mutant(_S + "clipping/arguments.py", "!= len(several) or not several", "== 0", CLIP),
