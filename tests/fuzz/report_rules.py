@@ -43,9 +43,10 @@ class ReportRules:
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._seen: dict[int, Seen] = {}
+        self._kept: list[Tensor] = []  # whatever was looked at: no other parameter may get its id
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_seen": {}}
+        return {**super().__getstate__(), "_seen": {}, "_kept": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -78,6 +79,7 @@ class ReportRules:
     def _look(self, optimizer: Any) -> Kinds:
         """Return the kinds in gradients that hold any."""
         holders = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._kept += holders
         pairs = zip(holders, gradients_of(optimizer), strict=True)
         found = {id(p): kinds_in(gradient) for p, gradient in pairs if self.tells_sparse or not gradient.is_sparse}
         return {key: kinds for key, kinds in found.items() if kinds}
