@@ -260,6 +260,29 @@ def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
 
 
 @pytest.mark.gpu
+def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    scaler, loss = started(GradScaler, "cuda", init_scale=4.0), torch.ones((), device="cuda")
+
+    def step() -> None:
+        scaler.scale(loss)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
+
+    weight.grad = torch.full((3,), 8.0, device="cuda")
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    weight.grad.fill_(8.0)
+    graph.replay()
+    assert_same(weight.detach(), torch.full((3,), -3.0, device="cuda"))
+
+
+@pytest.mark.gpu
 def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it() -> None:
     weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
