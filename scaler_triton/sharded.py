@@ -70,7 +70,15 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
         )
 
     def scale(self, outputs: Outputs) -> Outputs:
-        """As `GradScaler.scale`, but in each output's dtype; can be compiled with `fullgraph=True`, as torch's."""
+        """Return the outputs times the scale, each in its own dtype; can be compiled with `fullgraph=True`, as torch's.
+
+        Args:
+            outputs: a loss, or an iterable of them, of any shape and dtype, on a device of torch's choice; read.
+
+        Returns: the products; the outputs themselves on a disabled scaler.
+
+        Raises: as `GradScaler.scale`.
+        """
         if torch.compiler.is_compiling():
             scaled: Outputs = _torch_sharded.ShardedGradScaler.scale(self, outputs)  # type: ignore[call-overload]
             return scaled
