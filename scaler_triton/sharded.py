@@ -73,7 +73,7 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
         """Return the outputs times the scale, each in its own dtype; can be compiled with `fullgraph=True`, as torch's.
 
         Args:
-            outputs: a loss, or an iterable of them, of any shape and dtype, on a device of torch's choice; read.
+            outputs: a loss, or an iterable of them, of any shape and dtype, on any device but meta; read.
 
         Returns: the products; the outputs themselves on a disabled scaler.
 
