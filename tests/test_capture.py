@@ -239,15 +239,21 @@ def test_gradients_that_a_graph_wrote_anew_are_scaled(fused: bool, replay_before
     assert_same(weight.detach(), torch.full((3,), -2.0, device="cuda"))
 
 
-@pytest.mark.gpu
-def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
-    """A replay finds other gradients."""
+def after_a_step() -> tuple[Any, torch.optim.Optimizer, GradScaler]:
+    """Return a weight, its fused optimizer and a scaler at 4, after a step that took the weight from 1 to 0."""
     weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
     scaler = started(GradScaler, "cuda", init_scale=4.0)
     weight.grad = torch.full((3,), 4.0, device="cuda")
     scaler.step(optimizer)
     scaler.update()
+    return weight, optimizer, scaler
+
+
+@pytest.mark.gpu
+def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
+    """A replay finds other gradients."""
+    weight, optimizer, scaler = after_a_step()
     scaler.unscale_(optimizer)
     scaler.update()
     graph = torch.cuda.CUDAGraph()
@@ -284,13 +290,8 @@ def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once() -> None
 
 @pytest.mark.gpu
 def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it() -> None:
-    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
-    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
-    scaler = started(GradScaler, "cuda", init_scale=4.0)
-    weight.grad = torch.full((3,), 4.0, device="cuda")
-    scaler.step(optimizer)
-    scaler.update()
-    weight.grad.fill_(4.0)  # a fused optimizer has divided it
+    weight, optimizer, scaler = after_a_step()
+    weight.grad.fill_(4.0)  # the fused optimizer has divided it
     refusing = mock.patch.object(optimizer, "step", side_effect=RuntimeError("not capturable"))
     with pytest.raises(RuntimeError, match="not capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()), refusing:
         scaler.step(optimizer)
