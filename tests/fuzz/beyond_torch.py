@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from optimizer_contents import first_gradient, gradients_of, is_fp16, overlaps, values_in, values_of
 from report_rules import ReportRules
 from setter_rules import SetterRules
 from specification import (
@@ -18,13 +19,7 @@ from specification import (
     ShardedSpecification,
     Specification,
     departs,
-    first_gradient,
-    gradients_of,
-    is_fp16,
-    overlaps,
     unwrapped,
-    values_in,
-    values_of,
 )
 from torch import Tensor
 from torch.amp.grad_scaler import OptState

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from specification import gradients_of, is_fp16
+from optimizer_contents import gradients_of, is_fp16
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 

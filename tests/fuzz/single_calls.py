@@ -7,7 +7,7 @@ import pickle
 from typing import Any
 
 import torch
-from specification import parameters_of
+from optimizer_contents import parameters_of
 from worlds import GradientSpec, ParameterSpec, World, half_of
 
 

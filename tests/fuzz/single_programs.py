@@ -12,6 +12,7 @@ from beyond_torch import FullSpecification
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from optimizer_contents import parameters_of
 from setter_rules import limits_of, set_to, settings_of_ours
 from single_calls import (
     asked,
@@ -46,7 +47,7 @@ from single_strategies import (
     scales,
     state_dicts,
 )
-from specification import Refused, parameters_of
+from specification import Refused
 from worlds import (
     BucketSpec,
     ClipSpec,

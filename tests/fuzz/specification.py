@@ -7,10 +7,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from optimizer_contents import (
+    first_gradient,
+    first_write_of,
+    gradients_of,
+    is_coalesced_fp16,
+    is_fp16,
+    lacks_momentum,
+    overlaps,
+    parameters_of,
+    same_writes,
+    values_of,
+    writes_of,
+)
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
@@ -153,7 +165,7 @@ class Specification(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         for key, state in self._per_optimizer_states.items() if self._enabled else ():
             if state["stage"] is OptState.UNSCALED:
-                state.setdefault("before_loss", _first_write(self._optimizers[key]))
+                state.setdefault("before_loss", first_write_of(self._optimizers[key]))
         return super().scale(outputs)
 
     def update(self, new_scale: Any = None) -> None:
@@ -175,19 +187,19 @@ class Specification(torch.amp.GradScaler):
             if state["stage"] is not OptState.UNSCALED:
                 continue
             optimizer = self._optimizers[key]
-            if "before_loss" in state and not _same(state["before_loss"], _first_write(optimizer)):
+            if "before_loss" in state and not same_writes(state["before_loss"], first_write_of(optimizer)):
                 continue  # by the backward of a later loss
             if first_gradient(optimizer) is state["first"] is not None:
                 bad = any(flag.item() for flag in state["found_inf_per_device"].values())
                 found = bad or state.get("must_skip", False)
-                kept[key] = (torch.tensor(float(found)), _writes(optimizer))
+                kept[key] = (torch.tensor(float(found)), writes_of(optimizer))
         return kept
 
     def _recall(self, optimizer: Any) -> None:
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY and (kept := self._left_unscaled.pop(id(optimizer), None)):
             flag, writes = kept
-            if _same(writes, _writes(optimizer)):
+            if same_writes(writes, writes_of(optimizer)):
                 departs(18)  # torch unscales them a second time
                 if any(map(overlaps, gradients_of(optimizer))):
                     self._left_unscaled[id(optimizer)] = kept
@@ -292,7 +304,7 @@ class Specification(torch.amp.GradScaler):
         ready = state["stage"] is OptState.READY
         if ready:
             self._check_inf_per_device(optimizer)
-        if _lacks_momentum(optimizer) and any(flag.item() for flag in state["found_inf_per_device"].values()):
+        if lacks_momentum(optimizer) and any(flag.item() for flag in state["found_inf_per_device"].values()):
             departs(14)
             state["stage"] = OptState.STEPPED
             return None
@@ -347,80 +359,9 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer
 
 
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return an optimizer's parameters."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def is_coalesced_fp16(gradient: Tensor) -> bool:
-    """Tell whether it is sparse and in fp16, without duplicates."""
-    return is_fp16(gradient) and gradient.is_sparse and gradient.is_coalesced()
-
-
-def gradients_of(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the gradients that there are."""
-    return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
-
-
-def values_in(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient, which may be sparse, sharing its memory."""
-    return gradient._values() if gradient.is_sparse else gradient
-
-
-def values_of(optimizer: Any) -> list[Tensor]:
-    """Return the numbers of all gradients of an optimizer."""
-    return [values_in(gradient) for gradient in gradients_of(optimizer)]
-
-
-def first_gradient(optimizer: Any) -> Tensor | None:
-    """The first gradient; if another one is in its place all are others, which no `unscale_` has seen."""
-    return next(gradients_of(optimizer), None)
-
-
-def _writes(optimizer: Any) -> list[tuple[Tensor, int] | None]:
-    """What tells whether gradients are the same ones, not written since: the objects, and torch's count of writes."""
-    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    return [None if gradient is None else (gradient, gradient._version) for gradient in gradients]
-
-
-def _first_write(optimizer: Any) -> list[tuple[Tensor, int] | None]:
-    return [each for each in _writes(optimizer) if each is not None][:1]
-
-
-def _same(before: list[Any], now: list[Any]) -> bool:
-    return len(before) == len(now) and all(
-        (one is None and other is None) or (one and other and one[0] is other[0] and one[1] == other[1])
-        for one, other in zip(before, now, strict=True)
-    )
-
-
-def is_fp16(gradient: Tensor) -> bool:
-    """Tell whether GradScaler refuses to unscale it."""
-    return gradient.dtype is torch.float16
-
-
-def overlaps(gradient: Tensor) -> bool:
-    """Tell whether elements share memory."""
-    if gradient.layout is not torch.strided or not gradient.numel():
-        return False
-    return any(stride == 0 < size - 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
-
-
 def _sum_in_fp32(optimizer: Any) -> None:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse and is_fp16(gradient) and not gradient.is_coalesced():
             departs(FP16_SUMS)
             parameter.grad = gradient.float().coalesce().half()
-
-
-def _lacks_momentum(optimizer: Any) -> bool:
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
-    return any(
-        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        if group["momentum"]
-        for parameter in group["params"]
-        if parameter.grad is not None
-    )
