@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -15,13 +15,12 @@ from scaler_triton.clipping.clip import ClippingMixin
 from scaler_triton.copying import CopyingMixin
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.patching.stand_in import StandIn
+from scaler_triton.scaling import ScalingMixin
 from scaler_triton.step_state import StepState
 from scaler_triton.updating import UpdatingMixin
 
-Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 
-
-class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn):
+class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, metaclass=StandIn):
     """One step of dynamic loss scaling.
 
     READY --unscale_--> UNSCALED --step--> STEPPED --update--> READY, for each optimizer, where
@@ -39,6 +38,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         overflow.py                overflow_report
         unscaling.py               unscale_, _check_inf_per_device
         copying.py                 copy, deepcopy, pickle
+        scaling.py                 scale
         agreeing.py, states.py     which ranks must agree; an optimizer's state and its flag
         attributes.py              every attribute, with its type
     """
@@ -94,21 +94,6 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, metaclass=StandIn)
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
         self._warned_fsdp1 = self._warned_apart = False
-
-    def scale(self, outputs: Outputs) -> Outputs:
-        """Return the outputs times the scale; themselves on a disabled scaler.
-
-        Args:
-            outputs: a loss, or an iterable of them, of any shape, dtype and device; read.
-
-        Returns: the products, in torch's dtypes: `ShardedGradScaler` keeps that of each output.
-
-        Raises: RuntimeError for a scaler's first call if a graph is being captured; torch's errors otherwise.
-        """
-        if self._enabled:
-            self._note_scaling()
-        scaled: Outputs = super().scale(outputs)  # type: ignore[call-overload]
-        return scaled
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.

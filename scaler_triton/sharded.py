@@ -9,7 +9,8 @@ if not torch.distributed.is_available():
 
 from torch.distributed.fsdp import sharded_grad_scaler as _torch_sharded
 
-from scaler_triton.grad_scaler import Outputs, ScalerMixin
+from scaler_triton.grad_scaler import ScalerMixin
+from scaler_triton.scaling import Outputs
 
 
 class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.flags import Flags, any_flag, as_flag
-from scaler_triton.left_unscaled import first_gradient, first_snapshot
+from scaler_triton.left_unscaled import first_gradient
 from scaler_triton.optimizers import parameters_of, supports_amp_scaling, unwrap, weak
 from scaler_triton.step_state import StepState
 from scaler_triton.verdict import Verdict
@@ -113,15 +113,6 @@ class StatesMixin(ScalerAttributes):
         state["stage"] = OptState.UNSCALED  # first: if the next line raises, they must not be divided again
         state["first_gradient"] = first_gradient(state["owner"]())
         state.setdefault("captured", is_captured(self._scale))
-
-    def _note_scaling(self) -> None:
-        """Note that a loss is scaled: its backward may write new gradients into the same tensors, a graph's unseen."""
-        if self._scale is not None and is_captured(self._scale):
-            self._records.replayed = True
-        for state in [*self._per_optimizer_states.values()]:
-            if state.get("stage") is OptState.UNSCALED and "owner" in state and "before_loss" not in state:
-                owner = state["owner"]()
-                state["before_loss"] = None if owner is None else first_snapshot(owner)
 
     def _forget_recorded(self, state: StepState) -> None:
         """After a failure in a capture: what was recorded has not been done. What was done before it stays."""

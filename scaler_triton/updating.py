@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import batch_ops, dispatch, limits, reference_update
-from scaler_triton.cuda_graphs import is_captured, refuse_capture
+from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.left_unscaled import has_first_gradient, is_first, leave_unscaled
 from scaler_triton.optimizers import unwrap
 from scaler_triton.overflow import OverflowMixin
@@ -197,26 +195,3 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                 "torch.FloatTensor with requires_grad=False."
             )
         return limits.check_within(new_scale, "new_scale", self._limits)
-
-    def _get_scale_async(self) -> Tensor | None:
-        return getattr(self, "_scale", None)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
-        device = torch.device(dev)
-        if getattr(self, "_scale", None) is None:
-            refuse_capture(device, "a scaler's first scale")  # a replay would set it anew
-        # Within torch.func's transforms they would have no address; updates outside inference mode must write them.
-        with torch.inference_mode(False), _outside_transforms():
-            if getattr(self, "_scale", None) is None:  # a disabled scaler has no such attribute
-                self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
-            if getattr(self, "_growth_tracker", None) is None:
-                self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
-
-
-def _outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context outside torch.func's transforms, by a private function of torch; a null one without it."""
-    module = sys.modules.get("torch._functorch.pyfunctorch")
-    leave: Callable[[], Any] = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)
-    context: AbstractContextManager[Any] = leave()
-    return context

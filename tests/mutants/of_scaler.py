@@ -152,7 +152,8 @@ MUTANTS = [
     Mutant(
         _S + "settings.py", "for device in self._device_policies:", "for device in ():", "tests/test_capture_state.py"
     ),
-    Mutant(_S + "states.py", ' and "before_loss" not in state:', ":", UNSTEPPED),
+    Mutant(_S + "scaling.py", "and (self._per_optimizer_states or", "and (False or", UNSTEPPED),
+    Mutant(_S + "scaling.py", ' and "before_loss" not in state:', ":", UNSTEPPED),
     Mutant(_S + "states.py", "verdict.in_step = True", "pass", "tests/test_patterns_in_the_wild.py"),
     Mutant(_S + "stats.py", "if values[UPDATES] >= self._known[UPDATES]:", "if True:", STATS),
     Mutant(_S + "unscaling.py", ' or state["verdict"].shared', "", CLIP),
@@ -200,7 +201,7 @@ MUTANTS = [
         "except BaseException:\n            pass",
         RANKS,
     ),
-    Mutant(_S + "updating.py", 'if getattr(self, "_growth_tracker", None) is None:', "if True:", CONTRACT),
+    Mutant(_S + "scaling.py", 'if getattr(self, "_growth_tracker", None) is None:', "if True:", CONTRACT),
     Mutant(_S + "updating.py", "new_scale = self._checked_scale(new_scale)\n", "pass\n", DIFFERENCES),
     Mutant(_S + "updating.py", 'is_first(owner, state["before_loss"])', "True", UNSTEPPED),
     Mutant(_S + "updating.py", "not (captured or verdict in", "not (False or verdict in", CAPTURED),
