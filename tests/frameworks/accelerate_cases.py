@@ -206,6 +206,16 @@ def train(rank: int, sharding: str, name: str, overflows: Collection[int], steps
         return Job(rank, sharding, name, **options).train(range(steps), overflows, max_norm)
 
 
+def prepared(rank: int, sharding: str) -> tuple[str, str, str]:
+    """Return the types of the model and of a parameter, and in which dtype a layer answers."""
+    with launched(rank):
+        job, dtypes = Job(rank, sharding, "adamw"), []
+        layer = next(module for module in job.model.modules() if isinstance(module, nn.Linear))
+        layer.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+        job._backward(0)
+        return type(job.model).__name__, type(next(job.model.parameters())).__name__, str(dtypes[0])
+
+
 @dataclass(frozen=True)
 class Resumed:
     """A run that went on after a checkpoint, and one that started from it."""

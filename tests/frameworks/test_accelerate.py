@@ -218,6 +218,18 @@ def test_skips_are_told(options):
     assert told == [False, False, True, False]
 
 
+def test_accelerate_does_not_see_that_a_fused_optimizer_skips():
+    """If this fails, Accelerate has caught up: say so in docs/accelerate.md."""
+    accelerator = new_accelerator()
+    use_torch(accelerator)
+    layer, optimizer = linear(accelerator, "AdamW", fused=True)
+    before = layer.weight.detach().clone()
+    backward(accelerator, layer, value=float("inf"))
+    optimizer.step()
+    assert torch.equal(layer.weight, before)
+    assert not accelerator.optimizer_step_was_skipped
+
+
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
 def test_an_answer_stays_until_the_next_step(options):
     accelerator = new_accelerator()

@@ -87,9 +87,12 @@ def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> Non
 def test_trains_with_its_defaults(tmp_path):
     trainer = new_trainer(new_model(), tmp_path, (2,))
     scaler = use_scaler_triton(trainer.accelerator, init_scale=256.0)
-    before = weights(trainer)
+    before, dtypes = weights(trainer), set()
+    block = trainer.model.transformer.h[0].mlp.c_fc
+    block.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
     with mock.patch.object(scaler, "clip_grad_norm_", wraps=scaler.clip_grad_norm_) as clip:
         trainer.train()
+    assert dtypes == {torch.float16}
     assert "fused" in trainer.args.optim
     assert type(trainer.optimizer) is _AcceleratedOptimizer
     assert [(call.args[1], call.kwargs["parameters"]) for call in clip.call_args_list] == [(1.0, None)] * STEPS

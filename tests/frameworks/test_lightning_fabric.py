@@ -53,8 +53,9 @@ class Loop:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "sgd-fused"])
-def test_trains_as_fabrics_own_plugin(name: str, optimizer: str) -> None:
-    mine = Loop(name, plugin(name), optimizer).run()
+@pytest.mark.parametrize("whose", ["ours", "fabric's own"])
+def test_trains_as_fabrics_own_plugin(name: str, whose: str, optimizer: str) -> None:
+    mine = Loop(name, plugin(name) if whose == "ours" else fabrics_own(name, cases.ours()), optimizer).run()
     mine.trace.assert_same(Loop(name, fabrics_own(name, cases.theirs()), optimizer).run().trace)
     assert mine.trace.scales == cases.SCALES
 
