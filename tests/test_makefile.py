@@ -189,3 +189,11 @@ def test_every_target_is_listed() -> None:
     known = phony.replace("$(GPU_PARTS)", " ".join(PARTS)).split()
     assert set(targets) == set(known)
     assert {name for name in targets if name not in head} <= {"has-gpu", "sanitize", "style", "clean"}
+
+
+def test_every_change_is_linted_documented_and_tested() -> None:
+    """A warning of the documentation is an error; the tests are those that the front page names."""
+    steps = (ROOT / ".ci/run").read_text().splitlines()
+    assert {"set -euo pipefail", "make lint", "make docs", "timeout 1200 $command"} <= {*steps}
+    docs = subprocess.run(["make", "-n", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "--fail-on-warning" in docs.stdout

@@ -96,3 +96,7 @@ def test_no_block_escapes(page: str) -> None:
     """Such as an indented one, or one that calls its language by another name."""
     fences = re.findall(r"^ *(?:`{3,}|~{3,})[ {]*(?:py|code|sourcecode)", TEXTS[page], re.MULTILINE | re.IGNORECASE)
     assert len(fences) == len(blocks(page))
+
+
+def test_the_front_page_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -11,6 +12,9 @@ from cases import Fault
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from scaler_triton import ops
 
 STEPS, WARM_UP = 6, 3
 
@@ -45,6 +49,20 @@ def whole_step(rank: int, kind: str, name: str, faults: list[Fault], *, compiled
         left.append([float(scaler.get_scale()).hex(), *map(cases.digest, net.parameters())])
     assert bool(counters["stats"]["unique_graphs"]) == compiled
     return left
+
+
+def ops_on_shards(rank: int, *, compiled: bool) -> tuple[list[float], float, float]:
+    """Unscale a DTensor, of which one rank holds an infinity; return this rank's shard, its flag and norm."""
+    warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
+    gradient = DTensor.from_local(torch.tensor([6.0, math.inf if rank == 1 else 8.0]), cases.line(), [Shard(0)])
+
+    def unscale(gradient: DTensor, found_inf: Tensor) -> Tensor:
+        ops.unscale_([gradient], torch.full((), 0.5), found_inf)
+        return ops.grad_norm([gradient])
+
+    found_inf = torch.zeros(())
+    norm = (torch.compile(unscale, backend="aot_eager", fullgraph=True) if compiled else unscale)(gradient, found_inf)
+    return gradient.to_local().tolist(), found_inf.item(), norm.item()
 
 
 def _compiled(step: Any) -> Any:

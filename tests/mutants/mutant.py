@@ -52,6 +52,7 @@ LIGHTNING, LIGHTNING_RANKS = "tests/frameworks/test_lightning_trainer.py", "test
 FABRIC, VERSIONS = "tests/frameworks/test_lightning_fabric.py", "tests/frameworks/test_tested_versions.py"
 STATS, EXTRAS, NORMS = "tests/test_stats.py", "tests/test_policy_extras.py", "tests/test_norms.py"
 TEXT = "tests/test_report_text.py"
+COMPILED_FUZZ = "tests/fuzz/test_compiled_ops.py tests/test_compile_ops.py"
 PATCH_THREADS = "tests/test_patching_threads.py"
 PATCH, PATCHED = "tests/test_patching.py", "tests/distributed/test_patching_ranks.py"
 PRETENDED = "tests/test_pretended_gpu.py"

@@ -9,6 +9,7 @@ from mutant import (
     AUDITED,
     COMPILE,
     COMPILED,
+    COMPILED_FUZZ,
     FABRIC,
     LIGHTNING,
     LIGHTNING_RANKS,
@@ -37,6 +38,13 @@ MUTANTS = [
     Mutant(_S + "auditing/saved_tensors.py", "return STATISTIC if name", 'return "" if name', AUDIT),
     Mutant(_S + "auditing/state.py", "float(scale).hex()", 'f"{scale:g}"', AUDIT),
     Mutant(_S + "compiled.py", 'mutates_args=("grads", "found_inf")', 'mutates_args=("grads",)', COMPILED),
+    Mutant(_S + "compiled.py", "inv_scale=inv_scale, norm_type=norm_type", "inv_scale=inv_scale", COMPILED_FUZZ),
+    Mutant(
+        _S + "ops.py",
+        "compiled.unscale_(_shards(grads)",
+        "compiled.unscale_(list(grads)",
+        "tests/distributed/test_compiled_ranks.py",
+    ),
     Mutant(_S + "compiled.py", "(torch.Tag.cudagraph_unsafe,)", "()", "tests/test_compile_ops.py"),
     Mutant(_S + "integrations/accelerate.py", "self.scaler.was_skipped(self.optimizer)", "False", ACCELERATE),
     Mutant(
