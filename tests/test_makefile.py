@@ -180,6 +180,14 @@ def test_nothing_interrupts_the_report_or_the_end_of_the_process(tmp_path: Path)
     assert "interrupted in 0.0\n" in run.stdout
 
 
+def test_packages_that_a_target_does_not_install_are_not_asked_for() -> None:
+    """With HEAVY=1 a test of theirs fails where they are missing."""
+    lines = re.findall(r"^\tHEAVY=1 .*pytest.*", (ROOT / "Makefile").read_text(), re.M)
+    assert len(lines) == 3
+    for line in lines:
+        assert ("out/peers " in line) != ("--ignore tests/frameworks/peers" in line), line
+
+
 def test_every_target_is_listed() -> None:
     """At the top of the file, where people look, and as no file."""
     text = (ROOT / "Makefile").read_text()

@@ -1,4 +1,7 @@
-"""Tests with the real packages; without them they are left out. HEAVY=1 adds those that take long."""
+"""Tests with the real packages; without them they are left out. HEAVY=1 adds those that take long.
+
+With HEAVY=1 those of peers/, whose packages `make test-frameworks` installs, fail without them.
+"""
 
 from __future__ import annotations
 

@@ -81,6 +81,16 @@ def test_nothing_older_or_newer_is_claimed_than_what_is_run(name, which):
     }
 
 
+def test_pages_name_the_versions_that_are_run_beside_ours():
+    pins = (ROOT / "tests/frameworks/peers/packages.txt").read_text()
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("checkpoints.md", "start.md"))
+    packages = {"Composer": "mosaicml", "open_clip": "open-clip-torch"}
+    named = dict(re.findall(r"(Composer|DeepSpeed|Megatron-Core|MONAI|mmengine|open_clip|timm)\s(\d[.\d]+\d)", text))
+    assert len(named) == 7
+    for name, number in named.items():
+        assert f"\n{packages.get(name, name.lower())}=={number}\n" in pins
+
+
 def test_the_development_environment_asks_for_the_oldest_tested():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     asked = dict(entry.split(">=") for entry in extras["frameworks"])

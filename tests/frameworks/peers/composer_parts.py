@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
 
 import torch
-
-OPS = torch.library.Library("torchvision", "FRAGMENT")
+import vision
 
 
 def make_importable() -> None:
-    """Stand in for two things that Composer imports and nothing here uses.
-
-    The operators of a torchvision that was built for another torch, without which it cannot be imported; and the
-    client of a cloud service.
-    """
+    """Stand in for two things that Composer imports and nothing here uses: torchvision's operators, a client."""
     if importlib.util.find_spec("composer") is None:
         return
     if importlib.util.find_spec("mcli") is None:
         sys.modules.setdefault("mcli", ModuleType("mcli"))
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            OPS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    vision.make_importable()
 
 
 def line() -> Any:
