@@ -104,6 +104,15 @@ def test_a_recipe_does_what_it_says(name: str, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == set(RECIPES[name].leaves)
 
 
+@pytest.mark.heavy
+@pytest.mark.distributed
+def test_accelerates_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
+    """As `accelerate launch` starts it on two GPUs."""
+    recipe = Recipe(("step 3 was skipped", "updates=32, skipped=2,"), ranks=2, needs=("accelerate",))
+    printed = recipe.run("with_accelerate.py", tmp_path, CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
+    assert [text for text in recipe.says if printed.count(text) != 1] == []  # said by one rank only
+
+
 @pytest.mark.distributed
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}  # two ranks even where there is one GPU
