@@ -88,6 +88,11 @@ class Records:
             state.pop("earlier", None)
         self.of(state["owner"]()).last_step = state
 
+    def last_step(self, optimizer: Any) -> StepState | None:
+        """Return what the last step of an optimizer, or of the one in a wrapper, left; None once it is forgotten."""
+        record = self.find(unwrap(optimizer))
+        return None if record is None else record.last_step
+
     def recall(self, optimizer: Any) -> Tensor | None:
         """Return the flag of gradients that an update left unscaled, if they still are; kept until the next update."""
         inner = unwrap(optimizer)

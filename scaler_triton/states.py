@@ -53,10 +53,20 @@ class StatesMixin(ScalerAttributes):
         return any(id(each) in self._per_optimizer_states for each in (optimizer, unwrap(optimizer)))
 
     def _awaiting_step(self) -> list[Any]:
-        """Return the optimizers whose gradients are unscaled and whose step is still to come."""
+        """Return the optimizers whose gradients are unscaled, perhaps since before an update, and not stepped yet."""
         states = self._per_optimizer_states.values()
         owners = [state["owner"]() for state in states if state["stage"] is OptState.UNSCALED and "owner" in state]
-        return [owner for owner in owners if owner is not None]
+        left = [record.owner() for record in self._records.all() if record.left_unscaled is not None]
+        owners += [owner for owner in left if owner is not None and self._records.recall(owner) is not None]
+        return [*{id(owner): owner for owner in owners if owner is not None}.values()]
+
+    def _abandon_steps_of(self, parameters: Iterable[Tensor]) -> None:
+        """Make every optimizer that holds one of the parameters READY again, wherever its step was interrupted."""
+        given = {id(parameter) for parameter in parameters}
+        owners = [state["owner"]() for state in self._per_optimizer_states.values() if "owner" in state]
+        for owner in owners:
+            if owner is not None and any(id(parameter) in given for parameter in parameters_of(owner)):
+                self._abandon_step(owner)
 
     def _abandon_step(self, optimizer: Any) -> None:
         """Make an optimizer READY again, wherever its step was interrupted."""

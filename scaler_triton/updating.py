@@ -13,7 +13,6 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from scaler_triton import batch_ops, dispatch, limits, reference_update
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.left_unscaled import has_first_gradient, is_first, leave_unscaled
-from scaler_triton.optimizers import unwrap
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
@@ -84,11 +83,20 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         """
         if not self._enabled:
             return False
-        record = self._records.find(unwrap(optimizer))
-        state = None if record is None else record.last_step
+        state = self._records.last_step(optimizer)
         if state is None:
             raise ValueError(f"optimizer must have been stepped and not unscaled since, got {type(optimizer).__name__}")
         return self._skips(state)
+
+    def _last_flag(self, optimizer: Any) -> bool | Tensor | None:
+        """Return what `was_skipped` would, without a wait: a copy of the flag if only a GPU knows it; None: nobody."""
+        state = self._records.last_step(optimizer)
+        if state is None:
+            return None
+        verdict = self._verdict(state)
+        if verdict is None or state.get("must_skip") or "skips" in state:
+            return self._skips(state)
+        return verdict.last_found_inf().clone()
 
     def _skips(self, state: StepState) -> bool:
         if state.get("must_skip"):

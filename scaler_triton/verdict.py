@@ -179,8 +179,11 @@ class Verdict:
         """
         if self._compare is not None:
             _check(self._compare, self._status.tolist())
-        flag = self.buffer.last_flags[self.row] if self.buffer is not None and self.saved else self.found_inf
-        return bool(flag.item())
+        return bool(self.last_found_inf().item())
+
+    def last_found_inf(self) -> Tensor:
+        """Return the flag of the last step where it is on the device, until the next one."""
+        return self.buffer.last_flags[self.row] if self.buffer is not None and self.saved else self.found_inf
 
 
 def _identities(flags: Collection[Tensor]) -> list[int | None]:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import scaler_triton
 from scaler_triton import GradScaler, lending
+from scaler_triton.optimizers import parameters_of
 
 BOTH = [torch.amp.GradScaler, GradScaler]
 
@@ -376,9 +377,15 @@ def test_steps_that_an_integration_ends_are_those_it_names() -> None:
         scaler.unscale_(optimizer)
     scaler.step(optimizers[0])
     assert scaler._awaiting_step() == optimizers[1:]
-    scaler._abandon_step(optimizers[1])
+    heir = torch.optim.SGD(optimizers[1].param_groups[0]["params"])  # of the same parameters
+    scaler._abandon_steps_of(parameters_of(heir))
     del optimizer, optimizers[3]
     assert scaler._awaiting_step() == [optimizers[2]]
+    scaler.update()
+    assert scaler._awaiting_step() == [optimizers[2]]  # its gradients are unscaled still
     scaler.unscale_(optimizers[1])
+    assert scaler._awaiting_step() == [optimizers[1], optimizers[2]]
+    optimizers[2].zero_grad()
+    assert scaler._awaiting_step() == [optimizers[1]]
     scaler._abandon_all_steps()
     assert scaler._awaiting_step() == []

@@ -62,6 +62,7 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
     # Partials of functions that can be found by name, so that the accelerator can still be pickled.
     accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
     accelerator.backward = functools.partial(_backward, accelerator)
+    accelerator.unscale_gradients = functools.partial(_unscale_gradients, accelerator)
     if type(accelerator).clip_grad_norm_ is accelerate.Accelerator.clip_grad_norm_:
         accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm, accelerator)
     return scaler
@@ -70,25 +71,32 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
 class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
     """Accelerate's optimizer wrapper with a correct `step_was_skipped`; steps of checkpointing bypass the scaler."""
 
+    _answer: bool | Tensor | None = False  # of `step_was_skipped`; None: nobody has asked since the last step
+
     def step(self, closure: Any = None) -> None:
         """Step through the scaler; directly if `torch.distributed.checkpoint` calls, to initialise the state.
 
         That step, of zero gradients at a learning rate of zero, comes when FSDP2's checkpoints are saved or loaded.
         """
+        if not self.gradient_state.sync_gradients:
+            return
         if not getattr(self.optimizer, "state", None) and _is_called_from(_STATE_MAKER):
             self.optimizer.step()
         else:
             super().step(closure)
+            self._answer = None
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped; waits for the device if the optimizer is fused.
-
-        Between clipping or unscaling and the next step it is the last answer.
-        """
+        """Whether the last step was skipped; waits for the device if the optimizer is fused."""
         with suppress(ValueError):  # not stepped yet, or unscaled since
-            self._is_overflow = self.scaler.was_skipped(self.optimizer)
-        return bool(self._is_overflow)
+            self._answer = self.scaler.was_skipped(self.optimizer)
+        return bool(self._answer)
+
+    def keep_answer(self) -> None:
+        """Keep what unscaling makes the scaler forget, without a wait: on the device if it is known only there."""
+        if self._answer is None:
+            self._answer = self.scaler._last_flag(self.optimizer)
 
 
 def _check(accelerator: Any) -> None:
@@ -142,8 +150,8 @@ def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.prepare_optimizer` with our wrapper; an interrupted step is abandoned."""
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
     optimizer.__class__ = _AcceleratedOptimizer
-    # The Trainer prepares its optimizer in every run, also after one that was interrupted within a step.
-    accelerator.scaler._abandon_step(optimizer)
+    # The Trainer prepares its optimizer in every run, also after one that was interrupted within a step; or a new one.
+    accelerator.scaler._abandon_steps_of(parameters_of(optimizer))
     return optimizer
 
 
@@ -156,6 +164,15 @@ def _backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
         type(accelerator).backward(accelerator, loss, **kwargs)
 
 
+def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
+    """`Accelerator.unscale_gradients`, after which optimizers can still tell whether their last step was skipped."""
+    given = accelerator._optimizers if optimizer is None else optimizer
+    for one in given if isinstance(given, (list, tuple)) else [given]:
+        if isinstance(one, _AcceleratedOptimizer):
+            one.keep_answer()
+    type(accelerator).unscale_gradients(accelerator, optimizer)
+
+
 def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
     """`Accelerator.clip_grad_norm_`, by the scaler: the norm is that of the whole model, however it is sharded.
 
@@ -164,11 +181,13 @@ def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_typ
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     ids = set(map(id, chosen))
-    prepared = {id(one.optimizer): one.optimizer for one in accelerator._optimizers}  # may be prepared repeatedly
-    optimizers = [one for one in prepared.values() if any(id(p) in ids for p in parameters_of(one))]
+    holders = [one for one in accelerator._optimizers if any(id(p) in ids for p in parameters_of(one))]
+    optimizers = [*{id(one.optimizer): one.optimizer for one in holders}.values()]  # may be prepared repeatedly
     if not optimizers or not accelerator.scaler.is_enabled():
         norm: Tensor = type(accelerator).clip_grad_norm_(accelerator, chosen, max_norm, norm_type)
         return norm
+    for one in holders:
+        one.keep_answer()
     rest = None if _holds_all(ids, optimizers) else chosen
     clipped: Tensor = accelerator.scaler.clip_grad_norm_(
         optimizers, float(max_norm), float(norm_type), model=_fsdp1_model(accelerator), parameters=rest

@@ -24,5 +24,6 @@ def refused_between_unscaling_and_step(scaler: Any) -> Iterator[None]:
         if not unchanged_since(snapshots, optimizer):
             raise RuntimeError(
                 f"backward() has written gradients of {type(optimizer).__name__} between clipping, which unscaled "
-                "them, and the step. Clip right before the step; to leave a step out, call the scaler's update()."
+                "them, and the step. Clip right before the step; to leave a step out, call the scaler's update() and "
+                "drop the gradients."
             )

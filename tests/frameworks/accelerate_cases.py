@@ -263,6 +263,16 @@ def save_before_the_first_step(rank: int, sharding: str, name: str, folder: Path
         return before, job.scaler.state_dict()
 
 
+def save_while_accumulating(rank: int, sharding: str, folder: Path | None) -> Report:
+    """Train with two backwards a step, and save between the first two; without a folder, do not save."""
+    with launched(rank):
+        job = Job(rank, sharding, "adamw", gradient_accumulation_steps=2)
+        job.train(range(1), ())
+        if folder is not None:
+            job.accelerator.save_state(str(folder))
+        return job.train(range(1, 6), {3})
+
+
 def state_of(job: Job) -> tuple[dict[str, Any], list[str]]:
     """Return the scaler's state, and digests of the parameters."""
     return job.scaler.state_dict(), [cases.digest(parameter) for parameter in job.model.parameters()]

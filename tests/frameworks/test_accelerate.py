@@ -244,6 +244,41 @@ def test_an_answer_stays_until_the_next_step(options):
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+@pytest.mark.parametrize("by", ["norm", "value", "hand"])
+def test_an_answer_that_nobody_asked_for_is_kept(by, options):
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer, optimizer = linear(accelerator, "AdamW", **options)
+    told = []
+    for value in (float("inf"), 1.0, 1.0):
+        optimizer.zero_grad()
+        backward(accelerator, layer, value=value)
+        with mock.patch.object(accelerator.scaler, "was_skipped", side_effect=AssertionError("asked")):
+            if by == "hand":
+                accelerator.unscale_gradients(optimizer)
+            else:
+                getattr(accelerator, f"clip_grad_{by}_")(layer.parameters(), 1.0)
+        told.append(optimizer.step_was_skipped)
+        optimizer.step()
+    assert told == [False, True, False]
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+def test_an_answer_is_kept_while_gradients_are_accumulated(options):
+    accelerator = new_accelerator(gradient_accumulation_steps=2)
+    use_scaler_triton(accelerator)
+    layer, optimizer = linear(accelerator, "AdamW", **options)
+    told = []
+    for value in (1.0, float("inf"), 1.0, 1.0):
+        with accelerator.accumulate(layer):
+            backward(accelerator, layer, value=value)
+            optimizer.step()
+            told.append(optimizer.step_was_skipped)
+            optimizer.zero_grad()
+    assert told == [False, True, True, False]
+
+
 def test_nobody_asks_but_the_scheduler():
     job = Job(0, "ddp", "adamw-fused")
     with mock.patch.object(job.scaler, "was_skipped", side_effect=AssertionError("asked")):

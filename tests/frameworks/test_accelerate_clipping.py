@@ -175,6 +175,37 @@ def test_an_optimizer_that_was_unscaled_as_a_wrapper_begins_a_new_step_when_prep
     assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+def test_a_new_optimizer_begins_a_new_step_where_another_was_interrupted(options):
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    layer, interrupted = linear(accelerator, "AdamW", **options)
+    backward(accelerator, layer)
+    accelerator.clip_grad_norm_(layer.parameters(), 1.0)
+    accelerator.free_memory()
+    heir = accelerator.prepare(torch.optim.AdamW(layer.parameters(), lr=0.5, **options))
+    heir.zero_grad()
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
+    heir.step()
+    assert not heir.step_was_skipped
+    assert interrupted.optimizer is not heir.optimizer
+
+
+def test_a_backward_between_clipping_and_a_step_that_comes_after_anothers_is_refused():
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator)
+    one, other, first, second = two_layers(accelerator)
+    backward(accelerator, one, other)
+    accelerator.clip_grad_norm_([*one.parameters(), *other.parameters()], 1e9)
+    first.step()
+    backward(accelerator, one)  # of gradients that nobody waits with
+    with pytest.raises(RuntimeError, match="written gradients of SGD between clipping"):
+        backward(accelerator, other)
+    second.zero_grad()
+    backward(accelerator, other)
+
+
 def test_a_backward_of_another_model_may_come_between_clipping_and_the_step():
     accelerator = new_accelerator()
     use_scaler_triton(accelerator)

@@ -137,6 +137,13 @@ def test_saving_before_the_first_step_leaves_the_scaler_alone(two, tmp_path, sha
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp1", "fsdp2"])
+def test_saving_between_two_backwards_of_the_first_step_changes_nothing(two, tmp_path, sharding):
+    saved, straight = (two(accelerate_cases.save_while_accumulating, sharding, each) for each in (tmp_path, None))
+    assert saved == straight
+    assert saved[0].skipped == [False, True, False]
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp1", "fsdp2"])
 def test_some_parameters_are_clipped_by_the_norm_of_all_their_shards(two, sharding):
     for norm, expected, collectives in two(accelerate_cases.clip_some, sharding):
         assert norm == pytest.approx(expected, rel=1e-6)  # summed by torch, in fp32

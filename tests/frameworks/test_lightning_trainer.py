@@ -273,6 +273,22 @@ def test_a_backward_that_adds_to_unscaled_gradients_is_refused(name: str) -> Non
     assert made.scaler.stats().updates == 2 * cases.STEPS
 
 
+def test_a_backward_before_a_step_that_waits_for_anothers_is_refused(name: str) -> None:
+    def step(module: Any, loss: Any) -> None:
+        one, other = module.optimizers()
+        module.manual_backward(loss())
+        for each in (one, other):
+            module.clip_gradients(each, cases.MAX_NORM, "norm")
+        one.step()
+        module.manual_backward(loss())
+        other.step()
+
+    space, made = cases.namespace(name), plugin(name)
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1} | cases.QUIET
+    with pytest.raises(RuntimeError, match="written gradients of SGD between clipping"):
+        space.Trainer(plugins=made, **options).fit(pair_of(space.pl, "sgd", step))
+
+
 def test_a_run_that_was_interrupted_in_a_step_leaves_nothing_to_the_next(name: str) -> None:
     space, made = cases.namespace(name), plugin(name)
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1} | cases.QUIET

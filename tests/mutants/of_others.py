@@ -68,11 +68,17 @@ MUTANTS = [
     ),
     Mutant(
         _S + "integrations/accelerate.py",
-        "accelerator.scaler._abandon_step(optimizer)",
+        "accelerator.scaler._abandon_steps_of(parameters_of(optimizer))",
         "pass",
         "tests/frameworks/test_hf_trainer.py",
     ),
     Mutant(_S + "integrations/accelerate.py", 'versions.check("accelerate")', "pass", ACCELERATE),
+    Mutant(_S + "integrations/accelerate.py", "if not self.gradient_state.sync_gradients:", "if False:", ACCELERATED),
+    Mutant(_S + "integrations/accelerate.py", "            one.keep_answer()", "            pass", ACCELERATE),
+    Mutant(
+        _S + "integrations/accelerate.py", "        one.keep_answer()\n    rest", "        pass\n    rest", ACCELERATE
+    ),
+    Mutant(_S + "integrations/accelerate.py", "            self._answer = None\n", "", ACCELERATE),
     Mutant(_S + "integrations/accelerate.py", 'versions.check("transformers")', "pass", ACCELERATE),
     Mutant(_S + "integrations/backwards.py", "if not unchanged_since(snapshots, optimizer):", "if False:", LIGHTNING),
     Mutant(_S + "integrations/lightning.py", "model=self._clip_model, ", "", LIGHTNING_RANKS),

@@ -154,6 +154,8 @@ MUTANTS = [
     ),
     Mutant(_S + "scaling.py", "and (self._per_optimizer_states or", "and (False or", UNSTEPPED),
     Mutant(_S + "scaling.py", ' and "before_loss" not in state:', ":", UNSTEPPED),
+    Mutant(_S + "states.py", "if owner is not None and self._records.recall(owner) is not None]", "if False]", TOUCHED),
+    Mutant(_S + "states.py", "any(id(parameter) in given for", "any(True for", TOUCHED),
     Mutant(_S + "states.py", "verdict.in_step = True", "pass", "tests/test_patterns_in_the_wild.py"),
     Mutant(_S + "stats.py", "if values[UPDATES] >= self._known[UPDATES]:", "if True:", STATS),
     Mutant(_S + "unscaling.py", ' or state["verdict"].shared', "", CLIP),
