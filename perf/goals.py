@@ -83,7 +83,7 @@ EXACT = Cause(
     "pieces, quicker only where caches are large",
 )
 
-HOST, WHOLE = "unscale_", r"unscale_ + step + update"
+HOST, WHOLE = "unscale_", "scale + unscale_ + step + update"
 CLIP, CLIPPED_STEP = "unscale + clip", "unscale + clip + fused AdamW"
 GOALS = (
     Goal("whole step, eager, over none", "step", r"(GPT-2|LoRA|FSDP2)(?!.*cpu).*", "step", 1.005, "ours / none"),
@@ -119,7 +119,7 @@ GOALS = (
     Goal("added launches, with clipping", "launches", r".* AdamW, clip", "launches", 5, "ours - none"),
     Goal("collectives of a clip", "clip", r".* ranks.*", "collectives", 1, "ours", needs=FULL),
     Goal("CPU: unscale", "cpu", r".*", "unscale", EVEN, needs=FULL),
-    Goal("CPU: unscale_ + step + update", "host", r".*, cpu", WHOLE, EVEN, needs=FULL, because=FIXED),
+    Goal("CPU: a step", "host", r".*, cpu", WHOLE, EVEN, needs=FULL, because=FIXED),
     Goal("CPU: adjacent gradients, small", "cpu", r"2000 x 64 .*", "unscale, adjacent", 0.5, needs=FULL, because=WALK),
     Goal("CPU: adjacent gradients, 1k", "cpu", r"2000 x 1k .*", "unscale, adjacent", 0.5, needs=FULL, because=LARGE),
     Goal("CPU: adjacent gradients, others", "cpu", r".*", "unscale, adjacent", EVEN, needs=FULL, because=LARGE),

@@ -65,34 +65,35 @@ def split(every: Sequence[Case]) -> tuple[list[Case], list[Case]]:
     return [case for case in every if case.kind == "plain"], [case for case in every if case.kind == "DTensor"]
 
 
-def unscale(scaler: Any, optimizers: Sequence[Any]) -> None:
+def unscale(scaler: Any, bench: "Bench") -> None:
     """Unscale, as before clipping."""
-    for optimizer in optimizers:
+    for optimizer in bench.optimizers:
         scaler.unscale_(optimizer)
 
 
-def whole(scaler: Any, optimizers: Sequence[Any]) -> None:
-    """All that a step asks of the scaler but `scale`."""
-    for optimizer in optimizers:
+def whole(scaler: Any, bench: "Bench") -> None:
+    """All that a step asks of the scaler."""
+    for optimizer in bench.optimizers:
+        scaler.scale(bench.loss)
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
     scaler.update()
 
 
-def forget(scaler: Any, optimizers: Sequence[Any]) -> None:
+def forget(scaler: Any, bench: "Bench") -> None:
     """End a step that only unscaled."""
     scaler.update()
 
 
-Call = Callable[[Any, Sequence[Any]], None]
+Call = Callable[[Any, "Bench"], None]
 CALLS: dict[str, tuple[Call, Call]] = {
     "unscale_": (unscale, forget),
-    "unscale_ + step + update": (whole, lambda scaler, optimizers: None),
+    "scale + unscale_ + step + update": (whole, lambda scaler, bench: None),
 }
 
 
 class Bench:
-    """A case with gradients, optimizers that do nothing and both scalers."""
+    """A case with a loss, gradients, optimizers that do nothing and both scalers."""
 
     def __init__(self, case: Case, mesh: DeviceMesh | None) -> None:
         self.case = case
@@ -103,6 +104,7 @@ class Bench:
         first = parameters[:first_count] + _frozen(case.frozen, self.device)
         second = parameters[first_count:]
         self.optimizers = [Still(parameters) for parameters in (first, second) if parameters]
+        self.loss = torch.ones((), device=self.device)
         self.scalers = scalers(self.device, backend="triton" if case.path == "stub" else None)
         self._draws = {name: random.Random(0) for name in self.scalers}
 
@@ -117,8 +119,8 @@ class Bench:
         return [*self.gradients.locals, *found, *state(scaler)]
 
     def _subject(self, name: str, call: Call, after: Call) -> Subject:
-        scaler, optimizers = self.scalers[name], self.optimizers
-        return Subject(lambda: call(scaler, optimizers), lambda: self.prepare(name), lambda: after(scaler, optimizers))
+        scaler = self.scalers[name]
+        return Subject(lambda: call(scaler, self), lambda: self.prepare(name), lambda: after(scaler, self))
 
     def prepare(self, name: str) -> None:
         """Put the gradients in place for a scaler's next step."""

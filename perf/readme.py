@@ -71,7 +71,7 @@ def _crossovers(entries: Iterable[Entry]) -> Iterator[str]:
     ratios: dict[str, dict[int, float]] = {}
     for row in (entry.row for entry in entries):
         counted = re.fullmatch(r"(\d+) plain, new addresses, (\w+)", row.case)
-        if counted and (row.metric, row.subject) == ("unscale_ + step + update", "ours / torch"):
+        if counted and (row.metric, row.subject) == ("scale + unscale_ + step + update", "ours / torch"):
             ratios.setdefault(counted[2], {})[int(counted[1])] = row.p50
     for path, found in ratios.items():
         lost = [count for count, ratio in found.items() if ratio > EVEN]

@@ -138,7 +138,7 @@ def test_a_gan_has_two_optimizers_and_both_step() -> None:
     (case,) = (case for case in host_cases.cases("cpu") if case.what == "GAN")
     bench = host_cases.Bench(case, None)
     assert [len(optimizer.param_groups[0]["params"]) for optimizer in bench.optimizers] == [702, 12]
-    for name, subject in bench.subjects("unscale_ + step + update").items():
+    for name, subject in bench.subjects("scale + unscale_ + step + update").items():
         subject.before()
         subject.run()
         assert bench.scalers[name]._growth_tracker == 1

@@ -77,7 +77,7 @@ def test_facts_without_a_goal(tmp_path: Path) -> None:
     rows = [
         found
         for n, ours in counted
-        for found in times(f"{n} plain, new addresses, cuda", 1.0, ours, "host", "unscale_ + step + update")
+        for found in times(f"{n} plain, new addresses, cuda", 1.0, ours, "host", "scale + unscale_ + step + update")
     ]
     again = row("step", "GPT-2, fused AdamW", "addresses repeated", "share", "ratio", [0.75])
     write_csv(tmp_path / "card.csv", entries(*rows, again))
