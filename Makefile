@@ -35,7 +35,7 @@ demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-frameworks: $(VENV)/ready out/peers/ready
 	HEAVY=1 $(BIN)/python -m pytest tests/frameworks --ignore tests/frameworks/peers --durations=20

@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a GPU where there is none; where there is one begin with it, as time may run out."""
+    """Begin with what needs a GPU, as time may run out; without one leave it out, and begin with what takes long."""
     if SHARD:
         number, count = map(int, SHARD.split("/"))
         shards = shards_of(items, count)
@@ -44,6 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # whole files: begun last, one keeps the other processes idle
 
 
 def shards_of(items: list[pytest.Item], count: int) -> dict[pytest.Item, int]:
