@@ -139,6 +139,8 @@ def test_ranks_agree_on_it(gpu: dict[str, str], gpus: dict[str, str]) -> None:
 def test_perf_measures_all_of_it(gpu: dict[str, str], tmp_path: Path) -> None:
     said = run(gpu | ONE, "-m", "perf", "--quick", "--out", str(tmp_path), timeout=600)
     missing = re.findall("^(?:left out|FAILED).*", said, re.MULTILINE)
-    assert missing == [f"left out: {what}: torch for bf16: its op has none on this GPU" for what in ("unscale", "check")]
+    assert missing == [
+        f"left out: {what}: torch for bf16: its op has none on this GPU" for what in ("unscale", "check")
+    ]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["pretended-h100.csv", "pretended-h100.svg"]
     assert re.search("added launches, one dtype .* 3 +3 +<= 3 +yes", said)
