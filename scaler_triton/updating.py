@@ -93,10 +93,10 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         state = self._records.last_step(optimizer)
         if state is None:
             return None
-        verdict = self._verdict(state)
-        if verdict is None or state.get("must_skip") or "skips" in state:
+        if state.get("must_skip") or "skips" in state:
             return self._skips(state)
-        return verdict.last_found_inf().clone()
+        verdict = self._verdict(state)
+        return (self._flag(state) if verdict is None else verdict.last_found_inf()).clone()
 
     def _skips(self, state: StepState) -> bool:
         if state.get("must_skip"):
