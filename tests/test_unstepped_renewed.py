@@ -146,6 +146,12 @@ def test_18_gradients_that_came_after_there_was_none_are_scaled() -> None:
     assert only(late).tolist() == [0.0] * 3
 
 
+def assert_next_gradients_are_divided(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    only(optimizer).grad = torch.full((3,), 8.0)
+    scaler.unscale_(optimizer)
+    assert only(optimizer).grad.tolist() == [8.0 / SCALE] * 3  # type: ignore[union-attr]
+
+
 class AskingByArgument(torch.optim.SGD):
     """Takes the scaler, the older way, and raises before it asks for the flag."""
 
@@ -163,9 +169,7 @@ def test_18_a_step_that_raised_says_nothing_of_the_next_gradients() -> None:
     postpone(scaler, late, early)
     with pytest.raises(OSError, match="no step"):
         scaler.step(late)
-    only(late).grad = torch.full((3,), 8.0)
-    scaler.unscale_(late)
-    assert only(late).grad.tolist() == [8.0 / SCALE] * 3  # type: ignore[union-attr]
+    assert_next_gradients_are_divided(scaler, late)
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
@@ -177,9 +181,7 @@ def test_18_a_step_that_was_refused_says_nothing_of_the_next_gradients(kind: str
     with pytest.raises((TypeError, ValueError)):
         scaler.step(late)
     scaler.process_group = None
-    only(late).grad = torch.full((3,), 8.0)
-    scaler.unscale_(late)
-    assert only(late).grad.tolist() == [8.0 / SCALE] * 3  # type: ignore[union-attr]
+    assert_next_gradients_are_divided(scaler, late)
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
@@ -192,9 +194,7 @@ def test_18_a_step_that_ran_out_of_memory_says_nothing_of_the_next_gradients(kin
         pytest.raises(torch.OutOfMemoryError),
     ):
         scaler.step(late)
-    only(late).grad = torch.full((3,), 8.0)
-    scaler.unscale_(late)
-    assert only(late).grad.tolist() == [8.0 / SCALE] * 3  # type: ignore[union-attr]
+    assert_next_gradients_are_divided(scaler, late)
 
 
 def test_18_only_the_next_step_counts_and_nothing_is_kept_alive() -> None:
