@@ -8,9 +8,6 @@ from torch import Tensor
 
 from scaler_triton.host_memory import host_memory
 
-# From here on 1 / scale is finite in fp32.
-_LOW = 2.0**-126
-
 
 def inverse(scale: Tensor) -> Tensor:
     """Return float(1 / double(scale)), which for fp32 equals the correctly rounded fp32 reciprocal."""
@@ -34,8 +31,8 @@ class Inverse:
         if not scale.is_cpu or type(scale) is not Tensor:  # fake tensors cannot be read
             return inverse(scale)
         value = scale.item()
-        if value < _LOW:
-            return inverse(scale)
+        if value == 0.0:
+            return inverse(scale)  # Python would raise
         if self._kept is None:
             self._kept = _number()
         tensor, memory = self._kept

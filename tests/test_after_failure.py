@@ -12,7 +12,7 @@ import torch
 from helpers import Place, flags, grads, places, sgd, started, values
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import GradScaler, batch_ops, lending, states
+from scaler_triton import GradScaler, ShardedGradScaler, batch_ops, lending, states
 
 
 def two_dtypes(place: Place, **kwargs: Any) -> tuple[Any, Any]:
@@ -246,20 +246,30 @@ def test_a_fused_step_that_could_not_begin_after_the_check_can_only_be_skipped(p
     assert values(optimizer) == [-2.0, -2.0]
 
 
-def test_interrupted_once_all_is_divided(monkeypatch: Any) -> None:
-    """A look at the gradients is what is left to do then."""
+def interrupt_the_end(scaler: GradScaler, optimizer: Any) -> None:
+    """Interrupt `unscale_` once all is divided: a look at the gradients is what is left to do then."""
+    with mock.patch.object(states, "first_gradient", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        scaler.unscale_(optimizer)
 
-    def interrupted(optimizer: Any) -> None:
-        raise KeyboardInterrupt
 
+def test_interrupted_once_all_is_divided() -> None:
     optimizer = sgd([torch.full((2,), 8.0)])
     scaler = started(GradScaler, "cpu", init_scale=4.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(states, "first_gradient", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            scaler.unscale_(optimizer)
+    interrupt_the_end(scaler, optimizer)
     scaler.step(optimizer)
     assert (grads(optimizer), values(optimizer)) == ([2.0], [-1.0])
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_interrupted_and_given_up() -> None:
+    optimizer = sgd([torch.full((2,), math.inf)])
+    scaler = started(ShardedGradScaler, "cpu", init_scale=4.0)
+    interrupt_the_end(scaler, optimizer)
+    optimizer.zero_grad()
+    scaler.update()
+    scaler.step(optimizer)  # on this rank there is no gradient to check: the flag is not that of the step before
+    scaler.update()
+    assert (scaler.get_scale(), scaler.stats().skipped) == (2.0, 1)
 
 
 def test_an_override_that_raises_may_have_written_anything() -> None:

@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(_S + "gradients.py", "        check_overlap(sparse_values(gradient))", "        pass", GRADIENTS),
     Mutant(_S + "gradients.py", "gradient.float().coalesce().half()", "gradient", GRADIENTS),
     Mutant(_S + "gradients.py", "return coalesce_fp16(gradient) if", "return gradient.coalesce() if", CLIP),
-    Mutant(_S + "inverse.py", "_LOW = 2.0**-126", "_LOW = 2.0**-149", INVERSE),
+    Mutant(_S + "inverse.py", "if value == 0.0:", "if False:", INVERSE),
     Mutant(_S + "known_forms.py", "(check is None or not check(gradient))", "(check is None)", PLAN),
     Mutant(
         _S + "known_forms.py",
@@ -84,7 +84,7 @@ MUTANTS = [
         _S + "left_unscaled.py",
         "if any(snapshots) else None",
         "if snapshots else None",
-        UNSTEPPED,
+        FAILURE,
     ),
     Mutant(
         _S + "left_unscaled.py",
