@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--runs", type=int, choices=range(1, 10), default=1, metavar="N", help="measure all N times; medians count"
     )
     parser.add_argument(
-        "--minutes", type=float, metavar="N", help=f"begin nothing later (default: {MINUTES:g} where there is a GPU)"
+        "--minutes", type=float, metavar="N", help=f"begin nothing later (default: {MINUTES:g} a run on a GPU)"
     )
     parser.add_argument("--quick", action="store_true", help="see that all works; its numbers mean nothing")
     parser.add_argument("--readme", action="store_true", help="only write the CSVs' results into the two READMEs")

@@ -39,11 +39,13 @@ def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
 class LoraLinear(nn.Module):
     """A frozen fp16 linear map, and a trainable one of low rank beside it."""
 
-    def __init__(self, inputs: int, outputs: int, rank: int = 16) -> None:
+    RANK = 16
+
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.frozen = nn.Parameter(torch.randn(outputs, inputs, dtype=torch.float16) * 0.02, requires_grad=False)
-        self.down = nn.Parameter(torch.randn(rank, inputs) * 0.02)
-        self.up = nn.Parameter(torch.randn(outputs, rank) * 0.02)
+        self.down = nn.Parameter(torch.randn(self.RANK, inputs) * 0.02)
+        self.up = nn.Parameter(torch.randn(outputs, self.RANK) * 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., inputs] -> [..., outputs]."""

@@ -115,11 +115,9 @@ class AgreeingMixin(StatesMixin):
         self._lazy_init_scale_growth_tracker(self._home(devices))
 
     def _home(self, devices: Iterable[torch.device]) -> torch.device:
-        """Return the scale's device; without a scale, the device on which the other ranks will reduce.
+        """Return the device on which the other ranks will reduce.
 
         Args:
             devices: the parameters', which may be offloaded.
         """
-        if self._scale is not None:
-            return self._scale.device
         return next((device for device in devices if device.type == self._device), torch.device(self._device))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from scaler_triton.overflow_marks import INF, NAN
-from scaler_triton.words import count_of, one_line, table
+from scaler_triton.words import count_of, one_line, rank_names, table
 
 WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
 
@@ -57,8 +57,8 @@ class OverflowReport:
         ranks = sorted({each.rank for each in self.bad})
         if not self.bad:
             return f"nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"
-        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        return f"{count_of(len(self.bad), 'bad gradient')} on {where}{'' if self.gathered else ', the only one asked'}."
+        where = rank_names(ranks) if self.gathered else f"{rank_names(ranks)}, the only one asked"
+        return f"{count_of(len(self.bad), 'bad gradient')} on {where}."
 
 
 def to_bytes(bad: Sequence[BadGradient], untold: Sequence[str]) -> bytes:

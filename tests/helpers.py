@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -130,3 +131,10 @@ def stepped(name: str = "AdamW", steps: int = 1, **options: Any) -> torch.optim.
         parameter.grad = torch.ones(3)
         optimizer.step()
     return optimizer
+
+
+def update(scaler: Any, bad: bool) -> float:
+    """Take a step that overflows or not, of an optimizer of its own; return the scale after it."""
+    scaler.step(sgd([torch.tensor([math.inf if bad else 1.0])]))
+    scaler.update()
+    return float(scaler.get_scale())

@@ -1,4 +1,4 @@
-"""What `make coverage` leaves out: kernels, and what is marked and listed as needing a GPU; nothing else."""
+"""What `make coverage` leaves out: kernels, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 coverage = pytest.importorskip("coverage", reason="coverage is measured where the development environment is")
 
 ROOT = Path(__file__).parents[1]
-MARK = "# pragma: needs a GPU"
 FILES = sorted((ROOT / "scaler_triton").rglob("*.py"))  # which does not follow the link to the kernels
 FILES += sorted((ROOT / "kernels").glob("*.py"))
 
@@ -34,12 +33,11 @@ def kernels_in(text: str) -> set[int]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_kernels_and_marked_blocks_are_left_out_and_nothing_else(path: Path) -> None:
+def test_kernels_are_left_out_and_nothing_else(path: Path) -> None:
     text = path.read_text()
     kernels, found = kernels_in(text), left_out(path)
     assert kernels <= found
-    if MARK not in text:
-        assert found - kernels <= lines_for_the_type_checker(ast.parse(text))
+    assert found - kernels <= lines_for_the_type_checker(ast.parse(text))
 
 
 def is_kernel(node: ast.AST) -> bool:
@@ -53,16 +51,3 @@ def lines_for_the_type_checker(tree: ast.Module) -> set[int]:
 
 def test_there_are_kernels_to_leave_out() -> None:
     assert len(left_out(ROOT / "kernels/common.py")) > 50
-
-
-def test_files_with_lines_that_need_a_gpu_are_named() -> None:
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    rule = contributing[contributing.index(MARK) :].partition("\n- ")[0]
-    assert [path.name for path in FILES if MARK in path.read_text() and f"`{path.name}`" not in rule] == []
-
-
-def test_a_mark_ends_its_line() -> None:
-    """Only then is it one: anywhere else it would be prose."""
-    for path in FILES:
-        for line in path.read_text().splitlines():
-            assert MARK not in line or line.endswith(MARK), path

@@ -108,7 +108,6 @@ ALLOWED = {
         "stats",
         "step_state",
         "left_unscaled",
-        "optimizers",
         "words",
     },
     "grad_scaler": {
@@ -152,7 +151,6 @@ ALLOWED = {
     "clipping/copies": {"collectives", "placement"},
     "clipping/parts": {"clipping/rank_norms", "optimizers", "step_state", "unscaling"},
     "clipping/at_once": {
-        "batch",
         "batch_ops",
         "clipping/arguments",
         "clipping/copies",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import sgd, started
+from helpers import started, update
 from megatron_rule import Megatron
 from page_blocks import blocks
 
@@ -60,12 +60,6 @@ RUNS = [
     DeepSpeed(64.0, 3, 2, 8.0, consecutive=True),
 ]
 IDS = ["megatron", "megatron-hysteresis", "deepspeed", "deepspeed-hysteresis", "deepspeed-consecutive"]
-
-
-def update(scaler: Any, bad: bool) -> float:
-    scaler.step(sgd([torch.tensor([math.inf if bad else 1.0])]))
-    scaler.update()
-    return float(scaler.get_scale())
 
 
 @pytest.mark.parametrize("run", RUNS, ids=IDS)

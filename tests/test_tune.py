@@ -125,7 +125,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str, str
     return status, path, out.read_text(), err.read_text()
 
 
-def test_what_was_chosen_is_written_and_found(tuned: tuple[int, Path, str, str], tmp_path: Path) -> None:
+def test_what_was_chosen_is_written_and_found(tuned: tuple[int, Path, str, str]) -> None:
     status, path, printed, _ = tuned
     assert status == 0
     assert printed.endswith(f"written: {path}\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ SCALES = [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]
 Train = Callable[[Any, str], list[Tensor]]
 
 
-def assert_as_torch(train: Train, place: Place, scales: Sequence[float] = SCALES) -> None:
+def assert_as_torch(train: Train, place: Place) -> None:
     """Run `train` with torch's scaler and ours; all it returns is equal, and the first of it are the scales."""
     settings = {"init_scale": 8.0, "growth_interval": 2}
     results = []
@@ -35,10 +35,10 @@ def assert_as_torch(train: Train, place: Place, scales: Sequence[float] = SCALES
         torch.manual_seed(0)
         results.append(train(scaler, place.device))
     theirs, ours = results
-    assert [scale.item() for scale in ours[: len(scales)]] == list(scales)
+    assert [scale.item() for scale in ours[: len(SCALES)]] == SCALES
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other)
-    assert not torch.equal(ours[len(scales)], ours[-1])  # it did train
+    assert not torch.equal(ours[len(SCALES)], ours[-1])  # it did train
 
 
 class Trace:

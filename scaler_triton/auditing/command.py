@@ -85,7 +85,7 @@ def find_files(folder: Path, pattern: str) -> Files:
     return files | _numbered({path: name for path, name in names.items() if not by_word[path]})
 
 
-def audit_files(folder: Path, files: Files, pattern: str = PATTERN, *, replicated: bool = False) -> AuditReport:
+def audit_files(folder: Path, files: Files, pattern: str, *, replicated: bool) -> AuditReport:
     """Read and compare what the ranks saved; with `replicated` also their tensors."""
     states: dict[int, RankState] = {}
     speaking = []

@@ -45,7 +45,7 @@ class Unreadable(ValueError):
     """A file that cannot be read, with the reason on one line."""
 
 
-def read_file(path: Path, *, replicated: bool = False) -> Saved:
+def read_file(path: Path, *, replicated: bool) -> Saved:
     """Return the scale, tracker and steps that are anywhere in a file of `torch.save`.
 
     Args:

@@ -20,9 +20,11 @@ def quiet_start(log: Path) -> Iterator[None]:
 
 def _rank_environment() -> dict[str, str]:
     """Return the variables that leave a rank one thread, and no network but loopback."""
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
-    return {"OMP_NUM_THREADS": "1", **dict.fromkeys(interfaces, loopback[0])}
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is None:
+        return one_thread
+    return {**one_thread, "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
 
 
 @contextlib.contextmanager

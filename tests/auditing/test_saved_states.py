@@ -228,9 +228,7 @@ def test_a_folder_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().err.endswith(f"CHECKPOINT_DIR must be a folder, got {tmp_path / name}: {why}\n")
 
 
-def test_a_folder_that_cannot_be_read_is_said_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_a_folder_that_cannot_be_read_is_said_to_be(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     def refused(path: Path) -> None:
         raise PermissionError(13, "Permission denied", path)
 

@@ -12,7 +12,7 @@ def test_every_rank_is_told_which_parameter_on_which_rank(two, kind):
     faults = [Fault(0, 1, param=1), Fault(0, 0, param=0, value=float("nan"))]
     outcomes = two.run(overflow_cases.reported, kind, "line-shards", faults)
     whole = (
-        "The last skip, at update 1: 2 bad gradients on ranks 0, 1.\n"
+        "The last skip, at update 1: 2 bad gradients on ranks 0-1.\n"
         "rank  parameter  holds  numel\n"
         "----  ---------  -----  -----\n"
         "   0  first      NaN        6\n"

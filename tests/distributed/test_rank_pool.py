@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -123,6 +124,15 @@ def test_ranks_that_cannot_start_say_why_and_leave_no_trace(monkeypatch):
         opened.run(cases.describe)
     assert (opened._ranks, opened._folder) == ([], None)
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("names", "network"), [(["eth0", "lo0"], "lo0"), (["eth0"], None)])
+def test_ranks_keep_to_loopback_where_there_is_one(tmp_path, monkeypatch, names, network):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(names)))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with quiet_start(tmp_path / "log"):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == network
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 def test_an_interrupt_while_ranks_are_spawned_is_not_lost(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -34,8 +35,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 CASE_LIMIT = 30.0  # Seconds: the watchdog. A program takes a tenth of one.
 STRATEGIES = {"any": any_programs(), "moving": moving_programs(), "long": long_programs()}
+SHARE = 0.05  # of the programs that `make fuzz` asks for
 IN_CI = {"any": 65, "moving": 65, "long": 60}
-CHUNKS = [(shape, chunk) for shape, programs in IN_CI.items() for chunk in chunks(in_ci=programs, share=0.05)]
+CHUNKS = [(shape, chunk) for shape, programs in IN_CI.items() for chunk in chunks(in_ci=programs, share=SHARE)]
 
 
 def check(program: Program, traces: list[Trace]) -> None:
@@ -169,3 +171,8 @@ def test_programs_on_four_ranks(pool: RankPool, shape: str, chunk: Chunk) -> Non
         check(program, run(pool, program))
 
     all_agree()
+
+
+def test_the_readme_says_how_many_programs_make_fuzz_runs() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"| {len(IN_CI) * round(10_000 * SHARE):,} programs in `make fuzz` |" in readme

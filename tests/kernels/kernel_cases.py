@@ -5,7 +5,7 @@ launch made through `launched` says which of the two it was.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -38,6 +38,7 @@ SMALL = LaunchConfig(num_warps=1, vectors=1, unroll=2)
 THOROUGH = os.environ.get("CONFIGS") == "all"
 CONFIGS = CANDIDATES if THOROUGH else [DEFAULT]
 GUARD = 16
+OFFSETS = [0, 1, 3, 8]  # of a tensor's start from a 16-byte boundary, in elements
 NAN, INF = float("nan"), float("inf")
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -133,6 +134,18 @@ def finite_values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     for place, special in enumerate((info.max, -info.max, info.tiny, info.tiny / 2, -0.0)):
         values[place::11] = special
     return values
+
+
+def edge_numels(dtype: torch.dtype) -> list[int]:
+    """Sizes at which something begins or ends: none, one vector, one chunk; and one far from all."""
+    vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)
+    return [0, 1, vector - 1, vector, vector + 1, chunk - 1, chunk, chunk + 1, 1009]
+
+
+def every_shape(dtype: torch.dtype, values: Callable[..., Tensor] = finite_values) -> list[Guarded]:
+    """A tensor of such values for each size and offset."""
+    shapes = [(numel, offset) for numel in edge_numels(dtype) for offset in OFFSETS]
+    return [Guarded(values(numel, dtype, seed), offset) for seed, (numel, offset) in enumerate(shapes)]
 
 
 def expected_bits(values: Tensor) -> int:

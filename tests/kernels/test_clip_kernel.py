@@ -17,6 +17,7 @@ from kernel_cases import (
     PastInt32,
     assert_same,
     assert_untouched,
+    every_shape,
     finite_values,
     inverse_of,
     launched,
@@ -27,16 +28,8 @@ from scaler_triton.kernels.clip import launch_clip, launch_defer
 from scaler_triton.kernels.launch_config import DEFAULT
 from scaler_triton.kernels.table import GradTable
 
-OFFSETS = [0, 1, 3, 8]
 # Scale and max_norm, which is about the coefficient of a norm of 1; in fp64 a third is not the fp32 one.
 FACTORS = [(65536.0, 0.3), (65536.0, 1.0), (3.0, 1 / 3), (1.0, 2.0**-20), (2.0**-24, 1e-30)]
-
-
-def every_shape(dtype):
-    vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)
-    numels = (0, 1, vector - 1, vector, vector + 1, chunk - 1, chunk, chunk + 1, 1009)
-    shapes = [(numel, offset) for numel in numels for offset in OFFSETS]
-    return [Guarded(finite_values(numel, dtype, seed), offset) for seed, (numel, offset) in enumerate(shapes)]
 
 
 def torchs(values, inv_scale, coef):

@@ -135,8 +135,8 @@ def test_a_file_stays_in_its_folder(tmp_path, name):
     assert [path] == list(tmp_path.iterdir())
 
 
-def test_shipped_files_are_right():
-    for path in SHIPPED.glob("*.json"):
-        tuned = tuned_file.parse(path.read_bytes())
-        assert path.stem == tuned_file.file_stem(tuned.origin.device)
-        assert sorted(tuned.chosen) == sorted(KEYS)
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_files_are_right(path):
+    tuned = tuned_file.parse(path.read_bytes())
+    assert path.stem == tuned_file.file_stem(tuned.origin.device)
+    assert sorted(tuned.chosen) == sorted(KEYS)

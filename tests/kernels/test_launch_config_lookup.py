@@ -31,8 +31,8 @@ def folders(tmp_path, monkeypatch):
     lookup.forget()
 
 
-def put(path, origin, config, key=("check", 2)):
-    tuned_file.write(path, TunedFile(origin, {key: config}))
+def put(path, origin, config):
+    tuned_file.write(path, TunedFile(origin, {("check", 2): config}))
     return path
 
 

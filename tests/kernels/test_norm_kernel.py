@@ -10,9 +10,11 @@ from kernel_cases import (
     DTYPES,
     INF,
     NAN,
+    OFFSETS,
     SMALL,
     Guarded,
     assert_untouched,
+    every_shape,
     expected_bits,
     finite_values,
     guarded_flag,
@@ -24,7 +26,6 @@ from kernel_cases import (
 from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
 from scaler_triton.kernels.norm import _FINISH_BLOCK, NormTable, launch_sum_of_squares
 
-OFFSETS = [0, 1, 3, 8]
 # A square is rounded once in fp32, the sum of a lane's squares once a step: 2^-24 each, for 4 steps. The rest is fp64.
 TOLERANCE = 5 * 2.0**-24
 
@@ -60,13 +61,6 @@ def moderate_values(numel, dtype, seed):
     return values.clamp(-1e150, 1e150) if dtype == torch.float64 else values
 
 
-def every_shape(dtype):
-    vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)
-    numels = (0, 1, vector - 1, vector, vector + 1, chunk - 1, chunk, chunk + 1, 1009)
-    shapes = [(numel, offset) for numel in numels for offset in OFFSETS]
-    return [Guarded(moderate_values(numel, dtype, seed), offset) for seed, (numel, offset) in enumerate(shapes)]
-
-
 def check_sum(grads, dtype, scale=1.0, *, inverse=True, config=SMALL):
     """The sum is right, nothing is flagged, and every byte is as it was."""
     table = make_table(grads, dtype, config)
@@ -83,12 +77,12 @@ def check_sum(grads, dtype, scale=1.0, *, inverse=True, config=SMALL):
 @pytest.mark.parametrize(("scale", "inverse"), [(65536.0, False), (3.0, False), (1.0, False), (1 / 3, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_are_right_whatever_the_shape(dtype, scale, inverse):
-    check_sum(every_shape(dtype), dtype, scale, inverse=inverse)
+    check_sum(every_shape(dtype, moderate_values), dtype, scale, inverse=inverse)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tensor_alone(dtype):
-    for grad in every_shape(dtype):
+    for grad in every_shape(dtype, moderate_values):
         if grad.tensor.numel():
             check_sum([grad], dtype, 3.0, inverse=False)
 

@@ -9,6 +9,7 @@ from kernel_cases import (
     INF,
     MANY,
     NAN,
+    OFFSETS,
     SMALL,
     TRIES,
     Guarded,
@@ -16,6 +17,7 @@ from kernel_cases import (
     assert_same,
     assert_untouched,
     check_unscale,
+    every_shape,
     expected_unscale,
     finite_values,
     inverse_of,
@@ -30,23 +32,11 @@ from scaler_triton.kernels.launch_config import DEFAULT
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_unscale
 
-OFFSETS = [0, 1, 3, 8]
 SCALES = [65536.0, 1.0, 3.0, 1 / 3, 2.0**-24, 1e30]
 
 
 def vector_of(dtype):
     return 16 // dtype.itemsize
-
-
-def edge_numels(dtype):
-    vector, chunk = vector_of(dtype), SMALL.chunk_elements(dtype.itemsize)
-    return [0, 1, vector - 1, vector, vector + 1, chunk - 1, chunk, chunk + 1, 1009]
-
-
-def every_shape(dtype):
-    """A tensor of finite values for each numel and offset."""
-    shapes = [(numel, offset) for numel in edge_numels(dtype) for offset in OFFSETS]
-    return [Guarded(finite_values(numel, dtype, seed), offset) for seed, (numel, offset) in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("inverse", [False, True], ids=["scale", "inverse"])

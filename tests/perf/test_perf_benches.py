@@ -191,7 +191,7 @@ def test_the_gpus_launches_are_counted(on_cpu: Callable[[bool], None]) -> None:
     assert found["plain AdamW", "copies", "torch"] == 1.0
 
 
-def test_the_gpus_training_runs(on_cpu: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_training_runs(on_cpu: Callable[[bool], None]) -> None:
     on_cpu(True)
     context = Context(quick=True, gpu=True)
     rows = list(bench_step.lora(context, "cpu"))

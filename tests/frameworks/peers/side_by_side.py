@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import random
 import warnings
 from types import ModuleType
-from typing import Any
 
 import pytest
-import torch
-from helpers import sgd
 
 PACKAGES = "runs with make test-frameworks, which installs packages.txt beside it"
 
@@ -34,10 +30,3 @@ def trace(draw: random.Random, length: int = 60) -> list[bool]:
     """Return which steps overflow: few, some or many of them."""
     share = draw.choice([0.05, 0.2, 0.5])
     return [draw.random() < share for _ in range(length)]
-
-
-def update(scaler: Any, bad: bool) -> float:
-    """Take a step of ours that overflows or not; return the scale after it."""
-    scaler.step(sgd([torch.tensor([math.inf if bad else 1.0])]))
-    scaler.update()
-    return float(scaler.get_scale())

@@ -11,8 +11,8 @@ from typing import Any
 import composer_parts
 import pytest
 import torch
-from helpers import started
-from side_by_side import imported, update
+from helpers import started, update
+from side_by_side import imported
 
 from scaler_triton import GradScaler, ShardedGradScaler
 from scaler_triton.limits import KEY

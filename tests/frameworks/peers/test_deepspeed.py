@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import started
-from side_by_side import imported, trace, update
+from helpers import started, update
+from side_by_side import imported, trace
 
 from scaler_triton import GradScaler, ShardedGradScaler, SkipStreakError
 from scaler_triton.migration import from_deepspeed
