@@ -110,7 +110,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, meta
         Raises: torch's RuntimeError for a wrong order of calls and for a closure, AssertionError before the first
             `scale` or if there was no gradient to check; RuntimeError if another rank failed to check its gradients;
             whatever `optimizer.step` raises. The stage is UNSCALED then and the call may be repeated; that steps, or
-            skips if a fused optimizer was unscaling when it raised.
+            skips if a fused optimizer was unscaling when it raised. If another loss was scaled first, it counts as that
+            one's step.
         """
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)
@@ -121,6 +122,9 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, meta
         state = self._state(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if state.get("left_behind"):
+            state = self._begin_again(optimizer)
+        state["in_step"] = True
         if state.get("must_skip"):
             lending.take_back((optimizer, optimizers.unwrap(optimizer)))
             self._mark_stepped(state)

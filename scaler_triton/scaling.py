@@ -41,7 +41,10 @@ class ScalingMixin(ScalerAttributes):
         if self._scale is not None and is_captured(self._scale):
             self._records.replayed = True
         for state in [*self._per_optimizer_states.values()]:
-            if state.get("stage") is OptState.UNSCALED and "owner" in state and "before_loss" not in state:
+            if state.get("stage") is not OptState.UNSCALED or "owner" not in state:
+                continue
+            state["left_behind"] = state.get("in_step", False)
+            if "before_loss" not in state:
                 owner = state["owner"]()
                 state["before_loss"] = None if owner is None else first_snapshot(owner)
 

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.cuda_graphs import is_captured
 from scaler_triton.flags import Flags, any_flag, as_flag
-from scaler_triton.left_unscaled import first_gradient
+from scaler_triton.left_unscaled import first_gradient, has_first_gradient, is_first, leave_unscaled
 from scaler_triton.optimizers import parameters_of, supports_amp_scaling, unwrap, weak
 from scaler_triton.step_state import StepState
 from scaler_triton.verdict import Verdict
@@ -67,6 +67,32 @@ class StatesMixin(ScalerAttributes):
         for owner in owners:
             if owner is not None and any(id(parameter) in given for parameter in parameters_of(owner)):
                 self._abandon_step(owner)
+
+    def _unstepped_flag(self, owner: Any, state: StepState) -> Tensor | None:
+        """Return a copy of the flag of an optimizer that was unscaled but not stepped, as the update may clear it.
+
+        Returns: None if it was stepped, or may have other gradients by now, which are scaled and not checked.
+        """
+        if state["stage"] is not OptState.UNSCALED or not self._records.vouch(self._scale):
+            return None
+        if "first_gradient" in state and not has_first_gradient(owner, state["first_gradient"]):
+            return None
+        if "before_loss" in state and not is_first(owner, state["before_loss"]):
+            return None
+        flag = self._flag(state).clone()
+        return flag.fill_(1.0) if state.get("must_skip") else flag
+
+    def _begin_again(self, optimizer: Any) -> StepState:
+        """Return a new state of an optimizer whose last step did not return: READY, for the gradients of a later loss.
+
+        Those that are unscaled still are told from new ones as after an update.
+        """
+        state = self._state(optimizer)
+        owner = state["owner"]()
+        flag = self._unstepped_flag(owner, state)
+        self._records.of(owner).left_unscaled = None if flag is None else leave_unscaled(owner, flag)
+        self._abandon_step(optimizer)
+        return self._state(optimizer)
 
     def _abandon_step(self, optimizer: Any) -> None:
         """Make an optimizer READY again, wherever its step was interrupted."""

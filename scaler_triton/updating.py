@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import batch_ops, dispatch, limits, reference_update
 from scaler_triton.cuda_graphs import is_captured
-from scaler_triton.left_unscaled import has_first_gradient, is_first, leave_unscaled
+from scaler_triton.left_unscaled import leave_unscaled
 from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
@@ -37,7 +37,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             before the step that `clip_grad_norm_(defer=True)` left the clipping to. Nothing has changed then.
             `SkipStreakError`, once the update is done, if more than `max_consecutive_skips` updates in a row had been
             skipped `stats.Lagging.LAG` updates ago: on every rank at the same update, and at each one until the streak
-            ends. Not while a graph is captured or replayed.
+            ends or the scale is set. Not while a graph is captured or replayed.
         """
         if not self._enabled:
             return
@@ -57,8 +57,12 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             if "verdict" in state:
                 state["verdict"].in_step = False
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        if self._limits.max_consecutive_skips is not None and new_scale is None:
-            self._check_streak(self._limits.max_consecutive_skips, scale)
+        limit = self._limits.max_consecutive_skips
+        if limit is not None and not is_captured(scale):
+            if new_scale is None:
+                self._check_streak(limit)
+            else:
+                self._lagging = Lagging()  # whoever sets the scale has seen to the skips so far
 
     def stats(self, *, wait: bool = True) -> ScalerStats:
         """Return what the updates did so far, replayed ones included; all 0 on a disabled scaler.
@@ -108,9 +112,7 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
             return verdict.last_flag()
         return any(flag.item() for flag in state["found_inf_per_device"].values())
 
-    def _check_streak(self, limit: int, scale: Tensor) -> None:
-        if is_captured(scale):
-            return
+    def _check_streak(self, limit: int) -> None:
         seen = self._lagging.push(self._counters.storage())
         if seen is not None and seen[STREAK] > limit:
             raise SkipStreakError(
@@ -139,20 +141,6 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         started = [state for state in states if "owner" in state and state["stage"] is not OptState.READY]
         alive = [(owner, state) for state in started if (owner := state["owner"]()) is not None]
         return [(owner, self._unstepped_flag(owner, state)) for owner, state in alive]
-
-    def _unstepped_flag(self, owner: Any, state: StepState) -> Tensor | None:
-        """Return a copy of the flag of an optimizer that was unscaled but not stepped, as the update may clear it.
-
-        Returns: None if it was stepped, or may have other gradients by now, which are scaled and not checked.
-        """
-        if state["stage"] is not OptState.UNSCALED or not self._records.vouch(self._scale):
-            return None
-        if "first_gradient" in state and not has_first_gradient(owner, state["first_gradient"]):
-            return None
-        if "before_loss" in state and not is_first(owner, state["before_loss"]):
-            return None
-        flag = self._flag(state).clone()
-        return flag.fill_(1.0) if state.get("must_skip") else flag
 
     def _count(self, scale: Tensor, checked: Sequence[StepState]) -> None:
         """Count an update that sets the scale, if gradients were checked."""

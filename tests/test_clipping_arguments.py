@@ -60,7 +60,10 @@ class AnyNumber:
         ({"model": "net"}, "^model must be a module, got str$"),
         ({"parameters": [("weight", torch.ones(3))]}, "^parameters must be tensors, got tuple$"),
         ({"parameters": 2.0}, "^parameters must be tensors, got float$"),
-        ({"optimizers": [torch.ones(3)]}, "^optimizers must be an optimizer or several of them, got Tensor$"),
+        (
+            {"optimizers": [torch.ones(3)]},
+            "^optimizers must be an optimizer or several of them, got Tensor;",
+        ),
     ],
 )
 def test_what_is_of_no_use_is_refused_before_anything_changes(options: dict[str, Any], text: str) -> None:
@@ -117,8 +120,11 @@ def test_orders_are_written_as_torchs(norm_type: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((torch.nn.Linear(1, 1),), "optimizers must be an optimizer or several of them, got Linear"),
-        ((list(torch.nn.Linear(1, 1).parameters()),), "optimizers must be an optimizer .*, got Parameter"),
+        ((torch.nn.Linear(1, 1),), "optimizers must be an optimizer or several of them, got Linear$"),
+        (
+            (list(torch.nn.Linear(1, 1).parameters()),),
+            "optimizers must be .*, got Parameter; to clip some .* pass parameters=$",
+        ),
         ((None,), "optimizers must be an optimizer or several of them, got NoneType"),
     ],
 )

@@ -43,6 +43,7 @@ ELSEWHERE = {
     18: "test_unstepped.py::test_18_a_postponed_step_divides_once",
     21: "test_lending.py::test_a_fused_optimizer_with_parameters_on_the_cpu_gets_copies_that_were_waited_for",
     22: "test_patching.py::test_what_is_replaced_on_torchs_class_reaches_ours_under_a_patch",
+    23: "test_failed_steps.py::test_23_the_next_batch_is_unscaled_and_checked",
 }
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from helpers import Place, places, sgd, started
+from limits_setup import BAD, EVERYWHERE, GOOD, at, step, steps
 from megatron_rule import Megatron
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
-from scaler_triton import GradScaler, ShardedGradScaler, SkipStreakError, batch_ops
+from scaler_triton import GradScaler, ShardedGradScaler, batch_ops
 from scaler_triton.limits import KEY
-from scaler_triton.stats import NAMES, Lagging
+from scaler_triton.stats import NAMES
 
-EVERYWHERE = pytest.mark.parametrize("place", places(), ids=str)
 PAIRS = pytest.mark.parametrize(
     ("ours", "theirs"), [(GradScaler, torch.amp.GradScaler), (ShardedGradScaler, TorchSharded)]
 )
@@ -30,23 +29,7 @@ EXTRAS: dict[str, Any] = {
     "consecutive_hysteresis": True,
     "max_consecutive_skips": 7,
 }
-GOOD, BAD = 1.0, math.inf
 TINY, HUGE = 2.0**-126, torch.finfo(torch.float32).max
-
-
-def step(scaler: Any, gradient: float, *, device: str = "cpu", fused: bool = False) -> float:
-    """Return the scale after one step and update."""
-    scaler.step(sgd([torch.tensor([gradient])], device, fused=fused))
-    scaler.update()
-    return float(scaler.get_scale())
-
-
-def steps(scaler: Any, gradients: Iterable[float], device: str = "cpu") -> list[float]:
-    return [step(scaler, gradient, device=device) for gradient in gradients]
-
-
-def at(place: Place, **kwargs: Any) -> Any:
-    return started(GradScaler, place.device, backend=place.backend, **kwargs)
 
 
 @EVERYWHERE
@@ -137,6 +120,8 @@ BAD_NUMBERS: list[tuple[str, Any, type[Exception], str]] = [
     ("max_scale", 2.0**-127, ValueError, "max_scale must be"),
     ("hysteresis", 0, ValueError, r"hysteresis must be an int >= 1 \(overflows\)"),
     ("hysteresis", 1.5, TypeError, "hysteresis must be an int"),
+    ("hysteresis", True, TypeError, "hysteresis must be an int"),
+    ("min_scale", True, TypeError, "min_scale must be a number"),
     ("consecutive_hysteresis", 1, TypeError, "consecutive_hysteresis must be True or False"),
     ("max_consecutive_skips", -1, ValueError, "max_consecutive_skips must be None or an int >= 0"),
     ("max_consecutive_skips", 2.5, TypeError, "max_consecutive_skips must be an int"),
@@ -324,75 +309,3 @@ def test_copies_keep_limits_and_count_for_themselves(place: Place, clone: Any) -
     copied.scale(torch.ones((), device=place.device))
     assert step(copied, BAD, device=place.device) == 32.0
     assert (scaler.stats().skipped, copied.stats().skipped) == (1, 2)
-
-
-# The limit of skips
-
-
-def raised_at(scaler: Any, gradients: Iterable[float], device: str = "cpu", *, fused: bool = False) -> list[int]:
-    """Return the numbers, from 1, of the updates that raised."""
-    numbers = []
-    for number, gradient in enumerate(gradients, 1):
-        try:
-            step(scaler, gradient, device=device, fused=fused)
-        except SkipStreakError:
-            numbers.append(number)
-    return numbers
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_streak_beyond_the_limit_raises_a_fixed_lag_later_as_long_as_it_lasts(place: Place, fused: bool) -> None:
-    scaler = at(place, init_scale=2.0**40, max_consecutive_skips=2)
-    gradients = [GOOD, BAD, BAD, GOOD, BAD, BAD, BAD, BAD, *[GOOD] * 6]
-    assert raised_at(scaler, gradients, place.device, fused=fused) == [7 + Lagging.LAG, 8 + Lagging.LAG]
-    assert scaler.stats().updates == len(gradients)
-
-
-def test_none_and_a_long_limit_raise_nothing() -> None:
-    for limit in (None, 12):
-        scaler = started(GradScaler, "cpu", max_consecutive_skips=limit)
-        assert raised_at(scaler, [BAD] * 12) == []
-
-
-def test_a_limit_of_zero_allows_no_skip() -> None:
-    scaler = started(GradScaler, "cpu", max_consecutive_skips=0)
-    assert raised_at(scaler, [BAD, *[GOOD] * 6]) == [1 + Lagging.LAG]
-
-
-def test_the_error_tells_what_was_counted_and_leaves_the_update_done() -> None:
-    scaler = started(GradScaler, "cpu", init_scale=2.0**20, max_consecutive_skips=3)
-    steps(scaler, [GOOD, *[BAD] * 3, *[BAD] * Lagging.LAG])
-    optimizer = sgd([torch.tensor([BAD])])
-    scaler.step(optimizer)
-    with pytest.raises(
-        FloatingPointError,
-        match=r"^4 consecutive skips, more than max_consecutive_skips=3; 4 updates later the scale is "
-        r"4096.0. ScalerStats\(updates=5, skipped=4, consecutive_skips=4, growths=0, backoffs=4, last_skip=5\)\n"
-        r"The last skip, at update 9: 1 bad gradient on rank 0.\n"
-        r"(.*\n){2} +0  .*parameter 0 +Inf +1$",
-    ):
-        scaler.update()
-    assert scaler.get_scale() == 2.0**12
-    assert scaler.was_skipped(optimizer)
-    scaler.unscale_(optimizer)  # the next step may begin
-
-
-def test_loading_and_setting_the_limit_start_the_lag_anew() -> None:
-    scaler = started(GradScaler, "cpu", init_scale=2.0**40, max_consecutive_skips=1)
-    saved = scaler.state_dict()
-    assert raised_at(scaler, [BAD] * (2 + Lagging.LAG)) == [2 + Lagging.LAG]
-    scaler.load_state_dict(saved)
-    assert raised_at(scaler, [BAD] * (2 + Lagging.LAG)) == [2 + Lagging.LAG]
-    scaler.set_max_consecutive_skips(None)
-    assert raised_at(scaler, [BAD] * 8) == []
-    scaler.set_max_consecutive_skips(1)
-    assert raised_at(scaler, [BAD] * (1 + Lagging.LAG)) == [1 + Lagging.LAG]
-
-
-def test_setting_the_scale_is_no_update() -> None:
-    scaler = started(GradScaler, "cpu", max_consecutive_skips=0)
-    step(scaler, BAD)
-    for _ in range(2 * Lagging.LAG):
-        scaler.update(64.0)
-    assert scaler.stats().updates == 1

@@ -49,7 +49,8 @@ def checked_optimizers(optimizers: Any) -> list[Any]:
     several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     for each in several:
         if not hasattr(each, "param_groups"):
-            raise TypeError(f"optimizers must be an optimizer or several of them, got {type(each).__name__}")
+            hint = "; to clip some parameters only, pass parameters=" if isinstance(each, Tensor) else ""
+            raise TypeError(f"optimizers must be an optimizer or several of them, got {type(each).__name__}{hint}")
     if len({id(unwrap(each)) for each in several}) != len(several) or not several:
         raise ValueError(f"optimizers must be one or more, none of them twice, got {len(several)}")
     return several

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scaler_triton.agreement import Agreement
 
 
-_UNSCALES_TOO = " clip_grad_norm_ unscales, too: call one of the two, once per step."
+_UNSCALES_TOO = " clip_grad_norm_ unscales, too: call one of the two, once per step, and update() after one left out."
 
 
 class ClippingMixin(AtOnceMixin, AfterUnscalingMixin):

@@ -101,7 +101,8 @@ class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
 
 def _check(accelerator: Any) -> None:
     if not isinstance(accelerator, accelerate.Accelerator):
-        raise TypeError(f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}")
+        hint = "; pass its .accelerator" if hasattr(accelerator, "accelerator") else ""  # a Trainer
+        raise TypeError(f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}{hint}")
     if accelerator.distributed_type in _ELSEWHERE:
         kind = accelerator.distributed_type.value
         raise ValueError(f"accelerator must be of a distributed_type that uses torch's scaler, got {kind}")

@@ -1,4 +1,4 @@
-"""Difference 18 over ranks: a step that comes after `update` divides once, agrees, and costs one collective."""
+"""Differences 18 and 23 over ranks: steps after `update`, and batches after a step that did not return."""
 
 import pytest
 import unstepped_cases
@@ -56,3 +56,15 @@ def test_a_rank_that_never_has_gradients_does_not_repeat_an_old_overflow(two, ki
 def test_after_a_clip_that_failed_on_one_rank_the_late_step_is_skipped_everywhere(two, sparse_first, norm_type):
     for outcome in two.run(unstepped_cases.failed_clip, sparse_first, norm_type):
         assert outcome == ([1.0] * 3, 0, INIT_SCALE / 4)  # two updates
+
+
+@LAYOUTS
+@NAMES
+@pytest.mark.parametrize("gradless", [NOBODY, 0, 1])
+def test_23_a_rank_whose_step_failed_joins_the_reduction_of_the_next_batch(two, kind, layout, name, gradless):
+    skip_what_torch_refuses(layout, name)
+    first, second = two.run(unstepped_cases.step_that_failed, kind, layout, name, gradless)
+    step = LEARNING_RATE * unstepped_cases.GRADIENT / INIT_SCALE
+    assert first.values == [1.0 if gradless == 0 else 1.0 - 2 * step] * 6
+    assert second.values == [1.0 if gradless == 1 else 1.0 - step] * 6
+    assert first[1:] == second[1:] == (1, INIT_SCALE)

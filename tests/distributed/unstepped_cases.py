@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from cases import Fault, collectives_of, dtensor_param, line, local_of, new_optimizer, new_scaler, plain_param, plant
@@ -79,3 +80,25 @@ def _gradient(param: Tensor, value: float = GRADIENT) -> Tensor:
     if isinstance(param, DTensor):
         return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False)
     return local
+
+
+def step_that_failed(rank: int, kind: str, layout: str, name: str, gradless: int) -> Outcome:
+    """Rank 1 runs out of memory in a step, and so has no update: it goes on with the next batch, as the others do."""
+    scaler, param = new_scaler(kind), _param(layout)
+    scaler.set_growth_interval(100)  # their trackers part
+    optimizer = new_optimizer(name, [param])
+    for batch in range(2):
+        param.grad = None
+        scaler.scale(torch.ones(()))
+        param.grad = None if rank == gradless else _gradient(param)
+        with _no_memory(optimizer) if (rank, batch) == (1, 0) else nullcontext():
+            collectives = collectives_of(scaler.step, optimizer)
+            if batch == 0:
+                scaler.update()
+    return _outcome(scaler, param, collectives)
+
+
+@contextmanager
+def _no_memory(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    with suppress(torch.OutOfMemoryError), patch.object(optimizer, "step", side_effect=torch.OutOfMemoryError):
+        yield

@@ -155,8 +155,11 @@ def test_refuses_other_precisions(precision, why):
 
 
 def test_refuses_what_is_no_accelerator():
-    with pytest.raises(TypeError, match=r"accelerator must be an accelerate\.Accelerator, got Linear"):
+    with pytest.raises(TypeError, match=r"^accelerator must be an accelerate\.Accelerator, got Linear$"):
         use_scaler_triton(nn.Linear(1, 1))
+    trainer = SimpleNamespace(accelerator=new_accelerator())
+    with pytest.raises(TypeError, match=r", got SimpleNamespace; pass its \.accelerator$"):
+        use_scaler_triton(trainer)
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])

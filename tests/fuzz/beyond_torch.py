@@ -35,6 +35,7 @@ NO_LIMITS = {
     "consecutive_hysteresis": False,
     "max_consecutive_skips": None,
 }
+UNSCALES_TOO = " clip_grad_norm_ unscales, too: call one of the two, once per step, and update() after one left out."
 LAG = 4  # updates after which too many skips in a row are an error
 COUNTERS = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
 
@@ -86,7 +87,9 @@ class ExtrasRules:
     def update(self, new_scale: Any = None) -> None:
         super().update(new_scale)
         limit = self._limits["max_consecutive_skips"]
-        if limit is not None and new_scale is None:
+        if limit is not None and new_scale is not None:
+            self._streaks = []
+        elif limit is not None:
             self._streaks.append(self._counters["consecutive_skips"])
             streak = self._streaks.pop(0) if len(self._streaks) > LAG else 0
             if streak > limit:
@@ -292,7 +295,7 @@ class ClippingRules:
                 raise RuntimeError("unscale_() is being called after step().")
             if state["stage"] is OptState.UNSCALED and (not again or "deferred" in state):
                 already = "unscale_() has already been called on this optimizer since the last update()."
-                raise RuntimeError(already + " clip_grad_norm_ unscales, too: call one of the two, once per step.")
+                raise RuntimeError(already + UNSCALES_TOO)
 
     def _check_gradients(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:

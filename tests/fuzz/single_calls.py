@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from unittest import mock
 
 import torch
 from optimizer_contents import parameters_of
@@ -32,6 +33,16 @@ def extend(optimizer: torch.optim.Optimizer, spec: ParameterSpec, half: torch.dt
     group = optimizer.param_groups[0]
     fused_momentum = bool(group["fused"] and group.get("momentum"))
     optimizer.add_param_group({"params": [spec.build(half_of(fused_momentum, half))]})
+
+
+def failing_step(world: World, optimizer: torch.optim.Optimizer) -> Any:
+    """Step, but for the optimizer's own step, which raises at its begin."""
+
+    def raising(*args: Any, **kwargs: Any) -> None:
+        raise OSError("out of order")
+
+    with mock.patch.object(optimizer, "step", raising):
+        return world.scaler.step(optimizer)
 
 
 def rearrange(optimizer: torch.optim.Optimizer, whole: bool) -> None:

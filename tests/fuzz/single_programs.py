@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from beyond_torch import FullSpecification
-from hypothesis import note
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 from optimizer_contents import parameters_of
 from setter_rules import limits_of, set_to, settings_of_ours
 from single_calls import (
     asked,
     assign,
     extend,
+    failing_step,
     fill,
     give,
     named_parameters,
@@ -39,15 +36,12 @@ from single_strategies import (
     clips,
     defects,
     indices,
-    intervals,
-    limits,
     optimizer_specs,
     parameter_specs,
     rarely,
-    scales,
     state_dicts,
 )
-from specification import Refused
+from two_worlds import TwoWorlds
 from worlds import (
     BucketSpec,
     ClipSpec,
@@ -55,85 +49,11 @@ from worlds import (
     OptimizerSpec,
     ParameterSpec,
     World,
-    Wrapper,
-    assert_equal,
-    assert_same_worlds,
-    first_line,
-    outcome,
 )
 
-from scaler_triton import GradScaler
 
-
-class Programs(RuleBasedStateMachine):
+class Programs(TwoWorlds):
     """Each rule is one call that a user can make, made in both worlds."""
-
-    ours_class: type = GradScaler
-    theirs_class: type = FullSpecification
-    backend = "torch"
-    device = "cpu"  # tensors are made on the default device, which must be this one
-    half = torch.bfloat16
-
-    @initialize(
-        specs=st.lists(optimizer_specs(), min_size=1, max_size=3),
-        scale=scales,
-        growth=st.sampled_from([2.0, 1.1, 4.0]),
-        backoff=st.sampled_from([0.5, 0.3]),
-        interval=intervals,
-        enabled=rarely.map(lambda disabled: not disabled),
-        started=rarely.map(lambda not_yet: not not_yet),
-        check_unscaled=rarely,
-        limits=st.none() | st.none() | limits,
-    )
-    def start(
-        self,
-        specs: list[Any],
-        scale: float,
-        growth: float,
-        backoff: float,
-        interval: int,
-        enabled: bool,
-        started: bool,
-        check_unscaled: bool,
-        limits: dict[str, Any] | None,
-    ) -> None:
-        options = {"device": self.device, "init_scale": scale, "growth_factor": growth, "backoff_factor": backoff}
-        options |= {"growth_interval": interval, "enabled": enabled}
-        options["check_unscaled"] = check_unscaled
-        ours = self.ours_class(**options, backend=self.backend, **(limits or {}))
-        theirs = self.theirs_class(**options, limits=limits)
-        self.ours = World(ours, [spec.build(self.half) for spec in specs])
-        self.theirs = World(theirs, [spec.build(self.half) for spec in specs], buried=[])
-        theirs.tells_sparse = self.backend == "torch"
-        if started:
-            self.both(lambda world: world.scaler.scale(torch.ones(())))
-
-    def both(self, call: Callable[[World], Any]) -> None:
-        """Make a call in both worlds; results, errors and all that is left behind must be equal."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ours, theirs = outcome(call, self.ours), outcome(call, self.theirs)
-        self.compare(ours, theirs)
-        assert_same_worlds(self.ours, self.theirs)
-
-    def compare(self, ours: Any, theirs: Any) -> None:
-        if isinstance(theirs, Refused):
-            assert theirs.is_met_by(ours), (ours, theirs)
-        elif isinstance(theirs, BaseException):
-            note(f"raises {theirs!r}")
-            assert type(ours) is type(theirs), (ours, theirs)
-            assert first_line(ours) == first_line(theirs)
-        else:
-            assert_equal(ours, theirs, "result")
-
-    def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
-        """Make a call about one optimizer in both worlds."""
-
-        def on_one(world: World) -> Any:
-            optimizer = world.optimizers[index % len(world.optimizers)]
-            return call(world, Wrapper(optimizer) if wrapped else optimizer)
-
-        self.both(on_one)
 
     # Backward passes.
 
@@ -233,7 +153,21 @@ class Programs(RuleBasedStateMachine):
     train_again = train_on = train_further = train
     backward_again, step_again, update_again = backward, step, update
 
-    # Flags as frameworks touch them.
+    # Steps out of turn, and flags as frameworks touch them.
+
+    @rule(index=indices, loss=st.booleans(), gradients=st.none() | backwards, zeroed=st.none() | st.booleans())
+    def step_that_fails(
+        self, index: int, loss: bool, gradients: list[GradientSpec] | None, zeroed: bool | None
+    ) -> None:
+        """And is tried again, or another batch follows without an update."""
+        self.at(index, failing_step)
+        if zeroed is not None:
+            self.zero_grad(index, to_none=zeroed)
+        if loss:
+            self.scale(1.0, torch.float32, "tensor")
+        if gradients is not None:
+            self.backward(index, gradients)
+        self.step(index)
 
     @rule(index=indices, gradients=backwards, anew=rarely)
     def step_after_update(self, index: int, gradients: list[GradientSpec], anew: bool) -> None:

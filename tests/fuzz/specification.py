@@ -165,6 +165,7 @@ class Specification(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         for key, state in self._per_optimizer_states.items() if self._enabled else ():
             if state["stage"] is OptState.UNSCALED:
+                state["left_behind"] = state.get("in_step", False)
                 state.setdefault("before_loss", first_write_of(self._optimizers[key]))
         return super().scale(outputs)
 
@@ -287,10 +288,19 @@ class Specification(torch.amp.GradScaler):
             return super().step(optimizer, closure=args[0])
         if "closure" in kwargs or self._scale is None or self._growth_tracker is None:
             return super().step(optimizer, *args, **kwargs)  # raises
+        self._begin_step(optimizer)
         self._recall(optimizer)
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return super().step(optimizer, *args, **kwargs)
         return self._fused_step(optimizer, *args, **kwargs)
+
+    def _begin_step(self, optimizer: Any) -> None:
+        key = id(optimizer)
+        if self._per_optimizer_states[key].get("left_behind"):
+            departs(23)  # torch takes the gradients of a later loss for those that it has unscaled
+            self._left_unscaled[key] = self._now_unstepped()[key]
+            del self._per_optimizer_states[key]
+        self._per_optimizer_states[key]["in_step"] = True
 
     def _fused_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._check_scale_growth_tracker("step")

@@ -20,7 +20,7 @@ class Mutant(NamedTuple):
 CONTRACT = "tests/test_contract.py tests/test_agreed_flag.py"
 WRAPPERS, LENDING = "tests/test_wrappers.py", "tests/test_lending.py"
 UNPLANNED = "tests/distributed/test_unplanned.py"
-FAILURE = "tests/test_after_failure.py"
+FAILURE, FAILED = "tests/test_after_failure.py", "tests/test_failed_steps.py"
 DIFFERENCES = "tests/test_differences.py"
 GRADIENTS = "tests/test_gradients.py"
 PLAN = "tests/test_plan.py"
