@@ -73,7 +73,7 @@ class StatesMixin(ScalerAttributes):
 
         Returns: None if it was stepped, or may have other gradients by now, which are scaled and not checked.
         """
-        if state["stage"] is not OptState.UNSCALED or not self._records.vouch(self._scale):
+        if state["stage"] is not OptState.UNSCALED:
             return None
         if "first_gradient" in state and not has_first_gradient(owner, state["first_gradient"]):
             return None

@@ -31,7 +31,6 @@ MUTANTS = [
     Mutant(_S + "states.py", "if is_captured(self._scale):  # no", "if False:  # no", PRETENDED),
     Mutant(_S + "states.py", 'if state.get("captured", True):', "if True:", PRETENDED),
     Mutant(_S + "stats.py", "if not is_captured(self._values):", "if True:", PRETENDED),
-    Mutant(_S + "states.py", " or not self._records.vouch(self._scale)", "", PRETENDED),
     Mutant(_S + "scaling.py", 'refuse_capture(device, "a scaler\'s first scale")', "pass", PRETENDED),
     Mutant(_S + "updating.py", "limit is not None and not is_captured(scale):", "limit is not None:", PRETENDED),
     Mutant("kernels/launcher.py", "elif self._current_device() == self._device.index:", "elif True:", PRETENDED),
