@@ -210,8 +210,9 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, meta
         if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
             lending.take_back(both)
             return None
-        scale = self._get_scale_async()
-        assert scale is not None
+        scale: Any = self._get_scale_async()
+        if getattr(inner, "grad_scale", None) is scale:  # an interrupt came before it was taken back
+            lending.take_back(both)
         factor = state.get("deferred")
         if ready and state["recalled_flag"] is None:
             factor = scale.reshape(()) if scale.ndim else scale

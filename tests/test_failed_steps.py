@@ -12,7 +12,7 @@ from helpers import Place, places, sgd, started
 from torch.amp.grad_scaler import OptState
 from unstepped_setup import SCALE, only, optimizer_of
 
-from scaler_triton import GradScaler
+from scaler_triton import GradScaler, lending
 
 TRAINED = [-0.5 * 8.0 / SCALE] * 3
 KINDS = pytest.mark.parametrize("kind", ["plain", "fused"])
@@ -124,6 +124,19 @@ def test_23_a_wrapper_is_the_optimizer_in_it() -> None:
     states = [scaler._per_optimizer_states[id(each)] for each in (wrapper, optimizer)]
     assert states[0] is states[1]
     assert states[0]["stage"] is OptState.STEPPED
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_scale_that_an_interrupt_left_on_a_fused_optimizer_is_not_the_users(updated: bool) -> None:
+    optimizer, scaler = optimizer_of("fused", "cpu"), started(GradScaler, "cpu", init_scale=SCALE)
+    with mock.patch.object(lending, "take_back", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    assert optimizer.grad_scale is scaler._scale  # type: ignore[attr-defined]
+    if updated:
+        scaler.update()
+    next_batch(scaler, optimizer)
+    scaler.step(optimizer)
+    assert only(optimizer).tolist() == [2 * each for each in TRAINED]
 
 
 def test_23_one_optimizer_that_failed_leaves_another_alone() -> None:

@@ -158,6 +158,7 @@ MUTANTS = [
     Mutant(_S + "scaling.py", 'state.get("in_step", False)', "True", FAILED),
     Mutant(_S + "scaling.py", 'state["left_behind"] = state.get("in_step", False)', "pass", FAILED),
     Mutant(_S + "grad_scaler.py", 'state["in_step"] = True', "pass", FAILED),
+    Mutant(_S + "grad_scaler.py", 'if getattr(inner, "grad_scale", None) is scale:', "if False:", FAILED),
     Mutant(_S + "states.py", "None if flag is None else leave_unscaled(owner, flag)", "None", FAILED),
     Mutant(_S + "policy.py", "    if isinstance(value, bool):\n", "    if False:\n", EXTRAS),
     Mutant(_S + "policy.py", " | bytearray | bool", " | bytearray", EXTRAS),
