@@ -289,12 +289,23 @@ def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once() -> None
 
 
 @pytest.mark.gpu
-def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it() -> None:
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it(explicit: bool) -> None:
     weight, optimizer, scaler = after_a_step()
+
+    def step() -> None:
+        if explicit:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+
+    if explicit:  # a first time is refused in a capture
+        scaler.unscale_(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=False)
     weight.grad.fill_(4.0)  # the fused optimizer has divided it
     refusing = mock.patch.object(optimizer, "step", side_effect=RuntimeError("not capturable"))
     with pytest.raises(RuntimeError, match="not capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()), refusing:
-        scaler.step(optimizer)
+        step()
     scaler.step(optimizer)
     scaler.update()
     assert_same(weight.detach(), torch.full((3,), -1.0, device="cuda"))
