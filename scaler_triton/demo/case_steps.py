@@ -181,6 +181,25 @@ def tracker_past_interval(rank: int, scalers: Scalers) -> Outcome:
     return watch.outcome(scaler)
 
 
+def failed_step(rank: int, scalers: Scalers) -> Outcome:
+    """The optimizer runs out of memory once, and the loop drops that batch; the gradients of the next one overflow."""
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = SGD([weight], lr=0.1)
+    scaler = scalers.plain(device="cpu", init_scale=START)
+    watch = Watch([weight])
+    full = optimizer.register_step_pre_hook(_run_out_of_memory)
+    for factor in (1.0, inf):
+        optimizer.zero_grad()
+        _backward(scaler, (weight * factor).sum())
+        try:
+            scaler.step(optimizer)
+        except torch.OutOfMemoryError:
+            full.remove()
+            continue
+        scaler.update()
+    return watch.outcome(scaler)
+
+
 def fused_then_plain(rank: int, scalers: Scalers) -> Outcome:
     """Two optimizers, the first of them fused; all gradients are good."""
     first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
@@ -206,6 +225,10 @@ def _fsdp1_model() -> FullyShardedDataParallel:
 
 def _backward(scaler: GradScaler, loss: Tensor) -> None:
     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+
+def _run_out_of_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("no memory for the optimizer's state")
 
 
 def _spoil(model: nn.Module) -> None:

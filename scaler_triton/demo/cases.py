@@ -148,6 +148,14 @@ CASES = {
             Right(stepped=True, scale=4 * START),
         ),
         Case(
+            "failed-step",
+            "GradScaler; `optimizer.step` runs out of memory, the loop drops that batch, the next one overflows",
+            "the next step neither unscales nor checks: NaN or Inf in the weights",
+            "the next step checks its gradients, and is skipped",
+            steps.failed_step,
+            Right(stepped=False, scale=HALVED),
+        ),
+        Case(
             "fused-then-plain",
             "ShardedGradScaler; a fused optimizer steps before a plain one",
             "`update` raises RuntimeError",

@@ -31,6 +31,7 @@ TORCH_IS_WRONG = {
     "rank-without-grads-dtensor": "rank 0 raises AssertionError; rank 1 hangs in a collective",
     "scale-to-inf": "the scale is inf instead of 2^127",
     "tracker-past-interval": "the scale is 8 instead of 32",
+    "failed-step": "NaN or Inf in the weights of ranks 0-1",
     "fused-then-plain": "rank 0 raises RuntimeError; rank 1 raises RuntimeError",
 }
 
