@@ -124,7 +124,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, meta
             raise RuntimeError("step() has already been called since the last update().")
         if state.get("left_behind"):
             state = self._begin_again(optimizer)
-        state["in_step"] = True
+        state["step_began"] = True
         if state.get("must_skip"):
             lending.take_back((optimizer, optimizers.unwrap(optimizer)))
             self._mark_stepped(state)

@@ -43,7 +43,7 @@ class ScalingMixin(ScalerAttributes):
         for state in [*self._per_optimizer_states.values()]:
             if state.get("stage") is not OptState.UNSCALED or "owner" not in state:
                 continue
-            state["left_behind"] = state.get("in_step", False)
+            state["left_behind"] = state.get("step_began", False)
             if "before_loss" not in state:
                 owner = state["owner"]()
                 state["before_loss"] = None if owner is None else first_snapshot(owner)

@@ -34,8 +34,8 @@ class StepState(TypedDict, total=False):
     recalled_flag: Tensor | None  # fp32, shape (): of gradients that an update left unscaled, see Records.recall
     deferred: Tensor  # fp32, shape (): the `grad_scale` that `clip_grad_norm_(defer=True)` left to the step
     # Within one call, and after one that raised:
-    in_step: bool  # its step has begun
-    left_behind: bool  # and did not return before another loss was scaled
+    step_began: bool
+    left_behind: bool  # another loss was scaled before that step returned
     asked_by_step: bool  # within an optimizer's step that asks for the flag itself, perhaps for each group
     written: bool  # while gradients are checked or unscaled: whether one of them has been written
     must_skip: bool  # the step or clipping raised: unknown which gradients it has divided

@@ -6,8 +6,9 @@ import io
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import cases
 import pytest
@@ -54,6 +55,7 @@ def execute(rank: int, program: Program) -> Trace:
     """Run the program on this rank."""
     run = Run(rank, program)
     for step in range(program.finished):
+        run.give_up(step)
         run.give_gradients(step)
         run.step(step)
         run.update(step)
@@ -80,6 +82,16 @@ class Run:
         scale = self.scaler.scale(torch.ones(())).item()
         for index, optimizer in enumerate(self.optimizers):
             backward(self.program, Spot(step, self.rank, index, 0), optimizer, scale, self.kept)
+
+    def give_up(self, step: int) -> None:
+        """Take a batch in which steps fail, and go on without an update."""
+        clean = replace(self.program, planted=())
+        for index, optimizer in enumerate(self.optimizers):
+            if self.program.gives_up(step, index):
+                scale = self.scaler.scale(torch.ones(())).item()
+                backward(clean, Spot(step, self.rank, index, 0), optimizer, scale, self.kept)
+                with mock.patch.object(optimizer, "step", side_effect=MemoryError), pytest.raises(MemoryError):
+                    self.scaler.step(optimizer)
 
     def step(self, step: int) -> None:
         """Clip and step all optimizers, and ask whether they were skipped."""

@@ -104,6 +104,7 @@ class Program:
         settings: what is set on the way; a later one counts.
         consecutive: the scaler's `consecutive_hysteresis` at first.
         max_skips: the scaler's `max_consecutive_skips` at first.
+        given_up: (step, optimizer) pairs: before this step comes a batch whose step fails on all ranks, without update.
         split: what makes the ranks disagree, if anything does.
     """
 
@@ -120,6 +121,7 @@ class Program:
     settings: tuple[Setting, ...] = ()
     consecutive: bool = False
     max_skips: int | None = None
+    given_up: frozenset[tuple[int, int]] = frozenset()
     split: Split | None = None
 
     @property
@@ -144,6 +146,11 @@ class Program:
         """What is clipped in a step; with an optimizer: what this one is clipped by."""
         clip = self.clips[step] if step < len(self.clips) else None
         return clip if clip is None or optimizer is None or optimizer in clip.optimizers else None
+
+    def gives_up(self, step: int, optimizer: int) -> bool:
+        """Whether a batch fails before; not where `unscale_` or a clip follows, which refuse what follows one."""
+        unscales = any(index == optimizer for _, index in self.explicit)
+        return (step, optimizer) in self.given_up and not unscales and self.clip_of(step, optimizer) is None
 
     def clips_at_once(self, clip: Clip) -> bool:
         """Whether one reduction carries norm, flags and scales."""

@@ -106,6 +106,7 @@ def habits(draw: Any, bare: Program) -> Program:
         hysteresis=draw(st.sampled_from([1, 1, 2, 3])),
         check_unscaled=draw(st.integers(0, 3)) == 0,
         settings=tuple(draw(st.lists(settings_on_the_way(bare.steps), max_size=3))),
+        given_up=draw(st.frozensets(st.tuples(st.integers(0, bare.steps - 1), st.integers(0, len(chosen) - 1)))),
     )
 
 

@@ -165,7 +165,7 @@ class Specification(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         for key, state in self._per_optimizer_states.items() if self._enabled else ():
             if state["stage"] is OptState.UNSCALED:
-                state["left_behind"] = state.get("in_step", False)
+                state["left_behind"] = state.get("step_began", False)
                 state.setdefault("before_loss", first_write_of(self._optimizers[key]))
         return super().scale(outputs)
 
@@ -300,7 +300,7 @@ class Specification(torch.amp.GradScaler):
             departs(23)  # torch takes the gradients of a later loss for those that it has unscaled
             self._left_unscaled[key] = self._now_unstepped()[key]
             del self._per_optimizer_states[key]
-        self._per_optimizer_states[key]["in_step"] = True
+        self._per_optimizer_states[key]["step_began"] = True
 
     def _fused_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._check_scale_growth_tracker("step")

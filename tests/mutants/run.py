@@ -14,7 +14,7 @@ from catalogue import MUTANTS
 from mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 300  # seconds a mutant's tests may take; one that hangs is noticed, too
+LIMIT = 600  # seconds a mutant's tests may take; one that hangs is noticed, too
 
 
 def copy_tree(folder: Path) -> None:
