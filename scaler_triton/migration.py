@@ -130,4 +130,7 @@ def _number(state: Mapping[str, Any], name: str) -> Any:
 
 
 def _integer(state: Mapping[str, Any], name: str) -> int:
-    return policy.check_int(_number(state, name), name)
+    value = _number(state, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    return value

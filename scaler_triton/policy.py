@@ -45,7 +45,7 @@ def check_backoff_factor(value: Any, name: str = "backoff_factor") -> float:
 
 def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
     """Return `value` as an int if it is a number of steps, at least 1."""
-    number = check_int(value, name)
+    number = _as_int(value, name)
     if not 1 <= number < 2**63:
         raise ValueError(f"{name} must be an int >= 1 (steps), got {value!r}")
     return number
@@ -53,7 +53,7 @@ def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
 
 def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
     """Return `value` as an int if it can be a count of good steps, which is kept in int32; torch loads 2.0, too."""
-    number = int(value) if isinstance(value, float) and value.is_integer() else check_int(value, name)
+    number = int(value) if isinstance(value, float) and value.is_integer() else _as_int(value, name)
     if not 0 <= number <= MAX_TRACKER:
         raise ValueError(f"{name} must be an int in [0, {MAX_TRACKER}], got {value!r}")
     return number
@@ -61,7 +61,7 @@ def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
 
 def check_hysteresis(value: Any, name: str = "hysteresis") -> int:
     """Return `value` as an int if it is a number of overflows, at least 1 (1: each one backs off)."""
-    number = check_int(value, name)
+    number = _as_int(value, name)
     if not 1 <= number < 2**63:
         raise ValueError(f"{name} must be an int >= 1 (overflows), got {value!r}")
     return number
@@ -69,7 +69,7 @@ def check_hysteresis(value: Any, name: str = "hysteresis") -> int:
 
 def check_max_skips(value: Any, name: str = "max_consecutive_skips") -> int | None:
     """Return `value` as an int if it is a number of updates, at least 0, or None (no limit)."""
-    number = None if value is None else check_int(value, name)
+    number = None if value is None else _as_int(value, name)
     if number is not None and number < 0:
         raise ValueError(f"{name} must be None or an int >= 0 (updates), got {value!r}")
     return number
@@ -91,16 +91,6 @@ def check_norm_type(value: Any, *, positive: bool) -> float:
     return order
 
 
-def check_int(value: Any, name: str) -> int:
-    """Return `value` as an int if it is one, of whatever type, but a bool."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {one_line(repr(value))}") from error
-
-
 def check_bool(value: Any, name: str) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
@@ -110,7 +100,7 @@ def check_bool(value: Any, name: str) -> bool:
 
 def check_count(value: Any, name: str) -> int:
     """Return `value` as an int if it can be a count, which is kept in int64."""
-    number = check_int(value, name)
+    number = _as_int(value, name)
     if not 0 <= number < 2**63:
         raise ValueError(f"{name} must be an int in [0, 2**63), got {value!r}")
     return number
@@ -142,7 +132,7 @@ def device_type(device: str | torch.device) -> str:
 
 
 def _as_float(value: Any, name: str) -> float:
-    if isinstance(value, str | bytes | bytearray | bool):  # float() would take it
+    if isinstance(value, str | bytes | bytearray):  # float() would read it
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)
@@ -150,3 +140,10 @@ def _as_float(value: Any, name: str) -> float:
         raise TypeError(f"{name} must be a number, got {one_line(repr(value))}") from error
     except OverflowError as error:
         raise ValueError(f"{name} must be a positive finite fp32 number, got {value!r}") from error
+
+
+def _as_int(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an int, got {one_line(repr(value))}") from error

@@ -190,4 +190,6 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
                 "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                 "torch.FloatTensor with requires_grad=False."
             )
+        if isinstance(new_scale, bool):  # torch refuses it, too
+            raise TypeError(f"new_scale must be a number, got {new_scale}")
         return limits.check_within(new_scale, "new_scale", self._limits)

@@ -252,8 +252,11 @@ def test_5_update_takes_an_int_and_checks_a_tensor() -> None:
     for bad in (*BAD_SCALES, torch.tensor(math.nan), torch.tensor([0.0])):
         with pytest.raises(ValueError, match="^new_scale must be .* got"):
             scaler.update(bad)
-    with pytest.raises(TypeError, match="^new_scale must be a number, got '8'$"):
-        scaler.update("8")
+    for wrong, text in (("8", "'8'"), (True, "True")):
+        with pytest.raises(TypeError, match=f"^new_scale must be a number, got {text}$"):
+            scaler.update(wrong)
+    with pytest.raises(AttributeError):
+        started(torch.amp.GradScaler, "cpu").update(True)
     for wrong in (torch.ones(2), torch.ones(1, requires_grad=True), torch.ones(1, device="meta")):
         for cls in (torch.amp.GradScaler, GradScaler):
             with pytest.raises(AssertionError, match="^new_scale should be a float or a 1-element torch.cuda.Float"):

@@ -120,8 +120,6 @@ BAD_NUMBERS: list[tuple[str, Any, type[Exception], str]] = [
     ("max_scale", 2.0**-127, ValueError, "max_scale must be"),
     ("hysteresis", 0, ValueError, r"hysteresis must be an int >= 1 \(overflows\)"),
     ("hysteresis", 1.5, TypeError, "hysteresis must be an int"),
-    ("hysteresis", True, TypeError, "hysteresis must be an int"),
-    ("min_scale", True, TypeError, "min_scale must be a number"),
     ("consecutive_hysteresis", 1, TypeError, "consecutive_hysteresis must be True or False"),
     ("max_consecutive_skips", -1, ValueError, "max_consecutive_skips must be None or an int >= 0"),
     ("max_consecutive_skips", 2.5, TypeError, "max_consecutive_skips must be an int"),
