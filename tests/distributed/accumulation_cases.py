@@ -41,7 +41,7 @@ def _accumulate(rank: int, scaler: Any, model: Any) -> dict[str, Any]:
         for micro in range(3):
             spoiled = (step, micro, rank) == (1, 0, 1)  # one rank, in a pass that is not reduced by itself
             with _synchronised(model, micro == 2):  # around the forward pass, too, in which DDP decides
-                loss = model(torch.randn(2, 4, generator=generator)).square().mean()
+                loss = model(cases.drawn((2, 4), generator)).square().mean()
                 scaler.scale(loss * torch.inf if spoiled else loss).backward()
         scaler.step(optimizer)
         scaler.update()

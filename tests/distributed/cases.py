@@ -65,6 +65,11 @@ def strictly(rank: int, case: Callable[..., Any], args: tuple[Any, ...], options
         return case(rank, *args, **options)
 
 
+def drawn(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal numbers by a generator of the CPU, on DEVICE: the same on each."""
+    return torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(DEVICE)
+
+
 @functools.cache
 def _gather_on_gpu() -> torch.library.Library:
     """Have DTensors gathered by a collective that gloo has for a GPU: by the usual one it reads the host's memory."""

@@ -53,7 +53,7 @@ class Training(Stateful):
         """Take one step; every rank works on its share of the same batch."""
         share = BATCH // torch.distributed.get_world_size()
         rank = torch.distributed.get_rank()
-        inputs = torch.randint(-1, 2, (BATCH, WIDTH), generator=torch.Generator().manual_seed(number)).float()
+        inputs = cases.drawn((BATCH, WIDTH), torch.Generator().manual_seed(number)).round().clamp(-1, 1)
         self.optimizer.zero_grad()
         loss = self.net(inputs[rank * share : (rank + 1) * share]).mean()
         self.scaler.scale(loss * (float("inf") if number in BAD_STEPS and rank == 0 else 1.0)).backward()

@@ -68,7 +68,7 @@ def laid_out_at_random(rank: int, layout: str) -> tuple[float, dict[tuple[int, .
     for index, param in enumerate(params):
         piece, gradient = (index, *_place_of(param)), local_of(param.grad)
         draw = torch.Generator().manual_seed(int("".join(map(str, (1, *piece)))))  # copies are equal
-        values = torch.randn(gradient.shape, generator=draw, dtype=torch.float64).to(gradient.dtype)
+        values = cases.drawn(gradient.shape, draw, torch.float64).to(gradient.dtype)
         squares[piece] = values.double().square().sum().item()
         gradient.copy_(values * cases.INIT_SCALE)
     optimizer = cases.new_optimizer("adamw", [{"params": [param]} for param in params])

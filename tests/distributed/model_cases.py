@@ -161,7 +161,7 @@ def _train(
 def _batch(step: int, part: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """The part's share of a batch: inputs and what to make of them."""
     index, parts = part
-    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+    x = cases.drawn((BATCH, WIDTH), torch.Generator().manual_seed(step))
     rows = slice(index * BATCH // parts, (index + 1) * BATCH // parts)
     return x[rows], x.flip(1).sin()[rows]
 

@@ -12,6 +12,7 @@ from cases import (
     Fault,
     Habits,
     Report,
+    drawn,
     give_grads,
     giving,
     new_optimizer,
@@ -89,7 +90,7 @@ def pipeline_schedule(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Re
 
 
 def _batch(step: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    x = drawn((8, 6), torch.Generator().manual_seed(step))
     return x, x.sin()
 
 

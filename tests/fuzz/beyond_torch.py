@@ -7,7 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from optimizer_contents import first_gradient, gradients_of, is_fp16, overlaps, values_in, values_of
+from optimizer_contents import (
+    first_gradient,
+    first_write_of,
+    gradients_of,
+    is_fp16,
+    overlaps,
+    same_writes,
+    sum_up,
+    together,
+    values_in,
+    values_of,
+)
 from report_rules import ReportRules
 from setter_rules import SetterRules
 from specification import (
@@ -229,6 +240,7 @@ class ClippingRules:
         plain = any(not hasattr(optimizer, "_step_supports_amp_scaling") for optimizer in optimizers)
         if defer and (plain or parameters is not None or order != 2.0 or self._check_unscaled):
             raise Undeferable
+        same = self._unwritten_since_loss(optimizers)
         if parameters is None and order == 2.0 and not self._check_unscaled:
             exact, promised = self._unscale_at_once(optimizers, chosen, defer)
         else:
@@ -252,6 +264,8 @@ class ClippingRules:
         except RuntimeError:
             self._skip_all(optimizers)
             raise
+        for optimizer in same:  # the clip's writes are no backward's
+            self._per_optimizer_states[id(optimizer)]["before_loss"] = first_write_of(optimizer)
         if refused:
             for optimizer in optimizers if defer else ():
                 flags = {self._scale.device: torch.ones(())}
@@ -270,6 +284,11 @@ class ClippingRules:
         exact = torch.linalg.vector_norm(together(chosen)) * inverse
         self._unscale_all(optimizers, leave=defer)
         return exact, bool(inverse.isfinite())
+
+    def _unwritten_since_loss(self, optimizers: Sequence[Any]) -> list[Any]:
+        befores = [self._per_optimizer_states[id(optimizer)].get("before_loss") for optimizer in optimizers]
+        pairs = zip(optimizers, befores, strict=True)
+        return [each for each, before in pairs if before is not None and same_writes(before, first_write_of(each))]
 
     def _sum_up_unscaled(self, optimizers: Sequence[Any], chosen: Sequence[Tensor]) -> None:
         """Sum up what is chosen; a sum of unscaled terms is unscaled, also in the first gradient's place."""
@@ -357,21 +376,6 @@ class FullShardedSpecification(ReportRules, ClippingRules, SetterRules, ExtrasRu
     """Our ShardedGradScaler as it should be."""
 
     allows_fp16 = True
-
-
-def sum_up(parameters: Any) -> None:
-    """Sum duplicates in sparse gradients: a norm is that of the sums."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse and not gradient.is_coalesced():
-            parameter.grad = gradient.float().coalesce().half() if is_fp16(gradient) else gradient.coalesce()
-
-
-def together(parameters: Sequence[Tensor]) -> Tensor:
-    """Return all numbers of all gradients in fp64."""
-    parts = [values_in(p.grad).double().flatten() for p in parameters if p.grad is not None]
-    whole = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-    return whole if whole.numel() else torch.zeros(1, dtype=torch.float64)  # torch has no inf-norm of nothing
 
 
 def agreed(exact: Tensor, measured: Sequence[Tensor], promised: bool) -> Tensor:

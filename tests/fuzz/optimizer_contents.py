@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,3 +78,18 @@ def lacks_momentum(optimizer: Any) -> bool:
         for parameter in group["params"]
         if parameter.grad is not None
     )
+
+
+def sum_up(parameters: Any) -> None:
+    """Sum duplicates in sparse gradients: a norm is that of the sums."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse and not gradient.is_coalesced():
+            parameter.grad = gradient.float().coalesce().half() if is_fp16(gradient) else gradient.coalesce()
+
+
+def together(parameters: Sequence[Tensor]) -> Tensor:
+    """Return all numbers of all gradients in fp64."""
+    parts = [values_in(p.grad).double().flatten() for p in parameters if p.grad is not None]
+    whole = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    return whole if whole.numel() else torch.zeros(1, dtype=torch.float64)  # torch has no inf-norm of nothing

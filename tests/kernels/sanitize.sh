@@ -8,6 +8,7 @@ OUT=${OUT:-out}
 PYTHON=${PYTHON:-python3}
 SANITIZER=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}
 LIMIT=${LIMIT:-240} # seconds for each tool
+TOOLS=${TOOLS:-memcheck racecheck}
 export TEST_SECONDS=$((LIMIT - 40)) # a tool that is ended by force writes no summary: the tests end before
 export NEEDS_GPU=1 # without one, all tests would pass by being skipped
 
@@ -47,7 +48,7 @@ is_refused() { # tool
 }
 
 status=0 # the second tool runs whatever the first one found
-for tool in memcheck racecheck; do
+for tool in $TOOLS; do
 	echo "== $tool" | tee -a "$OUT/sanitize.txt"
 	# torch asks the driver questions whose answer may be an error, and expects that.
 	options=()

@@ -1,6 +1,7 @@
 """The types that torch.cuda's streams, events, graphs and properties are made of."""
 
 import time
+import warnings
 
 from torch._C import Stream as TorchStream
 from torch._C import _pretended_gpu as gpu
@@ -86,6 +87,8 @@ class Graph:
 
     def capture_end(self):
         self._work = gpu.end_capture()
+        if self._work.is_empty:
+            warnings.warn("The CUDA Graph is empty.", stacklevel=2)
 
     # From torch 2.14 on its own class ends a capture by these.
     capture_end_pre = capture_end

@@ -1,6 +1,7 @@
 """Prints, as JSON, what a process sees that has the pretended GPU: what the tests that run there rely on."""
 
 import json
+import warnings
 
 import torch
 
@@ -57,10 +58,13 @@ def overtaken():
 
 
 def captured_wait():
-    """What a capture says of a copy to the host."""
+    """What a capture says of a copy to the host, and at its end, as it holds nothing else."""
     one = torch.ones((), device="cuda")
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        return raised(one.item)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            said = raised(one.item)
+    return said, *(str(each.message) for each in told)
 
 
 def seen(act):
@@ -126,6 +130,8 @@ def main():
         "bf16 gradients": unscaled(torch.bfloat16),
         "fp64 gradients": unscaled(torch.float64),
         "other strides": stepped_with_other_strides(),
+        "the CPU's generator": raised(lambda: torch.randn(2, device="cuda", generator=torch.Generator())),
+        "its own": torch.randn(2, device="cuda", generator=torch.Generator("cuda")).isfinite().all().item(),
         "seen": seen(lambda: (ones * 2)[1:].cpu()),
     }
     print(json.dumps(found))

@@ -6,8 +6,10 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <vector>
 
 #include "graph.h"
 #include "memory.h"
@@ -23,6 +25,7 @@ thread_local c10::DeviceIndex current = 0;
 thread_local std::array<c10::StreamId, MOST> streams{};
 std::atomic<c10::StreamId> last_stream{0};
 std::atomic<int> mode{0};
+std::vector<at::Generator> generators;  // for a GPU, kept for ever
 
 using c10::Device;
 using c10::DeviceIndex;
@@ -84,7 +87,7 @@ struct Hooks final : at::CUDAHooksInterface {
   Device getDeviceFromPtr(void* address) const override { return Device(c10::DeviceType::CUDA, gpu_of(address)); }
   void deviceSynchronize(DeviceIndex) const override { wait_for_gpu("device"); }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
-  at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  at::Generator getNewGenerator(DeviceIndex) const override { return generators.emplace_back(at::detail::createCPUGenerator()); }
 };
 
 // DDP makes one for the log of its first steps.
@@ -94,6 +97,10 @@ struct ReducerTimer final : c10d::Timer {
 };
 
 }  // namespace
+
+bool is_of_gpu(const at::Generator& generator) {
+  return std::find(generators.begin(), generators.end(), generator) != generators.end();
+}
 
 void install_device() {
   c10::SetAllocator(c10::DeviceType::CUDA, device_allocator(), 255);

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <c10/core/Stream.h>
 
 #include <string>
@@ -25,6 +26,9 @@ c10::StreamId new_stream();
 // As torch.cuda.set_sync_debug_mode has them: 0 nothing, 1 a warning, 2 an error.
 void set_sync_mode(int mode);
 int sync_mode();
+
+// Whether a generator was made for a GPU, and not for the CPU.
+bool is_of_gpu(const at::Generator& generator);
 
 // An operation is about to wait for the GPU.
 void wait_for_gpu(const std::string& operation);

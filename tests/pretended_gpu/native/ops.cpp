@@ -98,6 +98,10 @@ bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_d
 
 // What CUDA's kernels refuse and the CPU's take.
 void refuse_what_cuda_lacks(const std::string& name, const Values& arguments) {
+  for (auto& argument : arguments)
+    TORCH_CHECK(
+        !argument.isGenerator() || is_of_gpu(argument.toGenerator()),
+        "Expected a 'cuda' device type for generator but found 'cpu'");
   if (name == AMP_UNSCALE) {
     for (auto& tensor : arguments[0].toTensorVector())
       TORCH_CHECK_NOT_IMPLEMENTED(tensor.dtype() != at::kBFloat16, "unscaling is not implemented for 'BFloat16'");

@@ -53,7 +53,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("sync_mode", sync_mode);
   module.def("set_sync_mode", set_sync_mode);
   module.def("wait_for_gpu", wait_for_gpu);
-  py::class_<Graph, std::shared_ptr<Graph>>(module, "Graph");
+  py::class_<Graph, std::shared_ptr<Graph>>(module, "Graph")
+      .def_property_readonly("is_empty", [](const Graph& graph) { return graph.work.empty(); });
   module.def("begin_capture", begin_capture);
   module.def("end_capture", end_capture);
   module.def("is_capturing", is_capturing);
