@@ -1,7 +1,8 @@
 """Is a whole training step with our scaler cheaper than with torch's, and how near is it to one without a scaler?"""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from perf.context import Context, Section, Turn
 from perf.gpu import ColdClock
 from perf.measure import Effort, Subject, interleaved, one_thread
 from perf.models import adamw, tokens, transformer
-from perf.rows import Row, row, time_rows
+from perf.rows import FARTHER, Row, row, time_rows
 from perf.solo import one_rank
 from perf.trace import idle_gaps, record
 from perf.training import (
@@ -27,8 +28,9 @@ from perf.training import (
 )
 from scaler_triton.demo.model import ModelSize
 
-PROFILED = 16  # steps
-PROFILED_FSDP2 = 6  # whose steps make a hundred thousand events
+PROFILED = 8  # steps
+PROFILED_LONG = 3  # steps of tens of thousands of events, each
+LEAST, LEAST_LONG = 4, 3  # rounds
 TICK = 0.1  # us; no idle time is known to be shorter
 WORDS = 1000  # where the vocabulary does not matter
 QUICK = ModelSize(layers=1, width=32, heads=2, context=16)
@@ -59,9 +61,9 @@ def sections(context: Context) -> list[Section]:
     ]
 
 
-def effort(context: Context) -> Effort:
+def effort(context: Context, least: int = LEAST) -> Effort:
     """Return how long to train with each model; a round is a block of steps with each scaler."""
-    return context.effort(6.0 if context.gpu else 4.0, 4)
+    return context.effort(6.0 if context.gpu else 4.0, least)
 
 
 def measured(case: str, loop: Loop, effort: Effort, profiled: int = PROFILED) -> Iterator[Row]:
@@ -84,6 +86,13 @@ def idle(case: str, loop: Loop, steps: int) -> Iterator[Row]:
         require(gaps[name], f"{case}: the profiler saw no step of {name}")
     shortest = min(map(len, gaps.values()))
     yield from time_rows("step", case, "idle", {name: values[:shortest] for name, values in gaps.items()})
+    yield row("step", case, "idle", FARTHER, "ratio", [farther(gaps)])
+
+
+def farther(gaps: Mapping[str, Sequence[float]]) -> float:
+    """Return how far ours is from none, over how far torch's is."""
+    none, theirs, ours = (median(gaps[name]) for name in ("none", "torch", "ours"))
+    return abs(ours - none) / max(abs(theirs - none), TICK * 1e-6)
 
 
 def one_threaded(rows: Iterable[Row]) -> Iterator[Row]:
@@ -120,7 +129,7 @@ def lora(context: Context, device: str = "cuda") -> Iterator[Row]:
         model = models.LoraLlama(**size)
     batch = tokens(1, 16 if context.quick else 1024, model.words.num_embeddings, device)
     loop = Loop(model, adamw(model.parameters(), fused=True), batch)
-    yield from measured("LoRA on 8B, fused AdamW", loop, effort(context))
+    yield from measured("LoRA on 8B, fused AdamW", loop, effort(context, LEAST_LONG), PROFILED_LONG)
 
 
 def fsdp2(context: Context, device: str = "cuda") -> Iterator[Row]:
@@ -134,7 +143,7 @@ def fsdp2(context: Context, device: str = "cuda") -> Iterator[Row]:
         count = len(list(model.parameters()))
         where = ", cpu" if device == "cpu" else ""
         case = f"FSDP2 of {count} parameters{where}, fused AdamW, clip"
-        yield from measured(case, loop, effort(context), PROFILED_FSDP2)
+        yield from measured(case, loop, effort(context, LEAST_LONG), PROFILED_LONG)
 
 
 def offload(context: Context) -> Iterator[Row]:

@@ -119,8 +119,10 @@ def _draw_overheads(axes: Any, entries: Sequence[Entry]) -> None:
         rows = [(place, case[subject]) for place, case in enumerate(overheads.values()) if subject in case]
         places, percents = [place + offset for place, _ in rows], [100 * (row.p50 - 1) for _, row in rows]
         axes.barh(places, percents, height=0.34, color=color, label=subject)
+        low, high = ([100 * (getattr(row, p) - 1) for _, row in rows] for p in ("p20", "p80"))
+        axes.hlines(places, low, high, color="black", linewidth=1, alpha=0.5)
     axes.axvline(0.5, color=GOAL, linewidth=1.5)
     axes.set_yticks(range(len(overheads)), list(overheads), fontsize=8)
     axes.set(xlabel="% over a step without a scaler (median)", ylim=(len(overheads) - 0.4, -0.6))
     axes.set_title("What a scaler adds to a whole step (green: goal)", loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")

@@ -18,6 +18,7 @@ RATIOS = (
     ("copy", "torch"),
     ("ours", "dispatch"),
 )
+FARTHER = "ours - none over torch - none"
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from tabulate import tabulate
 
 from perf.goals import Answer
-from perf.rows import Row
+from perf.rows import FARTHER, Row
 
 SUBJECTS = ("none", "torch", "ours", "copy")
-COMPARISONS = ("ours / torch", "ours / none", "copy / ours", "ours / dispatch", "ours - none")
+COMPARISONS = ("ours / torch", "ours / none", "copy / ours", "ours / dispatch", "ours - none", FARTHER)
 ANSWER_HEAD = ("question", "worst case", "on", "none", "torch", "ours", "ratio", "goal", "met")
 
 

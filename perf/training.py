@@ -63,12 +63,13 @@ class Loop:
         self.backward(scaler)
         self.finish(scaler)
 
-    def finish_seconds(self, scaler: Any) -> float:
-        """Do `finish`; return how long it kept the host, without the optimizer's own step."""
+    def finish_seconds(self, scaler: Any) -> tuple[float, float]:
+        """Do `finish`; return how long it kept the host, and how long without the optimizer's own step."""
         self._in_optimizer = 0.0
         begin = time.perf_counter()
         self.finish(scaler)
-        return time.perf_counter() - begin - self._in_optimizer
+        seconds = time.perf_counter() - begin
+        return seconds, seconds - self._in_optimizer
 
     def _clip(self, scaler: Any) -> None:
         """Clip as users of this scaler do: in one call where it has that, else in two."""
@@ -97,8 +98,9 @@ def repeated_addresses(loop: Loop, steps: int) -> list[float]:
     scaler, shares, before = loop.scalers["ours"], [], None
     for _ in range(steps + 1):
         loop.backward(scaler)
-        gradients = [p.grad for group in loop.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        here = [local(gradient).data_ptr() for gradient in gradients]
+        # No list of gradients: it would keep them alive, and the next ones elsewhere.
+        parameters = [p for group in loop.optimizer.param_groups for p in group["params"]]
+        here = [local(p.grad).data_ptr() for p in parameters if p.grad is not None]
         loop.finish(scaler)
         if before is not None:
             shares.append(sum(map(operator.eq, before, here)) / len(here))
@@ -107,7 +109,10 @@ def repeated_addresses(loop: Loop, steps: int) -> list[float]:
 
 
 def timed_steps(loop: Loop, effort: Effort) -> Times:
-    """Return seconds by metric and scaler: of a step, from backward's end to the next forward, of the host."""
+    """Return seconds by metric and scaler: of a step, from backward's end to the next forward, of the host.
+
+    Who asks a parameter for its gradient first has torch make the Python object: without a scaler the optimizer does.
+    """
     times: Times = {}
     for scaler in loop.scalers.values():
         _block(loop, scaler)
@@ -119,19 +124,20 @@ def timed_steps(loop: Loop, effort: Effort) -> Times:
 
 
 def _block(loop: Loop, scaler: Any) -> dict[str, list[float]]:
-    starts, ends, host = [], [], []  # of steps, of backward passes, of `finish`
+    starts, ends, finishes = [], [], []  # of steps, of backward passes, of `finish`
     loop.step(scaler)
     for _ in range(BLOCK):
         starts.append(_mark(loop.device))
         loop.backward(scaler)
         ends.append(_mark(loop.device))
-        host.append(loop.finish_seconds(scaler))
+        finishes.append(loop.finish_seconds(scaler))
     starts.append(_mark(loop.device))
     if loop.device == "cuda":
         torch.cuda.synchronize()
     steps = [_between(*pair) for pair in pairwise(starts)]
     tails = [_between(*pair) for pair in zip(ends, starts[1:], strict=True)]
-    return {"step": steps, "backward to forward": tails, "host": host}
+    both, host = map(list, zip(*finishes, strict=True))
+    return {"step": steps, "backward to forward": tails, "host": host, "host, optimizer too": both}
 
 
 def _mark(device: str) -> Any:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from perf.grads import Gradients
 from perf.host_cases import Case
 from perf.machine import here
 from perf.measure import QUICK, Subject
-from perf.rows import Row, read_csv, row
+from perf.rows import FARTHER, Row, read_csv, row
 from perf.solo import one_rank
 from scaler_triton import GradScaler
 
@@ -195,7 +196,10 @@ def test_the_gpus_training_runs(on_cpu: Callable[[bool], None]) -> None:
     on_cpu(True)
     context = Context(quick=True, gpu=True)
     rows = list(bench_step.lora(context, "cpu"))
-    assert {found.metric for found in rows} == {"step", "backward to forward", "host", "addresses repeated"}
+    hosts = {"host", "host, optimizer too"}
+    assert {found.metric for found in rows} == {"step", "backward to forward", *hosts, "addresses repeated"}
+    seconds = {(found.metric, found.subject): found.p50 for found in rows}
+    assert all(seconds["host, optimizer too", name] > seconds["host", name] for name in ("none", "torch", "ours"))
     assert {"ours / none", "torch / none"} <= {found.subject for found in rows}
 
 
@@ -213,10 +217,33 @@ def test_repeated_addresses_are_counted() -> None:
     assert bench_step.repeated_addresses(loop, 2) == [1 - 1 / len(list(loop.model.parameters()))] * 2
 
 
+def test_gradients_are_dropped_while_their_addresses_are_compared() -> None:
+    """Else the next ones could not be where they were."""
+    loop, alive, made = bench_step.Loop(*small()), [], []
+    backward = loop.backward
+
+    def watched(scaler: Any) -> None:
+        loop.optimizer.zero_grad()
+        alive.extend(reference() is not None for reference in made)
+        backward(scaler)
+        made[:] = [weakref.ref(parameter.grad) for parameter in loop.model.parameters()]
+
+    loop.backward = watched  # type: ignore[method-assign]
+    bench_step.repeated_addresses(loop, 2)
+    assert alive
+    assert not any(alive)
+
+
+def test_farther_from_none_than_torch_in_either_direction() -> None:
+    assert bench_step.farther({"none": [2.0], "torch": [1.0], "ours": [2.5]}) == 0.5
+    assert bench_step.farther({"none": [2.0], "torch": [3.0], "ours": [0.5]}) == 1.5
+    assert bench_step.farther({"none": [1.0], "torch": [1.0], "ours": [1.0]}) == 0.0
+
+
 def test_the_gpus_idle_time_is_read(on_cpu: Callable[[bool], None]) -> None:
     on_cpu(True)
     loop = bench_step.Loop(*small())
-    assert {found.subject for found in bench_step.idle("case", loop, 6)} >= {"none", "ours / torch"}
+    assert {found.subject for found in bench_step.idle("case", loop, 6)} >= {"none", "ours / torch", FARTHER}
 
 
 def test_each_training_of_gpt2_fails_alone_and_keeps_what_it_timed(monkeypatch: pytest.MonkeyPatch) -> None:
