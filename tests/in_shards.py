@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-MOST = 10  # processes
+MOST = 12  # processes
 GRACE = 6.0  # seconds to write a report once interrupted; whoever ends this process gives it ten
 TAIL = 60  # lines
 WELL = (0, 5)  # pytest's statuses: all passed; no test in this shard
@@ -109,8 +109,8 @@ def on_gpu(count: int) -> int:
 
 
 def default_count() -> int:
-    """Return three processes for each five cores: at least two, at most `MOST`."""
-    return max(2, min(MOST, (os.cpu_count() or 1) * 3 // 5))
+    """Return three processes for each four cores: at least two, at most `MOST`."""
+    return max(2, min(MOST, (os.cpu_count() or 1) * 3 // 4))
 
 
 def note(*args: object) -> None:

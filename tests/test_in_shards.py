@@ -162,7 +162,7 @@ def test_a_shard_that_cannot_start_stops_no_other(tmp_path: Path, monkeypatch: p
     assert "shard 1/3, status -1\ndid not start: no process to be had\n" in log
 
 
-@pytest.mark.parametrize(("cores", "count"), [(None, 2), (1, 2), (2, 2), (4, 2), (6, 3), (16, 9), (200, 10)])
-def test_three_processes_for_each_five_cores(cores: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cores", "count"), [(None, 2), (1, 2), (2, 2), (4, 3), (6, 4), (16, 12), (200, 12)])
+def test_three_processes_for_each_four_cores(cores: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert in_shards.default_count() == count
