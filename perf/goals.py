@@ -62,6 +62,9 @@ FEW = FIXED._replace(
     why=f"{FIXED.why}: it pays off with 50, not with 10; of torch's time its op, and a GPU's launches, are left out",
     tried=f"{NUMBERS}; no route by size to torch's op, whose own launches would come on top of the same fixed cost",
 )
+COLD = FIXED._replace(
+    why=f"{FIXED.why}: larger than in a loop of its own, as backward leaves none of the scaler's code in the caches",
+)
 CALLS = Cause(
     "torch has no call that only reads a list of tensors, and reading a large one takes one core nearly as long as "
     "writing it back: small ones are copied together and summed",
@@ -112,6 +115,7 @@ GOALS = (
     Goal("whole step, CPU offload", "step", r"CPU offload.*", "step", EVEN),
     Goal("whole step, small, on the CPU", "step", r".*cpu.*", "step", EVEN, needs=FULL, because=NOISE),
     Goal("GPU idle, farther from none than torch", "step", r".*AdamW.*", "idle", EVEN, FARTHER, because=WAIT),
+    Goal("a step's scaler in training, host", "step", r".*AdamW.*", "host", EVEN, because=COLD),
     Goal("500 FSDP2, unscale_, host", "host", r"500 DTensor, .*(cuda|stub)", HOST, 0.25, needs=FULL),
     Goal("the same on the CPU, as a whole", "host", r"500 DTensor, .*cpu", HOST, 0.25, needs=FULL, because=WALK),
     Goal("500 FSDP2, unscale + clip, host", "clip", r"500 DTensor, .*(cuda|stub)", CLIP, 0.1, needs=FULL),
