@@ -10,8 +10,8 @@
 # make simulate   the kernels as compiled for five GPUs, none of which is needed, pass the kernel tests (4 minutes)
 # make pretend   the tests that need a GPU, those of ranks and of every device, on GPUs that are pretended: their memory
 #   and operations are the CPU's; and python -m perf there, in small (15 minutes)
-# make mutants   356 wrong versions of the code, each of which the tests must notice (about an hour)
-# make coverage   lines and branches of host code that the whole suite runs, child processes included (10 minutes)
+# make mutants   362 wrong versions of the code, each of which the tests must notice (about an hour)
+# make coverage   lines and branches of host code that the whole suite runs, child processes included (half an hour)
 # make docs    docs/ as HTML in out/docs; a warning is an error
 # make perf    what it costs beside torch's scaler, as far as this machine can tell, three times over (12 minutes); fills
 #   perf/README.md and the README

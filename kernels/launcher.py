@@ -45,6 +45,18 @@ def capture_query(device: torch.device) -> Callable[[], bool]:
     return query
 
 
+def current_stream(device: torch.device) -> int:
+    """Return the handle of a GPU's current stream, 0 for its default one."""
+    query = getattr(driver.active, "get_current_stream", None)  # quicker than making an object of it
+    handle: int = torch.cuda.current_stream(device).cuda_stream if query is None else query(device.index)
+    return handle
+
+
+def stream(device: torch.device, handle: int) -> torch.cuda.Stream:
+    """Return a GPU's stream of that handle."""
+    return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
+
+
 def refuse_first_in_capture(device: torch.device) -> None:
     """Raise RuntimeError during a capture, before something that allocates, compiles or waits."""
     if capture_query(device)():

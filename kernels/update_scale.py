@@ -34,12 +34,13 @@ class DevicePolicy:
     Attributes:
         numbers: int64 [7] on the device, in the order of `hold`'s arguments: the bits of an fp64, or an int. Scalar
             arguments of a kernel would be fp32, in which 1.1 is another number.
+        held: the arguments that they are of; empty if unknown.
     """
 
     @torch.inference_mode(False)  # later updates write it outside that mode
     def __init__(self, device: torch.device) -> None:
         self.numbers = torch.zeros(7, dtype=torch.int64, device=device)
-        self._held: tuple[Any, ...] | None = None
+        self.held: tuple[Any, ...] = ()
 
     def hold(
         self,
@@ -51,18 +52,16 @@ class DevicePolicy:
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
     ) -> Tensor:
-        """Set `numbers` and return them; nothing is copied if they are the same."""
+        """Set `numbers` and return them, waiting for the device; nothing is copied if they are the same."""
         asked = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, consecutive_hysteresis
-        if asked != self._held:
-            # Only the first copy is not waited for: later a graph may read them, on any stream.
-            first, self._held = self._held is None, ()  # an interrupted copy may have arrived or not
-            self._send(struct.unpack("7q", struct.pack("2dq2d2q", *asked)), non_blocking=first)
-            self._held = asked
+        if asked != self.held:
+            self.held = ()  # an interrupted copy may have arrived or not
+            if self.numbers.is_cuda:  # updates, and replays, may be waiting on any stream: they go by the old ones
+                torch.cuda.synchronize(self.numbers.device)
+            bits = struct.unpack("7q", struct.pack("2dq2d2q", *asked))
+            self.numbers.copy_(torch.tensor(bits, dtype=torch.int64, device="cpu"))
+            self.held = asked
         return self.numbers
-
-    def _send(self, bits: tuple[int, ...], *, non_blocking: bool) -> None:
-        host = torch.tensor(bits, dtype=torch.int64, device="cpu", pin_memory=self.numbers.is_cuda)
-        self.numbers.copy_(host, non_blocking=non_blocking)
 
 
 @triton.jit

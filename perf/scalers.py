@@ -40,15 +40,16 @@ def flags(scaler: Any, optimizer: Any) -> list[Tensor]:
 def unscale_here(scaler: Any, optimizer: Any, cleared: Tensor) -> dict[torch.device, Tensor]:
     """Do what `unscale_` does on this rank, for fp16 gradients too, and return the flags.
 
-    Frameworks call this by its private name, so both classes have it. torch's makes an inverse and a flag for each
-    step; ours takes the inverse in the kernel, and a flag that its last update has cleared.
+    torch's makes an inverse and a flag for each step; ours takes the inverse in the kernel, and a flag that its last
+    update has cleared.
 
     Args:
         cleared: ours, fp32, `()`, on the scale's device, 0.
     """
+    flags: dict[torch.device, Tensor]
     if isinstance(scaler, scaler_triton.GradScaler):
-        inverse, found_inf = None, cleared
+        flags = scaler._unscale_batches_(scaler._records.plan(optimizer), {}, None, cleared, True)
     else:
-        inverse, found_inf = scaler._scale.double().reciprocal().float(), torch.zeros_like(cleared)
-    flags: dict[torch.device, Tensor] = scaler._unscale_grads_(optimizer, inverse, found_inf, True)
+        inverse = scaler._scale.double().reciprocal().float()
+        flags = scaler._unscale_grads_(optimizer, inverse, torch.zeros_like(cleared), True)
     return flags

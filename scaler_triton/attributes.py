@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
+from scaler_triton import dispatch, limits
 from scaler_triton.records import Records
 from scaler_triton.stats import Counters, Lagging
 
@@ -46,6 +47,12 @@ class ScalerAttributes(_Base):
         _records: Records
         _flag_buffers: dict[torch.device, FlagBuffer]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Public subclasses have an `__init__` of their own, which sets what torch's class has.
+        self = super().__new__(cls)
+        vars(self).update(defaults())
+        return self
+
 
 def fresh() -> dict[str, Any]:
     """Return the attributes that are created anew for each scaler, copies included."""
@@ -57,3 +64,10 @@ def fresh() -> dict[str, Any]:
         "_records": Records(),
         "_flag_buffers": {},
     }
+
+
+def defaults() -> dict[str, Any]:
+    """Return what a scaler has that torch's does not, as `__init__` leaves it by default, and what is `fresh`."""
+    settings = {"_limits": limits.NO_LIMITS, "_check_unscaled": False, "process_group": None}
+    warned = {"_warned_fsdp1": False, "_warned_apart": False}
+    return {"_backend": dispatch.usual_backend(), **settings, **warned, **fresh()}

@@ -104,9 +104,10 @@ def filled_table(dense: Batch, mode: str, *, after: str | None = None) -> NormTa
 @functools.cache
 def kernels() -> Any:
     """Return the kernels' modules, imported on first use: triton is slow to import, and may be missing."""
-    from scaler_triton.kernels import clip, nonfinite, norm, unscale, update_scale
+    from scaler_triton.kernels import clip, launcher, nonfinite, norm, unscale, update_scale
 
-    return SimpleNamespace(clip=clip, nonfinite=nonfinite, norm=norm, unscale=unscale, update_scale=update_scale)
+    modules = {"clip": clip, "launcher": launcher, "nonfinite": nonfinite, "norm": norm, "unscale": unscale}
+    return SimpleNamespace(**modules, update_scale=update_scale)
 
 
 def _backend(layout: Layout, requested: str, clips: bool) -> Backend:

@@ -9,20 +9,23 @@ from scaler_triton import attributes, collectives
 from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.stats import Counters
 
+_COUNTED = "_counted"  # what the counters read, in a state
+
 
 class CopyingMixin(ScalerAttributes):
     """Copying and pickling."""
 
     def __getstate__(self) -> dict[str, Any]:
         # torch raises unless an enabled scaler's states are empty. Attributes that are created anew are left out: a
-        # pickle would name the modules of their classes.
+        # pickle would name the modules of their classes. A subclass may put the others back by itself.
         fresh = attributes.fresh()
         kept = {name: value for name, value in super().__getstate__().items() if name not in fresh}
-        return {**kept, "_counters": self._counters.read(), "process_group": collectives.picklable(self.process_group)}
+        return {**kept, _COUNTED: self._counters.read(), "process_group": collectives.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_counters" in state:
-            state = {**state, **attributes.fresh(), "_counters": Counters(state["_counters"])}
+        if _COUNTED in state:
+            kept = {name: value for name, value in state.items() if name != _COUNTED}
+            state = {**kept, **attributes.fresh(), "_counters": Counters(state[_COUNTED])}
         else:  # a scaler of torch's, pickled before `patch_torch` replaced its class
             ours: Any = next(cls for cls in type(self).__mro__ if "_is_sharded" in vars(cls))
             ours.__init__(self, state["_device"], enabled=False)

@@ -12,6 +12,7 @@ import torch
 
 from scaler_triton import callers
 from scaler_triton.cuda_graphs import refuse_capture
+from scaler_triton.waiting import unnoticed
 
 Backend = Literal["triton", "torch"]
 
@@ -44,6 +45,12 @@ def check_backend(backend: str | None) -> str:
     if value not in _CHOICES:
         raise ValueError(f"{source} must be one of {', '.join(_CHOICES)}, got {value!r}")
     return value
+
+
+def usual_backend() -> str:
+    """Return the backend that the environment asks for, "auto" if it names none that there is."""
+    value = os.environ.get(ENV_VARIABLE)
+    return value if value in _CHOICES else "auto"
 
 
 def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: bool = False) -> Backend:
@@ -110,7 +117,8 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
     try:
         from scaler_triton.kernels import probe
 
-        (probe.probe_clipping if clips else probe.probe)(device, dtype)
+        with unnoticed(device):  # else that mode's error would be the reason why Triton does not work
+            (probe.probe_clipping if clips else probe.probe)(device, dtype)
     except torch.OutOfMemoryError:
         raise  # says nothing about Triton: the next call tries again
     except Exception as cause:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from scaler_triton.verdict import COLUMNS, Verdict
+from scaler_triton.waiting import unnoticed
 
 
 class FlagBuffer:
@@ -23,7 +24,8 @@ class FlagBuffer:
     def __init__(self, device: torch.device) -> None:
         size = COLUMNS * self.ROWS
         # A copy from the host is waited for; a zeroing kernel could run after another stream has set a flag.
-        numbers = torch.zeros(size + self.ROWS, dtype=torch.float32, device="cpu").to(device)
+        with unnoticed(device):
+            numbers = torch.zeros(size + self.ROWS, dtype=torch.float32, device="cpu").to(device)
         self.status = numbers[:size].view(self.ROWS, COLUMNS)
         self.last_flags = numbers[size:]  # what the update's launch cleared last; it expects them behind the status
         self._free = list(reversed(range(self.ROWS)))

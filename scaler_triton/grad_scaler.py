@@ -61,7 +61,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, meta
         max_consecutive_skips: int | None = None,
         check_unscaled: bool = False,
     ) -> None:
-        self._backend = dispatch.check_backend(backend)
+        backend = dispatch.check_backend(backend)
         device = policy.device_type(device)
         enabled = enabled and not _lacks_cuda(device)
         try:
@@ -77,8 +77,8 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, meta
             policy.check_growth_factor(growth_factor)
             policy.check_backoff_factor(backoff_factor)
             raise
-        vars(self).update(attributes.fresh())
-        self._limits, self._check_unscaled = limits.NO_LIMITS, False
+        vars(self).update(attributes.defaults())
+        self._backend = backend
         if self._enabled:
             self._limits = limits.check(min_scale, max_scale, hysteresis, consecutive_hysteresis, max_consecutive_skips)
             self._check_unscaled = policy.check_bool(check_unscaled, "check_unscaled")
@@ -93,7 +93,6 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, meta
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
-        self._warned_fsdp1 = self._warned_apart = False
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
@@ -216,6 +215,7 @@ class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, meta
         factor = state.get("deferred")
         if ready and state["recalled_flag"] is None:
             factor = scale.reshape(()) if scale.ndim else scale
+        self._note_reader(state)
         on_host = not scale.is_cpu and any(device.type == "cpu" for device in state["found_inf_per_device"])
         with lending.lent(both, factor, self._flag(state), on_host=on_host):
             try:

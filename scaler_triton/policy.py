@@ -52,8 +52,12 @@ def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
 
 
 def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
-    """Return `value` as an int if it can be a count of good steps, which is kept in int32; torch loads 2.0, too."""
-    number = int(value) if isinstance(value, float) and value.is_integer() else _as_int(value, name)
+    """Return `value` as an int if it can be a count of good steps, which is kept in int32.
+
+    Also a float, or a tensor of one, that is a whole number: torch loads these.
+    """
+    plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    number = int(plain) if isinstance(plain, float) and plain.is_integer() else _as_int(plain, name)
     if not 0 <= number <= MAX_TRACKER:
         raise ValueError(f"{name} must be an int in [0, {MAX_TRACKER}], got {value!r}")
     return number

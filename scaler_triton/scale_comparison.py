@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from scaler_triton.waiting import unnoticed
+
 MAX = torch.finfo(torch.float32).max
 # For n equal scales, `excess` is below n times this in fp64, in whatever order the sums are taken: each of 2n roundings
 # is at most an eighth of it.
@@ -50,4 +52,5 @@ def constants(beside: Tensor, dtype: torch.dtype, *numbers: float) -> Tensor:
 
 @functools.cache
 def _kept_constants(device: torch.device, dtype: torch.dtype, *numbers: float) -> Tensor:
-    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
+    with unnoticed(device):
+        return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)

@@ -12,6 +12,7 @@ from scaler_triton.attributes import ScalerAttributes
 from scaler_triton.cuda_graphs import refuse_capture
 from scaler_triton.limits import NO_LIMITS
 from scaler_triton.stats import NAMES, Lagging
+from scaler_triton.waiting import unnoticed
 
 
 class SettingsMixin(ScalerAttributes):
@@ -29,7 +30,11 @@ class SettingsMixin(ScalerAttributes):
             held = self._device_policies[device] = DevicePolicy(device)
         chosen = self._limits
         bounds = chosen.min_scale, chosen.max_scale
-        return held.hold(*self._numbers(), *bounds, chosen.hysteresis, chosen.consecutive_hysteresis)
+        asked = (*self._numbers(), *bounds, chosen.hysteresis, chosen.consecutive_hysteresis)
+        if held.held != asked:
+            with unnoticed(device):
+                held.hold(*asked)
+        return held.numbers
 
     def _numbers_changed(self) -> None:
         for device in self._device_policies:  # where graphs read them at each replay

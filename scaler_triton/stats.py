@@ -10,6 +10,7 @@ from torch import Tensor
 
 from scaler_triton.cuda_graphs import is_captured, refuse_capture
 from scaler_triton.mirror import HostMirror
+from scaler_triton.waiting import unnoticed
 
 # The order of the counters, on every device. Strikes: the overflows that count towards `hysteresis`.
 UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES = range(7)
@@ -65,7 +66,7 @@ class Counters:
         """Return the tensor, to be written by an update on `device`; the same one each time."""
         if isinstance(self._values, list) or self._values.device != device:
             refuse_capture(device, "a scaler's first step")
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), unnoticed(device):
                 # Waited for, once per scaler: kernels on other streams read it.
                 self._values = torch.tensor(self.read(), dtype=torch.int64, device="cpu").to(device)
             self._mirror = None

@@ -27,6 +27,7 @@ class StepState(TypedDict, total=False):
     verdict: Verdict  # the source of these flags, unless others have replaced them
     earlier: list[Verdict]  # of earlier checks in this step: keeps their flags from being reused
     skips: bool  # the flag as the host read it
+    read_on: int  # handle of the stream on which a fused step reads it
     # Its gradients:
     first_gradient: TensorWeakRef | None  # when they were unscaled; None: there was none
     before_loss: Snapshot | None  # of the same one, when a loss was scaled after that; None: there was none

@@ -78,18 +78,18 @@ class UnscalingMixin(AgreeingMixin):
 
         Args:
             inv_scale: fp32, one element.
-            found_inf: fp32, shape (), zero; becomes the flag of its own device.
+            found_inf: fp32, shape (); what the flags begin with, read.
             allow_fp16: False refuses fp16 gradients as torch does.
         """
         # A call from outside a step, perhaps for a few parameters only, must not begin one.
         temporary: StepState = {"stage": OptState.READY, "found_inf_per_device": {}}
         state = self._state(optimizer) if self._is_known(optimizer) else temporary
-        return self._unscale_batches_(self._records.plan(optimizer), state, inv_scale, found_inf, allow_fp16)
+        return self._unscale_batches_(self._records.plan(optimizer), state, inv_scale, found_inf.clone(), allow_fp16)
 
     def _unscale_batches_(
         self, plan: GradPlan, state: StepState, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
     ) -> Flags:
-        """As `_unscale_grads_`; without `inv_scale` the ops compute 1 / scale."""
+        """As `_unscale_grads_`, but `found_inf` becomes its device's flag; without `inv_scale` ops take 1 / scale."""
         state["written"] = False
         factor = self._scale if inv_scale is None else inv_scale
 

@@ -176,11 +176,26 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
         if buffer is None or rows is None:
             launch(scale, growth_tracker, self._any_flag(states), numbers, counters, 1, clear=False)
             return
-        launch(scale, growth_tracker, buffer.status, numbers, counters, rows, clear=True)
         captured = is_captured(scale)
+        if not captured:
+            self._wait_for_readers(scale.device, states)
+        launch(scale, growth_tracker, buffer.status, numbers, counters, rows, clear=True)
         for verdict in verdicts:
             assert verdict is not None
             verdict.saved, verdict.cleared = True, not (captured or verdict in buffer.captured)
+
+    def _note_reader(self, state: StepState) -> None:
+        """Note on which stream a fused step is about to read its flag."""
+        scale = self._scale
+        if scale.is_cuda and dispatch.choose_for_scale(scale, self._backend) == "triton":
+            state["read_on"] = batch_ops.kernels().launcher.current_stream(scale.device)
+
+    def _wait_for_readers(self, device: torch.device, states: Sequence[StepState]) -> None:
+        """Have the current stream wait for fused steps on others: the update is going to clear the flags they read."""
+        readers = {state["read_on"] for state in states if "read_on" in state}
+        launcher = batch_ops.kernels().launcher
+        for reader in readers - {launcher.current_stream(device)} if readers else ():
+            torch.cuda.current_stream(device).wait_stream(launcher.stream(device, reader))
 
     def _checked_scale(self, new_scale: Any) -> float:
         if isinstance(new_scale, Tensor) and (

@@ -70,6 +70,16 @@ def test_composers_state_is_keyed_by_torchs_class_names(cls: type, extras: dict[
         assert each._init_growth_tracker == scaler._get_growth_tracker()
 
 
+@pytest.mark.parametrize("tracker", [2, 2.0, torch.tensor(2), torch.tensor(2.0)], ids=repr)
+def test_a_tracker_may_be_any_whole_number(tracker: Any) -> None:
+    """As with torch's class, whose checkpoints somebody has edited."""
+    scaler = started(GradScaler, "cpu")
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": tracker})
+    assert scaler._get_growth_tracker() == 2
+    with pytest.raises(TypeError, match="_growth_tracker must be an int, got"):
+        scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": tracker * 1.25})
+
+
 @ALONE
 @EACH_CLASS
 def test_dcp_brings_back_all_of_a_scaler(cls: type, tmp_path: Path) -> None:

@@ -41,5 +41,8 @@ MUTANTS = [
     Mutant("kernels/table.py", "pin_memory().to(device, non_blocking=True)", "to(device)", PRETENDED),
     Mutant("kernels/table.py", "        self.captured.append(buffer)\n", "", PRETENDED),
     Mutant("kernels/table.py", "if slot[-1].query():", "if True:", PRETENDED),
-    Mutant("kernels/update_scale.py", "pin_memory=self.numbers.is_cuda", "pin_memory=False", PRETENDED),
+    Mutant(_S + "grad_scaler.py", "        self._note_reader(state)\n", "", PRETENDED),
+    Mutant(_S + "updating.py", "readers - {launcher.current_stream(device)}", "readers", PRETENDED),
+    Mutant(_S + "waiting.py", "torch.cuda.set_sync_debug_mode(0)", "pass", PRETENDED),
+    Mutant(_S + "dispatch.py", "        with unnoticed(device):  #", "        if True:  #", PRETENDED),
 ]

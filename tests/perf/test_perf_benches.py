@@ -46,15 +46,14 @@ CASE = Case("10", "plain", "new addresses", "cpu", 10)
 
 @pytest.fixture
 def wrong_by_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = GradScaler._unscale_grads_
+    right = GradScaler._unscale_batches_
 
-    def wrong(self: Any, optimizer: Any, *args: Any) -> Any:
-        flags = right(self, optimizer, *args)
-        last = optimizer.param_groups[0]["params"][-1].grad
-        last.view(torch.int32)[0] ^= 1
+    def wrong(self: Any, plan: Any, *args: Any) -> Any:
+        flags = right(self, plan, *args)
+        plan.parameters[-1].grad.view(torch.int32)[0] ^= 1
         return flags
 
-    monkeypatch.setattr(GradScaler, "_unscale_grads_", wrong)
+    monkeypatch.setattr(GradScaler, "_unscale_batches_", wrong)
 
 
 @pytest.fixture
