@@ -2,6 +2,8 @@
 
 import functools
 import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,19 +30,25 @@ _UPDATES, _SKIPPED, _STREAK, _GROWTHS, _BACKOFFS, _LAST_SKIP, _STRIKES = map(tl.
 N_COUNTERS = 7
 
 
+Waiting = Callable[[torch.device], AbstractContextManager[Any]]
+
+
 class DevicePolicy:
     """The parameters of an update in device memory, where graphs read the current ones at each replay.
+
+    Args:
+        waiting: entered, with the device, around each wait for it.
 
     Attributes:
         numbers: int64 [7] on the device, in the order of `hold`'s arguments: the bits of an fp64, or an int. Scalar
             arguments of a kernel would be fp32, in which 1.1 is another number.
-        held: the arguments that they are of; empty if unknown.
     """
 
     @torch.inference_mode(False)  # later updates write it outside that mode
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, waiting: Waiting = nullcontext) -> None:
         self.numbers = torch.zeros(7, dtype=torch.int64, device=device)
-        self.held: tuple[Any, ...] = ()
+        self._held: tuple[Any, ...] = ()
+        self._waiting = waiting
 
     def hold(
         self,
@@ -52,16 +60,19 @@ class DevicePolicy:
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
     ) -> Tensor:
-        """Set `numbers` and return them, waiting for the device; nothing is copied if they are the same."""
+        """Set `numbers` and return them; nothing is copied if they are the same."""
         asked = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, consecutive_hysteresis
-        if asked != self.held:
-            self.held = ()  # an interrupted copy may have arrived or not
-            if self.numbers.is_cuda:  # updates, and replays, may be waiting on any stream: they go by the old ones
-                torch.cuda.synchronize(self.numbers.device)
-            bits = struct.unpack("7q", struct.pack("2dq2d2q", *asked))
-            self.numbers.copy_(torch.tensor(bits, dtype=torch.int64, device="cpu"))
-            self.held = asked
+        if asked != self._held:
+            self._held = ()  # an interrupted copy may have arrived or not
+            with self._waiting(self.numbers.device):
+                self._send(struct.unpack("7q", struct.pack("2dq2d2q", *asked)))
+            self._held = asked
         return self.numbers
+
+    def _send(self, bits: tuple[int, ...]) -> None:
+        if self.numbers.is_cuda:  # updates, and replays, may be queued on any stream: they go by the old ones
+            torch.cuda.synchronize(self.numbers.device)
+        self.numbers.copy_(torch.tensor(bits, dtype=torch.int64, device="cpu"))
 
 
 @triton.jit

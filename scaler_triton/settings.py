@@ -27,14 +27,10 @@ class SettingsMixin(ScalerAttributes):
             refuse_capture(device, "a scaler's first update")
             from scaler_triton.kernels.update_scale import DevicePolicy
 
-            held = self._device_policies[device] = DevicePolicy(device)
+            held = self._device_policies[device] = DevicePolicy(device, unnoticed)
         chosen = self._limits
         bounds = chosen.min_scale, chosen.max_scale
-        asked = (*self._numbers(), *bounds, chosen.hysteresis, chosen.consecutive_hysteresis)
-        if held.held != asked:
-            with unnoticed(device):
-                held.hold(*asked)
-        return held.numbers
+        return held.hold(*self._numbers(), *bounds, chosen.hysteresis, chosen.consecutive_hysteresis)
 
     def _numbers_changed(self) -> None:
         for device in self._device_policies:  # where graphs read them at each replay

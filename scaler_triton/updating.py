@@ -193,8 +193,10 @@ class UpdatingMixin(SettingsMixin, OverflowMixin):
     def _wait_for_readers(self, device: torch.device, states: Sequence[StepState]) -> None:
         """Have the current stream wait for fused steps on others: the update is going to clear the flags they read."""
         readers = {state["read_on"] for state in states if "read_on" in state}
+        if not readers:
+            return
         launcher = batch_ops.kernels().launcher
-        for reader in readers - {launcher.current_stream(device)} if readers else ():
+        for reader in readers - {launcher.current_stream(device)}:
             torch.cuda.current_stream(device).wait_stream(launcher.stream(device, reader))
 
     def _checked_scale(self, new_scale: Any) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import flags, sgd, started
+from helpers import Place, flags, places, sgd, started
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
@@ -155,6 +155,19 @@ def test_replaced_unscale_grads_is_called_with_four_arguments_and_a_real_inverse
     scaler.unscale_(optimizer)
     assert seen == [(0.5, 0.0, False)]
     assert optimizer.param_groups[0]["params"][0].grad.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_a_flag_that_somebody_passes_is_not_written(place: Place) -> None:
+    """One for several optimizers, say, whose flags are told apart."""
+    bad, good = (torch.nn.Parameter(torch.ones(2, device=place.device)) for _ in range(2))
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
+    bad.grad, good.grad = torch.full_like(bad, math.inf), torch.full_like(good, 4.0)
+    inverse, flag = torch.full((), 0.25, device=place.device), torch.zeros((), device=place.device)
+    found = [scaler._unscale_grads_(torch.optim.SGD([each]), inverse, flag, False) for each in (bad, good)]
+    assert [value.item() for flags in found for value in flags.values()] == [1.0, 0.0]
+    assert flag.item() == 0.0
+    assert good.grad.tolist() == [1.0, 1.0]
 
 
 def test_overridden_unscale_grads_serves_the_check_of_fused_optimizers_too() -> None:

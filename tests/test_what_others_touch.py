@@ -273,19 +273,6 @@ def test_unscaling_some_parameters_by_hand_begins_no_step(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", places(), ids=str)
-def test_a_flag_that_somebody_passes_is_not_written(place: Place) -> None:
-    """One for several optimizers, say, whose flags are told apart."""
-    bad, good = (torch.nn.Parameter(torch.ones(2, device=place.device)) for _ in range(2))
-    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
-    bad.grad, good.grad = torch.full_like(bad, math.inf), torch.full_like(good, 4.0)
-    inverse, flag = torch.full((), 0.25, device=place.device), torch.zeros((), device=place.device)
-    found = [scaler._unscale_grads_(torch.optim.SGD([each]), inverse, flag, False) for each in (bad, good)]
-    assert [value.item() for flags in found for value in flags.values()] == [1.0, 0.0]
-    assert flag.item() == 0.0
-    assert good.grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("place", places(), ids=str)
 def test_every_micro_batch_may_be_looked_at(place: Place) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, device=place.device))
     optimizer = torch.optim.SGD([parameter], lr=0.5)

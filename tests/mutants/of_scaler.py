@@ -237,7 +237,7 @@ MUTANTS = [
     Mutant(_S + "updating.py", "self._refuse_to_lose_clipping(left)\n", "pass\n", CLIP),
     Mutant(_S + "updating.py", "seen[STREAK] > limit:", "seen[STREAK] >= limit:", EXTRAS),
     Mutant(
-        _S + "unscaling.py", "inv_scale, found_inf.clone(), allow_fp16", "inv_scale, found_inf, allow_fp16", TOUCHED
+        _S + "unscaling.py", "inv_scale, found_inf.clone(), allow_fp16", "inv_scale, found_inf, allow_fp16", CONTRACT
     ),
     Mutant(_S + "attributes.py", "        vars(self).update(defaults())\n", "", "tests/test_own_init.py"),
     Mutant(_S + "copying.py", '_COUNTED = "_counted"', '_COUNTED = "_counters"', "tests/test_own_init.py"),
