@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
     from scaler_triton.patching.patch import patch_torch, unpatch_torch
     from scaler_triton.sharded import ShardedGradScaler
-    from scaler_triton.stats import ScalerStats, SkipStreakError
+    from scaler_triton.update import ScalerStats, SkipStreakError
 
 __all__ = [
     "GradScaler",
@@ -27,9 +27,9 @@ __all__ = [
 
 _HOMES = {
     "GradScaler": "grad_scaler",
-    "ScalerStats": "stats",
+    "ScalerStats": "update",
     "ShardedGradScaler": "sharded",
-    "SkipStreakError": "stats",
+    "SkipStreakError": "update",
     "audit": "auditing.audit",
     "patch_torch": "patching.patch",
     "unpatch_torch": "patching.patch",

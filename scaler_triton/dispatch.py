@@ -1,18 +1,20 @@
-"""Chooses the backend for a device: Triton for CUDA, torch for the rest and wherever Triton does not work."""
+"""Triton or torch for a device, and why; and what both have to know of a GPU: capture, waits that are made once."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 import threading
 import warnings
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FunctionType, SimpleNamespace
+from typing import Any, Literal
 
 import torch
-
-from scaler_triton import callers
-from scaler_triton.cuda_graphs import refuse_capture
-from scaler_triton.waiting import unnoticed
+from torch import Tensor
 
 Backend = Literal["triton", "torch"]
 
@@ -54,12 +56,12 @@ def usual_backend() -> str:
 
 
 def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: bool = False) -> Backend:
-    """Return the backend for tensors of `dtype` on `device`, decided once; for Triton by a trial run of the kernels.
+    """Return the backend for tensors of `dtype` on `device`, decided once; for Triton the kernels are compiled and run.
 
     Args:
         device: with its index.
         requested: as `check_backend` returns it.
-        clips: for norms and clipping, whose kernels are tried on first use.
+        clips: for norms and clipping, whose kernels are compiled on first use.
 
     Raises: RuntimeError with the cause if "triton" was requested and does not work there; torch.OutOfMemoryError if the
         trial ran out of memory, and nothing is decided then.
@@ -68,12 +70,19 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
     known = _chosen.get(key)
     if known is not None:
         return known[0]
-    if clips:
-        choose(device, dtype, requested)
+    if clips and choose(device, dtype, requested) == "torch":
+        return "torch"
     with _lock:
         if key not in _chosen:
             _chosen[key] = _decide(*key)
         return _chosen[key][0]
+
+
+def choose_for_scale(scale: Tensor, requested: str) -> Backend:
+    """As `choose`, for the kernel that updates the scale, which must be a plain fp32 tensor for that."""
+    if scale.dtype is not torch.float32 or type(scale) is not Tensor:
+        return "torch"
+    return choose(scale.device, scale.dtype, requested)
 
 
 def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
@@ -81,44 +90,24 @@ def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
     return _chosen[device, dtype, requested, False][1]
 
 
-def choose_for_subclasses(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Return the backend for tensor subclasses, whatever was requested: torch, whose ops they implement themselves."""
-    return _logged(f"a tensor subclass of {_place(device, dtype)}", "torch", "it implements these ops itself")[0]
+@functools.cache
+def kernels() -> Any:
+    """Return the kernels' modules, imported on first use: triton is slow to import, and may be missing."""
+    from scaler_triton.kernels import clip, launch, norm, table, unscale, update_scale
 
-
-def choose_for_scale(scale: torch.Tensor, requested: str, *, clips: bool = False) -> Backend:
-    """As `choose`, for kernels that read the scale, which must be a plain fp32 tensor for that.
-
-    Args:
-        scale: one element.
-        requested, clips: as `choose` takes them.
-    """
-    if scale.dtype is not torch.float32 or type(scale) is not torch.Tensor:
-        return "torch"
-    return choose(scale.device, scale.dtype, requested, clips=clips)
-
-
-def _without_trial(device: torch.device, requested: str) -> str:
-    """Return why torch is chosen without a trial of Triton; "" if Triton is to be tried."""
-    if requested == "auto":
-        return "" if device.type == "cuda" else "Triton is chosen for CUDA only"
-    return "asked for" if requested == "torch" else ""
+    return SimpleNamespace(clip=clip, launch=launch, norm=norm, table=table, unscale=unscale, update_scale=update_scale)
 
 
 def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> tuple[Backend, str]:
-    unscales = _chosen.get((device, dtype, requested, False))
-    if unscales is not None and unscales[0] == "torch":
-        return unscales
-    place = f"{'clipping ' if clips else ''}{_place(device, dtype)}"
-    untried = _without_trial(device, requested)
-    if untried:
-        return _logged(place, "torch", untried)
+    place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
+    if requested == "torch":
+        return _logged(place, "torch", "asked for")
+    if requested == "auto" and device.type != "cuda":
+        return _logged(place, "torch", "Triton is chosen for CUDA only")
     refuse_capture(device, f"the first step with {place}")
     try:
-        from scaler_triton.kernels import probe
-
-        with unnoticed(device):  # else that mode's error would be the reason why Triton does not work
-            (probe.probe_clipping if clips else probe.probe)(device, dtype)
+        with sync_allowed(device):
+            (_try_clipping if clips else _try_unscaling)(device, dtype)
     except torch.OutOfMemoryError:
         raise  # says nothing about Triton: the next call tries again
     except Exception as cause:
@@ -131,16 +120,100 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
     return _logged(place, "triton", f"{requested}, and a trial run was right")
 
 
-def _place(device: torch.device, dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} on {device}"
+def _try_unscaling(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile the kernels of every step and run them on a few numbers; raise whatever they raise, or if one is wrong.
+
+    The tests compare the kernels with torch. This only finds a machine on which they do not work at all.
+    """
+    modules = kernels()
+    modules.launch.check_device(device)
+    grads = torch.full((8,), 4.0, dtype=dtype, device=device)
+    grads[5] = float("inf")
+    table = modules.table.GradTable([8], dtype, device)
+    table.set_addresses([grads.data_ptr()])
+    scale, found_inf = torch.tensor([2.0, 0.0], dtype=torch.float32, device="cpu").to(device).unbind()
+    modules.unscale.launch_check(table, found_inf)
+    modules.unscale.launch_unscale(table, scale, found_inf, inverse=False)
+    got = [*grads.tolist(), found_inf.item()]
+    if got != [2.0] * 5 + [float("inf")] + [2.0] * 2 + [1.0]:
+        raise RuntimeError(f"the Triton kernels run on {device} but give {got}")
+
+
+def _try_clipping(device: torch.device, dtype: torch.dtype) -> None:
+    """As `_try_unscaling`, for the kernels of norms and clipping."""
+    from scaler_triton.kernels.abi import TOTALS
+
+    modules = kernels()
+    grads = torch.full((16,), 4.0, dtype=dtype, device=device)
+    table = modules.table.GradTable([16], dtype, device)
+    table.set_addresses([grads.data_ptr()])
+    scale, found_inf, norm = torch.tensor([2.0, 0.0, 0.0], dtype=torch.float32, device="cpu").to(device).unbind()
+    totals = torch.zeros(TOTALS, dtype=torch.float64, device=device)
+    modules.norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
+    modules.clip.launch_clip(table, scale, totals, 4.0, norm)
+    if norm.item() != 8.0 or grads.tolist() != [1.0] * 16:
+        raise RuntimeError(f"the Triton kernels run on {device} but clip to {grads.tolist()}, norm {norm.item()}")
 
 
 def _warn_once(device: torch.device, text: str) -> None:
     if device not in _warned:
         _warned.add(device)
-        warnings.warn(text, RuntimeWarning, stacklevel=callers.stacklevel())
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
 
 
 def _logged(place: str, backend: Backend, reason: str) -> tuple[Backend, str]:
     _log.debug("%s is served by %s: %s", place, backend, reason)
     return backend, reason
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Return whether ops on `tensor` are being captured into a CUDA graph, not run."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raise RuntimeError while a graph is captured on `device`: `what` has to be done once before."""
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{what} cannot be captured in a graph: take one step like it before")
+
+
+@contextmanager
+def sync_allowed(device: torch.device) -> Iterator[None]:
+    """Permit a wait that is made once, so that `torch.cuda.set_sync_debug_mode` reports only those of a loop."""
+    asked = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    mode = torch.cuda.get_sync_debug_mode() if asked else 0
+    if mode:
+        torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+def stacklevel() -> int:
+    """Return the `stacklevel` with which a warning by the caller names the last line outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "scaler_triton":
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_NOT_TRACED = "a scaler runs beside compiled code, not in it; compiled callers have scaler_triton.ops"
+
+
+def skip_tracing(cls: type) -> None:
+    """Have every method of a class run uncompiled under `torch.compile`, with all that it calls.
+
+    A plan holds addresses, which must not become constants of a graph. Equivalent PyTorch: `torch.compiler.disable` on
+    each method, but without a wrapper in every call and without importing Dynamo. What is compiled itself, such as an
+    optimizer's step, runs compiled within them. Dynamo treats names such as `__init__` specially: they are left out.
+    """
+    for name, member in vars(cls).items():
+        if not isinstance(member, FunctionType) or name.startswith("__"):
+            continue
+        vars(member).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_NOT_TRACED)
+        with suppress(ImportError):  # private to torch, and needed only for torch.compile
+            from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+            set_code_exec_strategy(member.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -1,247 +1,45 @@
-"""GradScaler, and the state machine of a step that it shares with ShardedGradScaler."""
+"""GradScaler: dynamic loss scaling for fp16 training. One step, from top to bottom:
+
+    scale     outputs * scale
+    unscale_  flag = any gradient is NaN or Inf, on any rank that must agree; g *= 1 / scale
+    step      unscale_, if it was not called; optimizer.step() unless flag
+              (a fused optimizer gets scale and flag, and does both itself on the device)
+    update    scale *= backoff_factor if any flag, scale *= growth_factor after growth_interval updates without one
+
+A gradient's way is `step -> check -> plan -> passes -> kernel -> flag agreed -> flag on the host`:
+`check.py` has the check and its failures, `step.py` the phases of a step, `update.py` the rule of the scale.
+"""
 
 from __future__ import annotations
 
+import copy
+import sys
 import warnings
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp import common
 
-from scaler_triton import attributes, callers, dispatch, lending, limits, optimizers, policy, untraced
-from scaler_triton.clipping.clip import ClippingMixin
-from scaler_triton.copying import CopyingMixin
-from scaler_triton.cuda_graphs import is_captured
-from scaler_triton.patching.stand_in import StandIn
-from scaler_triton.scaling import ScalingMixin
-from scaler_triton.step_state import StepState
-from scaler_triton.updating import UpdatingMixin
+from scaler_triton import clip, fused, passes, policy, ranks, report, update
+from scaler_triton.check import Ours, check, is_replaced, methods_of, refuse_without_scale
+from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
+from scaler_triton.flag import Flag, Flags
+from scaler_triton.kernels.abi import STATUS
+from scaler_triton.policy import KEY, NO_LIMITS, Limits
+from scaler_triton.report import Model, OverflowReport
+from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, OptimizerStep, Steps
+from scaler_triton.update import LaggingCounters, ScalerStats
+
+Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
+
+_COUNTED = "_counted"  # what the counters read, in a pickle
 
 
-class ScalerMixin(ClippingMixin, UpdatingMixin, CopyingMixin, ScalingMixin, metaclass=StandIn):
-    """One step of dynamic loss scaling.
-
-    READY --unscale_--> UNSCALED --step--> STEPPED --update--> READY, for each optimizer, where
-
-        unscale_: flag = any gradient is NaN or Inf, on any rank that must agree; g *= 1 / scale
-        step:     optimizer.step() unless flag; a fused optimizer gets scale and flag and does both itself
-        update:   scale *= backoff if any flag, scale *= growth after growth_interval steps without one
-
-    Mixed in before a torch scaler class, which supplies `get_scale`, `state_dict` and the getters. The other
-    methods are in the files of the bases:
-
-        clipping/clip.py           clip_grad_norm_, by at_once.py or after_unscaling.py
-        updating.py                update, stats, was_skipped
-        settings.py                getters, setters, state_dict, load_state_dict
-        overflow.py                overflow_report
-        unscaling.py               unscale_, _check_inf_per_device
-        copying.py                 copy, deepcopy, pickle
-        scaling.py                 scale
-        agreeing.py, states.py     which ranks must agree; an optimizer's state and its flag
-        attributes.py              every attribute, with its type
-    """
-
-    def __init__(
-        self,
-        device: str | torch.device = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        process_group: torch.distributed.ProcessGroup | None = None,
-        backend: str | None = None,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        hysteresis: int = 1,
-        consecutive_hysteresis: bool = False,
-        max_consecutive_skips: int | None = None,
-        check_unscaled: bool = False,
-    ) -> None:
-        backend = dispatch.check_backend(backend)
-        device = policy.device_type(device)
-        enabled = enabled and not _lacks_cuda(device)
-        try:
-            super().__init__(
-                device=device,
-                init_scale=init_scale,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-                enabled=enabled,
-            )
-        except TypeError:  # torch compares the factors with 1 before it knows that they are numbers
-            policy.check_growth_factor(growth_factor)
-            policy.check_backoff_factor(backoff_factor)
-            raise
-        vars(self).update(attributes.defaults())
-        self._backend = backend
-        if self._enabled:
-            self._limits = limits.check(min_scale, max_scale, hysteresis, consecutive_hysteresis, max_consecutive_skips)
-            self._check_unscaled = policy.check_bool(check_unscaled, "check_unscaled")
-            init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"), self._limits)
-            growth_factor = policy.check_growth_factor(growth_factor)
-            backoff_factor = policy.check_backoff_factor(backoff_factor)
-            growth_interval = policy.check_growth_interval(growth_interval)
-        self.process_group = process_group
-        # torch leaves these unset on a disabled scaler, where its getters then raise.
-        self._init_scale = init_scale
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
-        self._growth_interval = growth_interval
-        self._init_growth_tracker = 0
-
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
-
-        Gradients are unscaled first if `unscale_` was not called. Waits for the flag on the host, unless the
-        optimizer reads it on the device (`fused=True`) and skips by itself.
-
-        Args:
-            optimizer: to be stepped, or a wrapper around one; its gradients are written if they are still scaled.
-            args, kwargs: for `optimizer.step`; no closure.
-
-        Returns: what `optimizer.step` returns, None when skipped.
-
-        Raises: torch's RuntimeError for a wrong order of calls and for a closure, AssertionError before the first
-            `scale` or if there was no gradient to check; RuntimeError if another rank failed to check its gradients;
-            whatever `optimizer.step` raises. The stage is UNSCALED then and the call may be repeated; that steps, or
-            skips if a fused optimizer was unscaling when it raised. If another loss was scaled first, it counts as that
-            one's step.
-        """
-        if not self._enabled:
-            result: float | None = optimizer.step(*args, **kwargs)
-            return result
-        if "closure" in kwargs or (args and callable(args[0])):
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._require_scale("step", self._fail_unchecked, optimizer)
-        state = self._state(optimizer)
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        if state.get("left_behind"):
-            state = self._begin_again(optimizer)
-        state["step_began"] = True
-        if state.get("must_skip"):
-            lending.take_back((optimizer, optimizers.unwrap(optimizer)))
-            self._mark_stepped(state)
-            return None
-        if state["stage"] is OptState.READY:
-            state["recalled_flag"] = self._records.recall(optimizer)
-        if optimizers.supports_amp_scaling(optimizer) or "deferred" in state:  # then the wrapped one does
-            return self._step_with_scale(optimizer, state, args, kwargs)
-        if is_captured(self._scale):
-            raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
-        if state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        if not state["found_inf_per_device"]:
-            raise AssertionError("No inf checks were recorded for this optimizer.")
-        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        self._mark_stepped(state)
-        return result
-
-    def _mark_stepped(self, state: StepState) -> None:
-        state["stage"] = OptState.STEPPED
-        # torch refuses to swap a tensor that has a weak reference, as `model.cpu()` does under FSDP2.
-        state.pop("first_gradient", None)
-        state.pop("before_loss", None)
-        self._records.end_step(state)
-
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:
-        if self._host_flag(optimizer_state):
-            return None
-        result: float | None = optimizer.step(*args, **kwargs)
-        return result
-
-    def _step_with_scale(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> float | None:
-        """Step an optimizer that takes scale and flag on the device, as attributes or as the older `grad_scaler=`."""
-        before = state["found_inf_per_device"]
-        if state["stage"] is OptState.READY:
-            state["found_inf_per_device"] = {}  # check again, even if `_check_inf_per_device` was called before
-        step = self._step_by_argument if optimizers.takes_scaler(optimizer) else self._step_fused
-        try:
-            result: float | None = step(optimizer, state, args, kwargs)
-        except BaseException:
-            if is_captured(self._scale):
-                self._forget_recorded(state)
-            elif state["stage"] is OptState.READY and state["found_inf_per_device"]:
-                self._enter_unscaled(state)  # the other ranks would not join the reduction of a second check
-                state["must_skip"] = True
-            elif state["stage"] is OptState.READY:
-                state["found_inf_per_device"] = before
-                state["recalled_flag"] = None  # the gradients may be others at the next call
-            raise
-        self._mark_stepped(state)
-        return result
-
-    def _step_by_argument(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
-        warnings.warn(
-            "GradScaler is going to stop passing itself as a keyword argument to the passed "
-            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
-            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
-            FutureWarning,
-            stacklevel=callers.stacklevel(),
-        )
-        state["asked_by_step"] = state["stage"] is OptState.READY
-        try:
-            result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-            if not state["found_inf_per_device"] and self._agreement(self._records.plan(optimizer)) is not None:
-                self._check_inf_per_device(optimizer)  # it did not ask, for want of gradients, say: other ranks wait
-            return result
-        except Exception:
-            if not state["found_inf_per_device"]:  # it raised before the reduction that the other ranks wait in
-                with suppress(Exception):  # the optimizer's error matters more
-                    self._fail_unchecked(optimizer)
-            raise
-        finally:
-            state["asked_by_step"] = False
-
-    def _step_fused(self, optimizer: Any, state: StepState, args: Any, kwargs: Any) -> Any:
-        inner = optimizers.unwrap(optimizer)
-        if self._check_unscaled and state["stage"] is OptState.READY:
-            self.unscale_(optimizer)  # the optimizer would unscale without a check
-        ready = state["stage"] is OptState.READY
-        if ready:
-            self._check_inf_per_device(optimizer)
-        both = (optimizer,) if inner is optimizer else (optimizer, inner)
-        if optimizers.skip_would_corrupt(inner) and self._flag(state).item():
-            lending.take_back(both)
-            return None
-        scale: Any = self._get_scale_async()
-        if getattr(inner, "grad_scale", None) is scale:  # an interrupt came before it was taken back
-            lending.take_back(both)
-        factor = state.get("deferred")
-        if ready and state["recalled_flag"] is None:
-            factor = scale.reshape(()) if scale.ndim else scale
-        self._note_reader(state)
-        on_host = not scale.is_cpu and any(device.type == "cpu" for device in state["found_inf_per_device"])
-        with lending.lent(both, factor, self._flag(state), on_host=on_host):
-            try:
-                return optimizer.step(*args, **kwargs)
-            except BaseException:
-                if not is_captured(self._scale):
-                    # Unknown which gradients its kernels have divided. The flag stays as agreed.
-                    self._enter_unscaled(state)
-                    state["must_skip"] = factor is not None
-                raise
-
-
-def _lacks_cuda(device: str) -> bool:
-    """Tell whether CUDA is asked for but missing, and warn: torch's own warning would name a line of this package."""
-    lacks = device == "cuda" and common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
-    if lacks:
-        text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
-        warnings.warn(text, stacklevel=callers.stacklevel())
-    return lacks
-
-
-ScalerMixin.__init__.__qualname__ = "GradScaler.__init__"  # which Python names in its errors, as for torch's class
-untraced.skip_tracing(ScalerMixin)
-
-
-class GradScaler(ScalerMixin, torch.amp.GradScaler):
+class GradScaler(torch.amp.GradScaler):
     """Drop-in for `torch.amp.GradScaler`: dynamic loss scaling for fp16 training.
 
         scaler = GradScaler(device.type)
@@ -266,11 +64,8 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
         max_scale: the largest scale, first one included; None: fp32 max.
         hysteresis: how many overflows, >= 1, it takes to back the scale off, as in Megatron; each further one backs it
             off again, until it is due to grow.
-        consecutive_hysteresis: True: any good update starts that count anew, as in DeepSpeed.
         max_consecutive_skips: updates, >= 0; if more in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
-        check_unscaled: a gradient that becomes infinite only by unscaling, as a scale below 1 can make it, counts as
-            overflow, too; one more pass over the gradients, which optimizers with `fused=True` get unscaled then.
 
     Once one of `min_scale` to `max_consecutive_skips` is not its default, `state_dict` holds them and the counters
     under one more key.
@@ -278,5 +73,537 @@ class GradScaler(ScalerMixin, torch.amp.GradScaler):
     Raises: torch's AssertionErrors for its own limits; ValueError or TypeError naming another illegal argument.
     """
 
-    _allow_fp16 = False
-    _is_sharded = False
+    process_group: Any
+    _ours: Ours
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Public subclasses have an `__init__` or a `__setattr__` of their own, which know torch's attributes only.
+        self = super().__new__(cls)
+        vars(self).update(_ours=Ours(_is_sharded(cls)), process_group=None)
+        return self
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        backend: str | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        max_consecutive_skips: int | None = None,
+    ) -> None:
+        backend = check_backend(backend)
+        device = policy.device_type(device)
+        if device == "cuda" and common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
+            if enabled:  # torch's own warning would name a line of this file
+                text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+                warnings.warn(text, stacklevel=stacklevel())
+            enabled = False
+        factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        numbers = {"init_scale": init_scale, **factors, "growth_interval": growth_interval}
+        try:
+            super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
+        except TypeError:  # torch compares the factors with 1 before it knows that they are numbers
+            policy.check_growth_factor(growth_factor)
+            policy.check_backoff_factor(backoff_factor)
+            raise
+        limits = NO_LIMITS
+        if self._enabled:
+            limits = NO_LIMITS.changed(
+                min_scale=min_scale,
+                max_scale=max_scale,
+                hysteresis=hysteresis,
+                max_consecutive_skips=max_consecutive_skips,
+            )
+            init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"))
+            growth_factor = policy.check_growth_factor(growth_factor)
+            backoff_factor = policy.check_backoff_factor(backoff_factor)
+            growth_interval = policy.check_growth_interval(growth_interval)
+        ours = Ours(_is_sharded(type(self)))
+        ours.steps.requested, ours.limits = backend, limits
+        # torch leaves its numbers unset on a disabled scaler, where its getters then raise.
+        vars(self).update(
+            _ours=ours,
+            process_group=process_group,
+            _init_scale=init_scale,
+            _growth_factor=growth_factor,
+            _backoff_factor=backoff_factor,
+            _growth_interval=growth_interval,
+            _init_growth_tracker=0,
+        )
+
+    def scale(self, outputs: Outputs) -> Outputs:
+        """Return the outputs times the scale; themselves on a disabled scaler.
+
+        Args:
+            outputs: a loss, or an iterable of them, of any shape, dtype and device; read.
+
+        Returns: the products, in torch's dtypes: `ShardedGradScaler` keeps that of each output.
+
+        Raises: RuntimeError for a scaler's first call if a graph is being captured; torch's errors otherwise.
+        """
+        if not self._enabled:
+            return outputs
+        ours, scale = self._ours, self._scale
+        if ours.steps.unfinished:
+            ours.steps.loss_scaled()
+        if scale is not None and scale.is_cuda and torch.cuda.is_current_stream_capturing():
+            ours.steps.replayed = True  # each replay writes gradients, and no call of this method tells
+        if isinstance(outputs, Tensor) and scale is not None and scale.device == outputs.device and not ours.sharded:
+            return outputs * scale
+        scaled: Outputs = super().scale(outputs)  # type: ignore[call-overload]
+        return scaled
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the optimizer's gradients by the scale, and agree with the other ranks on whether one overflowed.
+
+        Equivalent PyTorch: `for p in params: p.grad.mul_(1 / scale)`, after a check of every gradient for NaN and
+        Inf; one reduction of the flag where ranks must agree; no host wait.
+
+        Args:
+            optimizer: whatever has `param_groups`; its gradients (fp16 only for ShardedGradScaler, bf16, fp32, fp64,
+                strided or sparse COO, DTensors) are written.
+
+        Raises: torch's RuntimeError for a wrong order of calls, and AssertionError before the first `scale`; those of
+            `ops.unscale_` for a gradient that cannot be unscaled. The stage stays READY then, unless gradients were
+            written or the failure was reported to other ranks: then it is UNSCALED with the flag set, so that the step
+            is skipped.
+        """
+        if not self._enabled:
+            return
+        if self._scale is None or self._growth_tracker is None:
+            refuse_without_scale(self, "unscale_", [optimizer])
+        step = self._ours.steps.open(optimizer)
+        step.require_unscalable()
+        check(self, step, optimizer, divide=True, copy=not getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def clip_grad_norm_(
+        self,
+        optimizers: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        model: nn.Module | None = None,
+        parameters: Iterable[Tensor] | Tensor | None = None,
+    ) -> Tensor:
+        """Unscale the optimizers' gradients and scale them down to a global norm of at most `max_norm`.
+
+        Equivalent PyTorch, for one optimizer whose gradients are all on this rank:
+
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+        The norm is that of the whole model: shards are summed over the ranks, replicas counted once. It moves 12 bytes
+        per fp32 element instead of 20, and makes one reduction (one per dimension for a mesh that is a part of the
+        world), after one for each Partial gradient, which all ranks of its mesh must have. An overflow skips the steps
+        of all these optimizers; gradients are unscaled then, not clipped. All ranks that must agree call it, with the
+        same options, or none does: `unscale_` makes another reduction.
+
+        Args:
+            optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.
+            max_norm: >= 0, of the unscaled gradients.
+            norm_type: 2.0; inf or another p > 0, which takes a reduction for each optimizer and one more.
+            error_if_nonfinite: raise torch's RuntimeError on every rank if the norm is NaN or infinite; waits for it.
+            model: what holds the FSDP1 modules, where parameters are theirs; read.
+            parameters: any tensors: clip only these, by their norm; their gradients are written. All gradients of the
+                optimizers are unscaled and checked. The call may be repeated with others. Warns if the optimizers hold
+                none of them.
+
+        Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks; NaN if another rank failed. A
+            disabled scaler, which only clips, gives torch's, in torch's dtype, of gradients that are not sharded.
+
+        Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type` or `model`; TypeError naming
+            `parameters` or one of these, if it is of a wrong type.
+        """
+        return clip.clip_grad_norm_(self, optimizers, max_norm, norm_type, error_if_nonfinite, model, parameters)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
+
+        Gradients are unscaled first if `unscale_` was not called. Waits for the flag on the host, unless the
+        optimizer reads it on the device (`fused=True`) and skips by itself.
+
+        Args:
+            optimizer: to be stepped, or a wrapper around one; its gradients are written if they are still scaled.
+            args, kwargs: for `optimizer.step`; no `closure=`.
+
+        Returns: what `optimizer.step` returns, None when skipped.
+
+        Raises: torch's RuntimeError for a wrong order of calls and for a closure, AssertionError before the first
+            `scale` or if there was no gradient to check; RuntimeError if another rank failed to check its gradients;
+            whatever `optimizer.step` raises. The call may be repeated then: that steps, or skips if a fused optimizer
+            was unscaling when it raised. If another loss is scaled first, it counts as that one's step.
+        """
+        if not self._enabled:
+            result: float | None = optimizer.step(*args, **kwargs)
+            return result
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        scale = self._scale
+        if scale is None or self._growth_tracker is None:
+            refuse_without_scale(self, "step", [optimizer])
+        steps, is_fused = self._ours.steps, getattr(optimizer, "_step_supports_amp_scaling", False)
+        if scale.is_cuda and not is_fused and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
+        step = steps.open(optimizer)
+        step.begin()
+        steps.unfinished += 1
+        if step.phase is CARRIED:
+            _resume(self, step)
+        if step.phase is FAILED:
+            result = fused.skip_failed(step, optimizer)
+        elif is_fused:
+            result = fused.step_fused(self, step, optimizer, args, kwargs)
+        else:
+            if step.phase is not UNSCALED:
+                if is_replaced(self, "unscale_"):
+                    self.unscale_(optimizer)
+                else:
+                    check(self, step, optimizer, divide=True, by_step=True)
+            if not step["found_inf_per_device"]:
+                raise AssertionError("No inf checks were recorded for this optimizer.")
+            result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
+            step.stepped([*step["found_inf_per_device"].values()] if step.outcome is None else step.outcome)
+        steps.unfinished -= 1
+        return result
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:
+        step = optimizer_state
+        if type(step) is not OptimizerStep:  # of a caller's own making
+            return super()._maybe_opt_step(optimizer, step, *args, **kwargs)
+        flag, flags = step.flag, step["found_inf_per_device"]
+        if flag is None:
+            skips = any(each.item() != 0.0 for each in flags.values())
+        else:
+            skips = flag.on_host(flags, fresh=step.fresh or not self._ours.steps.exposed)
+        step.outcome = skips
+        if skips:
+            return None
+        result: float | None = optimizer.step(*args, **kwargs)
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Back the scale off if any optimizer's flag was set, let it grow after `growth_interval` good updates.
+
+        Equivalent PyTorch: `torch._amp_update_scale_` with the largest flag, but for >= and the extras.
+
+        Args:
+            new_scale: sets the scale instead, and leaves the growth tracker: a number in [min_scale, max_scale], or a
+                one-element tensor of any dtype on a device of the scaler's type, which is read with one host wait.
+
+        Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
+            kind; ValueError or TypeError naming `new_scale` outside [min_scale, max_scale] or no number. Nothing has
+            changed then. `SkipStreakError`, once the update is done, if more than `max_consecutive_skips` updates in a
+            row had been skipped `update.LaggingCounters.LAG` updates ago: on every rank at the same update, and at each
+            one until the streak ends or the scale is set. Not while a graph is captured or replayed.
+        """
+        if not self._enabled:
+            return
+        ours, scale, tracker = self._ours, self._scale, self._growth_tracker
+        if scale is None or tracker is None:
+            self._check_scale_growth_tracker("update")  # raises
+        checked, unstepped = [], False
+        for state in ours.steps.values():
+            unstepped |= state["stage"] is OptState.UNSCALED
+            if state["found_inf_per_device"]:
+                checked.append(state)
+        captured = scale.is_cuda and torch.cuda.is_current_stream_capturing()
+        if unstepped:
+            ours.steps.keep_unstepped()
+        if new_scale is not None:
+            update.set_scale(self, new_scale, checked)
+        elif not checked:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        else:
+            update.update_by_flags(self, scale, tracker, checked, captured)
+        ours.steps.close(captured)
+        if ours.limits.max_consecutive_skips is not None and not captured:
+            update.check_streak(self, is_set=new_scale is not None)
+
+    def stats(self, *, wait: bool = True) -> ScalerStats:
+        """Return what the updates did so far, replayed ones included; all 0 on a disabled scaler.
+
+        Args:
+            wait: True waits for the device once. False never waits on CUDA: it returns the latest values on the host
+                and starts the next copy, so a call after every update is one or two updates behind.
+        """
+        counters = self._ours.counters
+        return ScalerStats.of(counters.read() if wait else counters.newest())
+
+    def was_skipped(self, optimizer: Any) -> bool:
+        """Return whether the last `step(optimizer)` was skipped, fused or not, until its next `unscale_`, clip or step.
+
+        May be called before and after `update()`; waits for the device if the optimizer is fused. For a step in a
+        graph the last replay counts. Always False on a disabled scaler.
+
+        Args:
+            optimizer: the one that was stepped, or a wrapper around it; read.
+
+        Raises: ValueError if it was never stepped, or unscaled since; for a fused one, whose `step` does not read the
+            flag, RuntimeError if another rank failed to check its gradients, or the ranks' scales differ.
+        """
+        if not self._enabled:
+            return False
+        step = self._ours.steps.last(optimizer)
+        outcome = None if step is None else step.outcome
+        if outcome is None:
+            name = type(optimizer).__name__
+            raise ValueError(f"was_skipped: this {name} was not stepped yet, or was unscaled again since its last step")
+        if isinstance(outcome, Flag):
+            return outcome.last()
+        return any(flag.item() for flag in outcome) if isinstance(outcome, list) else outcome
+
+    def overflow_report(self, model: Model = None, gather: bool = False) -> OverflowReport:
+        """Return which gradients made the last skipped step be skipped; it survives `zero_grad()` and good steps.
+
+        Steps without overflow launch nothing for it. Waits for the device. Once an optimizer's parameters, or the
+        shapes or dtypes of its gradients, have changed, nothing is known of its earlier steps.
+
+        Args:
+            model: names the parameters: a module, or what its `named_parameters()` gives, any tensors; only names are
+                read. None: they are numbered.
+            gather: report on all ranks, by an all-gather that each of them must join (two for more than a hundred bad
+                gradients on a rank), instead of on this one.
+
+        Returns: a report whose `str` is a table.
+
+        Raises: TypeError naming `model` for what is neither, such as parameters without names: with `gather` on this
+            rank only, the others' reports tell of it. With `gather`, ValueError naming `process_group` if pickling lost
+            it or this rank is not in it.
+        """
+        ours, scale = self._ours, self._get_scale_async()
+        home = scale.device if scale is not None else torch.device(self._device if self._enabled else "cpu")
+
+        def own() -> OverflowReport:
+            steps = ours.steps.all()
+            flags = [flag for step in steps for flag in step["found_inf_per_device"].values()]
+            pending = any(flag.item() for flag in flags)
+            marks = [step.marks for step in steps if step.marks is not None]
+            return report.own_report(marks, ours.counters.read(), pending, model, self.process_group)
+
+        return report.gathered(own, self.process_group, home, gather)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the scale: min_scale, max_scale, hysteresis, max_consecutive_skips."""
+        return self._ours.limits
+
+    def set_limits(self, **changes: Any) -> None:
+        """Change some of min_scale, max_scale, hysteresis and max_consecutive_skips, from the next update on.
+
+        Args:
+            changes: by name, as the constructor takes them; what is not named stays.
+
+        Raises: ValueError or TypeError naming a wrong one and its value; nothing has changed then.
+        """
+        self._ours.limits = self._ours.limits.changed(**changes)
+        if "max_consecutive_skips" in changes:
+            self._ours.lagging = LaggingCounters()
+        update.numbers_changed(self)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor the scale grows by: finite, >= 1 (1: it stays); else ValueError or TypeError."""
+        self._growth_factor = policy.check_growth_factor(new_factor, "new_factor")
+        update.numbers_changed(self)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor the scale is backed off by: in (0, 1] (1: it stays); else ValueError or TypeError."""
+        self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
+        update.numbers_changed(self)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many updates in a row without overflow the scale grows: >= 1; else ValueError or TypeError."""
+        self._growth_interval = policy.check_growth_interval(new_interval, "new_interval")
+        update.numbers_changed(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five fields; `{}` if disabled.
+
+        Limits and counters are under one more key, `scaler_triton`, once one of `min_scale` to `max_consecutive_skips`
+        is not its default. torch's class loads that, too, and ignores the key.
+        """
+        if not self._enabled:
+            return {}
+        state = super().state_dict()
+        if self._ours.limits != NO_LIMITS:
+            state[KEY] = policy.to_checkpoint(self._ours.limits, self._ours.counters.read())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class or of torch's returned; nothing on a disabled scaler.
+
+        Without the key `scaler_triton` limits stay as they are. Counters are the checkpoint's, all 0 if it has none.
+
+        Args:
+            state_dict: the five fields, and perhaps that key; read.
+
+        Raises: torch's RuntimeError for an empty dict and KeyError for a missing field; ValueError or TypeError
+            naming a wrong field and its value; TypeError for what is no dict. The scaler is as before then.
+        """
+        if not self._enabled:
+            return
+        ours = self._ours
+        limits, counters = ours.limits, policy.no_counters()
+        if policy.check_dict(state_dict, "state_dict"):  # torch raises for an empty one
+            if KEY in state_dict:
+                limits, counters = policy.from_checkpoint(state_dict[KEY])
+            state_dict = policy.check_state_dict(state_dict)
+        super().load_state_dict(state_dict)
+        ours.limits, ours.lagging = limits, LaggingCounters()
+        ours.counters.set(counters)
+        for step in ours.steps.all():
+            if step.marks is not None:
+                step.marks.forget()  # their generations count another run's skips
+        update.numbers_changed(self)
+
+    # What follows is private to torch's class; frameworks and subclasses call, replace or write it.
+
+    @property
+    def _per_optimizer_states(self) -> Steps:  # type: ignore[override]
+        steps = self._ours.steps
+        steps.exposed = True
+        return steps
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:
+        self._ours.steps.replace(states)
+
+    def _get_scale_async(self) -> Tensor | None:
+        return getattr(self, "_scale", None)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
+        """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
+        device = torch.device(dev)
+        if getattr(self, "_scale", None) is None:
+            refuse_capture(device, "a scaler's first scale")  # a replay would set it anew
+        # Within torch.func's transforms they would have no address; updates outside inference mode must write them.
+        module = sys.modules.get("torch._functorch.pyfunctorch")
+        outside_transforms: Any = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)
+        with torch.inference_mode(False), outside_transforms():
+            if getattr(self, "_scale", None) is None:  # a disabled scaler has no such attribute
+                self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
+            if getattr(self, "_growth_tracker", None) is None:
+                self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True) -> Flags:
+        """Unscale on this rank only, and return a flag for each device that holds gradients.
+
+        Args:
+            inv_scale: fp32, one element.
+            found_inf: fp32, shape (); what the flags begin with, read.
+            allow_fp16: False refuses fp16 gradients as torch does.
+        """
+        steps = self._ours.steps
+        # A call from outside a step, perhaps for a few parameters only, must not begin one.
+        step = steps.last(optimizer) or OptimizerStep()
+        plan = steps.plan(step, optimizer)
+        flag = Flag(found_inf.new_zeros(STATUS))
+        flag.found_inf.copy_(found_inf)
+        batches = plan.collect(allow_fp16=allow_fp16)
+        return passes.check(plan, batches, inv_scale, flag, step.marks, divide=True, inverse=True)
+
+    def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
+        """Check the optimizer's gradients, read-only, and agree with the other ranks, once per step.
+
+        Where no other rank must agree, each call checks again, until the optimizer was stepped or clipped together with
+        others.
+
+        Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
+        """
+        if self._scale is None or self._growth_tracker is None:
+            refuse_without_scale(self, "_check_inf_per_device", [optimizer])
+        steps = self._ours.steps
+        steps.exposed = True
+        step = steps.open(optimizer)
+        if fused.may_check(self, step, optimizer):
+            phase = step.phase
+            try:
+                check(self, step, optimizer, divide=False)
+            except BaseException:
+                if step.phase is FAILED and phase is not UNSCALED:
+                    step._enter(phase)  # `step` checks again, as the other ranks do
+                raise
+        return step["found_inf_per_device"]
+
+    def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
+        """Return the optimizer's flags in this step, by device; empty before they are computed."""
+        steps = self._ours.steps
+        steps.exposed = True
+        return steps.open(optimizer)["found_inf_per_device"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled and any(step.phase is not READY for step in self._ours.steps.all()):
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
+        state = vars(self).copy()
+        ours = state.pop("_ours")
+        if self._enabled:
+            state["_init_scale"], state["_init_growth_tracker"] = self.get_scale(), self._get_growth_tracker()
+            state["_scale"] = state["_growth_tracker"] = None
+        # Plain numbers: a pickle would name the modules of our classes.
+        state[_COUNTED] = {
+            "limits": tuple(ours.limits),
+            "backend": ours.steps.requested,
+            "counters": ours.counters.read(),
+        }
+        return {**state, "process_group": ranks.picklable(self.process_group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        counted = state.get(_COUNTED)
+        ours = Ours(_is_sharded(type(self)), None if counted is None else counted["counters"])
+        if counted is not None:
+            ours.limits, ours.steps.requested = Limits(*counted["limits"]), counted["backend"]
+        plain = {name: value for name, value in state.items() if name not in (_COUNTED, "_per_optimizer_states")}
+        if counted is None:  # a scaler of torch's, pickled before `patch_torch` replaced its class
+            plain = {"process_group": None, **plain}
+        vars(self).update(plain, _ours=ours)
+
+    def __copy__(self) -> Self:
+        clone = type(self).__new__(type(self))
+        clone.__setstate__(self.__getstate__())
+        vars(clone)["process_group"] = self.process_group  # a group is shared, it cannot be copied
+        return clone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        clone = memo[id(self)] = type(self).__new__(type(self))  # first: its attributes may refer to it
+        clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        vars(clone)["process_group"] = self.process_group
+        return clone
+
+
+def unscale_once(scaler: GradScaler, optimizer: Any) -> None:
+    """`unscale_`, unless the gradients are unscaled already, in this step or before the last update."""
+    if scaler._enabled:
+        step = scaler._ours.steps.open(optimizer)
+        if step.phase is CARRIED:
+            _resume(scaler, step)
+        if step.phase not in (UNSCALED, FAILED):
+            scaler.unscale_(optimizer)
+
+
+def _resume(scaler: GradScaler, step: OptimizerStep) -> None:
+    """Go on with a step that was CARRIED, unless a graph is captured now and was not then, or the other way round."""
+    assert scaler._scale is not None
+    if is_captured(scaler._scale) == step.captured:
+        step.resume()
+    else:
+        step.reset()
+
+
+def _is_sharded(cls: type) -> bool:
+    """Return whether a scaler's class is sharded, without importing FSDP, which takes a second."""
+    module = sys.modules.get("scaler_triton.sharded")
+    return module is not None and issubclass(cls, getattr(module, "ShardedGradScaler", ()))
+
+
+methods_of(GradScaler, "unscale_", "_unscale_grads_", "_check_inf_per_device")
+skip_tracing(GradScaler)

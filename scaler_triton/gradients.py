@@ -1,24 +1,20 @@
-"""Checks of single gradients, and the reduction of those that are not summed yet: sparse duplicates, Partial."""
+"""What a gradient may be: its dtype and layout; local shards of DTensors, FSDP1, sparse and Partial gradients."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from scaler_triton.placement import is_dtensor, partial_terms
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-
-def is_acceptable(gradient: Tensor) -> bool:
-    """Tell whether `check_gradient` lets a gradient pass."""
-    try:
-        check_gradient(gradient, "")
-    except (ValueError, RuntimeError):  # NotImplementedError is a RuntimeError
-        return False
-    return True
+# DTensor's private names for its shard and its layout, which are quicker to read than `to_local` and `placements`.
+SHARD, SPEC = "_local_tensor", "_spec"
+# Private to DDP over tensor parallel: the DTensorSpec of a parameter that DDP replaced by its local shard.
+DDP_SPEC = "_st_info"
 
 
 def check_gradient(gradient: Tensor, name: str) -> None:
@@ -28,7 +24,8 @@ def check_gradient(gradient: Tensor, name: str) -> None:
         the device, for what no backend serves.
     """
     if gradient.dtype not in DTYPES:
-        raise NotImplementedError(f"{name} has dtype {gradient.dtype}; only {_names(DTYPES)} can be unscaled")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise NotImplementedError(f"{name} has dtype {gradient.dtype}; only {names} can be unscaled")
     if gradient.layout not in (torch.strided, torch.sparse_coo):
         raise NotImplementedError(
             f"{name} has layout {gradient.layout}; only strided and sparse COO gradients can be unscaled"
@@ -43,8 +40,17 @@ def check_gradient(gradient: Tensor, name: str) -> None:
         check_overlap(sparse_values(gradient))
 
 
+def is_acceptable(gradient: Tensor) -> bool:
+    """Return whether `check_gradient` lets a gradient pass."""
+    try:
+        check_gradient(gradient, "")
+    except (ValueError, RuntimeError):  # NotImplementedError is a RuntimeError
+        return False
+    return True
+
+
 def overlaps(tensor: Tensor) -> bool:
-    """Tell whether elements of `tensor` share memory by an expanded dimension."""
+    """Return whether elements of `tensor` share memory by an expanded dimension."""
     expanded = (stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.numel() > 0 and any(expanded)
 
@@ -56,6 +62,23 @@ def check_overlap(tensor: Tensor) -> None:
             "unsupported operation: more than one element of the written-to tensor refers to a single memory "
             "location. Please clone() the tensor before performing the operation."
         )
+
+
+def is_plain(kind: type) -> bool:
+    """Return whether a type is torch's own Tensor or Parameter, not a subclass that may override ops."""
+    return kind in (Tensor, torch.nn.Parameter)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill one span of memory without gaps or overlap, in any order of dimensions."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def sparse_values(gradient: Tensor) -> Tensor:
@@ -71,7 +94,7 @@ def coalesce_fp16(gradient: Tensor) -> Tensor:
 
 
 def is_unreduced(gradient: Tensor) -> bool:
-    """Tell whether a gradient still has to be summed: a Partial DTensor, or an uncoalesced sparse tensor."""
+    """Return whether a gradient still has to be summed: a Partial DTensor, or an uncoalesced sparse tensor."""
     if is_dtensor(gradient):
         return partial_terms(gradient) > 1
     return gradient.layout is torch.sparse_coo and not gradient.is_coalesced()
@@ -89,5 +112,57 @@ def reduced(gradient: Tensor) -> Tensor:
     return result
 
 
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+def is_dtensor(tensor: object) -> bool:
+    """Return whether `tensor` is a DTensor, without importing DTensor: no instance can exist before that."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fsdp1(parameter: Any) -> bool:
+    """Return whether a parameter belongs to `FullyShardedDataParallel`, whose shards are plain tensors."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def has_fsdp1(parameters: Iterable[Tensor]) -> bool:
+    """Return whether any of the parameters belongs to `FullyShardedDataParallel`."""
+    return any(map(is_fsdp1, parameters))
+
+
+def dtensor_spec(tensor: Any) -> Any:
+    """Return what has a tensor's `device_mesh` and `placements`: a DTensor itself, what DDP kept of one, else None."""
+    return tensor if is_dtensor(tensor) else getattr(tensor, DDP_SPEC, None)
+
+
+def is_distributed(parameter: Any) -> bool:
+    """Return whether a parameter is known to be sharded or replicated over ranks: a DTensor, or FSDP1's."""
+    return dtensor_spec(parameter) is not None or is_fsdp1(parameter)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return a DTensor's local shard (waited for if its collective is still in flight), any other tensor itself."""
+    if type(tensor) is Tensor or not is_dtensor(tensor):
+        return tensor
+    shard = getattr(tensor, SHARD, None)
+    if type(shard) is Tensor:
+        return shard
+    with torch.no_grad():  # under grad, to_local would record an autograd node
+        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor has wait, Tensor has not
+
+
+def partial_terms(tensor: Tensor) -> int:
+    """Return how many local tensors add up to a Partial DTensor; 1 if it is not Partial."""
+    terms = 1
+    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if placement.is_partial():
+            terms *= tensor.device_mesh.size(dim)  # type: ignore[attr-defined]
+    return terms
+
+
+def num_shards(tensor: Any) -> int:
+    """Return the number of distinct shards of a DTensor, or of the tensor of a DTensorSpec."""
+    shards = 1
+    for dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():  # is_shard() is False for the strided shards of FSDP2 beside TP
+            shards *= tensor.device_mesh.size(dim)
+    return shards

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from scaler_triton._version import __version__
 from scaler_triton.console import complain, driver_version
-from scaler_triton.words import count_of, error_line, one_line
+from scaler_triton.text import count_of, error_line, one_line
 
 if TYPE_CHECKING:
     import torch

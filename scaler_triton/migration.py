@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from scaler_triton import limits, policy
-from scaler_triton.stats import NAMES, STRIKES
+from scaler_triton import policy
+from scaler_triton.dispatch import stacklevel
+from scaler_triton.kernels.abi import STRIKES
+from scaler_triton.policy import NO_LIMITS, Limits
 
 _NO_HYSTERESIS = {"delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
 
@@ -50,7 +53,7 @@ def from_megatron(
         (policy.check_growth_factor(growth_factor), policy.check_backoff_factor(backoff_factor)),
         policy.check_growth_interval(growth_interval),
         policy.check_growth_tracker(_number(state, "growth_tracker"), "growth_tracker"),
-        limits.check(min_scale, None, hysteresis, False),
+        NO_LIMITS.changed(min_scale=min_scale, hysteresis=hysteresis),
         strikes=hysteresis - tracker,
     )
 
@@ -78,7 +81,7 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
     if name == "dynamic_loss_scale":
         state = {**state, **_NO_HYSTERESIS}
     if not policy.check_bool(_field(state, name), name):
-        return _state_dict(scale, (1.0, 1.0), 1, 0, limits.NO_LIMITS, strikes=0)
+        return _state_dict(scale, (1.0, 1.0), 1, 0, NO_LIMITS, strikes=0)
     factor = policy.check_growth_factor(_number(state, "scale_factor"), "scale_factor")
     hysteresis = policy.check_hysteresis(_number(state, "delayed_shift"), "delayed_shift")
     left = policy.check_hysteresis(_number(state, "cur_hysteresis"), "cur_hysteresis")
@@ -86,7 +89,10 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"cur_hysteresis must be at most delayed_shift={hysteresis}, got {left}")
     window = policy.check_growth_interval(_number(state, "scale_window"), "scale_window")
     consecutive = policy.check_bool(_field(state, "consecutive_hysteresis"), "consecutive_hysteresis")
-    bounds = limits.check(_number(state, "min_scale"), None, hysteresis, consecutive)
+    if consecutive and hysteresis > 1:
+        text = "consecutive_hysteresis=True has no counterpart: overflows count until the scale is due to grow"
+        warnings.warn(text, UserWarning, stacklevel=stacklevel())
+    bounds = NO_LIMITS.changed(min_scale=_number(state, "min_scale"), hysteresis=hysteresis)
     tracker = _deepspeed_tracker(state, window)
     return _state_dict(scale, (factor, 1.0 / factor), window, tracker, bounds, strikes=hysteresis - left)
 
@@ -100,16 +106,17 @@ def _deepspeed_tracker(state: Mapping[str, Any], window: int) -> int:
 
 
 def _state_dict(
-    scale: float, factors: tuple[float, float], interval: int, tracker: int, bounds: limits.Limits, *, strikes: int
+    scale: float, factors: tuple[float, float], interval: int, tracker: int, bounds: Limits, *, strikes: int
 ) -> dict[str, Any]:
-    counters = [strikes if index == STRIKES else 0 for index in range(len(NAMES))]
+    counters = policy.no_counters()
+    counters[STRIKES] = strikes
     return {
         "scale": scale,
         "growth_factor": factors[0],
         "backoff_factor": factors[1],
         "growth_interval": interval,
         "_growth_tracker": tracker,
-        limits.KEY: limits.to_checkpoint(bounds, counters),
+        policy.KEY: policy.to_checkpoint(bounds, counters),
     }
 
 

@@ -1,17 +1,19 @@
-"""The public ops on lists of tensors: arguments are checked, tensors grouped by device and dtype, groups run."""
+"""The public functions on lists of tensors, and the custom ops by which compiled callers reach them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
 
-from scaler_triton import batch_ops, placement, policy, reference_update
-from scaler_triton.batch import Batch, first_device, group
-from scaler_triton.clipping import clip_ops, reference_norm
-from scaler_triton.dispatch import Backend, check_backend, choose
-from scaler_triton.gradients import check_gradient, check_overlap, sparse_values
+from scaler_triton import passes, policy, torch_ops
+from scaler_triton.dispatch import check_backend
+from scaler_triton.gradients import check_gradient, check_overlap, local_tensor, sparse_values
+from scaler_triton.kernels.abi import SQUARES
+from scaler_triton.plan import Batch, choose_backends, group
+from scaler_triton.update import update_scale_ as _update_scale_
 
 __all__ = ["check_nonfinite", "grad_norm", "unscale_", "update_scale_"]
 
@@ -34,15 +36,13 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         asked for and does not work there. Nothing is written then.
     """
     if torch.compiler.is_compiling():
-        from scaler_triton import compiled
-
-        compiled.unscale_(_shards(grads), inv_scale, found_inf, backend)
+        _unscale_op(_shards(grads), inv_scale, found_inf, backend)
         return
     _check_scalar(inv_scale, "inv_scale")
     _check_scalar(found_inf, "found_inf")
 
-    def unscale_one(batch: Batch, flag: Tensor, name: Backend) -> None:
-        batch_ops.unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, name, inverse=True)
+    def unscale_one(batch: Batch, flag: Tensor) -> None:
+        passes.unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, inverse=True)
 
     _run(grads, found_inf, backend, unscale_one)
 
@@ -55,12 +55,10 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
     Args and raises: as `unscale_`.
     """
     if torch.compiler.is_compiling():
-        from scaler_triton import compiled
-
-        compiled.check_nonfinite(_shards(grads), found_inf, backend)
+        _check_op(_shards(grads), found_inf, backend)
         return
     _check_scalar(found_inf, "found_inf")
-    _run(grads, found_inf, backend, batch_ops.check_batch)
+    _run(grads, found_inf, backend, passes.check_batch)
 
 
 def grad_norm(
@@ -92,29 +90,31 @@ def grad_norm(
     """
     grads = list(grads)  # read twice
     if torch.compiler.is_compiling():
-        return _compiled_norm(grads, found_inf, inv_scale, norm_type, backend)
+        shards = _shards(grads)
+        if found_inf is None:  # inductor refuses None for an argument that an op with a result mutates
+            found_inf = torch.zeros((), dtype=torch.float32, device=_first_device(shards))
+        norm: Tensor = _norm_op(shards, found_inf, inv_scale, norm_type, backend)
+        return norm
     order = policy.check_norm_type(norm_type, positive=False)
     for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
         if scalar is not None:
             _check_scalar(scalar, name)
-    home, requested = first_device(grads), check_backend(backend)
+    home = _first_device(grads)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     parts: list[Tensor] = []
 
-    def add(batch: Batch, bad: Tensor, name: Backend) -> None:
+    def add(batch: Batch, bad: Tensor) -> None:
         local = factor.to(bad.device)
         if order == 2:
-            ((_, name),) = batch_ops.choose_backends([batch], requested, clips=True)
-            totals = clip_ops.sum_of_squares_batch(batch, local, bad, None, name, inverse=True)
-            parts.append(totals[reference_norm.SQUARES].to(home))
+            parts.append(passes.norm_batch(batch, local, bad, None, inverse=True)[SQUARES].to(home))
             return
         if found_inf is not None:
-            batch_ops.check_batch(batch, bad, name)
+            passes.check_batch(batch, bad)
         if any(tensor.numel() for tensor in batch.present):
-            parts.append((reference_norm.norm(batch.present, order) * local.double().reshape(())).to(home))
+            parts.append((torch_ops.norm(batch.present, order) * local.double().reshape(())).to(home))
 
-    _run(grads, flag, backend, add)
+    _run(grads, flag, backend, add, clips=order == 2)
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=home)
     stacked = torch.stack(parts)
@@ -150,10 +150,7 @@ def update_scale_(
     Raises: TypeError or ValueError naming a wrong argument; RuntimeError as `unscale_` for "triton".
     """
     if torch.compiler.is_compiling():
-        from scaler_triton import compiled
-
-        numbers = growth_factor, backoff_factor, growth_interval
-        compiled.update_scale_(scale, growth_tracker, found_inf, *numbers, backend)
+        _update_op(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, backend)
         return
     _check_scalar(scale, "scale")
     _check_scalar(growth_tracker, "growth_tracker", torch.int32)
@@ -164,43 +161,41 @@ def update_scale_(
     growth_factor = policy.check_growth_factor(growth_factor)
     backoff_factor = policy.check_backoff_factor(backoff_factor)
     growth_interval = policy.check_growth_interval(growth_interval)
-    on_torch = choose(scale.device, scale.dtype, check_backend(backend)) == "torch"
-    update = reference_update.update_scale_ if on_torch else batch_ops.kernels().update_scale.launch_update_scale
-    update(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-
-
-def _compiled_norm(
-    grads: Sequence[Tensor], found_inf: Tensor | None, inv_scale: Tensor | None, norm_type: float, backend: str | None
-) -> Tensor:
-    from scaler_triton import compiled
-
-    shards = _shards(grads)
-    if found_inf is None:  # inductor refuses None for an argument that an op with a result mutates
-        found_inf = torch.zeros((), dtype=torch.float32, device=first_device(shards))
-    norm: Tensor = compiled.grad_norm(shards, found_inf, inv_scale, norm_type, backend)
-    return norm
+    numbers = growth_factor, backoff_factor, growth_interval
+    _update_scale_(scale, growth_tracker, found_inf, numbers, check_backend(backend))
 
 
 def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
-    return [placement.local_tensor(grad) for grad in grads]
+    return [local_tensor(grad) for grad in grads]
+
+
+def _first_device(tensors: Sequence[Tensor]) -> torch.device:
+    """Return the first tensor's device, where results are put; the CPU if there is none."""
+    return tensors[0].device if len(tensors) and isinstance(tensors[0], Tensor) else torch.device("cpu")
 
 
 def _run(
-    grads: Sequence[Tensor], found_inf: Tensor, backend: str | None, op: Callable[[Batch, Tensor, Backend], None]
+    grads: Sequence[Tensor],
+    found_inf: Tensor,
+    backend: str | None,
+    op: Callable[[Batch, Tensor], None],
+    *,
+    clips: bool = False,
 ) -> None:
     """Check and group `grads`, run `op` on each batch with a flag on its device, combine the flags."""
     if found_inf.is_meta:
         raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
     requested = check_backend(backend)
     with torch.no_grad():
-        batches = batch_ops.choose_backends(group(_checked(grads)), requested)
-        for batch, name in batches:
+        batches = group(_checked(grads), count())
+        choose_backends(batches, requested, clips=clips)
+        for batch in batches:
             device = batch.layout.key.device
             if device == found_inf.device:
-                op(batch, found_inf, name)
+                op(batch, found_inf)
             else:
                 flag = torch.zeros((), dtype=torch.float32, device=device)
-                op(batch, flag, name)
+                op(batch, flag)
                 found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
 
 
@@ -209,7 +204,7 @@ def _checked(grads: Sequence[Tensor]) -> list[Tensor]:
     for index, grad in enumerate(grads):
         if not isinstance(grad, Tensor):
             raise TypeError(f"grads[{index}] must be a Tensor, got {type(grad).__name__}")
-        local = placement.local_tensor(grad)
+        local = local_tensor(grad)
         check_gradient(local, f"grads[{index}]")
         if local.layout is torch.sparse_coo:
             local = sparse_values(local)
@@ -223,3 +218,46 @@ def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32)
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.numel() != 1 or tensor.dtype is not dtype:
         raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")
+
+
+# Dynamo puts custom ops into its graph without tracing into them. Eager callers do not pay their host costs. Each call
+# may write a table of addresses, so inductor must not capture them in its own CUDA graphs.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("scaler_triton::unscale_", mutates_args=("grads", "found_inf"), tags=_TAGS)
+def _unscale_op(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, backend: str | None) -> None:
+    unscale_(grads, inv_scale, found_inf, backend=backend)
+
+
+@torch.library.custom_op("scaler_triton::check_nonfinite", mutates_args=("found_inf",), tags=_TAGS)
+def _check_op(grads: Sequence[Tensor], found_inf: Tensor, backend: str | None) -> None:
+    check_nonfinite(grads, found_inf, backend=backend)
+
+
+@torch.library.custom_op("scaler_triton::update_scale_", mutates_args=("scale", "growth_tracker"), tags=_TAGS)
+def _update_op(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    backend: str | None,
+) -> None:
+    numbers = growth_factor, backoff_factor, growth_interval
+    update_scale_(scale, growth_tracker, found_inf, *numbers, backend=backend)
+
+
+@torch.library.custom_op("scaler_triton::grad_norm", mutates_args=("found_inf",), tags=_TAGS)
+def _norm_op(
+    grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
+) -> Tensor:
+    return grad_norm(grads, found_inf, inv_scale=inv_scale, norm_type=norm_type, backend=backend)
+
+
+@_norm_op.register_fake
+def _(
+    grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
+) -> Tensor:
+    return torch.empty((), dtype=torch.float64, device=_first_device(grads))

@@ -1,26 +1,87 @@
-"""Checks of a scaler's numbers and device; the errors name the argument and its value."""
+"""Every number of a scaler: how it is validated, the limits of the scale, and the fields of a checkpoint.
+
+An error names the field and its value, and nothing has changed then.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+import struct
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from scaler_triton.words import one_line
+from scaler_triton.dispatch import stacklevel
+from scaler_triton.kernels.abi import COUNTERS, MAX_SCALE, MAX_TRACKER, MIN_SCALE
+from scaler_triton.text import one_line
 
-# 1 / scale is finite for every scale from the smallest normal fp32 number up to the largest.
-MIN_SCALE = 2.0**-126
-MAX_SCALE = torch.finfo(torch.float32).max
-MAX_TRACKER = 2**31 - 1
+# The one key of a checkpoint that torch's class does not know, and ignores.
+KEY = "scaler_triton"
+# The names of the counters in a checkpoint, in the order of `kernels.abi`.
+COUNTER_NAMES = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
+
+
+class Limits(NamedTuple):
+    """What the update rule has beyond torch's three numbers; by default it changes nothing.
+
+    Args:
+        min_scale, max_scale: bounds of the scale, fp32 numbers.
+        hysteresis: the number of the overflow at which the scale first backs off; each one after it backs off again.
+        max_consecutive_skips: updates in a row that may be skipped; None: any number.
+    """
+
+    min_scale: float = MIN_SCALE
+    max_scale: float = MAX_SCALE
+    hysteresis: int = 1
+    max_consecutive_skips: int | None = None
+
+    def changed(self, **changes: Any) -> Limits:
+        """Return these limits with some replaced, all of them validated; a bound of None is the widest.
+
+        Raises: ValueError or TypeError naming a wrong one and its value; TypeError for an unknown name.
+        """
+        unknown = sorted(set(changes) - set(self._fields))
+        if unknown:
+            raise TypeError(f"set_limits takes {', '.join(self._fields)}, got {', '.join(unknown)}")
+        given = self._replace(**changes)
+        checked = Limits(
+            MIN_SCALE if given.min_scale is None else as_fp32(check_scale(given.min_scale, "min_scale")),
+            MAX_SCALE if given.max_scale is None else as_fp32(check_scale(given.max_scale, "max_scale")),
+            check_hysteresis(given.hysteresis),
+            check_max_skips(given.max_consecutive_skips),
+        )
+        if checked.min_scale > checked.max_scale:
+            raise ValueError(f"min_scale must be <= max_scale, got {checked.min_scale} and {checked.max_scale}")
+        return checked
+
+    def clamp(self, scale: float) -> float:
+        """Return `scale` brought within the bounds."""
+        return min(max(scale, self.min_scale), self.max_scale)
+
+    def check_within(self, value: Any, name: str) -> float:
+        """Return `value` as a float if it can be a loss scale and lies within the bounds."""
+        number = check_scale(value, name)
+        if not self.min_scale <= as_fp32(number) <= self.max_scale:
+            raise ValueError(
+                f"{name} must be in [min_scale, max_scale], [{self.min_scale}, {self.max_scale}], got {value!r}"
+            )
+        return number
+
+
+NO_LIMITS = Limits()
+
+
+def as_fp32(number: float) -> float:
+    """Return `number` rounded to fp32."""
+    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
+    return rounded
 
 
 def check_scale(value: Any, name: str) -> float:
-    """Return `value` as a float if it can be a loss scale, i.e. lies in [2^-126, fp32 max].
-
-    Raises: ValueError naming `name` and the value; TypeError if it is not a number.
-    """
+    """Return `value` as a float if it can be a loss scale, i.e. lies in [2^-126, fp32 max]."""
     number = _as_float(value, name)
     if not MIN_SCALE <= number <= MAX_SCALE:
         raise ValueError(f"{name} must be a positive finite fp32 number in [2**-126, {MAX_SCALE}], got {value!r}")
@@ -54,7 +115,7 @@ def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
 def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
     """Return `value` as an int if it can be a count of good steps, which is kept in int32.
 
-    Also a float, or a tensor of one, that is a whole number: torch loads these.
+    A float, or a tensor of one, that is a whole number passes, too: torch loads these.
     """
     plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     number = int(plain) if isinstance(plain, float) and plain.is_integer() else _as_int(plain, name)
@@ -80,11 +141,9 @@ def check_max_skips(value: Any, name: str = "max_consecutive_skips") -> int | No
 
 
 def check_norm_type(value: Any, *, positive: bool) -> float:
-    """Return a norm's order as a float, as torch takes it: "inf" is one, too.
+    """Return a norm's order as a float, as torch takes it ("inf" is one, too): not 0, and positive if asked.
 
-    Args:
-        value: what was passed as `norm_type`.
-        positive: whether it must be; else it must not be 0: that counts elements, and does not scale with them.
+    A norm of order 0 counts elements, and does not scale with them.
     """
     try:
         order = float(value)
@@ -110,6 +169,21 @@ def check_count(value: Any, name: str) -> int:
     return number
 
 
+def check_dict(value: Any, name: str) -> Mapping[str, Any]:
+    """Return `value` if it is a dict, or another mapping."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict, got {value!r}")
+    return value
+
+
+def device_type(device: str | torch.device) -> str:
+    """Return the type ("cuda", "cpu", ...) of a device given as a string or a `torch.device`."""
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must name a torch device, got {one_line(repr(device))}") from error
+
+
 _STATE_CHECKS = {
     "scale": check_scale,
     "growth_factor": check_growth_factor,
@@ -119,7 +193,7 @@ _STATE_CHECKS = {
 }
 
 
-def check_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+def check_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the five fields of a scaler's checkpoint as plain Python numbers; other keys are left out.
 
     Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
@@ -127,12 +201,32 @@ def check_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {name: check(state_dict[name], name) for name, check in _STATE_CHECKS.items()}
 
 
-def device_type(device: str | torch.device) -> str:
-    """Return the type ("cuda", "cpu", ...) of a device given as a string or a `torch.device`."""
-    try:
-        return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must name a torch device, got {one_line(repr(device))}") from error
+def to_checkpoint(limits: Limits, counters: Sequence[int]) -> dict[str, Any]:
+    """Return what a checkpoint holds in addition to torch's five fields, as plain numbers by name."""
+    return {**limits._asdict(), "counters": dict(zip(COUNTER_NAMES, counters, strict=True))}
+
+
+def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
+    """Return the limits and counters that `to_checkpoint`, of this version or 0.1, made `fields` of.
+
+    Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
+    """
+    fields = check_dict(fields, KEY)
+    limits = NO_LIMITS.changed(**{name: fields[name] for name in Limits._fields})
+    counters = check_dict(fields["counters"], "counters")
+    if fields.get("consecutive_hysteresis"):
+        warnings.warn(
+            "the checkpoint was made with consecutive_hysteresis=True, which is gone: overflows count towards "
+            "hysteresis until the scale is due to grow",
+            UserWarning,
+            stacklevel=stacklevel(),
+        )
+    return limits, [check_count(counters[name], name) for name in COUNTER_NAMES]
+
+
+def no_counters() -> list[int]:
+    """Return the counters of a scaler that has not updated yet."""
+    return [0] * COUNTERS
 
 
 def _as_float(value: Any, name: str) -> float:

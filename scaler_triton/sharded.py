@@ -1,4 +1,4 @@
-"""ShardedGradScaler: the scaler for FSDP, whose ranks agree on every step."""
+"""ShardedGradScaler: the scaler for FSDP, in a file of its own, as importing FSDP takes a second."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ if not torch.distributed.is_available():
 
 from torch.distributed.fsdp import sharded_grad_scaler as _torch_sharded
 
-from scaler_triton.grad_scaler import ScalerMixin
-from scaler_triton.scaling import Outputs
+from scaler_triton.grad_scaler import GradScaler, Outputs
 
 
-class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
+class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
     """Drop-in for `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and for FSDP2 too.
 
         scaler = ShardedGradScaler(device.type)
@@ -32,9 +31,6 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
         ValueError if this rank is not in the group or a parameter's mesh reaches beyond it.
     """
 
-    _allow_fp16 = True
-    _is_sharded = True
-
     def __init__(
         self,
         device: str | torch.device = "cuda",
@@ -49,9 +45,7 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int = 1,
-        consecutive_hysteresis: bool = False,
         max_consecutive_skips: int | None = None,
-        check_unscaled: bool = False,
     ) -> None:
         super().__init__(
             device,
@@ -65,9 +59,7 @@ class ShardedGradScaler(ScalerMixin, _torch_sharded.ShardedGradScaler):
             min_scale=min_scale,
             max_scale=max_scale,
             hysteresis=hysteresis,
-            consecutive_hysteresis=consecutive_hysteresis,
             max_consecutive_skips=max_consecutive_skips,
-            check_unscaled=check_unscaled,
         )
 
     def scale(self, outputs: Outputs) -> Outputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ class Place:
 
 def places() -> list[Place]:
     """Return every device and backend of this machine; without a GPU Triton's interpreter serves the CPU."""
+    if os.environ.get("PLACES") == "torch":
+        return [Place("cpu", "torch")]
     if torch.cuda.is_available():
         return [Place("cpu", "torch"), Place("cuda", "triton"), Place("cuda", "torch")]
     return [Place("cpu", "torch"), Place("cpu", "triton")]
@@ -98,7 +101,7 @@ def sgd(grads: Sequence[Tensor | None], device: str = "cpu", **kwargs: Any) -> t
     return torch.optim.SGD(parameters(grads, device), lr=0.5, **kwargs)
 
 
-WAYS = ("step", "unscale_", "clip", "deferred clip")
+WAYS = ("step", "unscale_", "clip")
 
 
 def take_step(scaler: Any, optimizer: Any, how: str) -> None:
@@ -106,7 +109,7 @@ def take_step(scaler: Any, optimizer: Any, how: str) -> None:
     if how == "unscale_":
         scaler.unscale_(optimizer)
     elif how != "step":
-        scaler.clip_grad_norm_(optimizer, 1.0, defer=how == "deferred clip")
+        scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
     scaler.update()
 

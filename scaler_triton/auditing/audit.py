@@ -16,7 +16,7 @@ from scaler_triton.auditing.state import NOTHING, RankState, Reading, scaler_rea
 from scaler_triton.collectives import gather_bytes, gathering_group, is_bare
 from scaler_triton.optimizers import parameters_of, unwrap
 from scaler_triton.placement import local_tensor
-from scaler_triton.words import error_line
+from scaler_triton.text import error_line
 
 
 def audit(

@@ -15,7 +15,7 @@ from pathlib import Path
 from scaler_triton.auditing.report import AuditReport, judge
 from scaler_triton.auditing.state import Copy, RankState
 from scaler_triton.console import complain, fitted
-from scaler_triton.words import one_line, ranges
+from scaler_triton.text import one_line, ranges
 
 HELP = "tell from the states that each rank saved whether their scales, trackers and step counters have split"
 PATTERN = "**/*"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from scaler_triton.auditing.state import NOTHING, UNKNOWN, RankState
-from scaler_triton.words import NAMES, count_of, first_few, one_line, rank_names
+from scaler_triton.text import NAMES, count_of, first_few, one_line, rank_names
 
 PERHAPS = "Nothing says that they are replicas; if they are, pass the DDP model, or replicated=True."
 

@@ -16,7 +16,7 @@ from scaler_triton.auditing.state import UNKNOWN, Copy
 from scaler_triton.naming import named_parameters
 from scaler_triton.optimizers import unwrap
 from scaler_triton.placement import is_dtensor, is_fsdp1, local_tensor
-from scaler_triton.words import one_line, ranges
+from scaler_triton.text import one_line, ranges
 
 FSDP1_SHARD = "FSDP1 shard (nothing tells which ranks hold the same)"
 DTENSOR_SHARD = "DTensor shard (no other rank of its mesh holds a copy)"

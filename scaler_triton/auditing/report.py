@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scaler_triton.auditing import comparison
 from scaler_triton.auditing.comparison import Groups, Holders
 from scaler_triton.auditing.state import NOTHING, UNKNOWN, RankState, Reading
-from scaler_triton.words import count_of, ranges, rank_names, table
+from scaler_triton.text import count_of, ranges, rank_names, table
 
 ROWS = 16  # with more ranks, those that hold the same share a row
 TABLE = 120  # characters of columns: with more, as of several checkpoints, each of them gets a line

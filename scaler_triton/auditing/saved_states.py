@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scaler_triton.auditing.saved_tensors import UNASKED, hashed
 from scaler_triton.auditing.state import Reading, scaler_readings, steps_reading
-from scaler_triton.words import error_line, one_line
+from scaler_triton.text import error_line, one_line
 
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 OPTIMIZER = {"state", "param_groups"}

@@ -1,4 +1,4 @@
-"""Text for reports: ranks, counts, lists of names, each on one line of bounded length; tables."""
+"""Text for reports: ranks, counts and lists of names, each on one line of bounded length; tables."""
 
 from __future__ import annotations
 

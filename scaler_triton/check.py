@@ -1,0 +1,235 @@
+"""A check: one pass over an optimizer's gradients, one reduction of the flag; and what an error in it means.
+
+    batches = plan.collect()                  every gradient is validated before the first is written
+    passes.check(batches)                     flag = any gradient is NaN or Inf; perhaps g *= 1 / scale
+    flag.agree(ranks)                         one reduction, where other ranks must agree
+    step.checked() or step.unscaled()
+
+This is the one place where a rank tells the others of its failure: it joins the reduction with the flag set, then
+raises. The others skip the step, and raise when they read the flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton import passes, ranks
+from scaler_triton.dispatch import is_captured, usual_backend
+from scaler_triton.flag import Flag, FlagRows, Flags, report_failure
+from scaler_triton.plan import GradPlan
+from scaler_triton.policy import NO_LIMITS, Limits
+from scaler_triton.ranks import Membership, Ranks
+from scaler_triton.step import UNSCALED, OptimizerStep, Steps, parameters_of
+from scaler_triton.torch_ops import inverse
+from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters
+
+if TYPE_CHECKING:
+    from scaler_triton.grad_scaler import GradScaler
+
+
+class Ours:
+    """All that a scaler of ours has beyond torch's attributes.
+
+    Args:
+        sharded: whether it is a ShardedGradScaler: all ranks of the process group must agree, whatever the parameters
+            are, and `unscale_` takes fp16 gradients.
+        counters: what the counters of its updates start with; None: zeros.
+    """
+
+    __slots__ = (
+        "counters", "home", "lagging", "limits", "membership", "policies", "rows", "sharded", "steps",
+    )  # fmt: skip
+
+    def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
+        self.sharded = sharded
+        self.limits: Limits = NO_LIMITS
+        self.counters = Counters(counters)
+        self.lagging = LaggingCounters()
+        self.steps = Steps(self.counters, usual_backend())
+        self.membership = Membership(sharded)
+        self.rows: dict[torch.device, FlagRows] = {}
+        self.policies: dict[torch.device, DevicePolicy] = {}
+        self.home: Home | None = None  # of the scale that was updated last
+
+    def rows_on(self, device: torch.device) -> FlagRows:
+        """Return the flags on a device, made once."""
+        rows = self.rows.get(device)
+        if rows is None:
+            rows = self.rows[device] = FlagRows(device)
+        return rows
+
+    def policy_on(self, device: torch.device) -> DevicePolicy:
+        """Return the numbers of the update rule on a device, made once."""
+        policy = self.policies.get(device)
+        if policy is None:
+            policy = self.policies[device] = DevicePolicy(device)
+        return policy
+
+
+def check(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False, copy: bool = True
+) -> None:
+    """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
+
+    Args:
+        step: the optimizer's; it gets the flag, and is CHECKED or UNSCALED then.
+        divide: False reads the gradients only.
+        by_step: whether `scaler.step` asks, and is going to use the flag at once.
+        copy: start a copy of the flag to the host, where `scaler.step` will read it.
+
+    Raises: whatever the check raises, after the other ranks were told.
+    """
+    ours, scale = scaler._ours, scaler._scale
+    step.outcome = None
+    together: Ranks | None = None
+    try:
+        plan = ours.steps.plan(step, optimizer)
+        plan.written = False
+        if plan.is_distributed or ours.sharded or scaler.process_group is not None:
+            together = ranks_of(scaler, plan)
+        flag = new_flag(scaler, step)
+        allow_fp16 = ours.sharded or not divide
+        if is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that the plan does not have
+            plan.written = divide
+            factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
+            flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
+        else:
+            batches = plan.collect(allow_fp16=allow_fp16)
+            flags = passes.check(plan, batches, scale, flag, step.marks, divide=divide)
+        only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
+        if not only_here:
+            flag.add(flags.values())
+        if together is not None:
+            flag.write_scale(scale)
+    except BaseException as error:
+        fail(scaler, step, optimizer, error, together)
+        raise
+    try:
+        if together is not None:
+            flag.agree(together)
+        usual = only_here and plan.devices == [flag.device]
+        agreed = flags if usual else flags_on(scaler, flag, flags, plan, together)
+        if divide:
+            step.unscaled(agreed)
+        else:
+            step.checked(agreed)
+        if copy and not flag.is_on_host and not step.captured:
+            flag.start_copy()
+        step.fresh = by_step
+    except BaseException:
+        step_failed(scaler, step)
+        raise
+
+
+def ranks_of(scaler: GradScaler, plan: GradPlan) -> Ranks | None:
+    """Return the ranks that must agree on an optimizer's flag, kept in its plan; None: no other rank must."""
+    ours, key = scaler._ours, (scaler.process_group, ranks.default_group())
+    if plan.ranks is None or plan.ranks[0] != key:
+        plan.ranks = key, ours.membership.find(plan.parameters, scaler.process_group)
+        others = [step.plan.ranks for step in ours.steps.all() if step.plan is not None and step.plan.ranks is not None]
+        ours.membership.warn_if_apart(plan.ranks[1], [theirs for their_key, theirs in others if their_key == key])
+    return plan.ranks[1]
+
+
+def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
+    """Return the step's flag, cleared, on the scale's device; another one if the flag of this step must not be lost."""
+    home = scaler._scale.device
+    flag = step.flag
+    if flag is None or flag.device != home or step.phase is UNSCALED:
+        flag = scaler._ours.rows_on(home).flag()
+    step.captured = scaler._scale.is_cuda and torch.cuda.is_current_stream_capturing()
+    if step.captured and flag.rows is not None:
+        flag.rows.captured.add(flag)  # each replay writes it
+    flag.clear(step.captured)
+    step.flag = flag
+    return flag
+
+
+def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, together: Ranks | None) -> Flags:
+    """Return the agreed flag on every device that needs it; nowhere if nothing was checked: step and update raise then.
+
+    Args:
+        checked: of each device that holds gradients. Other ranks need the flag even if there are none here.
+    """
+    if not checked and together is None and not scaler._ours.sharded:
+        return {}
+    return flag.on_devices((*checked, *plan.devices) or (flag.device,))
+
+
+def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseException, together: Ranks | None) -> None:
+    """An error came before the reduction: tell the other ranks, and skip the step if they will.
+
+    It is skipped, too, if gradients have been written. An interrupt is not told.
+    """
+    plan = step.plan
+    if isinstance(error, Exception) and together is None:
+        with suppress(Exception):  # such as an illegal process_group, which fails on every rank
+            together = scaler._ours.membership.find(parameters_of(optimizer), scaler.process_group)
+    told = together if isinstance(error, Exception) else None
+    try:
+        if told is not None or (plan is not None and plan.written):
+            step_failed(scaler, step)
+    finally:  # even if that fails: the others wait in the reduction
+        if told is not None:
+            report_failure(told, scaler._scale.device)
+
+
+def step_failed(scaler: GradScaler, step: OptimizerStep) -> None:
+    """Skip this step. What was recorded into a graph has not been done: such a step begins anew."""
+    if not is_captured(scaler._scale):
+        step.failed(scaler._scale.device)
+    elif step.captured:
+        step.reset()
+
+
+def refuse_without_scale(
+    scaler: GradScaler,
+    name: str,
+    optimizers: Sequence[Any],
+    report: Callable[[Sequence[Any], Ranks], None] | None = None,
+) -> None:
+    """Raise torch's error for a method that is called before `scale`, after the other ranks were told.
+
+    They will back off in `update`, and so must this rank: it gets a scale.
+
+    Args:
+        name: the method's.
+        optimizers: that it was called with.
+        report: joins the reductions of the others; None: those of a check.
+    """
+    try:
+        scaler._check_scale_growth_tracker(name)
+    except AssertionError:
+        with suppress(Exception):  # torch's error matters more
+            held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+            together = scaler._ours.membership.find(held, scaler.process_group)
+            if together is not None:
+                devices = [each.device for each in held if isinstance(each, Tensor)]
+                home = next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
+                scaler._lazy_init_scale_growth_tracker(home)
+                if report is not None:
+                    report(optimizers, together)
+                else:
+                    for optimizer in optimizers:
+                        step = scaler._ours.steps.open(optimizer)
+                        step.failed(home)
+                        report_failure(together, home)
+        raise
+
+
+def is_replaced(scaler: GradScaler, name: str) -> bool:
+    """Return whether a subclass, or somebody on the object, has replaced a method of ours."""
+    return getattr(getattr(scaler, name), "__func__", None) is not _METHODS[name]
+
+
+_METHODS: dict[str, Any] = {}
+
+
+def methods_of(cls: type, *names: str) -> None:
+    """Note a class's methods, to be able to tell later whether one is replaced."""
+    _METHODS.update({name: vars(cls)[name] for name in names})

@@ -1,1 +1,0 @@
-"""Unscale and clip in one: a pass that reads, one reduction, a pass that writes."""

@@ -1,0 +1,296 @@
+"""The flag (found_inf) of an optimizer's step: its row on the device, agreed by the ranks, copied to the host.
+
+A flag is fp32, shape `()`, 0.0 or 1.0. It is the first number of a row of status (`kernels.abi`), which the ranks reduce
+to its maximum; the other three tell of a rank that failed, and compare the ranks' scales:
+
+    status = [found_inf, failed, scale, -scale]             # each rank's; a MAX reduction
+    status = [found_inf, failed, sum of scales, excess]     # after clipping, whose reduction is a SUM
+    excess = sum(scale) * sum(1 / scale) / ranks**2 - 1     # 0 for equal scales, else larger
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton.dispatch import refuse_capture, sync_allowed
+from scaler_triton.kernels.abi import EXCESS, FAILED, FLAG, INVERSES, MAX_SCALE, OVERFLOWS, ROWS, SCALE, SCALES, STATUS
+from scaler_triton.ranks import Ranks
+from scaler_triton.torch_ops import host_memory
+
+Flags = dict[torch.device, Tensor]
+
+# For n equal scales, `excess` is below n times this in fp64, in whatever order the sums are taken: each of 2n roundings
+# is at most an eighth of it.
+_ROUNDING = 2.0**-50
+
+
+class FlagRows:
+    """The status of a scaler's optimizers on one device, a row each: an update reads and clears all in one launch.
+
+    Attributes:
+        status: fp32 [ROWS, STATUS].
+        last_flags: fp32 [ROWS], the flags that an update cleared last.
+        captured: flags that graphs write at each replay: their rows are never freed.
+    """
+
+    @torch.inference_mode(False)  # later steps write it outside that mode
+    def __init__(self, device: torch.device) -> None:
+        refuse_capture(device, "a scaler's first step")
+        # A copy from the host is waited for; a zeroing kernel could run after another stream has set a flag.
+        with sync_allowed(device):
+            self.status = torch.zeros(ROWS, STATUS, dtype=torch.float32, device="cpu").to(device)
+            self.last_flags = torch.zeros(ROWS, dtype=torch.float32, device="cpu").to(device)
+        self.captured: set[Flag] = set()
+        self._free = list(reversed(range(ROWS)))
+
+    @torch.inference_mode(False)
+    def flag(self) -> Flag:
+        """Return a flag on a free row, which is freed with it; on memory of its own if no row is free."""
+        if not self._free:
+            return Flag(torch.zeros_like(self.status[0]))
+        row = self._free.pop()
+        flag = Flag(self.status[row], self, row)
+        weakref.finalize(flag, self._free.append, row).atexit = False
+        return flag
+
+
+class Flag:
+    """Whether one optimizer's step is to be skipped; reused from step to step.
+
+    Args:
+        status: fp32 [STATUS], on the scale's device.
+        rows: the FlagRows of which the status is row `row`; None: of none.
+    """
+
+    __slots__ = (
+        "__weakref__", "_copied", "_copy", "_memory", "_summed_over", "_with_scales",
+        "cleared", "device", "found_inf", "is_on_host", "row", "rows", "saved", "shared", "status",
+    )  # fmt: skip
+
+    def __init__(self, status: Tensor, rows: FlagRows | None = None, row: int = 0) -> None:
+        self.status, self.rows, self.row = status, rows, row
+        self.device = status.device
+        self.found_inf = status[FLAG]
+        self.cleared = False  # whether flag and failure are known to be zero
+        self.saved = False  # whether an update has copied the flag into `rows.last_flags`
+        self.shared = False  # whether it is the flag of several optimizers, which were clipped together
+        self._with_scales = False  # whether the ranks' scales were reduced with it,
+        self._summed_over = 0  # by a SUM over so many ranks; 0: by a MAX
+        self._copy: HostCopy | None = None
+        self._copied = False
+        # On the CPU Python reads and writes the memory itself: an op costs twenty times as much.
+        self._memory = host_memory(status) if status.is_cpu and type(status) is Tensor else None
+        self.is_on_host = self._memory is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Flag:
+        return self  # it belongs to its scaler's memory
+
+    def clear(self, captured: bool = False) -> None:
+        """Clear the status for a new check; in a capture always, as each replay follows another step."""
+        if self._memory is not None:
+            self._memory[FLAG] = self._memory[FAILED] = 0.0
+        elif captured or not self.cleared:
+            self.status.zero_()
+        self.cleared = self.saved = self.shared = self._copied = self._with_scales = False
+
+    def add(self, flags: Iterable[Tensor]) -> None:
+        """Set the flag if any of `flags` is set: those of other devices, or what an override returned."""
+        for flag in flags:
+            if flag is not self.found_inf:
+                self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
+
+    def is_set(self) -> bool:
+        """Return whether the flag is set on this device, waiting for it."""
+        return bool(self.found_inf.item() if self._memory is None else self._memory[FLAG])
+
+    def share(self, overflows: Tensor) -> None:
+        """Set the flag to that of optimizers that are clipped together: 1.0 if `overflows` is not 0, else 0.0."""
+        torch.ne(overflows, 0, out=self.found_inf)
+        self.shared = True
+
+    def write_scale(self, scale: Tensor) -> None:
+        """Add the scale (one element, on this device) to the status, so that `agree` compares the ranks' scales."""
+        torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=self.status[SCALE:])
+
+    def agree(self, ranks: Ranks) -> None:
+        """Reduce the status to its maximum over the ranks, by one all-reduce."""
+        ranks.maximum_(self.status)
+        self._with_scales, self._summed_over = True, 0
+
+    def agreed_by_sums(self, ranks: int) -> None:
+        """Note that the status is, or will be, computed from sums over so many ranks, by a kernel or `read_sums`."""
+        self._with_scales, self._summed_over = True, ranks
+        self.shared = True
+
+    def read_sums(self, totals: Tensor) -> None:
+        """Compute the status from totals (fp64 [TOTALS], on this device) that were summed over the ranks."""
+        sums = totals[OVERFLOWS:]
+        torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, MAX_SCALE, MAX_SCALE), out=self.status)
+        scales, inverses = totals[SCALES : SCALES + 1], totals[INVERSES:]
+        minus_one = constants(totals, torch.float64, -1.0)
+        torch.addcmul(minus_one, scales, inverses, value=1 / self._summed_over**2, out=self.status[EXCESS:])
+
+    def on_devices(self, devices: Sequence[torch.device]) -> Flags:
+        """Return the flag on each of `devices`, without duplicates, in their order."""
+        flag, home = self.found_inf, self.device
+        return {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
+
+    def start_copy(self) -> None:
+        """Start copying the status to the host, without waiting."""
+        if self._copy is None:
+            self._copy = HostCopy(self.status)
+        self._copy.start()
+        self._copied = True
+
+    def on_host(self, flags: Flags, fresh: bool) -> bool:
+        """Return whether the step is to be skipped, waiting for the device.
+
+        Args:
+            flags: those that stand in the step: they count, whoever wrote them.
+            fresh: whether the check was made just now, so that nobody can have written them, and the copy that it
+                started is of them.
+
+        Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
+        """
+        if self._memory is not None:
+            values: Sequence[float] = self._memory
+        else:
+            values = self._copy.read() if fresh and self._copied and self._copy else self.status.tolist()
+        if self._with_scales:
+            self._raise_if_apart(values)
+        if fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf):
+            return values[FLAG] != 0.0  # NaN is set, too
+        return any(flag.item() != 0.0 for flag in flags.values())
+
+    def last(self) -> bool:
+        """Return the flag of the last step, even if an update has cleared it since, waiting for the device.
+
+        Raises: as `on_host`; but a failure of another rank is cleared by the update, too.
+        """
+        if self._with_scales:
+            self._raise_if_apart(self.status.tolist())
+        return bool(self.last_found_inf().item())
+
+    def last_found_inf(self) -> Tensor:
+        """Return the flag of the last step where it is on the device, until the next one."""
+        return self.rows.last_flags[self.row] if self.rows is not None and self.saved else self.found_inf
+
+    def _raise_if_apart(self, values: Sequence[float]) -> None:
+        """Raise if the agreed status tells of a failed rank or of different scales."""
+        if values[FAILED]:
+            raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
+        scale, other = values[SCALE], values[EXCESS]
+        if self._summed_over:
+            apart = _compare_sums(self._summed_over, scale, other)
+        else:
+            apart = "" if scale == -other else f"from {-other} to {scale}"
+        if apart:
+            raise RuntimeError(
+                f"The ranks hold different scales, {apart}: they no longer train one model. Go back to a checkpoint "
+                "in which they agree, or set one scale on all of them with update(new_scale)."
+            )
+
+
+def report_failure(ranks: Ranks, device: torch.device) -> None:
+    """Join the reduction of a status with the failure set: the other ranks skip, and raise when they read the flag."""
+    status = [1.0, 1.0, -math.inf, -math.inf]  # without a scale: the others compare theirs
+    ranks.maximum_(torch.tensor(status, dtype=torch.float32, device=device))
+
+
+def write_scales(rows: Tensor, scale: Tensor) -> None:
+    """Write the scale and its inverse into `rows` (fp64 [2]), for ranks that compare by sums."""
+    torch.pow(scale, constants(scale, torch.float64, 1.0, -1.0), out=rows)
+
+
+def _compare_sums(ranks: int, scales: float, excess: float) -> str:
+    """Return how the scales differ, by their sum and by how much their mean exceeds the harmonic one; "" if equal."""
+    if not (excess > ranks * _ROUNDING or math.isnan(scales)):
+        return ""
+    high = min(scales, MAX_SCALE) / ranks
+    low = high / (1 + min(excess, MAX_SCALE))
+    # As many digits as it takes to distinguish them, at least six.
+    digits = next((digits for digits in range(6, 17) if f"{low:.{digits}g}" != f"{high:.{digits}g}"), 6)
+    return f"some below {low:.{digits}g}, some above {high:.{digits}g}"
+
+
+def as_flag(flag: Tensor, device: torch.device) -> Tensor:
+    """Return a flag of any dtype and one element as fp32 `()`, 0.0 or 1.0, on `device`; NaN counts as set."""
+    return (flag != 0).to(device=device, dtype=torch.float32).reshape(())
+
+
+def any_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return 1.0, fp32 `()`, on `device`, if any of `flags` is set, else 0.0."""
+    result: Tensor | None = None
+    for flag in flags:
+        result = as_flag(flag, device) if result is None else torch.maximum(result, as_flag(flag, device))
+    return torch.zeros((), dtype=torch.float32, device=device) if result is None else result
+
+
+def fp32_on(device: torch.device, number: Tensor) -> Tensor:
+    """Return a one-element tensor as fp32 on `device`, itself if it is that already, without a host wait."""
+    if number.device == device and number.dtype is torch.float32:
+        return number
+    # Not to the CPU: it would read before the copy has arrived.
+    return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
+
+
+def constants(beside: Tensor, dtype: torch.dtype, *numbers: float) -> Tensor:
+    """Return `numbers` on the device of `beside`, cached; not for fake tensors, which are valid in their mode only."""
+    make = _kept_constants if type(beside) is Tensor else _kept_constants.__wrapped__
+    return make(beside.device, dtype, *numbers)
+
+
+@functools.cache
+def _kept_constants(device: torch.device, dtype: torch.dtype, *numbers: float) -> Tensor:
+    with sync_allowed(device), torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
+
+
+class HostCopy:
+    """An asynchronous copy of a small device tensor on the host, waited for only when it is read.
+
+    Args:
+        source: a small tensor on any device, read. On CUDA a copy goes to pinned memory and an event marks its end;
+            elsewhere it is a clone, which `read` waits for.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, source: Tensor) -> None:
+        self.source = self._copy = source
+        self._event: torch.cuda.Event | None = None
+        if source.is_cuda and type(source) is Tensor:  # not one of torch's fake tensors
+            self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+            self._memory = host_memory(self._copy)
+            with torch.cuda.device(source.device):
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        """Start a copy on the current stream; it overwrites the one before."""
+        if self._event is None:
+            self._copy = self.source.clone()
+        elif torch.cuda.current_device() == self.source.device.index:
+            self._copy.copy_(self.source, non_blocking=True)
+            self._event.record()
+        else:
+            with torch.cuda.device(self.source.device):
+                self._copy.copy_(self.source, non_blocking=True)
+                self._event.record()
+
+    def has_arrived(self) -> bool:
+        """Return whether `read` would not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[Any]:
+        """Return the values of the last start, waiting for that copy only."""
+        if self._event is not None:
+            self._event.synchronize()
+            return self._memory.tolist()
+        values: list[Any] = self._copy.tolist()
+        return values

@@ -1,0 +1,200 @@
+"""Fused optimizers, which divide and skip by themselves: which ones are, and what they are given for their step.
+
+Newer ones, such as torch's with `fused=True`, read `grad_scale` and `found_inf` from their attributes. Those of the older
+kind, such as apex's, take the scaler as an argument and ask it for both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton.check import check, is_replaced, ranks_of, step_failed
+from scaler_triton.dispatch import kernels, stacklevel
+from scaler_triton.flag import Flag, any_flag, as_flag
+from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
+
+if TYPE_CHECKING:
+    from scaler_triton.grad_scaler import GradScaler
+
+
+def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Step an optimizer that takes scale and flag on the device; it has `_step_supports_amp_scaling`.
+
+    Its gradients are checked, unless they are unscaled already. There is no host wait.
+    """
+    function = getattr(optimizer.step, "__func__", optimizer.step)
+    if step.function is not function:
+        step.function = function
+        step.takes_scaler = "grad_scaler" in inspect.signature(function).parameters
+    if step.takes_scaler:
+        return _step_by_argument(scaler, step, optimizer, args, kwargs)
+    divides = step.phase is not UNSCALED  # by its own kernels
+    if divides:
+        if is_replaced(scaler, "_check_inf_per_device"):
+            scaler._check_inf_per_device(optimizer)
+        else:
+            check(scaler, step, optimizer, divide=False, by_step=True, copy=False)
+    scale: Any = scaler._get_scale_async()
+    exposed = scaler._ours.steps.exposed and not step.fresh
+    flag, flags = step.own_flag(exposed), step["found_inf_per_device"]
+    found_inf = any_flag(flags.values(), scale.device) if flag is None else flag.found_inf
+    if flag is not None and exposed:
+        found_inf = as_flag(found_inf, flag.device)  # others may have summed it over ranks
+    inner = optimizer if step.owner is None else step.owner()
+    if isinstance(inner, torch.optim.SGD) and _skip_would_corrupt(inner) and found_inf.item():
+        remove_scale(optimizer, inner)
+        step.stepped(True)
+        return None
+    if scale.is_cuda and flag is not None and flag.rows is not None and kernels.cache_info().currsize:
+        step.reader = kernels().launch.current_stream(scale.device)
+    if getattr(inner, "grad_scale", None) is scale:  # an interrupt came before it was removed
+        remove_scale(optimizer, inner)
+    on_host = not scale.is_cpu and any(device.type == "cpu" for device in flags)
+    factor = None if not divides else scale.reshape(()) if scale.ndim else scale
+    try:
+        result = _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
+    except BaseException:
+        if divides:  # nobody knows which gradients its kernels have divided
+            step_failed(scaler, step)
+        raise
+    step.stepped([*flags.values()] if flag is None else flag)
+    return result
+
+
+def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Step an optimizer of the older kind, which gets the scaler itself and asks it for the flag."""
+    warnings.warn(
+        "GradScaler is going to stop passing itself as a keyword argument to the passed "
+        "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+        "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+        FutureWarning,
+        stacklevel=stacklevel(),
+    )
+    divides = step.phase is not UNSCALED
+    if divides:
+        step["found_inf_per_device"] = {}  # to be checked again, even if that was asked for before
+    step.asks = divides
+    try:
+        result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+        # It did not ask, for want of gradients, say: other ranks may wait in the reduction.
+        if not step["found_inf_per_device"] and _must_agree(scaler, step, optimizer):
+            scaler._check_inf_per_device(optimizer)
+    except BaseException as error:
+        if divides and step["found_inf_per_device"]:
+            step_failed(scaler, step)  # the other ranks would not join the reduction of a second check
+        elif divides and isinstance(error, Exception):
+            with suppress(Exception):  # the optimizer's error matters more
+                if _must_agree(scaler, step, optimizer):
+                    check(scaler, step, optimizer, divide=False)
+                    step_failed(scaler, step)
+        raise
+    finally:
+        step.asks = False
+    flag: Flag | None = step.own_flag(exposed=True)
+    step.stepped([*step["found_inf_per_device"].values()] if flag is None else flag)
+    return result
+
+
+def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
+    """Return whether gradients may be checked: once more only by no reduction, which other ranks would not join.
+
+    And not after a step, a failure, or a clipping together with other optimizers.
+    """
+    if not step["found_inf_per_device"]:
+        return True
+    if step.phase in (STEPPED, FAILED) or step.asks or step.flag is None or step.flag.shared:
+        return False
+    return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None
+
+
+def _must_agree(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
+    """Return whether other ranks must agree; a container of the older kind may have no parameters to tell."""
+    return hasattr(optimizer, "param_groups") and ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is not None
+
+
+def skip_failed(step: OptimizerStep, optimizer: Any) -> None:
+    """Skip a step whose gradients an error left half written."""
+    inner = None if step.owner is None else step.owner()
+    remove_scale(optimizer, optimizer if inner is None else inner)
+    step.stepped(True)
+
+
+def _skip_would_corrupt(optimizer: torch.optim.SGD) -> bool:
+    """Return whether a skipped fused step would leave garbage behind: SGD's first one with momentum.
+
+    torch's fused SGD allocates momentum buffers without initialising them, its kernel then skips, and the next step
+    reads them. Such a step must not be called.
+    """
+    return any(
+        parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group.get("fused") and group.get("momentum")  # a subclass may have other options
+        for parameter in group["params"]
+    )
+
+
+def _step_with_scale(
+    optimizer: Any, inner: Any, scale: Tensor | None, found_inf: Tensor, on_host: bool, args: Any, kwargs: Any
+) -> Any:
+    """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set for the duration of the call.
+
+    A `grad_scale` that the user has set is multiplied in and removed after the step; it is restored if the step raised.
+
+    Args:
+        optimizer: to be stepped.
+        inner: the one within, or `optimizer` itself if it is no wrapper: either may read the attributes.
+        scale: fp32, shape (); None if the gradients are unscaled already.
+        found_inf: fp32, shape (), 0.0 or 1.0. Like `scale`, cloned unless the optimizer is known not to write it.
+        on_host: give copies on the CPU, waited for, to an optimizer with parameters there: torch's fused ones copy both
+            to each device without waiting, and their CPU kernels read before the copy has arrived.
+    """
+    own = getattr(optimizer, "grad_scale", None)
+    product = own if scale is None else scale if own is None else scale * own
+    if on_host:
+        product, found_inf = product.cpu() if isinstance(product, Tensor) else product, found_inf.cpu()
+    elif not _only_reads(inner):
+        product, found_inf = product.clone() if isinstance(product, Tensor) else product, found_inf.clone()
+    try:
+        for each in (optimizer,) if inner is optimizer else (optimizer, inner):
+            try:  # `suppress` would cost more than all of this
+                each.grad_scale, each.found_inf = product, found_inf
+            except AttributeError:  # a wrapper with slots: the one inside has them
+                continue
+        result = optimizer.step(*args, **kwargs)
+    except BaseException:
+        remove_scale(optimizer, inner)
+        if own is not None:
+            inner.grad_scale = own
+        raise
+    remove_scale(optimizer, inner)
+    return result
+
+
+def remove_scale(optimizer: Any, inner: Any) -> None:
+    """Delete `grad_scale` and `found_inf`, also a `grad_scale` of the user's: it is for one step, even if skipped."""
+    for each in (optimizer,) if inner is optimizer else (optimizer, inner):
+        for name in ("grad_scale", "found_inf"):
+            try:
+                delattr(each, name)
+            except AttributeError:  # the inner one's, seen through the wrapper, or a class attribute
+                continue
+
+
+def _only_reads(optimizer: Any) -> bool:
+    """Return whether a fused step does not write what it is given: one of torch's own, without hooks."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    everywhere = sys.modules["torch.optim.optimizer"]  # torch.optim.optimizer is shadowed
+    return not (  # private to torch: if one is missing, there may be hooks
+        getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or getattr(everywhere, "_global_optimizer_pre_hooks", True)
+        or getattr(everywhere, "_global_optimizer_post_hooks", True)
+    )

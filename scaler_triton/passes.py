@@ -1,0 +1,240 @@
+"""The passes over a plan's batches: check, unscale, norm, clip. Each is a kernel or an op of torch's.
+
+check:   found_inf = any gradient is NaN or Inf                       reads every gradient
+unscale: that, and g *= 1 / scale                                     reads and writes
+norm:    that of check, and totals = [sum of squares, ...]            reads
+clip:    g *= 1 / scale; g *= coef(totals)                            reads and writes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from scaler_triton import torch_ops
+from scaler_triton.dispatch import kernels
+from scaler_triton.flag import Flag, Flags, fp32_on
+from scaler_triton.kernels.abi import TOTALS
+from scaler_triton.plan import Batch, GradPlan, Layout
+
+if TYPE_CHECKING:
+    from scaler_triton.kernels.table import GradTable
+    from scaler_triton.report import Marks
+
+_data_ptr = Tensor.data_ptr
+
+
+def check(
+    plan: GradPlan,
+    batches: Sequence[Batch],
+    scale: Tensor,
+    flag: Flag,
+    marks: Marks,
+    *,
+    divide: bool,
+    inverse: bool = False,
+) -> Flags:
+    """Check every gradient, and divide it by the scale if asked to: one pass.
+
+    Args:
+        plan: of the gradients; `plan.written` tells whether an error came after a write.
+        batches: what `plan.collect` returned; written if `divide`, but for Partial ones.
+        scale: one element, any device; with `inverse` it is 1 / scale.
+        flag: set if a gradient on its device is not finite.
+        marks: record which gradients were not.
+
+    Returns: the flag of each device that holds gradients: `flag.found_inf` on its own.
+    """
+    flags: Flags = {}
+    for batch in batches:
+        layout = batch.layout
+        device, on_torch = layout.key.device, layout.backend == "torch"
+        found_inf = flags.get(device)
+        if found_inf is None:
+            found_inf = flag.found_inf if device == flag.device else torch.zeros_like(flag.found_inf, device=device)
+            flags[device] = found_inf
+        to_be_marked = on_torch and found_inf.is_cpu and layout.key.plain  # subclasses may lack the ops for it
+        if not on_torch:
+            marks.follow(layout, flag.device)
+        if not divide or batch.is_partial:
+            check_batch(batch, found_inf)
+        else:
+            here = scale.device == device and scale.dtype is torch.float32
+            number, is_inverse = scale if here else fp32_on(device, scale), inverse
+            if on_torch and not inverse:
+                number, is_inverse = plan.inverse.of(number), True
+                if to_be_marked and plan.inverse.grows:
+                    # Unscaling may make finite gradients infinite, which is no overflow: look for marks before it.
+                    check_batch(batch, found_inf)
+                    if found_inf.item():
+                        marks.mark_on_host(batch)
+                    to_be_marked = False
+            plan.written = True
+            unscale_batch_(batch, number, found_inf, inverse=is_inverse)
+        if to_be_marked and found_inf.item():
+            marks.mark_on_host(batch)
+    return flags
+
+
+def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool) -> None:
+    """Multiply a batch by 1 / scale, and flag what was not finite before.
+
+    Args:
+        batch: written; its backend is chosen.
+        scale: fp32, one element, the batch's device; with `inverse` it is 1 / scale.
+        found_inf: fp32, one element, the batch's device; set to 1.0 on overflow, else left as it is.
+    """
+    layout = batch.layout
+    if layout.backend == "torch":
+        inv_scale = scale if inverse else torch_ops.inverse(scale)
+        if layout.key.plain:
+            present = batch.tensors if batch.complete else batch.present
+            torch_ops.unscale_(present, inv_scale, found_inf)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
+        return
+    dense = _dense(batch)
+    kernels().unscale.launch_unscale(_filled(dense, "unscale"), scale, found_inf, inverse=inverse)
+    _copy_back(dense, batch)
+
+
+def check_batch(batch: Batch, found_inf: Tensor) -> None:
+    """Flag what is not finite in a batch, which is read only; `found_inf` as `unscale_batch_` takes it."""
+    layout = batch.layout
+    if layout.backend == "torch":
+        if layout.key.plain:
+            torch_ops.check(batch.tensors if batch.complete else batch.present, found_inf)
+        else:
+            ones = torch.ones_like(found_inf)
+            torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, ones)
+        return
+    dense = _dense(batch)  # a reference until the launch: an address keeps nothing alive
+    kernels().unscale.launch_check(_filled(dense, "check"), found_inf)
+
+
+def norm_batch(
+    batch: Batch, scale: Tensor, found_inf: Tensor, weights: Sequence[float] | None, *, inverse: bool
+) -> Tensor:
+    """Return the weighted sum of squares of a batch as if it were unscaled, and flag what is not finite in it.
+
+        squares = sum(w * (grad.double() * inv_scale).square().sum() for grad, w in zip(batch.tensors, weights))
+        totals = [squares, found_inf, 0, scale, 1 / scale]    # in the order of `kernels.abi`; may be summed
+
+    Args:
+        batch: read only; its backend for clipping is chosen.
+        scale, found_inf, inverse: as `unscale_batch_` takes them.
+        weights: for each slot of the batch's layout 1 / the number of ranks that hold the gradient; None: 1 for all.
+            New weights are copied to the device.
+
+    Returns: totals, fp64 [TOTALS], on the batch's device.
+    """
+    layout = batch.layout
+    if layout.clips == "torch":
+        present = batch.present
+        if weights is not None:
+            weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
+        ignored = found_inf
+        if not layout.key.plain:  # the sum's check is not for tensor subclasses
+            check_batch(batch, found_inf)
+            ignored = torch.zeros_like(found_inf)
+        squares = torch_ops.sum_of_squares(present, ignored, weights)
+        factor = scale.double().reshape(())
+        inv_scale = factor if inverse else torch_ops.inverse(scale).double().reshape(())
+        squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
+        return torch.stack([squares, found_inf.double().reshape(()), failures, factor, factor.reciprocal()])
+    dense = _dense(batch)  # kept until the launch: an address keeps nothing alive
+    table = _filled(dense, "norm")
+    table.set_weights(weights)
+    totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
+    kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=inverse)
+    return totals
+
+
+def clip_batch_(
+    batch: Batch, scale: Tensor, totals: Tensor, max_norm: float, status: Tensor | None, ranks: int
+) -> tuple[Tensor, bool]:
+    """Unscale a batch, then multiply it by the clip coefficient: two products, each rounded.
+
+        norm = totals[0].sqrt().float()
+        coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    Equivalent PyTorch: `torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inv_scale)`, then
+    `torch._foreach_mul_(grads, coef)` as on the CPU.
+
+    Args:
+        batch: written; of its layout the last one that `norm_batch` read.
+        scale: fp32, one element, the batch's device.
+        totals: fp64 [TOTALS], the batch's device: the sum of what `norm_batch` returned.
+        max_norm: >= 0.
+        status: fp32 [STATUS], the batch's device, to be computed from the totals if a kernel runs; None: not here.
+        ranks: how many ranks' totals were summed; 0: there is no status to be computed.
+
+    Returns: the norm, fp32, `()`, on the batch's device; whether the status was written.
+    """
+    layout = batch.layout
+    if layout.clips == "torch":
+        norm, coef = torch_ops.norm_and_coefficient(totals, max_norm)
+        inv_scale = torch_ops.inverse(scale)
+        if layout.key.plain:
+            torch_ops.clip_(batch.present, inv_scale, coef)
+        else:
+            tensors = list(batch.present)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros_like(inv_scale), inv_scale)
+            torch._foreach_mul_(tensors, coef.reshape(()))
+        return norm, False
+    dense = _dense(batch)
+    table = _table(layout, "clip")
+    if dense is not batch or table is not layout.tables.get("norm"):  # else the norm's pass has filled it
+        _filled(dense, "clip")
+    if not table.n_chunks:
+        return torch_ops.norm_of(totals), False
+    norm = torch.empty((), dtype=torch.float32, device=layout.key.device)
+    writes = status is not None and ranks > 0
+    kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *((status, ranks) if writes else ()))
+    _copy_back(dense, batch)
+    torch.autograd.graph.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
+    return norm, writes
+
+
+def _dense(batch: Batch) -> Batch:
+    """Return the batch itself, or dense copies of tensors with gaps: kernels read one span of memory per tensor."""
+    if batch.layout.key.dense:
+        return batch
+    return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
+
+
+def _copy_back(dense: Batch, batch: Batch) -> None:
+    """Copy what kernels wrote into dense copies back into the batch."""
+    if dense is not batch:
+        for original, copy in zip(batch.present, dense.present, strict=True):
+            original.copy_(copy)
+
+
+def _filled(dense: Batch, mode: str) -> GradTable:
+    """Return the kernels' table of a layout for a pass, with this step's addresses."""
+    table = _table(dense.layout, mode)
+    if dense.complete:
+        table.set_addresses(list(map(_data_ptr, dense.tensors)))  # type: ignore[arg-type]
+    else:
+        table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
+    return table
+
+
+def _table(layout: Layout, mode: str) -> GradTable:
+    """Return the table of a layout for a pass, made once; passes with equal launch configurations share one."""
+    table = layout.tables.get(mode)
+    if table is None:
+        from scaler_triton.kernels.config import config_for
+
+        key = layout.key
+        config = config_for(key.device, mode, key.dtype.itemsize, layout.numels)
+        table = next((each for each in layout.tables.values() if each.config == config), None)
+        if table is None:
+            table = kernels().table.GradTable(layout.numels, key.dtype, key.device, config)
+            if layout.generation is not None:
+                table.generation = layout.generation
+        layout.tables[mode] = table
+    return table

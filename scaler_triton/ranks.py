@@ -1,0 +1,310 @@
+"""Who must agree on a step: the ranks, found by process group and parameters, never by gradients; their collectives."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scaler_triton.dispatch import stacklevel
+from scaler_triton.gradients import dtensor_spec, has_fsdp1
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Whether a GradScaler that finds FSDP1 parameters raises instead of warning: set by `patch_torch(strict=True)`.
+strict = False
+
+_AVAILABLE = dist.is_available()  # in this build of torch
+# `gather_bytes`: bytes of the length field, and of data in the first all-gather.
+_LENGTH, _AT_ONCE = 8, 1 << 14
+_ON_FSDP1 = (
+    "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
+    "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=."
+)
+_APART = (
+    "GradScaler's optimizers are on meshes over different ranks, here {} and {}: an overflow in one of them may leave "
+    "ranks with different scales. Use scaler_triton.ShardedGradScaler, or pass process_group=."
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks on which one optimizer's flag must be equal.
+
+    Args:
+        groups: their process group; or one group for each dimension of a mesh, to be reduced over one after the other.
+        ranks: the global ranks, in ascending order; of a bare group its own numbers.
+    """
+
+    groups: tuple[ProcessGroup, ...]
+    ranks: tuple[int, ...]
+
+    def maximum_(self, values: Tensor) -> None:
+        """Replace `values` by their elementwise maximum over the ranks: one all-reduce for each group, no host wait.
+
+        Args:
+            values: fp32 or fp64, shape (n,), any device; written.
+        """
+        for group in self.groups:
+            _all_reduce_(values, dist.ReduceOp.MAX, group)
+
+    def sum_(self, values: Tensor) -> None:
+        """Replace `values` (as for `maximum_`) by their sums over the ranks."""
+        for group in self.groups:
+            _all_reduce_(values, dist.ReduceOp.SUM, group)
+
+
+class Membership:
+    """Finds the ranks that must agree on a scaler's optimizers, and warns once where it cannot be told.
+
+    Args:
+        sharded: whether all ranks of the process group must agree, whatever the parameters are.
+    """
+
+    def __init__(self, sharded: bool) -> None:
+        self.sharded = sharded
+        self._warned_fsdp1 = self._warned_apart = False
+
+    def find(self, parameters: Sequence[Tensor], process_group: Any) -> Ranks | None:
+        """Return the ranks that must agree on an optimizer of these parameters; None: no other rank must.
+
+        Raises: as `group_ranks` and `mesh_ranks`.
+        """
+        if self.sharded or process_group is not None:
+            return group_ranks(parameters, process_group)
+        if several_ranks() and has_fsdp1(parameters):
+            if strict:
+                raise RuntimeError(_ON_FSDP1)
+            if not self._warned_fsdp1:
+                self._warned_fsdp1 = True
+                warnings.warn(_ON_FSDP1, UserWarning, stacklevel=stacklevel())
+        return mesh_ranks(parameters)
+
+    def warn_if_apart(self, mine: Ranks | None, others: Iterable[Ranks | None]) -> None:
+        """Warn once if another optimizer's flag is reduced over other ranks: all optimizers share one scale."""
+        if mine is None or self._warned_apart:
+            return
+        for theirs in others:
+            if theirs is not None and theirs.ranks != mine.ranks:
+                self._warned_apart = True
+                text = _APART.format(list(theirs.ranks), list(mine.ranks))
+                warnings.warn(text, UserWarning, stacklevel=stacklevel())
+                return
+
+
+def group_ranks(parameters: Iterable[Tensor], process_group: Any) -> Ranks | None:
+    """Return all ranks of `process_group`, or of the default group where it is None; None for a group of one rank.
+
+    Raises: torch's ValueError without a default group; ValueError if this rank is not in the group or a
+        parameter's mesh has ranks outside it. Neither is checked for a bare group.
+    """
+    group = checked_group(process_group)
+    if is_bare(group):
+        return Ranks((group,), tuple(range(group.size()))) if group.size() > 1 else None
+    return _covering((group,), dist.get_process_group_ranks(group), _meshes(parameters))
+
+
+def mesh_ranks(parameters: Iterable[Tensor]) -> Ranks | None:
+    """Return the ranks of the parameters' meshes; None without DTensors.
+
+    One 1-D mesh: its group. Otherwise all ranks of the root mesh, of several root meshes the one with the ranks of all,
+    as every rank arrives at the same set only there: by the default group if that is the whole world, else by the
+    root's own groups, one for each dimension. No group is created here, as not all ranks would join: it could hang, and
+    the names that torch gives to groups could differ between ranks.
+
+    Raises: ValueError if no root mesh has the ranks of all, or if this rank is not in the mesh.
+    """
+    meshes = _meshes(parameters)
+    if not meshes:
+        return None
+    root = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else _common_root(meshes)
+    if root is None or (root.ndim > 1 and root.size() == dist.get_world_size()):
+        return _covering((dist.group.WORLD,), range(dist.get_world_size()), meshes)
+    if dist.get_rank() not in _ranks_of(root):
+        raise ValueError(f"process_group must contain this rank, {dist.get_rank()}, got parameters on {root}")
+    groups = tuple(root.get_group(dim) for dim in range(root.ndim) if root.size(dim) > 1)
+    return _covering(groups, _ranks_of(root), meshes)
+
+
+def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
+    specs = map(dtensor_spec, parameters)
+    return list(dict.fromkeys(spec.device_mesh for spec in specs if spec is not None))
+
+
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
+    """Return the root mesh that has the ranks of all root meshes; None, for the whole world, if one is unknown."""
+    roots = [mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else None for mesh in meshes]
+    known = [root for root in roots if root is not None]
+    if len(known) < len(roots):
+        return None
+    ranks = {_ranks_of(root) for root in known}
+    widest = [root for root in known if set().union(*ranks) <= set(_ranks_of(root))]
+    if not widest:
+        raise ValueError(
+            f"process_group is needed: the parameters' meshes span different ranks {sorted(map(list, ranks))}, "
+            "so which ranks must agree cannot be told from one of them"
+        )
+    return min(widest, key=lambda root: root.ndim)  # fewest reductions
+
+
+def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[DeviceMesh]) -> Ranks | None:
+    """Return `members`, None for a single rank; raise if a mesh has other ranks."""
+    for mesh in meshes:
+        missing = sorted(set(_ranks_of(mesh)) - set(members))
+        if missing:
+            raise ValueError(
+                f"process_group must contain every rank of {mesh}, which shards a parameter, "
+                f"got a group of ranks {sorted(members)} without {missing}"
+            )
+    return Ranks(groups, tuple(sorted(members))) if len(members) > 1 else None
+
+
+def default_group() -> ProcessGroup | None:
+    """Return the current default process group, None before `init_process_group`."""
+    return dist.group.WORLD if _AVAILABLE else None
+
+
+def several_ranks() -> bool:
+    """Return whether this process is one of several ranks."""
+    return default_group() is not None and dist.get_world_size() > 1
+
+
+def is_bare(group: Any) -> bool:
+    """Return whether torch does not know a group's ranks: a bare backend, a fake, or a ProcessGroup of one's own making.
+
+    torchft makes such ones; a destroyed group has become one.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        return hasattr(group, "allreduce")
+    try:
+        dist.get_rank(group)  # quicker than to list its ranks
+    except ValueError:
+        return True
+    # torchft's `register` enters its group, which spans processes that torch knows nothing of, under this rank alone.
+    return type(group) is not dist.ProcessGroup and len(dist.get_process_group_ranks(group)) == 1 < group.size()
+
+
+def own_rank(process_group: Any) -> int:
+    """Return this process's global rank; without a default group its rank in a bare group, 0 without that."""
+    if default_group() is not None:
+        return dist.get_rank()
+    return int(process_group.rank()) if is_bare(process_group) else 0
+
+
+def checked_group(process_group: Any) -> Any:
+    """Return a scaler's process group, the default one for None; a bare one is not checked, as by torch.
+
+    Raises: torch's ValueError without a default group; ValueError if it was lost by pickling, or is without this rank;
+        TypeError if it is no group.
+    """
+    if isinstance(process_group, GroupRanks):
+        raise ValueError(
+            f"process_group is unset: this scaler was unpickled, and its group of ranks {list(process_group.ranks)} "
+            "did not come along; set scaler.process_group"
+        )
+    if is_bare(process_group):
+        return process_group
+    rank = dist.get_rank()  # raises torch's error without a default group
+    group: Any = default_group() if process_group is None else process_group
+    absent = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not absent and not isinstance(group, dist.ProcessGroup):  # such as a DeviceMesh, or a list of ranks
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+    if absent or dist.get_rank(group) < 0:
+        raise ValueError(f"process_group must contain this rank, {rank}, got a group made for other ranks")
+    return group
+
+
+@dataclass(frozen=True)
+class GroupRanks:
+    """What a pickle holds of a process group, which cannot be pickled itself."""
+
+    ranks: tuple[int, ...]
+
+
+def picklable(process_group: Any) -> Any:
+    """Return what of `process_group` can be pickled: None for the default group, else its ranks."""
+    if process_group is None or isinstance(process_group, GroupRanks):
+        return process_group
+    if process_group is default_group():
+        return None
+    try:
+        return GroupRanks(tuple(dist.get_process_group_ranks(process_group)))
+    except KeyError:  # destroyed
+        return GroupRanks(())
+
+
+def _all_reduce_(values: Tensor, op: Any, group: ProcessGroup) -> None:
+    """All-reduce `values` (any device, written) over the group, on a device that its backend serves."""
+    device = _serving_device(group, values.device)
+    if device == values.device:
+        dist.all_reduce(values, op=op, group=group)
+    else:
+        carrier = values.to(device)
+        dist.all_reduce(carrier, op=op, group=group)
+        values.copy_(carrier)
+
+
+def gathering_group(process_group: Any) -> Any:
+    """Return the group to gather over, None for a process without a group.
+
+    Raises: as `checked_group`.
+    """
+    alone = process_group is None and default_group() is None
+    return None if alone else checked_group(process_group)
+
+
+def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
+    """Return the data of every rank of `group`, by one all-gather; two if a rank has more than 16 KB.
+
+    Args:
+        home: where the ranks reduce their flags: a bare group, of which torch knows nothing, is taken to serve it.
+    """
+    if not is_bare(group):
+        served = _serving_device(group, torch.device("cpu"))
+        # The current device may be another rank's.
+        home = home if home.type == served.type and home.index is not None else served
+    begin, rest = data[:_AT_ONCE], data[_AT_ONCE:]
+    gathered = _all_gather(len(data).to_bytes(_LENGTH, "little") + begin, _LENGTH + _AT_ONCE, group, home)
+    lengths = [int.from_bytes(each[:_LENGTH], "little") for each in gathered]
+    whole = [each[_LENGTH:] for each in gathered]
+    longest = max(lengths)
+    if longest > _AT_ONCE:
+        whole = [*map(operator.add, whole, _all_gather(rest, longest - _AT_ONCE, group, home))]
+    return [each[:length] for each, length in zip(whole, lengths, strict=True)]
+
+
+def _all_gather(data: bytes, size: int, group: Any, home: torch.device) -> list[bytes]:
+    """Return the data of every rank, padded to `size` bytes."""
+    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(home)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return [part.cpu().numpy().tobytes() for part in parts]
+
+
+def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Return `device` if the group's backend reduces there, else one where it does."""
+    if is_bare(group):
+        return device
+    config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    served = [entry.split(":")[0] for entry in config.split(",")]
+    bound = getattr(group, "bound_device_id", None)  # by init_process_group(device_id=): of its type it takes no other
+    if bound is not None and bound.type in served and (device.type == bound.type or device.type not in served):
+        return torch.device(bound)
+    if device.type in served:
+        return device
+    for kind in served:
+        if kind != "cpu" and torch.get_device_module(kind).is_available():
+            return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")

@@ -1,0 +1,290 @@
+"""Which parameter overflowed, on which rank: marks that the passes leave, and the report made of them.
+
+A mark is of one gradient: what it held, and a generation, which is the number of skips before. Kernels write marks on
+the device, where they read the generation from the counters, and torch's ops on the CPU leave them on the host. A good
+step writes none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from scaler_triton import ranks
+from scaler_triton.gradients import DDP_SPEC, is_dtensor, local_tensor
+from scaler_triton.kernels.abi import INF, KIND_BITS, LAST_SKIP, NAN, SKIPPED
+from scaler_triton.text import count_of, error_line, one_line, rank_names, table
+
+if TYPE_CHECKING:
+    from scaler_triton.plan import Batch, GradPlan, Layout
+    from scaler_triton.update import Counters
+
+_KINDS = NAN | INF
+_WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
+# How many generations the host keeps: the last skip's, and later ones.
+_GENERATIONS = 4
+# What FSDP1, activation checkpointing and torch.compile add to the names of wrapped modules.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_NO_NAMES = "model must be a module or what its named_parameters() gives"
+
+Model = nn.Module | Iterable[tuple[str, Tensor]] | None
+
+
+class Marks:
+    """The marks of one optimizer's gradients, for as long as its parameters and their layouts stay.
+
+    Args:
+        plan: of the gradients.
+        counters: the scaler's.
+    """
+
+    def __init__(self, plan: GradPlan, counters: Counters) -> None:
+        self.plan, self._counters = plan, counters
+        self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
+        self._source: Tensor | None = None  # the counters on the device
+        self._generation: Tensor | None = None  # the skip count, a view of them: int32, one element
+        self._unmarked: set[str] = set()  # what kernels check without a mark
+
+    def follow(self, layout: Layout, home: torch.device) -> None:
+        """Prepare for a kernel that checks a batch: it marks with the generation that the counters hold.
+
+        Args:
+            layout: the batch's; that of sparse and Partial gradients is made anew in each step, and has no marks.
+            home: the scale's device, where the counters are.
+        """
+        device = layout.key.device
+        if device != home:  # kernels cannot read another GPU's memory
+            self._unmarked.add(f"gradients on {device}, where the scale is not")
+            return
+        counters = self._counters.on(home)
+        if counters is not self._source:
+            self._source = counters
+            self._generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
+        if layout.generation is not self._generation:
+            layout.generation = self._generation
+            for each in layout.tables.values():
+                each.generation = self._generation
+            if not any(layout is known for known in self.plan.layouts):
+                self._unmarked.add(f"sparse and Partial gradients on {device}")
+
+    def mark_on_host(self, batch: Batch) -> None:
+        """Mark the gradients of a batch on the CPU that are not finite."""
+        generation = self._counters.read()[SKIPPED]
+        seen = self._on_host.setdefault(generation, {})
+        if len(self._on_host) > _GENERATIONS:
+            del self._on_host[min(self._on_host)]
+        for position, tensor in zip(batch.layout.positions, batch.tensors, strict=True):
+            if tensor is not None:
+                kinds = (NAN if tensor.isnan().any() else 0) | (INF if tensor.isinf().any() else 0)
+                if kinds:
+                    seen[position] = seen.get(position, 0) | kinds
+
+    def of(self, generation: int) -> dict[int, int]:
+        """Return the kinds that made steps of this generation skip, by parameter, waiting for the device."""
+        kinds = dict(self._on_host.get(generation, {}))
+        for layout in self.plan.layouts:
+            for each in {id(one): one for one in layout.tables.values()}.values():
+                for position, row in zip(layout.positions, each.bits.tolist(), strict=True):
+                    for mark in row:
+                        if mark & _KINDS and mark >> KIND_BITS == generation:
+                            kinds[position] = kinds.get(position, 0) | mark & _KINDS
+        return kinds
+
+    def not_covered(self) -> Iterator[str]:
+        """Yield descriptions of gradients that were checked without marks."""
+        for layout in self.plan.layouts:
+            device = layout.key.device
+            if "torch" in (layout.backend, layout.clips) and (device.type != "cpu" or not layout.key.plain):
+                yield f"gradients on {device} that torch's own op serves"
+        yield from self._unmarked
+
+    def forget(self) -> None:
+        """Clear all marks."""
+        self._on_host = {}
+        for layout in self.plan.layouts:
+            for each in layout.tables.values():
+                each.bits.zero_()
+
+
+@dataclass(frozen=True)
+class BadGradient:
+    """A gradient, or a rank's shard of one, that was not finite.
+
+    Args:
+        name: the parameter's, fully qualified if a model was passed.
+        kinds: "NaN", "Inf" or "NaN and Inf".
+        numel: elements that this rank holds.
+        rank: the one that held it, counted from 0.
+    """
+
+    name: str
+    kinds: str
+    numel: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """What `overflow_report` found of the last skip.
+
+    Args:
+        update: the number of that update, counted from 1; None: none was skipped, or its update is still to come.
+        bad: the gradients, by rank, each rank's in the order of its parameters.
+        gathered: whether this is of all ranks, or only of this one of several.
+        untold: what has no record, in words.
+        pending: whether it is a skip whose update is still to come.
+    """
+
+    update: int | None
+    bad: tuple[BadGradient, ...]
+    gathered: bool
+    untold: tuple[str, ...] = ()
+    pending: bool = False
+
+    def __str__(self) -> str:
+        when = "The last skip" if self.update is None else f"The last skip, at update {self.update}"
+        none = self.update is None and not self.pending
+        lines = ["No step was skipped."] if none else [f"{when}: {self._summary()}", *self._table()]
+        return "\n".join([*lines, *(f"Not told: {text}." for text in self.untold)])
+
+    def _summary(self) -> str:
+        found = sorted({each.rank for each in self.bad})
+        if not self.bad:
+            return f"nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"
+        where = rank_names(found) if self.gathered else f"{rank_names(found)}, the only one asked"
+        return f"{count_of(len(self.bad), 'bad gradient')} on {where}."
+
+    def _table(self) -> list[str]:
+        rows = [(str(each.rank), one_line(each.name), each.kinds, str(each.numel)) for each in self.bad]
+        return table([("rank", "parameter", "holds", "numel"), *rows], "><<>") if rows else []
+
+
+def gathered(own: Callable[[], OverflowReport], process_group: Any, home: torch.device, gather: bool) -> OverflowReport:
+    """Return this rank's report, or that of all ranks, which all of them must ask for.
+
+    A rank whose own report raises joins the all-gather first, and the others' reports tell of it.
+
+    Args:
+        own: returns this rank's report.
+        home: the device on which the ranks reduce their flags.
+    """
+    group = ranks.gathering_group(process_group) if gather else None
+    try:
+        mine = own()
+    except Exception as error:
+        if group is not None:
+            rank = ranks.own_rank(process_group)
+            _gather(OverflowReport(None, (), False, (f"rank {rank} raised {error_line(error)}",)), group, home)
+        raise
+    if group is not None:
+        mine = _gather(mine, group, home)
+    return replace(mine, gathered=gather or not ranks.several_ranks())
+
+
+def own_report(
+    marks: Sequence[Marks], counters: Sequence[int], pending: bool, model: Model, process_group: Any
+) -> OverflowReport:
+    """Return the report of this rank.
+
+    Args:
+        marks: of each optimizer.
+        counters: the scaler's.
+        pending: whether a step will be skipped whose update is still to come.
+        model: names the parameters; None: they are numbered.
+
+    Raises: TypeError naming `model` for what gives no names.
+    """
+    update = None if pending else counters[LAST_SKIP] or None
+    generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
+    names, rank = names_by_id(model), ranks.own_rank(process_group)
+    bad = []
+    for number, each in enumerate(marks):
+        for index, kinds in sorted(each.of(generation).items()):
+            parameter = each.plan.parameters[index]
+            name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
+            bad.append(BadGradient(name, _WORDS[kinds], local_tensor(parameter).numel(), rank))
+    untold = {text for each in marks for text in each.not_covered()} if pending or update else ()
+    return OverflowReport(update, tuple(bad), False, tuple(sorted(untold)), pending)
+
+
+def names_by_id(model: Model) -> dict[int, str]:
+    """Return parameters' names by their ids, without the parts that wrappers add.
+
+    Args:
+        model: a module, or what its `named_parameters()` gives; None: there are no names.
+
+    Raises: TypeError naming `model` for what is neither.
+    """
+    named = named_parameters(model) if isinstance(model, nn.Module) else () if model is None else model
+    if not isinstance(named, Iterable):
+        raise TypeError(f"{_NO_NAMES}, got {type(named).__name__}")
+    return dict(map(_checked_pair, named))
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's parameters by name: those that optimizers hold, also while modules hold others.
+
+    From a forward until the end of backward, FSDP2's modules may hold unsharded parameters instead; from the first
+    forward on, those of DDP over tensor parallel hold DTensors over its parameters' memory.
+
+    Args:
+        model: any module; left as it is.
+    """
+    shards = _fsdp2_shards(model) if "torch.distributed.fsdp" in sys.modules else {}
+    for name, parameter in model.named_parameters():
+        yield name, shards.get(id(parameter), parameter)
+    yield from _named_by_ddp(model)
+
+
+def _checked_pair(pair: Any) -> tuple[int, str]:
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+        raise TypeError(f"{_NO_NAMES}, got {type(pair).__name__} for a name and a tensor")
+    name, parameter = pair
+    if not isinstance(name, str):  # such as a number, of `enumerate`
+        raise TypeError(f"{_NO_NAMES}, got {type(name).__name__} for a name")
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return id(parameter), name
+
+
+def _fsdp2_shards(model: nn.Module) -> dict[int, Tensor]:
+    """Return FSDP2's sharded parameters by the ids of the modules' current ones; empty if this torch lacks the API."""
+    try:
+        places = [(each._module_info, each.sharded_param) for module in model.modules() for each in _fsdp2_in(module)]
+        return {id(getattr(place.module, place.param_name)): shard for place, shard in places}
+    except (ImportError, AttributeError):
+        return {}
+
+
+def _fsdp2_in(module: nn.Module) -> Iterator[Any]:
+    from torch.distributed._composable_state import _get_module_state
+
+    state: Any = _get_module_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        if group is not None:
+            yield from group.fsdp_params
+
+
+def _named_by_ddp(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield DDP's parameters that are shards of tensor parallelism, once modules hold DTensors in their place."""
+    parameters = [each for module in model.modules() for each in getattr(module, "_module_parameters", ())]
+    shards = {each.data_ptr(): each for each in parameters if hasattr(each, DDP_SPEC)}
+    for path, module in model.named_modules() if shards else ():
+        for name, held in vars(module).items():
+            if is_dtensor(held) and local_tensor(held).data_ptr() in shards:
+                yield f"{path}.{name}", shards[local_tensor(held).data_ptr()]
+
+
+def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
+    """Return the report with the findings of every rank of `group`, which serves `home`; all must call this."""
+    mine = json.dumps([[asdict(each) for each in own.bad], list(own.untold)]).encode()
+    found = [json.loads(data) for data in ranks.gather_bytes(mine, group, home)]
+    bad = tuple(BadGradient(**each) for rank_bad, _ in found for each in rank_bad)
+    return replace(own, bad=bad, untold=tuple(sorted({text for _, untold in found for text in untold})))

@@ -1,0 +1,176 @@
+"""The passes over gradients in plain torch: for devices without Triton, and the tests' reference for the kernels.
+
+Each takes tensors of one device and dtype (fp16, bf16, fp32 or fp64; any shape and strides), at least one. Products are
+taken in fp32 (fp64 for fp64) and rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scaler_triton.kernels.abi import OVERFLOWS, SQUARES
+
+
+def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply every gradient by `inv_scale` and set `found_inf` to 1 if one held NaN or Inf before.
+
+    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, also for bf16 on GPUs, where that op has none.
+
+    Args:
+        tensors: written.
+        inv_scale: fp32, one element, on the same device.
+        found_inf: fp32, one element, on the same device; written only to become 1.
+    """
+    first = tensors[0]
+    if not first.is_cpu and first.dtype is torch.bfloat16:
+        # inv_scale as a bf16 operand would be rounded: multiply in fp32, round once.
+        for tensor in tensors:
+            wide = tensor.float()
+            _flag_if(~wide.isfinite().all(), found_inf)
+            tensor.copy_(wide.mul_(inv_scale.reshape(())))  # shape (1,) does not broadcast into a scalar in place
+    elif not first.is_cpu and first.dtype is torch.float64:
+        check(tensors, found_inf)
+        torch._foreach_mul_(list(tensors), inv_scale.double().reshape(()))
+    else:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)  # type: ignore[arg-type]
+
+
+def check(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Set `found_inf` (as `unscale_` takes it) to 1 if a gradient holds NaN or Inf; gradients keep their bits."""
+    if not tensors[0].is_cpu and tensors[0].dtype is torch.float64:
+        # torch's own op on a GPU checks them in fp32, where large ones are infinite.
+        _flag_if(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), found_inf)
+    else:
+        one = _kept_one(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
+        unscale_(tensors, one, found_inf)
+
+
+def sum_of_squares(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None) -> Tensor:
+    """Return `sum(weight * (tensor.double() ** 2).sum())`, and set `found_inf` to 1 if a tensor holds NaN or Inf.
+
+    torch's own norms are rounded to the gradients' dtype, and on the CPU their fp32 sums of millions of squares drift:
+    this sums in fp64 throughout. No host wait.
+
+    Args:
+        tensors: read.
+        found_inf: fp32, one element, on the same device; written only to become 1.
+        weights: one a tensor; None: 1 for all.
+
+    Returns: fp64, `()`, on the same device.
+    """
+    norms = torch._foreach_norm(list(tensors), 2, torch.float64)
+    squares = torch._foreach_mul(norms, norms)
+    if tensors[0].dtype is torch.float64:  # whose squares overflow even where all is finite
+        check(tensors, found_inf)
+    else:
+        _flag_if(~torch.stack(squares).isfinite().all(), found_inf)
+    if weights is not None:
+        torch._foreach_mul_(squares, list(weights))  # as numbers: a copy to the device could not be captured
+    return torch.stack(squares).sum()
+
+
+def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor) -> None:
+    """Multiply every gradient by `inv_scale`, then by `coef`; each product is rounded to the gradients' dtype.
+
+    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by `coef` in fp32 (for
+    fp64 gradients in fp64).
+
+    Args:
+        tensors: written.
+        inv_scale: fp32, one element, on the same device.
+        coef: fp32 or fp64, one element, on the same device.
+    """
+    ignored = torch.zeros_like(inv_scale)
+    unscale_(tensors, inv_scale, ignored)
+    if tensors[0].dtype in (torch.float32, torch.float64):
+        torch._foreach_mul_(list(tensors), coef.reshape(()).to(tensors[0].dtype))
+    else:  # the same product; with a factor of another dtype `_foreach_mul_` is one op per tensor
+        unscale_(tensors, coef.to(torch.float32), ignored)
+
+
+def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return `torch.linalg.vector_norm` of all elements in fp64, as torch takes it: the norm of the tensors' norms.
+
+    Args:
+        tensors: not all of them empty; read.
+        norm_type: its order; inf is the largest absolute value.
+
+    Returns: fp64, `()`, on the same device.
+    """
+    norms = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64) for t in tensors if t.numel()]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return whole
+
+
+def norm_of(totals: Tensor) -> Tensor:
+    """Return the 2-norm, fp32 `()`, from totals (fp64 [TOTALS])."""
+    return totals[SQUARES].sqrt().float()
+
+
+def coefficient(flag: Tensor, norm: Tensor, max_norm: float) -> Tensor:
+    """Return torch's clip coefficient, fp32 `()`: `max_norm / (norm + 1e-6)`, at most 1; 1 if the flag is not 0."""
+    return torch.where(flag != 0, 1.0, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
+
+
+def norm_and_coefficient(totals: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return `norm_of(totals)`, and the clip coefficient."""
+    norm = norm_of(totals)
+    return norm, coefficient(totals[OVERFLOWS], norm, max_norm)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return float(1 / double(scale)): what torch multiplies by."""
+    return scale.double().reciprocal().float()
+
+
+def host_memory(tensor: Tensor) -> memoryview[float]:
+    """Return a CPU tensor's memory, for Python to read and write; writes do not count in the tensor's version."""
+    return cast("memoryview[float]", tensor.numpy().data)
+
+
+class InverseScale:
+    """Computes the inverse of a scale; on the CPU in Python, into one tensor that is reused from step to step.
+
+    Attributes:
+        grows: whether the inverse computed last is above 1, so that unscaling may make a finite gradient infinite;
+            known on the CPU only, else False.
+    """
+
+    __slots__ = ("_memory", "_tensor", "grows")
+
+    @torch.inference_mode(False)
+    def __init__(self) -> None:
+        self._tensor = torch.from_numpy(np.empty((), dtype=np.float32))  # no op of torch's, which may run out of memory
+        self._memory = host_memory(self._tensor)
+        self.grows = False
+
+    def of(self, scale: Tensor) -> Tensor:
+        """Return float(1 / double(scale)), fp32, on the scale's device; the next call overwrites it.
+
+        Args:
+            scale: one element.
+        """
+        self.grows = False
+        if scale.is_cpu and type(scale) is Tensor:  # fake tensors cannot be read
+            value = scale.item()
+            if value != 0.0:  # Python would raise
+                self._memory[()] = 1.0 / value
+                self.grows = -1.0 < value < 1.0
+                return self._tensor
+        return inverse(scale)
+
+
+@functools.cache
+def _kept_one(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _flag_if(bad: Tensor, found_inf: Tensor) -> None:
+    found_inf.copy_(torch.maximum(found_inf, bad.to(found_inf.dtype)))

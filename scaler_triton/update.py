@@ -1,0 +1,461 @@
+"""The update rule: growth, backoff and limits of the scale; the counters it keeps, and what `stats` makes of them.
+
+    if found_inf: strikes += 1; tracker = 0; scale *= backoff_factor if strikes >= hysteresis else 1
+    elif tracker + 1 < growth_interval: tracker += 1
+    else: scale = scale * growth_factor if that is finite else scale; tracker = strikes = 0
+    scale = clamp(scale, min_scale, max_scale)                # NaN becomes min_scale
+
+This is `torch._amp_update_scale_`, but for >= and the limits. Products are taken in fp64 and rounded once to fp32, as
+torch does. Hysteresis is Megatron's `DynamicGradScaler` (megatron/core/optimizer/grad_scaler.py). The rule stands three
+times, with the same bits: in Python for a scale on the CPU, in torch's ops, and in `kernels/update_scale.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, refuse_capture, sync_allowed
+from scaler_triton.flag import FlagRows, HostCopy, any_flag
+from scaler_triton.kernels.abi import (
+    BACKOFFS,
+    COUNTERS,
+    GROWTHS,
+    LAST_SKIP,
+    MAX_TRACKER,
+    SKIPPED,
+    STREAK,
+    STRIKES,
+    UPDATES,
+)  # fmt: skip
+from scaler_triton.policy import NO_LIMITS, Limits, no_counters
+from scaler_triton.text import count_of
+
+if TYPE_CHECKING:
+    from scaler_triton.grad_scaler import GradScaler
+
+# Doubles from here on round to infinity in fp32.
+_ROUNDS_TO_INF = 2.0**128 - 2.0**103
+
+Numbers = tuple[float, float, int]  # growth_factor, backoff_factor, growth_interval
+
+
+class SkipStreakError(FloatingPointError):
+    """More updates in a row were skipped than `max_consecutive_skips` allows."""
+
+
+@dataclass(frozen=True)
+class ScalerStats:
+    """Counts of what a scaler's updates did so far.
+
+    Args:
+        updates: calls of `update`; `update(new_scale)` counts only if gradients were checked since the last update.
+        skipped: updates with an overflow, after which a step was skipped.
+        consecutive_skips: how many of them were the last ones in a row; 0 after an update without overflow.
+        growths: updates after which the scale was larger, also if a limit made it so; none by `update(new_scale)`.
+        backoffs: updates after which it was smaller, the same way.
+        last_skip: which update skipped last, the first one being 1; None if none did.
+    """
+
+    updates: int = 0
+    skipped: int = 0
+    consecutive_skips: int = 0
+    growths: int = 0
+    backoffs: int = 0
+    last_skip: int | None = None
+
+    @classmethod
+    def of(cls, counters: Sequence[int]) -> ScalerStats:
+        """Return counters as stats."""
+        updates, skipped, streak, growths, backoffs, last_skip, _ = counters
+        return cls(updates, skipped, streak, growths, backoffs, last_skip or None)
+
+
+class Counters:
+    """A scaler's counters: ints if updates run on the host, else int64 [COUNTERS] on the scale's device."""
+
+    def __init__(self, values: Sequence[int] | None = None) -> None:
+        self.values: list[int] | Tensor = no_counters() if values is None else list(values)
+        self._known = self.read()
+        self._copy: HostCopy | None = None
+
+    def on_host(self) -> list[int]:
+        """Return the ints, to be written by an update on the host."""
+        if not isinstance(self.values, list):
+            self.values = self.read()
+        return self.values
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the tensor, to be written by an update on `device`; the same one each time."""
+        if isinstance(self.values, list) or self.values.device != device:
+            refuse_capture(device, "a scaler's first step")
+            with torch.inference_mode(False), sync_allowed(device):
+                # Waited for, once per scaler: kernels on other streams read it.
+                self.values = torch.tensor(self.read(), dtype=torch.int64, device="cpu").to(device)
+            self._copy = None
+        return self.values
+
+    def set(self, values: Sequence[int]) -> None:
+        """Write other values, on the device into the same tensor, which graphs write."""
+        self._known = list(values)
+        self._copy = None  # it is of the old values
+        if isinstance(self.values, list):
+            self.values = list(values)
+        else:
+            self.values.copy_(torch.tensor(self._known, dtype=torch.int64, device="cpu"))
+
+    def read(self) -> list[int]:
+        """Return a copy of the values, waiting for the device."""
+        self._known = list(self.values) if isinstance(self.values, list) else self.values.tolist()
+        return list(self._known)
+
+    def newest(self) -> list[int]:
+        """Return the newest values that have arrived on the host, and start the next copy; on CUDA without waiting."""
+        if isinstance(self.values, list):
+            return self.read()
+        if not is_captured(self.values):
+            if self._copy is None:
+                self._copy = HostCopy(self.values)
+                self._copy.start()
+                self._take_arrived(self._copy)  # at once where copies are not asynchronous
+            elif self._take_arrived(self._copy):
+                self._copy.start()
+                self._take_arrived(self._copy)
+        return list(self._known)
+
+    def _take_arrived(self, copy: HostCopy) -> bool:
+        if not copy.has_arrived():
+            return False
+        values = copy.read()
+        if values[UPDATES] >= self._known[UPDATES]:  # else `read` has returned newer ones
+            self._known = values
+        return True
+
+
+class LaggingCounters:
+    """The counters of some updates ago: on the host by then, and the same on every rank."""
+
+    LAG = 4  # updates
+
+    def __init__(self) -> None:
+        self._taken: list[HostCopy | list[int]] = []
+
+    def push(self, values: list[int] | Tensor) -> list[int] | None:
+        """Store the counters after an update, and return those of `LAG` updates before, None if there are none yet.
+
+        Waits only for a device that is more than `LAG` updates behind.
+
+        Args:
+            values: `Counters.values`.
+        """
+        oldest = self._taken.pop(0) if len(self._taken) == self.LAG else None
+        seen = oldest.read() if isinstance(oldest, HostCopy) else oldest
+        if isinstance(values, list):
+            self._taken.append(list(values))
+            return seen
+        if not isinstance(oldest, HostCopy) or oldest.source is not values:
+            oldest = HostCopy(values)
+        oldest.start()
+        self._taken.append(oldest)
+        return seen
+
+
+class DevicePolicy:
+    """The numbers of the rule in device memory, where graphs read the current ones at each replay.
+
+    Attributes:
+        values: fp64 [POLICY]. Scalar arguments of a kernel would be fp32, in which 1.1 is another number.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        refuse_capture(device, "a scaler's first update")
+        with torch.inference_mode(False):  # later updates write it outside that mode
+            self.values = torch.zeros(6, dtype=torch.float64, device=device)
+        self._held: tuple[float, ...] = ()
+
+    def hold(self, numbers: Numbers, limits: Limits) -> Tensor:
+        """Set the values and return them; nothing is copied if they are the same."""
+        asked = (*numbers, limits.min_scale, limits.max_scale, limits.hysteresis)
+        if asked != self._held:
+            self._held = ()  # an interrupted copy may have arrived or not
+            with sync_allowed(self.values.device):
+                if self.values.is_cuda:  # updates, and replays, may be queued on any stream: they go by the old ones
+                    torch.cuda.synchronize(self.values.device)
+                self.values.copy_(torch.tensor(asked, dtype=torch.float64, device="cpu"))
+            self._held = asked
+        return self.values
+
+
+class Home:
+    """What is known of a scale and its tracker, asked once for as long as these two stay.
+
+    Args:
+        scale: one element, fp32 or fp64, any device.
+        growth_tracker: int32, one element, on the same device.
+        rows: the flags on that device.
+        requested: the backend asked for.
+
+    Attributes:
+        by_kernel: whether a kernel updates them.
+        on_host: whether Python does: on the CPU, where it can read them.
+
+    Raises: torch's TypeError and RuntimeErrors for what cannot be a scale or a tracker, as others may replace both.
+    """
+
+    def __init__(self, scale: Tensor, growth_tracker: Tensor, rows: FlagRows, requested: str) -> None:
+        self.scale, self.growth_tracker, self.rows = scale, growth_tracker, rows
+        self.device = scale.device
+        self.by_kernel = choose_for_scale(scale, requested) == "triton"
+        self.on_host = not self.by_kernel and scale.is_cpu and type(scale) is Tensor  # fake tensors cannot be read
+
+
+def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked: Sequence[Any], captured: bool) -> None:
+    """Update the scale by the flags of all steps; a kernel also clears those that are the scaler's own.
+
+    Args:
+        scale, tracker: the scaler's; written.
+        checked: the steps that have flags.
+        captured: whether a graph is being captured.
+    """
+    ours = scaler._ours
+    home, limits = ours.home, ours.limits
+    if home is None or home.scale is not scale or home.growth_tracker is not tracker:
+        _check_numbers(scale, tracker)
+        home = ours.home = Home(scale, tracker, ours.rows_on(scale.device), ours.steps.requested)
+    numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
+    own, exposed = [], ours.steps.exposed
+    for step in checked:  # others may have put plain dicts there
+        own.append(None if type(step) is dict else step.own_flag(exposed))
+    if home.on_host:
+        skips = False
+        for step, flag in zip(checked, own, strict=True):
+            skips |= _is_any_set(step) if flag is None else flag.is_set()
+        update_on_host_(scale, tracker, skips, numbers, limits, ours.counters.on_host())
+        return
+    rows, counters = home.rows, ours.counters.on(home.device)
+    mask = 0
+    for flag in own:
+        if flag is None or flag.rows is not rows:
+            mask = 0
+            break
+        mask |= 1 << flag.row
+    if not home.by_kernel or not mask:
+        found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
+    if not home.by_kernel:
+        update_by_ops_(scale, tracker, found_inf, numbers, limits, counters)
+        return
+    policy, launch = ours.policy_on(home.device).hold(numbers, limits), kernels().update_scale.launch_update
+    if not mask:
+        launch(scale, tracker, found_inf, rows.last_flags, policy, counters, 1, clear=False)
+        return
+    if not captured:
+        _wait_for_readers(home.device, checked)
+    launch(scale, tracker, rows.status, rows.last_flags, policy, counters, mask, clear=True)
+    for flag in own:
+        flag.saved, flag.cleared = True, not (captured or flag in rows.captured)
+
+
+def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> None:
+    """Set the scale to a number; that counts as an update if gradients were checked."""
+    ours, scale = scaler._ours, scaler._scale
+    assert scale is not None
+    if isinstance(new_scale, Tensor) and (
+        new_scale.device.type != scaler._device or new_scale.numel() != 1 or new_scale.requires_grad
+    ):
+        raise AssertionError(
+            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+            "torch.FloatTensor with requires_grad=False."
+        )
+    if isinstance(new_scale, bool):  # torch refuses it, too
+        raise TypeError(f"new_scale must be a number, got {new_scale}")
+    number = ours.limits.check_within(new_scale, "new_scale")
+    if checked:  # as an update that changes neither scale nor tracker
+        one, tracker = torch.ones_like(scale, dtype=torch.float32), torch.zeros_like(scale, dtype=torch.int32)
+        unbounded = ours.limits._replace(min_scale=NO_LIMITS.min_scale, max_scale=NO_LIMITS.max_scale)
+        found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
+        numbers = 1.0, 1.0, MAX_TRACKER
+        if scale.is_cpu and type(scale) is Tensor:
+            counters = ours.counters.on_host()
+            update_on_host_(one, tracker, found_inf.item() != 0, numbers, unbounded, counters)
+        else:
+            update_by_ops_(one, tracker, found_inf, numbers, unbounded, ours.counters.on(scale.device))
+    scale.fill_(number)
+
+
+def check_streak(scaler: GradScaler, *, is_set: bool) -> None:
+    """Raise if more than `max_consecutive_skips` updates in a row were skipped, some updates ago.
+
+    Args:
+        is_set: whether the scale was set: whoever does so has seen to the skips so far.
+
+    Raises: SkipStreakError.
+    """
+    ours, limit = scaler._ours, scaler._ours.limits.max_consecutive_skips
+    if is_set:
+        ours.lagging = LaggingCounters()
+        return
+    seen = ours.lagging.push(ours.counters.values)
+    if seen is not None and limit is not None and seen[STREAK] > limit:
+        raise SkipStreakError(
+            f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
+            f"{LaggingCounters.LAG} updates later the scale is {scaler.get_scale()}. {ScalerStats.of(seen)}\n"
+            f"{scaler.overflow_report()}"  # of this rank: not all ranks may get here
+        )
+
+
+def numbers_changed(scaler: GradScaler) -> None:
+    """Write the rule's numbers where graphs read them at each replay."""
+    numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
+    for held in scaler._ours.policies.values():
+        held.hold(numbers, scaler._ours.limits)
+
+
+def _is_any_set(step: Any) -> bool:
+    return any(flag.item() != 0.0 for flag in step["found_inf_per_device"].values())
+
+
+def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
+    """Have the current stream wait for fused steps on others: the update is going to clear the flags they read."""
+    launch = kernels().launch
+    here = launch.current_stream(device)
+    for step in checked:
+        if step.reader is not None and step.reader != here:
+            torch.cuda.current_stream(device).wait_stream(launch.stream(device, step.reader))
+
+
+def _check_numbers(scale: Any, growth_tracker: Any) -> None:
+    """Raise as torch's update does for what cannot be a scale or a tracker: a kernel would take any address for one."""
+    if not isinstance(scale, Tensor) or not isinstance(growth_tracker, Tensor):
+        torch._amp_update_scale_(scale, growth_tracker, torch.zeros(()), 2.0, 0.5, 1)  # raises torch's TypeError
+    if growth_tracker.device != scale.device:
+        raise RuntimeError(f"growth_tracker must be on {scale.device}, as the scale is, got {growth_tracker.device}")
+    if not growth_tracker.numel() == scale.numel() == 1:
+        name = "growth_tracker" if growth_tracker.numel() != 1 else "current_scale"
+        raise RuntimeError(f"{name} must be a 1-element tensor.")
+    if growth_tracker.dtype is not torch.int32:
+        raise RuntimeError("growth_tracker must be an int tensor.")
+    if scale.dtype not in (torch.float32, torch.float64):  # integers would back off to 0
+        raise RuntimeError("current_scale must be a float tensor.")
+
+
+def update_on_host_(
+    scale: Tensor, growth_tracker: Tensor, found_inf: bool, numbers: Numbers, limits: Limits, counters: list[int]
+) -> None:
+    """Update a scale on the CPU in Python's doubles, in which torch's op multiplies, too.
+
+    Args:
+        scale: fp32 or fp64, one element; written in every update, which autograd counts as torch's op does.
+        growth_tracker: int32, one element; written.
+        found_inf: whether any flag is set.
+        numbers: growth_factor, backoff_factor, growth_interval.
+        counters: written.
+    """
+    growth_factor, backoff_factor, interval = numbers
+    before = value = scale.item()
+    tracker = 0
+    counters[UPDATES] += 1
+    if found_inf:
+        counters[SKIPPED] += 1
+        counters[STREAK] += 1
+        counters[STRIKES] += 1
+        counters[LAST_SKIP] = counters[UPDATES]
+        if counters[STRIKES] >= limits.hysteresis:
+            value = before * backoff_factor
+    else:
+        counters[STREAK] = 0
+        tracker = int(growth_tracker.item()) + 1
+        if tracker >= interval:
+            tracker = counters[STRIKES] = 0
+            if abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
+                value = before * growth_factor
+        elif tracker > MAX_TRACKER:
+            tracker = MAX_TRACKER
+    value = min(value, limits.max_scale) if value > limits.min_scale else limits.min_scale  # that for NaN
+    scale.fill_(value)
+    growth_tracker.fill_(tracker)
+    if value != before:
+        after = scale.item()  # perhaps rounded back
+        counters[GROWTHS] += after > before
+        counters[BACKOFFS] += after < before
+
+
+def update_by_ops_(
+    scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, limits: Limits, counters: Tensor
+) -> None:
+    """Update without a host wait, on any device; if memory runs out, nothing has changed.
+
+    Args:
+        scale: fp32, one element; written.
+        growth_tracker: int32, one element, same device; written.
+        found_inf: fp32, one element, same device; anything but 0 is an overflow.
+        numbers, limits: as `update_on_host_` takes them.
+        counters: int64 [COUNTERS], same device; written.
+    """
+    bad, after = found_inf.reshape(()) != 0, scale.clone()
+    growth, backoff, interval = numbers
+    # torch grows at tracker + 1 == interval: capped, the tracker cannot be beyond.
+    tracker = growth_tracker.clamp(max=min(interval, MAX_TRACKER) - 1)
+    reachable = interval if interval <= MAX_TRACKER else 0  # CUDA's kernel would take it modulo 2^32
+    torch._amp_update_scale_(after, tracker, found_inf, growth, backoff, reachable)
+    if limits.hysteresis > 1:
+        spared = bad & (counters[STRIKES] + 1 < limits.hysteresis)
+        after = torch.where(spared, scale, after)
+    after.nan_to_num_(nan=limits.min_scale, posinf=limits.max_scale).clamp_(limits.min_scale, limits.max_scale)
+    updates, skipped, streak, growths, backoffs, last_skip, strikes = counters.unbind()
+    updates = updates + 1
+    counted = torch.stack([
+        updates,
+        skipped + bad,
+        (streak + 1) * bad,
+        growths + (after > scale).reshape(()),
+        backoffs + (after < scale).reshape(()),
+        torch.where(bad, updates, last_skip),
+        (strikes + bad) * (bad | (tracker.reshape(()) != 0)),
+    ])  # fmt: skip
+    for held, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):
+        held.copy_(value)
+
+
+def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, requested: str) -> None:
+    """Update once, without limits, by the backend of the scale's device; nothing is counted.
+
+    Args:
+        scale: fp32, one element, any device; written.
+        growth_tracker: int32, one element, same device; written.
+        found_inf: fp32, one element, same device; read.
+        numbers: growth_factor, backoff_factor, growth_interval.
+        requested: as `dispatch.check_backend` returns it.
+    """
+    if choose_for_scale(scale, requested) == "triton":
+        policy, ignored = _kept_policy(scale.device, numbers), _scratch(scale.device)
+        launch = kernels().update_scale.launch_update
+        launch(scale, growth_tracker, found_inf, found_inf, policy, ignored, 1, clear=False)
+    elif scale.is_cpu and type(scale) is Tensor:
+        update_on_host_(scale, growth_tracker, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())
+    else:
+        counters = torch.zeros(COUNTERS, dtype=torch.int64, device=scale.device)
+        update_by_ops_(scale, growth_tracker, found_inf, numbers, NO_LIMITS, counters)
+
+
+# Kept for ever: a graph may read or write them at each replay.
+_policies: dict[tuple[torch.device, Numbers], Tensor] = {}
+_scratches: dict[torch.device, Tensor] = {}
+
+
+def _kept_policy(device: torch.device, numbers: Numbers) -> Tensor:
+    key = device, numbers
+    if key not in _policies:
+        policy = DevicePolicy(device).hold(numbers, NO_LIMITS)
+        torch.get_device_module(device).synchronize(device)  # the next call may be on another stream
+        _policies[key] = policy
+    return _policies[key]
+
+
+def _scratch(device: torch.device) -> Tensor:
+    if device not in _scratches:
+        _scratches[device] = torch.zeros(COUNTERS, dtype=torch.int64, device=device)
+    return _scratches[device]
