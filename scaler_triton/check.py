@@ -24,7 +24,7 @@ from scaler_triton.flag import Flag, FlagRows, Flags, report_failure
 from scaler_triton.plan import GradPlan
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Membership, Ranks
-from scaler_triton.step import UNSCALED, OptimizerStep, Steps, parameters_of
+from scaler_triton.step import OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
 from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters
 
@@ -115,9 +115,9 @@ def check(
         usual = only_here and plan.devices == [flag.device]
         agreed = flags if usual else flags_on(scaler, flag, flags, plan, together)
         if divide:
-            step.unscaled(agreed)
+            step.unscaled(flag, agreed)
         else:
-            step.checked(agreed)
+            step.checked(flag, agreed)
         if copy and not flag.is_on_host and not step.captured:
             flag.start_copy()
         step.fresh = by_step
@@ -137,16 +137,18 @@ def ranks_of(scaler: GradScaler, plan: GradPlan) -> Ranks | None:
 
 
 def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
-    """Return the step's flag, cleared, on the scale's device; another one if the flag of this step must not be lost."""
+    """Return a flag for a check, cleared, on the scale's device: the step's, unless it holds that of an earlier check.
+
+    Should the new one fail, that flag still counts.
+    """
     home = scaler._scale.device
     flag = step.flag
-    if flag is None or flag.device != home or step.phase is UNSCALED:
+    if flag is None or flag.device != home or step["found_inf_per_device"]:
         flag = scaler._ours.rows_on(home).flag()
     step.captured = scaler._scale.is_cuda and torch.cuda.is_current_stream_capturing()
     if step.captured and flag.rows is not None:
         flag.rows.captured.add(flag)  # each replay writes it
     flag.clear(step.captured)
-    step.flag = flag
     return flag
 
 

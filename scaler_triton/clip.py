@@ -169,7 +169,7 @@ def _clip_at_once(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None
         norm = _unscale_and_clip(scaler, measured, totals, request.max_norm, 0 if refused else _size(ranks))
         for each in measured:
             part = each.part
-            part.step.unscaled(flags_on(scaler, each.flag, each.flags, part.plan, ranks))
+            part.step.unscaled(each.flag, flags_on(scaler, each.flag, each.flags, part.plan, ranks))
             if not (
                 each.flag.is_on_host
                 or part.step.captured

@@ -473,7 +473,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:
-        self._ours.steps.replace(states)
+        self._ours.steps = self._ours.steps.replaced_by(states)
 
     def _get_scale_async(self) -> Tensor | None:
         return getattr(self, "_scale", None)

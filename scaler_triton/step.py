@@ -132,16 +132,16 @@ class OptimizerStep(dict[str, Any]):
             raise RuntimeError("step() has already been called since the last update().")
         self.began, self.fresh = True, False
 
-    def checked(self, flags: Flags) -> None:
+    def checked(self, flag: Flag, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are as they were."""
-        self[_FLAGS] = flags
+        self.flag, self[_FLAGS] = flag, flags
         if self.phase is not UNSCALED:
             self.phase = CHECKED
             self["stage"] = self.stage = OptState.READY
 
-    def unscaled(self, flags: Flags) -> None:
+    def unscaled(self, flag: Flag, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are divided."""
-        self[_FLAGS] = flags
+        self.flag, self[_FLAGS] = flag, flags
         self.phase = UNSCALED
         self["stage"] = self.stage = OptState.UNSCALED
 
@@ -293,19 +293,30 @@ class Steps(dict[Any, Any]):
             step._enter(CARRIED)
             self.unfinished += 1
 
-    def replace(self, states: Mapping[Any, Any]) -> None:
-        """Make every step READY, and take over what others have put together instead.
+    def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
+        """Return the registry that others put in this one's place: `states` itself if it is one.
 
-        Args:
-            states: by the id of an optimizer a dict with torch's two keys.
+        Else every step is READY there, but for what `states` holds: dicts with torch's two keys, by the optimizer's id.
+        This one stays as it is, and may be put back.
         """
-        self.reset()
+        if isinstance(states, Steps):
+            return states
+        steps = Steps(self.counters, self.requested)
+        steps.exposed, steps.replayed = self.exposed, self.replayed
+        for before in self.all():
+            step, owner = OptimizerStep(), before.owner() if before.owner else None
+            if owner is not None:
+                step.plan, step.marks, step.outcome = before.plan, before.marks, before.outcome
+                for handle in before.handles.values():
+                    if (optimizer := handle()) is not None:
+                        steps._add_handle(step, optimizer, owns=optimizer is owner)
         for key, state in states.items():
-            step = self.get(key)
+            step = steps.get(key)
             if type(step) is OptimizerStep and type(state) is not OptimizerStep:
                 step.update(state)
             else:
-                self[key] = state
+                steps[key] = state
+        return steps
 
     def awaiting(self) -> list[Any]:
         """Return the optimizers whose gradients are unscaled, perhaps since before an update, and not stepped yet."""

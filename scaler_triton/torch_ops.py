@@ -142,12 +142,10 @@ class InverseScale:
             known on the CPU only, else False.
     """
 
-    __slots__ = ("_memory", "_tensor", "grows")
+    __slots__ = ("_kept", "grows")
 
-    @torch.inference_mode(False)
     def __init__(self) -> None:
-        self._tensor = torch.from_numpy(np.empty((), dtype=np.float32))  # no op of torch's, which may run out of memory
-        self._memory = host_memory(self._tensor)
+        self._kept: tuple[Tensor, memoryview[float]] | None = None
         self.grows = False
 
     def of(self, scale: Tensor) -> Tensor:
@@ -160,9 +158,14 @@ class InverseScale:
         if scale.is_cpu and type(scale) is Tensor:  # fake tensors cannot be read
             value = scale.item()
             if value != 0.0:  # Python would raise
-                self._memory[()] = 1.0 / value
+                if self._kept is None:
+                    with torch.inference_mode(False):  # no op of torch's, which may run out of memory
+                        number = torch.from_numpy(np.empty((), dtype=np.float32))
+                    self._kept = number, host_memory(number)
+                number, memory = self._kept
+                memory[()] = 1.0 / value
                 self.grows = -1.0 < value < 1.0
-                return self._tensor
+                return number
         return inverse(scale)
 
 
