@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.table import GradTable
-from scaler_triton.kernels.unscale import find_chunk, load_body, narrow, read_table, widen
+from scaler_triton.kernels.unscale import find_body, find_edges, load_body, narrow, read_table, widen
 
 _SQUARES, _OVERFLOWS, _FAILURES, _SCALES, _INVERSES = map(tl.constexpr, range(abi.TOTALS))
 _FLAG, _FAILED, _SCALE, _EXCESS = map(tl.constexpr, range(abi.STATUS))
@@ -44,14 +44,13 @@ def _clip_kernel(
         _write_status(totals_ptr, status_ptr, ranks)
     _, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     if (address != 0) & ((inv != 1.0) | (coef != 1.0)):
-        body_ptr, limit, edge_ptrs, edge_mask, has_edges = find_chunk(
-            address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL
-        )
+        body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
         grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
         for step in tl.static_range(UNROLL):
             offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
             tl.store(body_ptr + offs, _clipped(grads[step], inv, coef), mask=offs < limit)
         if has_edges:
+            edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
             edge = tl.load(edge_ptrs, mask=edge_mask, other=0.0)
             tl.debug_barrier()  # every warp loads these few elements and one stores them, after all have loaded
             tl.store(edge_ptrs, _clipped(edge, inv, coef), mask=edge_mask)

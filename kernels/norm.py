@@ -12,7 +12,7 @@ from torch import Tensor
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.launch import Launch
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
-from scaler_triton.kernels.unscale import find_chunk, load_body, mark, read_table, widen
+from scaler_triton.kernels.unscale import find_body, find_edges, load_body, mark, read_table, widen
 
 _SQUARES, _OVERFLOWS, _FAILURES, _SCALES, _INVERSES = map(tl.constexpr, range(abi.TOTALS))
 
@@ -43,20 +43,15 @@ def _sum_squares_kernel(
     tensor, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     total = tl.zeros((), tl.float64)
     if address != 0:
-        body_ptr, limit, edge_ptrs, edge_mask, has_edges = find_chunk(
-            address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL
-        )
-        total = _sum_squares(body_ptr, limit, edge_ptrs, edge_mask, has_edges, 1.0, BLOCK_SIZE, UNROLL)
+        total = _sum_squares(address, n_elements, index, 1.0, DTYPE, BLOCK_SIZE, UNROLL)
         if DTYPE.is_bf16() or DTYPE.is_fp32():  # fp32 holds every square of fp16, and their sum
             low = total < _LOW_SUM
             if low | (total - total != 0):  # fp32 may have underflowed or overflowed
                 lift = tl.where(low, _RAISE, _LOWER)
-                total = _sum_squares(body_ptr, limit, edge_ptrs, edge_mask, has_edges, lift, BLOCK_SIZE, UNROLL)
+                total = _sum_squares(address, n_elements, index, lift, DTYPE, BLOCK_SIZE, UNROLL)
                 total *= tl.where(low, _RAISE**-2, _LOWER**-2).to(tl.float64)
         if total - total != 0:
-            kinds = mark(
-                bits_ptr, tensor, generation_ptr, body_ptr, limit, edge_ptrs, edge_mask, has_edges, BLOCK_SIZE, UNROLL
-            )
+            kinds = mark(bits_ptr, tensor, generation_ptr, address, n_elements, index, DTYPE, BLOCK_SIZE, UNROLL)
             if kinds != 0:  # else only squares of finite fp64 elements overflowed
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)
@@ -64,17 +59,17 @@ def _sum_squares_kernel(
 
 
 @triton.jit
-def _sum_squares(
-    body_ptr, limit, edge_ptrs, edge_mask, has_edges, lift, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr
-):
+def _sum_squares(address, n_elements, index, lift, DTYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
     """The sum of (x * lift)^2 over the chunk in fp64; each square, and the sum of UNROLL of them, in fp32."""
+    body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
     grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
-    acc = tl.zeros([BLOCK_SIZE], widen(grads[0]).dtype)
+    acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
     for step in tl.static_range(UNROLL):
         x = widen(grads[step]) * lift
         acc += x * x
     total = tl.sum(acc.to(tl.float64))
     if has_edges:
+        edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
         edge = widen(tl.load(edge_ptrs, mask=edge_mask, other=0.0)) * lift
         total += tl.sum((edge * edge).to(tl.float64))
     return total
@@ -109,9 +104,7 @@ def _finish_kernel(
     tl.store(totals_ptr + _INVERSES, 1.0 / scale.to(tl.float64))
 
 
-def launch_sum_of_squares(
-    table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool
-) -> None:
+def launch_sum_of_squares(table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool) -> None:
     """Sum the squares of the gradients as if they were unscaled, and flag what is not finite in them.
 
         inv = scale if inverse else 1 / scale

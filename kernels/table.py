@@ -160,13 +160,12 @@ class _Staging:
             return
         while len(self._spare) < self.SPARE:
             self._spare.append(_pinned(self._size))
-        for buffer, on_host, passed in self._slots:
-            if passed.query():
-                break
-        else:
+        slot = next((slot for slot in self._slots if slot[-1].query()), None)
+        if slot is None:
             buffer = _pinned(self._size)
-            on_host, passed = buffer.numpy(), torch.cuda.Event()
-            self._slots.append((buffer, on_host, passed))
+            slot = buffer, buffer.numpy(), torch.cuda.Event()
+            self._slots.append(slot)
+        buffer, on_host, passed = slot
         on_host[:] = values
         try:
             out.copy_(buffer, non_blocking=True)

@@ -54,14 +54,12 @@ def _unscale_kernel(
 
     tensor, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     if address != 0:
-        body_ptr, limit, edge_ptrs, edge_mask, has_edges = find_chunk(
-            address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL
-        )
         if not keeps_kinds:
-            mark(bits_ptr, tensor, generation_ptr, body_ptr, limit, edge_ptrs, edge_mask, has_edges, BLOCK_SIZE, UNROLL)
+            mark(bits_ptr, tensor, generation_ptr, address, n_elements, index, DTYPE, BLOCK_SIZE, UNROLL)
 
+        body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
         grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
-        acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE == tl.float64 else tl.float32)
+        acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
         for step in tl.static_range(UNROLL):
             x = widen(grads[step])
             acc += x * 0.0  # Inf * 0 is NaN, and NaN stays
@@ -72,6 +70,7 @@ def _unscale_kernel(
         bad = tl.sum(acc)
 
         if has_edges:
+            edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
             edge = widen(tl.load(edge_ptrs, mask=edge_mask, other=0.0))
             if WRITE:
                 tl.debug_barrier()  # every warp loads these few elements and one stores them, after all have loaded
@@ -82,7 +81,7 @@ def _unscale_kernel(
         if bad != bad:
             tl.store(found_inf_ptr, 1.0)  # all who store here store the same: no atomic
             if keeps_kinds:
-                mark(bits_ptr, tensor, generation_ptr, body_ptr, limit, edge_ptrs, edge_mask, has_edges, BLOCK_SIZE, UNROLL)
+                mark(bits_ptr, tensor, generation_ptr, address, n_elements, index, DTYPE, BLOCK_SIZE, UNROLL)
 
 
 def launch_unscale(table: GradTable, scale: Tensor, found_inf: Tensor, *, inverse: bool) -> None:
@@ -142,27 +141,34 @@ def read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr):
 
 
 @triton.jit
-def find_chunk(address, n_elements, index, DTYPE: tl.constexpr, CHUNK_SIZE: tl.constexpr):
-    """The body of a tensor's chunk `index` and how many elements it has; the pointers to the tensor's edges, their
-    mask, and whether they are this chunk's.
-    """
-    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    VEC: tl.constexpr = 16 // ITEMSIZE
-
+def find_body(address, n_elements, index, DTYPE: tl.constexpr, CHUNK_SIZE: tl.constexpr):
+    """The body of a tensor's chunk `index`, its elements, and whether the tensor's edges belong to this chunk."""
+    head, tail = edges_of(address, n_elements, DTYPE)
     start = index.to(tl.int64) * CHUNK_SIZE
     aligned = (address + 15) & -16
-    head = tl.minimum((aligned - address) // ITEMSIZE, n_elements)
-    tail = head + (n_elements - head) // VEC * VEC
-    body_ptr = tl.multiple_of((aligned + start * ITEMSIZE).to(tl.pointer_type(DTYPE)), 16)
-    limit = tl.multiple_of(tl.minimum(tail - head - start, CHUNK_SIZE).to(tl.int32), VEC)
+    body_ptr = tl.multiple_of((aligned + start * (DTYPE.primitive_bitwidth // 8)).to(tl.pointer_type(DTYPE)), 16)
+    limit = tl.multiple_of(tl.minimum(tail - head - start, CHUNK_SIZE).to(tl.int32), 128 // DTYPE.primitive_bitwidth)
+    return body_ptr, limit, (start == 0) & (tail - head < n_elements)
 
+
+@triton.jit
+def find_edges(address, n_elements, DTYPE: tl.constexpr):
+    """Pointers to the elements before and after a tensor's bodies, and their mask."""
+    VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    head, tail = edges_of(address, n_elements, DTYPE)
     lane = tl.arange(0, 2 * VEC)
     before = lane < VEC
     offs = tl.where(before, lane, tail + lane - VEC)
-    edge_ptrs = address.to(tl.pointer_type(DTYPE)) + offs
-    edge_mask = tl.where(before, lane < head, offs < n_elements)
-    has_edges = (start == 0) & (tail - head < n_elements)
-    return body_ptr, limit, edge_ptrs, edge_mask, has_edges
+    return address.to(tl.pointer_type(DTYPE)) + offs, tl.where(before, lane < head, offs < n_elements)
+
+
+@triton.jit
+def edges_of(address, n_elements, DTYPE: tl.constexpr):
+    """How many elements lie before the first 16-byte boundary, and where the last whole vector ends."""
+    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VEC: tl.constexpr = 16 // ITEMSIZE
+    head = tl.minimum((((address + 15) & -16) - address) // ITEMSIZE, n_elements)
+    return head, head + (n_elements - head) // VEC * VEC
 
 
 @triton.jit
@@ -180,11 +186,10 @@ def mark(
     bits_ptr,
     tensor,
     generation_ptr,
-    body_ptr,
-    limit,
-    edge_ptrs,
-    edge_mask,
-    has_edges,
+    address,
+    n_elements,
+    index,
+    DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
@@ -192,11 +197,13 @@ def mark(
 
     A later generation in the same place is the larger number, and replaces the mark.
     """
+    body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
     kinds = 0
     for step in range(UNROLL):
         offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         kinds |= kinds_of(tl.load(body_ptr + offs, mask=offs < limit, other=0.0))
     if has_edges:
+        edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
         kinds |= kinds_of(tl.load(edge_ptrs, mask=edge_mask, other=0.0))
     if kinds != 0:
         generation = tl.load(generation_ptr) & GENERATION_MASK

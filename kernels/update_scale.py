@@ -19,7 +19,12 @@ _MAX_SCALE, _MAX_TRACKER = tl.constexpr(abi.MAX_SCALE), tl.constexpr(abi.MAX_TRA
 @triton.jit(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
-        "scale_ptr", "growth_tracker_ptr", "flags_ptr", "last_flags_ptr", "policy_ptr", "counters_ptr"
+        "scale_ptr",
+        "growth_tracker_ptr",
+        "flags_ptr",
+        "last_flags_ptr",
+        "policy_ptr",
+        "counters_ptr",
     ],
 )
 def _update_scale_kernel(

@@ -21,13 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scaler_triton.kernels import launcher, tuned_file
-from scaler_triton.kernels.clip import _clip_kernel, _defer_kernel
-from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, MODES, WARP_LANES
-from scaler_triton.kernels.lookup import SHIPPED
-from scaler_triton.kernels.nonfinite import _check_nonfinite_kernel
-from scaler_triton.kernels.norm import _FINISH_BLOCK, _FINISH_WARPS, _finish_kernel, _sum_squares_kernel
-from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels import config, launch
+from scaler_triton.kernels.clip import _clip_kernel
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, WARP_LANES
+from scaler_triton.kernels.norm import _FINISH_WARPS, _finish_kernel, _sum_squares_kernel
+from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
 from scaler_triton.kernels.unscale import _unscale_kernel, launch_unscale
 from scaler_triton.kernels.update_scale import _update_scale_kernel
 
@@ -44,7 +42,8 @@ TYPES = {
     "scale_ptr": "*fp32",
     "growth_tracker_ptr": "*i32",
     "flags_ptr": "*fp32",
-    "policy_ptr": "*i64",
+    "last_flags_ptr": "*fp32",
+    "policy_ptr": "*fp64",
     "counters_ptr": "*i64",
     "generation_ptr": "*i32",
     "weight_ptr": "*fp64",
@@ -52,72 +51,56 @@ TYPES = {
     "totals_ptr": "*fp64",
     "norm_ptr": "*fp32",
     "status_ptr": "*fp32",
-    "factor_ptr": "*fp32",
 }
 CONFIG_TARGET = "sm_90"
 # What a launch promises of the table's own tensors, and of nothing else.
 ALIGNED = ("address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr")
 
 
-def variants():
-    """(name, kernel, constexprs, warps of 32 lanes) of every kernel that can be launched."""
-    for torch_dtype in launcher.TRITON_DTYPES:
-        name = dtype_name(torch_dtype)
-        table = table_constants(torch_dtype, DEFAULT)
-        yield f"unscale-{name}", _unscale_kernel, {**table, "INVERSE": False}, DEFAULT.num_warps
-        yield f"unscale_inverse-{name}", _unscale_kernel, {**table, "INVERSE": True}, DEFAULT.num_warps
-        yield f"check-{name}", _check_nonfinite_kernel, table, DEFAULT.num_warps
-    for clear in (False, True):
-        yield f"update{'_and_clear' * clear}", _update_scale_kernel, {"CLEAR": clear}, 1
-
-
-def clip_variants():
-    """As `variants`, of the two passes that clip."""
-    for torch_dtype in launcher.TRITON_DTYPES:
-        name = dtype_name(torch_dtype)
-        table = table_constants(torch_dtype, DEFAULT)
-        yield f"norm-{name}", _sum_squares_kernel, table, DEFAULT.num_warps
-        yield f"clip-{name}", _clip_kernel, table, DEFAULT.num_warps
-    yield "defer", _defer_kernel, {}, 1
-    for inverse in (False, True):
-        constants = {"INVERSE": inverse, "BLOCK_SIZE": _FINISH_BLOCK}
-        yield f"finish{'_inverse' * inverse}", _finish_kernel, constants, _FINISH_WARPS
-
-
-# Every pass over a table, and the mode whose launch configuration it takes.
+# Every pass over a table: its kernel, and the constants of its own; of the two forms of unscaling the one that divides.
 PASSES = {
-    "unscale": (_unscale_kernel, "unscale"),
-    "check": (_check_nonfinite_kernel, "check"),
-    "norm": (_sum_squares_kernel, "check"),
-    "clip": (_clip_kernel, "unscale"),
+    "unscale": (_unscale_kernel, {"WRITE": True, "INVERSE": False}),
+    "check": (_unscale_kernel, {"WRITE": False, "INVERSE": False}),
+    "norm": (_sum_squares_kernel, {}),
+    "clip": (_clip_kernel, {}),
 }
 
 
+def variants():
+    """(name, kernel, constexprs, warps of 32 lanes) of every kernel that can be launched."""
+    passes = {**PASSES, "unscale_inverse": (_unscale_kernel, {"WRITE": True, "INVERSE": True})}
+    for torch_dtype in launch.TRITON_DTYPES:
+        for name, (kernel, own) in passes.items():
+            constants = {**table_constants(torch_dtype, DEFAULT), **own}
+            yield f"{name}-{dtype_name(torch_dtype)}", kernel, constants, DEFAULT.num_warps
+    for clear in (False, True):
+        yield f"update{'_and_clear' * clear}", _update_scale_kernel, {"CLEAR": clear}, 1
+    for inverse in (False, True):
+        constants = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
+        yield f"finish{'_inverse' * inverse}", _finish_kernel, constants, _FINISH_WARPS
+
+
 def config_variants():
-    """As `variants`, for every launch configuration; of the two forms of a pass that writes the one that divides."""
-    for name, (kernel, mode) in PASSES.items():
-        for torch_dtype in launcher.TRITON_DTYPES:
-            for config in sorted({*candidates(name), *shipped_configs(mode, torch_dtype.itemsize)}, key=str):
-                constants = table_constants(torch_dtype, config)
-                if name == "unscale":
-                    constants["INVERSE"] = False
-                yield f"{name}-{dtype_name(torch_dtype)}-{config}", kernel, constants, config.num_warps
-
-
-def candidates(name):
-    """What `tune` may choose for a pass; of those that clip, the ones that take most registers."""
-    return [config for config in CANDIDATES if name == PASSES[name][1] or config.vectors * config.unroll >= 4]
+    """As `variants`, for every launch configuration that `tune` may choose or a file of this package holds."""
+    for name, (kernel, own) in PASSES.items():
+        for torch_dtype in launch.TRITON_DTYPES:
+            for each in sorted({*CANDIDATES, *shipped_configs(name, torch_dtype.itemsize)}, key=str):
+                constants = {**table_constants(torch_dtype, each), **own}
+                yield f"{name}-{dtype_name(torch_dtype)}-{each}", kernel, constants, each.num_warps
 
 
 def shipped_configs(mode, itemsize):
-    """The default and what the tuned files of this package hold."""
-    files = [tuned_file.parse(path.read_bytes()) for path in SHIPPED.glob("*.json")]
-    return [DEFAULT, *(file.chosen[mode, itemsize] for file in files)]
+    """The default and what the tuned files of this package hold for a pass."""
+    found = {DEFAULT}
+    for path in config.SHIPPED.glob("*.json"):
+        configs = config.read(path, json.loads(path.read_text())["gpu"])
+        found |= {each for (its_mode, size, _), each in configs.items() if (its_mode, size) == (mode, itemsize)}
+    return found
 
 
-def table_constants(torch_dtype, config):
-    block = config.block_elements(torch_dtype.itemsize)
-    return {"DTYPE": launcher.TRITON_DTYPES[torch_dtype], "BLOCK_SIZE": block, "UNROLL": config.unroll}
+def table_constants(torch_dtype, shape):
+    block = shape.block_elements(torch_dtype.itemsize)
+    return {"DTYPE": launch.TRITON_DTYPES[torch_dtype], "BLOCK_SIZE": block, "UNROLL": shape.unroll}
 
 
 def dtype_name(torch_dtype):
@@ -193,7 +176,7 @@ def jobs():
     """(key, target, report, variant) of everything that is compiled."""
     for target_name, target in TARGETS.items():
         report = report_amdgcn if target.backend == "hip" else report_ptx
-        for variant in [*variants(), *clip_variants()]:
+        for variant in variants():
             yield f"{target_name}-{variant[0]}", target, report, variant
     for variant in config_variants():
         yield f"config-{variant[0]}", TARGETS[CONFIG_TARGET], report_resources, variant
@@ -208,15 +191,15 @@ JOBS = list(jobs())
 
 
 def main():
-    assert not launcher.INTERPRETED
+    assert not launch.INTERPRETED
     # A forked worker has the kernels already. They compile without a GPU: no driver is open in this process.
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
         reports = dict(pool.map(compile_job, range(len(JOBS)), chunksize=4))
     configs = {key.removeprefix("config-"): reports.pop(key) for key in list(reports) if key.startswith("config-")}
     shipped = {
-        f"{mode}-{dtype_name(dtype)}": sorted({str(config) for config in shipped_configs(mode, dtype.itemsize)})
-        for mode in MODES
-        for dtype in launcher.TRITON_DTYPES
+        f"{mode}-{dtype_name(dtype)}": sorted(map(str, shipped_configs(mode, dtype.itemsize)))
+        for mode in config.MODES
+        for dtype in launch.TRITON_DTYPES
     }
     found = {"kernels": reports, "configs": configs, "shipped": shipped, "refusal": refusal_of_cpu_tensors()}
     json.dump(found, sys.stdout)
