@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch
 from kernel_cases import DEVICE
+from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, ITEMSIZES, MODES, LaunchConfig
+from scaler_triton.kernels.scratch import Scratch
 
 from scaler_triton.kernels import scratch as scratch_module
 from scaler_triton.kernels import sweep
-from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, ITEMSIZES, MODES, LaunchConfig
-from scaler_triton.kernels.scratch import Scratch
 
 FIRST, SECOND = LaunchConfig(4, 1, 2), LaunchConfig(8, 2, 1)
 FEW = (FIRST, DEFAULT, SECOND)

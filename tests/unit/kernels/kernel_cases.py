@@ -15,21 +15,21 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from scaler_triton.kernels import launcher
-from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, LaunchConfig
-from scaler_triton.kernels.nonfinite import launch_check_nonfinite
+from scaler_triton.kernels import abi
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, LaunchConfig
+from scaler_triton.kernels.launch import INTERPRETED, Launch
 from scaler_triton.kernels.table import GradTable
-from scaler_triton.kernels.unscale import launch_unscale
+from scaler_triton.kernels.unscale import launch_check, launch_unscale
 
 # A target of `aot_matrix`: the kernels run as compiled for it, on the simulator.
 SIMULATED = os.environ.get("SCALER_TRITON_SIMULATE")
-NATIVE = not launcher.INTERPRETED and SIMULATED is None
+NATIVE = not INTERPRETED and SIMULATED is None
 DEVICE = torch.device("cuda" if NATIVE else "cpu")
 # What only a GPU can get wrong, and not each time, is tried with many tensors, and often; not under a tool, where each
 # is a slow allocation.
 MANY = 500 if NATIVE else 8
 TRIES = 20 if NATIVE and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ else 1
-KERNEL_CLASS = InterpretedFunction if launcher.INTERPRETED else JITFunction
+KERNEL_CLASS = InterpretedFunction if INTERPRETED else JITFunction
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # A chunk of a few hundred elements: many chunks and steps in tensors that the interpreter walks quickly.
@@ -62,12 +62,12 @@ def launched(*names: str) -> Iterator[None]:
     """Asserts that exactly these kernels are launched, by the backend that this process should use."""
     calls = []
 
-    def noting(self: launcher.Launch, n_programs: int, *args: Any) -> None:
+    def noting(self: Launch, n_programs: int, *args: Any) -> None:
         calls.append(self)
         start(self, n_programs, *args)
 
-    start = launcher.Launch.__call__
-    with mock.patch.object(launcher.Launch, "__call__", noting):
+    start = Launch.__call__
+    with mock.patch.object(Launch, "__call__", noting):
         yield
     assert [launch._kernel.fn.__name__ for launch in calls] == list(names)
     for launch in calls:
@@ -149,7 +149,7 @@ def every_shape(dtype: torch.dtype, values: Callable[..., Tensor] = finite_value
 
 
 def expected_bits(values: Tensor) -> int:
-    return int(values.isnan().any()) + 2 * int(values.isinf().any())
+    return abi.NAN * int(values.isnan().any()) + abi.INF * int(values.isinf().any())
 
 
 def expected_unscale(values: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -169,6 +169,7 @@ def make_table(grads: list[Guarded], dtype: torch.dtype, config: LaunchConfig = 
     table = GradTable([grad.tensor.numel() for grad in grads], dtype, DEVICE, config)
     # An empty tensor has no address: 0, as a parameter without a gradient has.
     table.set_addresses([grad.tensor.data_ptr() for grad in grads])
+    table.grads = grads  # an address keeps nothing alive
     return table
 
 
@@ -226,8 +227,8 @@ def run_unscale(table: GradTable, scale: Tensor, *, inverse: bool) -> Tensor:
 
 def run_check(table: GradTable) -> Tensor:
     """As `run_unscale`, for the read-only check."""
-    with launched(*["_check_nonfinite_kernel"][: table.n_chunks]), guarded_flag() as found_inf:
-        launch_check_nonfinite(table, found_inf)
+    with launched(*["_unscale_kernel"][: table.n_chunks]), guarded_flag() as found_inf:
+        launch_check(table, found_inf)
     return found_inf.cpu()
 
 
@@ -240,3 +241,14 @@ def check_unscale(grads: list[Guarded], scale: Tensor, *, inverse: bool, config:
         grad.assert_holds(want_grad)
     assert_same(found_inf, want_found)
     assert table.bits[:, 0].tolist() == [expected_bits(grad.values) for grad in grads]
+
+
+def check_only(grads: list[Guarded], config: LaunchConfig = SMALL) -> None:
+    """One check gives the flag and every tensor's bits, and leaves every byte as it was."""
+    table = make_table(grads, grads[0].tensor.dtype, config)
+    found_inf = run_check(table)
+    bits = [expected_bits(grad.values) for grad in grads]
+    assert table.bits[:, 0].tolist() == bits
+    assert found_inf == float(any(bits))
+    for grad in grads:
+        assert_untouched(grad.buffer, grad.start)

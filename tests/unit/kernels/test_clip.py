@@ -24,8 +24,9 @@ from kernel_cases import (
     make_table,
 )
 
-from scaler_triton.kernels.clip import launch_clip, launch_defer
-from scaler_triton.kernels.launch_config import DEFAULT
+from scaler_triton.kernels import abi
+from scaler_triton.kernels.clip import launch_clip
+from scaler_triton.kernels.config import DEFAULT
 from scaler_triton.kernels.table import GradTable
 
 # Scale and max_norm, which is about the coefficient of a norm of 1; in fp64 a third is not the fp32 one.
@@ -90,63 +91,40 @@ def test_random_norms_and_bounds_too():
         check_clip([Guarded(torch.tensor([1.0, 0.1]))], 1.0, max_norm, squares=squares)
 
 
-@pytest.mark.parametrize("flag", [0.0, 1.0, NAN])
-@pytest.mark.parametrize("max_norm", [0.0, 1e-6, 1.0, 3.3, 1e300])
-def test_what_an_optimizer_divides_by_is_the_scale_over_the_coefficient(max_norm, flag):
-    for scale in (65536.0, 3.0, 2.0**-126):
-        for squares in NORMS:
-            totals = torch.tensor([NAN, squares, flag, NAN, NAN, NAN, NAN], dtype=torch.float64, device=DEVICE)
-            out = torch.full((6,), NAN, device=DEVICE)
-            with launched("_defer_kernel"):
-                launch_defer(torch.tensor(scale, device=DEVICE), totals[1:6], max_norm, out[1], out[4], out, 0)
-            norm, coef = expected_coefficient(max_norm, squares, flag)
-            want = torch.tensor([NAN, norm, NAN, NAN, torch.tensor(scale) / coef, NAN])
-            assert_same(out, want)
-
-
-def settled(how, totals, ranks):
+def settled(totals, ranks):
     """What a pass leaves in the status, and that it writes beside neither it nor the norm."""
     totals = torch.tensor(totals, dtype=torch.float64, device=DEVICE)
     out = torch.full((8,), NAN, device=DEVICE)
     norm, status, scale = out[7], out[1:5], torch.ones((), device=DEVICE)
-    if how == "clip":
-        grads = [Guarded(torch.ones(2 * SMALL.chunk_elements(4)), 1), Guarded(torch.ones(3))]
-        table = make_table(grads, torch.float32)
-        table.set_addresses([0, grads[1].tensor.data_ptr()])  # the program that settles has nothing to clip
-        launch_clip(table, scale, totals, 0.5, norm, status, ranks)
-        assert not torch.equal(grads[1].tensor.cpu(), grads[1].values) or totals[1] != 0
-    else:
-        launch_defer(scale, totals, 0.5, norm, torch.zeros((), device=DEVICE), status, ranks)
+    grads = [Guarded(torch.ones(2 * SMALL.chunk_elements(4)), 1), Guarded(torch.ones(3))]
+    table = make_table(grads, torch.float32)
+    table.set_addresses([0, grads[1].tensor.data_ptr()])  # the program that settles has nothing to clip
+    launch_clip(table, scale, totals, 0.5, norm, status, ranks)
+    assert not torch.equal(grads[1].tensor.cpu(), grads[1].values) or totals[abi.OVERFLOWS] != 0
     assert out[[0, 5, 6]].isnan().all()
     assert not norm.isnan()
     return status.tolist()
 
 
-HOW = pytest.mark.parametrize("how", ["clip", "defer"])
-
-
-@HOW
 @pytest.mark.parametrize("ranks", [1, 2, 3, 70_000])
-def test_what_ranks_have_added_up_is_settled(how, ranks):
+def test_what_ranks_have_added_up_is_settled(ranks):
     for found, failed in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (ranks, ranks)):
         want = [float(found != 0), float(failed != 0), 8.0 * ranks, 0.0]
-        assert settled(how, [4.0, found, failed, 8.0 * ranks, 0.125 * ranks], ranks) == want
+        assert settled([4.0, found, failed, 8.0 * ranks, 0.125 * ranks], ranks) == want
 
 
-@HOW
 @pytest.mark.parametrize(("one", "other"), [(8.0, 8.00001), (8.0, 8.008), (8.0, 64.0), (2.0**-126, 2.0**127)])
-def test_how_far_scales_lie_apart_is_worked_out_in_fp64(how, one, other):
+def test_how_far_scales_lie_apart_is_worked_out_in_fp64(one, other):
     scales, inverses = one + other, 1 / one + 1 / other
-    *_, total, excess = settled(how, [4.0, 0.0, 0.0, scales, inverses], 2)
+    *_, total, excess = settled([4.0, 0.0, 0.0, scales, inverses], 2)
     assert total == torch.tensor(scales, dtype=torch.float64).float().item()
     want = torch.tensor(scales * inverses / 4 - 1, dtype=torch.float64).float().item()
     assert excess == pytest.approx(want, rel=1e-4)  # 2^-53 of 1 in 4e-13
 
 
-@HOW
-def test_scales_that_are_not_numbers_settle_as_such(how):
-    assert settled(how, [4.0, 0.0, 0.0, INF, 1.0], 2)[3] == INF
-    assert math.isnan(settled(how, [4.0, 0.0, 0.0, NAN, NAN], 2)[2])
+def test_scales_that_are_not_numbers_settle_as_such():
+    assert settled([4.0, 0.0, 0.0, INF, 1.0], 2)[abi.EXCESS] == INF
+    assert math.isnan(settled([4.0, 0.0, 0.0, NAN, NAN], 2)[abi.SCALE])
 
 
 @pytest.mark.parametrize("flag", [1.0, 4.0, NAN])

@@ -13,28 +13,23 @@ from kernel_cases import (
     OFFSETS,
     SMALL,
     Guarded,
+    PastInt32,
     assert_untouched,
     every_shape,
     expected_bits,
     finite_values,
     guarded_flag,
-    interrupted_copies,
     inverse_of,
     launched,
+    make_table,
 )
 
-from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
-from scaler_triton.kernels.norm import _FINISH_BLOCK, NormTable, launch_sum_of_squares
+from scaler_triton.kernels.config import DEFAULT, LaunchConfig
+from scaler_triton.kernels.norm import launch_sum_of_squares
+from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
 
 # A square is rounded once in fp32, the sum of a lane's squares once a step: 2^-24 each, for 4 steps. The rest is fp64.
 TOLERANCE = 5 * 2.0**-24
-
-
-def make_table(grads, dtype, config=SMALL):
-    table = NormTable([grad.tensor.numel() for grad in grads], dtype, DEVICE, config)
-    table.set_addresses([grad.tensor.data_ptr() for grad in grads])
-    table.grads = grads  # an address keeps nothing alive
-    return table
 
 
 def run(table, scale=1.0, *, inverse=True):
@@ -192,38 +187,6 @@ def test_weights(dtype):
         assert run(table)[0].item() == pytest.approx(expected(values, 1.0, weights), rel=TOLERANCE)
 
 
-def test_a_table_that_measures_no_norm_holds_no_sums_and_no_weights():
-    table = NormTable([1, 2], torch.float32, DEVICE, SMALL)
-    assert all(held.dtype is not torch.float64 for held in vars(table).values() if isinstance(held, torch.Tensor))
-    table.set_addresses([0, 0])
-    assert run(table)[0].item() == 0.0
-    assert table.weights.tolist() == [1.0, 1.0]
-
-
-def test_weights_are_copied_once():
-    table = NormTable([1, 2], torch.float32, DEVICE, SMALL)
-    weights = [0.5, 0.25]
-    with torch.device("meta"):  # a default device of the user's
-        table.set_weights(weights)
-    before = table.weights._version
-    for same in (weights, list(weights)):
-        table.set_weights(same)
-    assert table.weights._version == before
-    with pytest.raises(ValueError, match="weights: expected 2 of them, got 1"):
-        table.set_weights([1.0])
-    assert table.weights.tolist() == weights
-
-
-@pytest.mark.parametrize("before", [None, [0.5, 0.25]])
-def test_after_an_interrupted_copy_the_weights_before_are_sent_again(before):
-    table = NormTable([1, 2], torch.float32, DEVICE, SMALL)
-    table.set_weights(before)
-    with interrupted_copies(), pytest.raises(KeyboardInterrupt):
-        table.set_weights([0.125, 0.125])
-    table.set_weights(before)
-    assert table.weights.tolist() == (before or [1.0, 1.0])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_runs_are_bitwise_equal_wherever_the_tensors_lie(dtype):
     totals = []
@@ -241,24 +204,20 @@ def test_runs_are_bitwise_equal_wherever_the_tensors_lie(dtype):
         assert_untouched(total, totals[0])
 
 
-@pytest.mark.parametrize("n_partials", [1, _FINISH_BLOCK - 1, _FINISH_BLOCK, _FINISH_BLOCK + 1, 3 * _FINISH_BLOCK + 7])
-def test_all_partial_sums_are_added(n_partials):
-    table = NormTable([1] * n_partials, torch.float32, DEVICE, SMALL)
-    partials = torch.rand(n_partials, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    table.partials[:n_partials].copy_(partials)
-    totals = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
-    scale, found_inf = torch.tensor([4.0, 0.0], device=DEVICE)
-    with launched("_finish_kernel"):
-        table.launch_finish(scale, found_inf, totals[1:6], inverse=False)
-    assert totals.isnan().tolist() == [True, *[False] * 5, True]
-    assert totals[1].item() == pytest.approx(math.fsum(partials.tolist()) / 16, rel=1e-14)  # fp64 sums of few thousand
+@pytest.mark.parametrize("n_tensors", [PARTIALS_BLOCK, PARTIALS_BLOCK + 1])
+def test_all_partial_sums_are_added(n_tensors):
+    grad = Guarded(torch.tensor([3.0]))
+    table = GradTable([1] * n_tensors, torch.float32, DEVICE, SMALL)
+    table.set_addresses([0] * (n_tensors - 2) + [grad.tensor.data_ptr()] * 2)
+    assert run(table)[0] == 18.0
+    assert len(table.partials) == -(-n_tensors // PARTIALS_BLOCK) * PARTIALS_BLOCK
 
 
 def test_a_raised_flag_is_left_raised():
     table = make_table([Guarded(torch.ones(40))], torch.float32)
     flags = torch.tensor([5.0, 1.0, 7.0], device=DEVICE)
     totals = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
-    for each, sum_of_it in ((table, 40), (NormTable([], torch.float32, DEVICE), 0)):
+    for each, sum_of_it in ((table, 40), (GradTable([], torch.float32, DEVICE), 0)):
         launch_sum_of_squares(each, torch.ones((), device=DEVICE), flags[1], totals[1:6], inverse=True)
         assert flags.tolist() == [5.0, 1.0, 7.0]
         assert totals[1:6].tolist() == [sum_of_it, 1, 0, 1, 1]
@@ -267,28 +226,17 @@ def test_a_raised_flag_is_left_raised():
 
 def test_no_elements_are_finished_without_a_pass_over_them():
     for numels in ([], [0], [0, 0]):
-        total, found_inf = run(NormTable(numels, torch.float16, DEVICE))
+        total, found_inf = run(GradTable(numels, torch.float16, DEVICE))
         assert total == 0
         assert found_inf == 0
 
 
 def test_a_tensor_past_int32_elements():
-    numel, dtype = 2**31 + 12345, torch.float16
-    chunk = DEFAULT.chunk_elements(dtype.itemsize)
-    # 4 GiB, of which a CPU ever touches only the end: the launch is cut down to the chunks that lie there.
-    grad = torch.empty(numel + 1, dtype=dtype, device=DEVICE)[1:]
-    table = NormTable([numel], dtype, DEVICE)
-    ends = torch.tensor([table.n_chunks - 2, table.n_chunks - 1], device=DEVICE)
-    table.chunk_tensors, table.chunk_indices = table.chunk_tensors[ends], table.chunk_indices[ends]
-    table.n_chunks = len(ends)
-    table.set_addresses([grad.data_ptr()])
-    start = 7 + int(table.chunk_indices[0]) * chunk  # 7 elements lie before the first 16-byte boundary
-    grad[start - 500 : start] = NAN
-    values = finite_values(numel - start, dtype, seed=1)
-    grad[start:] = values.to(DEVICE)
-
-    total, found_inf = run(table)
-
-    edge = (numel - 7) % 8  # after the last whole vector: chunk 0 visits it, which is left out here
-    assert total.item() == pytest.approx(expected([values[: len(values) - edge]]), rel=TOLERANCE)
-    assert found_inf == 0
+    long = PastInt32()
+    total, found_inf = run(long.table)
+    assert found_inf == 1  # PastInt32 has an Inf near its end
+    assert total == INF
+    long.assert_holds(long.before)
+    long.grad[-9000] = 0.0
+    values = [before.where(before.isfinite(), torch.zeros(())) for before in long.before]
+    assert run(long.table)[0].item() == pytest.approx(expected(values), rel=TOLERANCE)

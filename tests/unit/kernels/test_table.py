@@ -1,16 +1,15 @@
 """The table: the chunk map, and addresses that reach the device once and only when they changed."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from kernel_cases import DEVICE, NATIVE, SMALL
+from kernel_cases import DEVICE, NATIVE, SMALL, interrupted_copies
 
 from scaler_triton.kernels import table as table_module
-from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
-from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels.config import DEFAULT, LaunchConfig
+from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
 
 
 @pytest.mark.parametrize(("itemsize", "want"), [(2, 8192), (4, 4096), (8, 2048)])
@@ -46,9 +45,9 @@ def test_chunk_map_of_huge_tensors():
 
 def test_addresses_reach_the_device():
     table = GradTable([1, 1, 1], torch.float32, DEVICE)
-    for addresses in ([16, 2**47 + 16, 0], [0, 0, 0], (32, 48, 64)):
+    for addresses in ([16, 2**47 + 16, 0], [0, 0, 0], [32, 48, 64]):
         table.set_addresses(addresses)
-        assert table.addresses.tolist() == list(addresses)
+        assert table.addresses.tolist() == addresses
 
 
 def test_equal_addresses_are_not_copied_again():
@@ -102,25 +101,20 @@ class LateEvent:
     def query(self):
         return self.passed
 
-    def record(self):
+    def record(self, stream):
         self.passed = False
 
 
-staging_is_captured = [False]
-
-
 @pytest.fixture
-def staging():
+def staging(monkeypatch):
     """The staging of a GPU whose copies take as long as the test likes."""
-    module = SimpleNamespace(
-        Event=LateEvent, device=lambda _: nullcontext(), is_current_stream_capturing=lambda: staging_is_captured[0]
-    )
-    staging_is_captured[0] = False
-    with (
-        mock.patch.object(torch, "get_device_module", return_value=module),
-        mock.patch.object(table_module, "_pinned", lambda size: torch.full((size,), -1, dtype=torch.int64)),
-    ):
-        yield table_module._Staging(2, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(table_module, "_pinned", lambda size: torch.full((size,), -1, dtype=torch.int64))
+    made = table_module._Staging(2, torch.device("cuda"))
+    made.captures = False
+    made.is_capturing = lambda: made.captures
+    return made
 
 
 def test_a_buffer_in_flight_is_never_overwritten(staging):
@@ -144,9 +138,9 @@ def test_a_buffer_whose_copy_has_passed_is_used_again(staging):
 def test_a_captured_copy_has_a_buffer_for_itself_and_for_good(staging):
     out = torch.zeros(2, dtype=torch.int64)
     before = staging._spare[-1]
-    staging_is_captured[0] = True
+    staging.captures = True
     staging.send([7, 7], out)
-    staging_is_captured[0] = False
+    staging.captures = False
     for step in range(5):
         staging.send([step, step], out)
     assert [buffer.tolist() for buffer in staging.captured] == [[7, 7]]
@@ -156,7 +150,7 @@ def test_a_captured_copy_has_a_buffer_for_itself_and_for_good(staging):
 
 def test_a_third_captured_copy_without_a_step_between_is_refused(staging):
     out = torch.zeros(2, dtype=torch.int64)
-    staging_is_captured[0] = True
+    staging.captures = True
     staging.send([6, 6], out)
     staging.send([7, 7], out)
     with pytest.raises(RuntimeError, match="captured 2 times in a row: capture one step, then take one outside"):
@@ -165,31 +159,67 @@ def test_a_third_captured_copy_without_a_step_between_is_refused(staging):
     assert [buffer.tolist() for buffer in staging.captured] == [[6, 6], [7, 7]]
 
 
-def test_after_a_capture_addresses_are_always_sent():
+def staged_table():
+    """A table whose copies are noted, and its staging."""
     table, sent = GradTable([1, 1], torch.float32, DEVICE), []
     table._staging = SimpleNamespace(
-        captured=[], is_capturing=lambda: False, send=lambda values, out: sent.append(list(values))
-    )
+        captured=[], captures=False, is_capturing=lambda: table._staging.captures, sent=sent,
+        send=lambda values, out: sent.append(list(values)),
+    )  # fmt: skip
     table.set_addresses([16, 32])
+    return table, table._staging
+
+
+def test_after_a_capture_addresses_are_always_sent():
+    table, staging = staged_table()
     table.set_addresses([16, 32])
-    assert sent == [[16, 32]]
-    table._staging.captured.append(torch.zeros(2))  # a replay may have written the table since
+    assert staging.sent == [[16, 32]]
+    assert not table.is_in_a_graph
+    staging.captured.append(torch.zeros(2))  # a replay may have written the table since
+    assert table.is_in_a_graph
     table.set_addresses([16, 32])
-    assert sent == [[16, 32]] * 2
+    assert staging.sent == [[16, 32]] * 2
     assert table in table_module._captured
     table_module._captured.remove(table)
 
 
 def test_a_capture_takes_down_addresses_that_are_there_already():
     """Later steps may write others before the replay."""
-    table, sent, capturing = GradTable([1, 1], torch.float32, DEVICE), [], [False]
-    table._staging = SimpleNamespace(
-        captured=[], is_capturing=lambda: capturing[0], send=lambda values, out: sent.append(list(values))
-    )
+    table, staging = staged_table()
+    staging.captures = True
     table.set_addresses([16, 32])
-    capturing[0] = True
-    table.set_addresses([16, 32])
-    assert sent == [[16, 32]] * 2
+    assert staging.sent == [[16, 32]] * 2
+
+
+def test_a_table_that_measures_no_norm_holds_no_sums_and_no_weights():
+    table = GradTable([1, 2], torch.float32, DEVICE, SMALL)
+    assert all(held.dtype is not torch.float64 for held in vars(table).values() if isinstance(held, torch.Tensor))
+    assert table.weights.tolist() == [1.0, 1.0]
+    assert table.partials.tolist() == [0.0] * PARTIALS_BLOCK
+
+
+def test_weights_are_copied_once():
+    table = GradTable([1, 2], torch.float32, DEVICE, SMALL)
+    weights = [0.5, 0.25]
+    with torch.device("meta"):  # a default device of the user's
+        table.set_weights(weights)
+    before = table.weights._version
+    for same in (weights, list(weights)):
+        table.set_weights(same)
+    assert table.weights._version == before
+    with pytest.raises(ValueError, match="weights: expected 2 of them, got 1"):
+        table.set_weights([1.0])
+    assert table.weights.tolist() == weights
+
+
+@pytest.mark.parametrize("before", [None, [0.5, 0.25]])
+def test_after_an_interrupted_copy_the_weights_before_are_sent_again(before):
+    table = GradTable([1, 2], torch.float32, DEVICE, SMALL)
+    table.set_weights(before)
+    with interrupted_copies(), pytest.raises(KeyboardInterrupt):
+        table.set_weights([0.125, 0.125])
+    table.set_weights(before)
+    assert table.weights.tolist() == (before or [1.0, 1.0])
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Unscale and check in one pass, bit for bit against torch's own op."""
+"""Unscale and check in one pass, bit for bit against torch's own op; and the check that writes nothing."""
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from kernel_cases import (
     PastInt32,
     assert_same,
     assert_untouched,
+    check_only,
     check_unscale,
     every_shape,
     expected_unscale,
@@ -23,12 +24,13 @@ from kernel_cases import (
     inverse_of,
     launched,
     make_table,
+    run_check,
     run_unscale,
 )
 from triton.runtime.interpreter import InterpreterBuilder
 
-from scaler_triton.kernels import launcher
-from scaler_triton.kernels.launch_config import DEFAULT
+from scaler_triton.kernels.config import DEFAULT
+from scaler_triton.kernels.launch import INTERPRETED
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_unscale
 
@@ -72,12 +74,25 @@ def test_a_nonfinite_element_is_seen_wherever_it_is(dtype, special):
 
 @pytest.mark.parametrize("special", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", ["head", "body", "tail"])
-def test_one_bad_element_in_one_small_tensor_raises_the_flag(dtype, special, place):
+def test_one_bad_element_in_one_small_tensor_raises_the_flag(dtype, special):
     numel = 4 * vector_of(dtype)
-    values = finite_values(numel, dtype, seed=0)
-    values[{"head": 0, "body": numel // 2, "tail": numel - 1}[place]] = special
-    check_unscale([Guarded(values, 1)], torch.tensor(65536.0), inverse=False)
+    for place in (0, numel // 2, numel - 1):
+        values = finite_values(numel, dtype, seed=0)
+        values[place] = special
+        check_unscale([Guarded(values, 1)], torch.tensor(65536.0), inverse=False)
+        check_only([Guarded(values, 1)])
+
+
+@pytest.mark.parametrize("special", [None, NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_check_tells_what_is_not_finite_and_writes_nothing(dtype, special):
+    grads = every_shape(dtype)
+    if special is not None:
+        bad = [grad.values.clone() for grad in grads]
+        for values in bad:
+            values[-1:] = special
+        grads += [Guarded(values, index % 4) for index, values in enumerate(bad)]
+    check_only(grads)
 
 
 # Infinite, zero and NaN factors never come from a healthy scaler, but the op is public.
@@ -112,6 +127,7 @@ def test_both_kinds_in_different_chunks_are_both_told(dtype):
     values = finite_values(3 * chunk, dtype, seed=0)
     values[5], values[2 * chunk + 5] = NAN, INF
     grads = [Guarded(values), Guarded(finite_values(3 * chunk, dtype, seed=1))]
+    check_only(grads)
     check_unscale(grads, torch.tensor(8.0), inverse=False)
 
 
@@ -122,13 +138,13 @@ def test_address_zero_is_skipped(dtype):
     table = make_table(grads, dtype)
     table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
 
-    found_inf = run_unscale(table, torch.tensor(4.0), inverse=False)
+    assert run_check(table) == 0
+    assert run_unscale(table, torch.tensor(4.0), inverse=False) == 0
 
     want, _ = expected_unscale([grads[0].values, grads[2].values], torch.tensor(0.25))
     grads[0].assert_holds(want[0])
     grads[2].assert_holds(want[1])
     assert grads[1].buffer.isnan().all()
-    assert found_inf == 0
     assert table.bits[:, 0].tolist() == [0, 0, 0]
 
 
@@ -212,16 +228,30 @@ def test_nothing_is_launched_for_no_elements():
         table = GradTable(numels, torch.float16, DEVICE)
         assert table.n_chunks == 0
         assert run_unscale(table, torch.tensor(2.0), inverse=False) == 0
+        assert run_check(table) == 0
 
 
 def test_a_tensor_past_int32_elements():
     long = PastInt32()
+    assert run_check(long.table) == 1
+    long.assert_holds(long.before)
+    long.table.bits.zero_()
     assert run_unscale(long.table, torch.tensor(3.0), inverse=False) == 1
     assert long.table.bits[:, 0].tolist() == [2]
     long.assert_holds(expected_unscale(long.before, inverse_of(torch.tensor(3.0)))[0])
 
 
-@pytest.mark.skipif(not launcher.INTERPRETED, reason="a GPU traps a misaligned vector; the interpreter must be asked")
+def test_a_later_generation_replaces_the_mark_in_its_place():
+    grad = Guarded(torch.tensor([NAN, 1.0]))
+    table = make_table([grad], torch.float32)
+    for generation, element, want in ((1, NAN, [0, 5, 0, 0]), (2, INF, [0, 5, 10, 0]), (5, INF, [0, 22, 10, 0])):
+        table.generation = torch.tensor([generation], dtype=torch.int32, device=DEVICE)
+        grad.tensor[0] = element
+        assert run_check(table) == 1
+        assert table.bits.tolist() == [want]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU traps a misaligned vector; the interpreter must be asked")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bodies_are_whole_aligned_vectors(dtype, monkeypatch):
     vector, block, seen = vector_of(dtype), SMALL.block_elements(dtype.itemsize), []

@@ -1,34 +1,68 @@
-"""The scale after a step: torch's op to the bit where torch is right, and its limits where it is not."""
+"""The one launch that updates the scale: torch's op to the bit where torch is right; bounds, hysteresis, counters."""
 
 import math
 import random
-from unittest import mock
 
 import pytest
 import torch
-from kernel_cases import DEVICE, INF, NAN, NATIVE, assert_same, launched
+from kernel_cases import DEVICE, INF, NAN, assert_same, launched
 
-from scaler_triton.kernels import launcher, update_scale
-from scaler_triton.kernels.update_scale import launch_update_scale
+from scaler_triton.kernels import abi
+from scaler_triton.kernels.abi import MAX_SCALE, MIN_SCALE
+from scaler_triton.kernels.update_scale import launch_update
 
-MIN_SCALE = 2.0**-126
-MAX_SCALE = torch.finfo(torch.float32).max
+GUARD = -7
+
+
+class Run:
+    """A scale, its tracker and its counters, every buffer guarded, moved by one launch a step."""
+
+    def __init__(
+        self, scale=64.0, tracker=0, growth=2.0, backoff=0.5, interval=3, low=MIN_SCALE, high=MAX_SCALE, hysteresis=1
+    ):
+        self.scales = torch.tensor([NAN, scale, NAN]).to(DEVICE)
+        self.trackers = torch.tensor([GUARD, tracker, GUARD], dtype=torch.int32).to(DEVICE)
+        self.counters = torch.tensor([GUARD, *[0] * abi.COUNTERS, GUARD]).to(DEVICE)
+        numbers = [growth, backoff, interval, low, high, hysteresis]
+        self.policy = torch.tensor(numbers, dtype=torch.float64).to(DEVICE)
+
+    def update(self, flags, rows=1, *, last_flags=None, clear=False, shape=()):
+        """One launch; whatever lies around what it may write must be as it was."""
+        with launched("_update_scale_kernel"):
+            launch_update(
+                self.scales[1:2].view(shape),
+                self.trackers[1:2].view(shape),
+                flags,
+                flags if last_flags is None else last_flags,
+                self.policy,
+                self.counters[1:-1],
+                rows,
+                clear=clear,
+            )
+        assert self.scales[::2].isnan().all()
+        assert self.trackers[::2].tolist() == self.counters[[0, -1]].tolist() == [GUARD] * 2
+        return self.scales[1].item()
+
+    def step(self, flag, shape=()):
+        """The scale after one step by one flag, which must stay as it was."""
+        flags = torch.tensor([NAN, float(flag), NAN])
+        on_device = flags.to(DEVICE)
+        scale = self.update(on_device[1], shape=shape)
+        assert_same(on_device, flags)
+        return scale
+
+    def steps(self, flags):
+        return [self.step(flag) for flag in flags]
+
+    def counted(self, which):
+        return self.counters[1 + which].item()
 
 
 def update(scale, tracker, found_inf, growth=2.0, backoff=0.5, interval=2000, shape=()):
-    """Scale and tracker after one launch, every buffer guarded; the flag must stay as it was."""
-    scales = torch.full((3,), NAN)
-    scales[1] = scale
-    trackers = torch.tensor([-7, tracker, -7], dtype=torch.int32)
-    flags = torch.tensor([NAN, found_inf, NAN])
-    on_device = [tensor.to(DEVICE) for tensor in (scales, trackers, flags)]
-    with launched("_update_scale_kernel"):
-        launch_update_scale(*(tensor[1:2].view(shape) for tensor in on_device), growth, backoff, interval)
-    after = [tensor.cpu() for tensor in on_device]
-    assert_same(after[2], flags)
-    assert_same(after[0][::2], scales[::2])
-    assert after[1][::2].tolist() == [-7, -7]
-    return after[0][1], after[1][1].item()
+    """Scale and tracker after one launch without limits."""
+    run = Run(scale, tracker, growth, backoff, interval)
+    run.step(found_inf, shape)
+    return run.scales[1].cpu(), run.trackers[1].item()
 
 
 def torch_update(scale, tracker, found_inf, growth, backoff, interval):
@@ -142,51 +176,95 @@ def test_any_shape_of_one_element(shape):
 
 
 def test_whole_training_runs_in_step_with_torch():
-    scale, tracker = torch.tensor([65536.0], device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    torch_scale, torch_tracker = torch.tensor([65536.0]), torch.zeros(1, dtype=torch.int32)
-    rng = random.Random(0)
+    run, rng = Run(65536.0, growth=1.7, backoff=0.3), random.Random(0)
+    scale, tracker = torch.tensor([65536.0]), torch.zeros(1, dtype=torch.int32)
     for _ in range(60):
         found_inf = torch.tensor(float(rng.random() < 0.2))
-        launch_update_scale(scale, tracker, found_inf.to(DEVICE), 1.7, 0.3, 3)
-        torch._amp_update_scale_(torch_scale, torch_tracker, found_inf, 1.7, 0.3, 3)
-        assert_same(scale, torch_scale)
-        assert tracker.item() == torch_tracker.item()
+        torch._amp_update_scale_(scale, tracker, found_inf, 1.7, 0.3, 3)
+        assert run.step(found_inf) == scale.item()
+        assert run.trackers[1].item() == tracker.item()
 
 
-def test_numbers_that_a_graph_may_read_are_never_freed():
-    update_scale._policy_on.cache_clear()
-    for interval in range(1, 100):
-        assert update(64.0, 0, 1.0, interval=interval) == (32.0, 0)
-    assert update_scale._policy_on.cache_info().currsize == 99
+def test_hysteresis_waits_for_the_last_overflow_and_only_growth_refills_it():
+    want = [64, 64, 32, 32, 16, 16, 16, 32, 32, 32, 16]
+    assert Run(hysteresis=3).steps([1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1]) == want
 
 
-def test_new_numbers_are_waited_for_and_not_captured():
-    """Whoever comes next with the same ones may be on another stream, and a graph's memory is its own."""
-    module = torch.get_device_module(DEVICE)
-    update_scale._policy_on.cache_clear()
-    with (
-        mock.patch.object(launcher, "capture_query", return_value=lambda: True),
-        pytest.raises(RuntimeError, match="captured"),
-    ):
-        update(64.0, 0, 0.0)
-    with mock.patch.object(module, "synchronize", side_effect=module.synchronize) as waited:
-        for _ in range(3):
-            assert update(64.0, 0, 1.0) == (32.0, 0)
-    assert waited.call_count == 1
+def test_an_interval_that_ends_refills_although_the_scale_cannot_grow():
+    run = Run(scale=2.0**127, interval=1, hysteresis=2)
+    assert run.steps([1, 0, 1, 1]) == [2.0**127, 2.0**127, 2.0**127, 2.0**126]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not NATIVE, reason="streams need a GPU")
-def test_numbers_that_one_stream_is_late_with_are_right_on_another():
-    update_scale._policy_on.cache_clear()
-    held = [[torch.full((), 8.0, device=DEVICE), torch.zeros((), dtype=torch.int32, device=DEVICE)] for _ in range(2)]
-    flag, streams = torch.ones((), device=DEVICE), [torch.cuda.Stream() for _ in held]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(streams[0]):
-        torch.cuda._sleep(100_000_000)
-    for stream, (scale, tracker) in zip(streams, held, strict=True):
-        with torch.cuda.stream(stream):
-            launch_update_scale(scale, tracker, flag, 3.0, 0.25, 5)
-    streams[1].synchronize()
-    torch.cuda.synchronize()
-    assert [scale.item() for scale, _ in held] == [2.0, 2.0]
+@pytest.mark.parametrize("flag", [1.0, NAN, INF])
+def test_the_tracker_starts_anew_though_the_scale_stays(flag):
+    run = Run(tracker=2, hysteresis=2)
+    assert run.step(flag) == 64.0
+    assert run.trackers[1].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("scale", "flags", "want"),
+    [
+        (64.0, [1, 1, 1, 1], [32, 16, 12, 12]),
+        (64.0, [0, 0, 0, 0], [96, 96, 96, 96]),
+        (1.0, [0], [12]),  # from outside, or under bounds that were others
+        (1e9, [1], [96]),
+        (NAN, [0], [12]),
+        (INF, [1], [96]),
+    ],
+)
+def test_the_scale_stays_within_its_bounds(scale, flags, want):
+    assert Run(scale, interval=1, low=12.0, high=96.0).steps(flags) == want
+
+
+def test_the_policy_is_read_at_each_launch():
+    run = Run(hysteresis=9)
+    assert run.steps([1, 1]) == [64, 64]
+    run.policy[abi.HYSTERESIS] = 3
+    assert run.step(1) == 32
+    run.policy[abi.MIN] = 24.0
+    assert run.steps([1, 1]) == [24, 24]
+
+
+def test_every_update_is_counted():
+    run = Run(interval=2, low=16.0)
+    run.steps([0, 0, 1, 1, 1, 1, 0])
+    want = {
+        abi.UPDATES: 7,
+        abi.SKIPPED: 4,
+        abi.STREAK: 0,
+        abi.GROWTHS: 1,
+        abi.BACKOFFS: 3,  # the last overflow found the scale at its minimum
+        abi.LAST_SKIP: 6,
+        abi.STRIKES: 4,
+    }
+    assert {which: run.counted(which) for which in range(abi.COUNTERS)} == want
+    run.steps([1])
+    assert (run.counted(abi.STREAK), run.counted(abi.LAST_SKIP)) == (1, 8)
+
+
+def test_counts_go_beyond_32_bits():
+    run = Run()
+    run.counters[1:-1] = 2**40
+    run.step(1)
+    assert run.counted(abi.UPDATES) == run.counted(abi.LAST_SKIP) == 2**40 + 1
+
+
+@pytest.mark.parametrize("rows", [0b10110, 1 << 31, (1 << 32) - 1, 0])
+def test_only_the_flags_that_count_are_read_cleared_and_kept(rows):
+    before = torch.arange(float(abi.ROWS * abi.STATUS)).view(abi.ROWS, abi.STATUS) % 3
+    flags, last_flags = before.to(DEVICE, copy=True), torch.full((abi.ROWS + 2,), NAN).to(DEVICE)
+    run = Run()
+    run.update(flags, rows, last_flags=last_flags[1:-1], clear=True)
+
+    chosen = [rows >> row & 1 for row in range(abi.ROWS)]
+    bad = any(before[row, abi.FLAG] for row in range(abi.ROWS) if chosen[row])
+    assert run.counted(abi.SKIPPED) == bad
+    for row in range(abi.ROWS):
+        assert (
+            flags[row].tolist() == ([0.0, 0.0] if chosen[row] else before[row, :2].tolist()) + before[row, 2:].tolist()
+        )
+        kept = last_flags[1 + row].item()
+        assert kept == before[row, abi.FLAG] if chosen[row] else math.isnan(kept)
+    assert last_flags[::33].isnan().all()
+    assert_same(before[:, abi.SCALE :], flags[:, abi.SCALE :])
