@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from kernel_cases import SIMULATED
 
 HERE = Path(__file__).parent
+CASES = HERE.parent / "unit" / "kernels"
+sys.path.insert(0, str(CASES))
 
 
 @pytest.fixture(scope="session")
@@ -19,18 +20,9 @@ def run_compiled(tmp_path_factory):
     def run(script, variables=()):
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | dict(variables)
         env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parents[1]), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parents[1]), str(CASES), env.get("PYTHONPATH")]))
         done = subprocess.run([sys.executable, HERE / script], env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     return run
-
-
-@pytest.fixture(scope="session", autouse=SIMULATED is not None)
-def simulated_kernels():
-    """Where a target is named, every launch runs as compiled for it, without a GPU."""
-    from simulated_launches import simulated
-
-    with simulated(SIMULATED) as kernels:
-        yield kernels

@@ -13,8 +13,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from perf import host_stub, stub_driver
-from scaler_triton.kernels import launcher
+from perf import stub_driver
+from scaler_triton.kernels import launch
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_unscale
 
@@ -63,34 +63,45 @@ def paths(count, *, other=None, hooks=(), when="enter"):
 
 def without_stream():
     """As `paths`, on a Triton whose driver tells of streams otherwise."""
-    with mock.patch.object(launcher, "driver", SimpleNamespace(active=SimpleNamespace())):
+    with mock.patch.object(launch, "driver", SimpleNamespace(active=SimpleNamespace())):
         return paths(4)
 
 
 def elsewhere():
     """As `paths`, while another device is the current one: and how many launches were made on the table's."""
-    guarded = []
+    guarded, current = [], [1]
 
     @contextmanager
     def on(device):
-        begin = stub_driver.launches()
+        begin, before, current[0] = stub_driver.launches(), current[0], device.index
         yield
+        current[0] = before
         guarded.append(stub_driver.launches() - begin)
 
-    with mock.patch.object(torch.cpu, "current_device", return_value=1), mock.patch.object(launcher, "_on", on):
+    query = mock.patch.object(launch, "_current_device_query", lambda device: lambda: current[0])
+    with query, mock.patch.object(launch, "_on", on):
         found = paths(4)
     return {**found, "guarded": sum(guarded)}
 
 
-def timed():
-    """As `paths`, of what perf times as one launch: how many of four went through dispatch, by name."""
-    found = {}
-    for name, subject in host_stub.launch_subjects().items():
-        with mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as dispatch:
-            for _ in range(4):
-                subject.run()
-        found[name] = dispatch.call_count
-    return found
+def inner():
+    """As `paths`, without Triton's function in C; and whether this Triton has it where it is looked for."""
+    with mock.patch.object(launch, "_inner", side_effect=launch._inner) as looked:
+        usual = paths(4)
+        (run,) = looked.call_args.args
+    with mock.patch.object(launch, "_inner", return_value=None):
+        return {"with": usual, "without": paths(4), "is_known": launch._inner(run) is not None}
+
+
+def calls():
+    """How many calls of Python functions a later launch takes."""
+    table, names = GradTable([3], torch.float32, CPU), []
+    for _ in range(2):
+        launch_unscale(table, SCALE, FLAG, inverse=False)
+    sys.setprofile(lambda frame, event, arg: event == "call" and names.append(frame.f_code.co_name))
+    launch_unscale(table, SCALE, FLAG, inverse=False)
+    sys.setprofile(None)
+    return names
 
 
 def main():
@@ -106,9 +117,10 @@ def main():
             "refusing": paths(4, other={"run": refuse}),
             "without stream": without_stream(),
             "elsewhere": elsewhere(),
-            "timed": timed(),
+            "inner": inner(),
+            "calls": calls(),
         }
-    json.dump({**answers, "seen": seen, "refusals": len(refusals), "interpreted": launcher.INTERPRETED}, sys.stdout)
+    json.dump({**answers, "seen": seen, "refusals": len(refusals), "interpreted": launch.INTERPRETED}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from scaler_triton.kernels import launcher
-from scaler_triton.kernels.nonfinite import _check_nonfinite_kernel, launch_check_nonfinite
+from scaler_triton.kernels import abi, launch
+from scaler_triton.kernels.clip import _clip_kernel, launch_clip
 from scaler_triton.kernels.table import GradTable
-from scaler_triton.kernels.unscale import _unscale_kernel, launch_unscale
-from scaler_triton.kernels.update_scale import _update_scale_kernel, launch_update_scale
+from scaler_triton.kernels.unscale import _unscale_kernel, launch_check, launch_unscale
+from scaler_triton.kernels.update_scale import _update_scale_kernel, launch_update
 
 launches = []
 
@@ -43,7 +43,7 @@ class Launcher:
                     for (place,), value in self.source.constants.items()
                     if isinstance(value, int)
                 },
-                "rows": values.get("rows"),
+                "numbers": {name: values[name] for name in ("rows", "max_norm", "ranks") if name in values},
             }
         )
 
@@ -78,24 +78,28 @@ def launch_all():
     for numels in ([], [0], [1], [10, 7], [8192 * 16], [8192 * 17]):
         table = GradTable(numels, torch.float16, cpu)
         for flag, scale in ((three[0], three[1]), (three[1], three[0])):
-            launch_check_nonfinite(table, flag)
+            launch_check(table, flag)
             launch_unscale(table, scale, flag, inverse=False)
             launch_unscale(table, scale, flag, inverse=True)
-    tracker = torch.zeros(2, dtype=torch.int32)
-    for interval in (1, 16, 17, 2000, 2**40):
-        launch_update_scale(three[0], tracker[0], three[1], 1.1, 0.5, interval)
-        launch_update_scale(three[1:2], tracker[1:], three[0], 2.0, 1.0, interval)
+    totals = torch.zeros(abi.TOTALS + 1, dtype=torch.float64)
+    table = GradTable([10, 7], torch.float16, cpu)
+    for max_norm, ranks in ((1, 1), (1.0, 16), (0.3, 17), (16, 2**40)):
+        launch_clip(table, three[0], totals[ranks % 2 :], max_norm, three[1], three, ranks)
+    tracker, policy = torch.zeros(2, dtype=torch.int32), torch.ones(abi.POLICY + 1, dtype=torch.float64)
+    counters, flags = torch.zeros(abi.COUNTERS, dtype=torch.int64), torch.zeros(abi.ROWS, abi.STATUS)
+    for rows in (1, 16, 17, (1 << 32) - 1):
+        launch_update(three[0], tracker[0], flags, three, policy[:-1], counters, rows, clear=False)
+        launch_update(three[1:2], tracker[1:], flags[1], three[1:], policy[1:], counters, rows, clear=False)
 
 
 def main():
     driver.set_active(Driver())
     with (
-        mock.patch.object(launcher, "check_device"),
-        mock.patch.object(launcher, "_on", return_value=nullcontext()),
-        mock.patch.object(torch.cpu, "current_device", return_value=None),  # the index of torch.device("cpu")
+        mock.patch.object(launch, "check_device"),
+        mock.patch.object(launch, "_on", return_value=nullcontext()),
     ):
         launch_all()
-    kernels = (_check_nonfinite_kernel, _unscale_kernel, _update_scale_kernel)
+    kernels = (_unscale_kernel, _clip_kernel, _update_scale_kernel)
     variants = {kernel.fn.__name__: len(kernel.device_caches[0][0]) for kernel in kernels}
     json.dump({"launches": launches, "variants": variants}, sys.stdout)
 

@@ -23,15 +23,13 @@ fi
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 # Time may run out: what writes into memory comes first.
 tests=()
-for name in unscale clip norm update_scale update_policy; do tests+=("tests/kernels/test_${name}_kernel.py"); done
-for file in tests/kernels/test_*.py; do
+for name in unscale clip norm update_scale; do tests+=("tests/unit/kernels/test_$name.py"); done
+for file in tests/unit/kernels/test_*.py; do
 	[[ " ${tests[*]} " == *" $file "* ]] || tests+=("$file")
 done
 tests+=(-m "not host_only")
 # What packages that only that machine has call deprecated is no finding of a tool's.
 tests+=(-W ignore::DeprecationWarning -W ignore::FutureWarning)
-# A tool's kernels are not to be timed, and that takes long.
-tests+=(--deselect tests/kernels/test_sweep.py::test_a_sweep_with_the_gpus_own_timer)
 
 # Whether a tool's tests ended for want of time only: pytest's status 2 hides tests that failed, and what the tool found;
 # nor may time have been over before the first of them.

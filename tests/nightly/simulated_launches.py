@@ -1,12 +1,24 @@
-"""Lets kernels be launched on the simulator: compiled for a GPU that need not be there, on CPU tensors."""
+"""Lets kernels be launched on the simulator: compiled for a GPU that need not be there, on CPU tensors.
+
+As a plugin of pytest (`-p simulated_launches`) it does so for all tests, on the target that SCALER_TRITON_SIMULATE names.
+"""
 
 from contextlib import contextmanager
 from unittest import mock
 
 import aot_matrix
+import numpy as np
+import pytest
+from kernel_cases import SIMULATED
 from ptx_simulator import Kernel
 
-from scaler_triton.kernels import launcher, probe
+from scaler_triton.kernels import launch as launching
+
+
+@pytest.fixture(scope="session", autouse=True)
+def simulated_kernels():
+    with simulated(SIMULATED) as kernels:
+        yield kernels
 
 
 @contextmanager
@@ -21,14 +33,13 @@ def simulated(target):
         key = launch._kernel.fn.__name__, tuple(launch._options.items())
         if key not in kernels:
             kernels[key] = _compiled(launch, target)
-        tensors = dict(zip(launch._kernel.arg_names, (*launch._fixed, *args), strict=False))
-        params = [arg if isinstance(arg, int) else arg.data_ptr() for arg in tensors.values()]
+        tensors = dict(zip(launch._kernel.arg_names, args, strict=False))
+        params = [_bits(arg) if isinstance(arg, int | float) else arg.data_ptr() for arg in tensors.values()]
         kernels[key].run(n_programs, params, list(_spans(launch, tensors)))
 
     with (
-        mock.patch.object(launcher, "check_device"),
-        mock.patch.object(probe, "check_device"),
-        mock.patch.object(launcher.Launch, "__call__", start),
+        mock.patch.object(launching, "check_device"),
+        mock.patch.object(launching.Launch, "__call__", start),
     ):
         yield kernels
 
@@ -41,12 +52,15 @@ def _compiled(launch, target):
     return Kernel(compiled.asm["ptx"], compiled.metadata.shared)
 
 
+def _bits(number):
+    """A number as a kernel is given it: a float in fp32."""
+    return int(np.float32(number).view(np.uint32)) if isinstance(number, float) else number
+
+
 def _spans(launch, tensors):
     """(address, bytes) of all that a launch may touch."""
     for name, tensor in tensors.items():
-        if name == "flags_ptr":  # what an update keeps follows the flags in their memory
-            yield tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        elif not isinstance(tensor, int):
+        if not isinstance(tensor, int | float):
             yield tensor.data_ptr(), tensor.numel() * tensor.element_size()
     if "address_ptr" in tensors:
         itemsize = launch._options["DTYPE"].primitive_bitwidth // 8

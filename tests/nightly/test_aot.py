@@ -4,7 +4,7 @@ import pytest
 import triton
 from packaging.version import Version
 
-from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, MODES
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, MODES
 
 pytestmark = pytest.mark.host_only
 
@@ -14,8 +14,6 @@ OPS = ["unscale", "unscale_inverse", "check"]
 UPDATES = ["update", "update_and_clear"]
 CLIPS = ["norm", "clip"]
 FINISHES = ["finish", "finish_inverse"]
-# A pass takes the launch configuration of the mode that reads and writes as it does.
-MODE_OF = {"unscale": "unscale", "check": "check", "norm": "check", "clip": "unscale"}
 VECTORS = DEFAULT.vectors * DEFAULT.unroll  # of 16 bytes, a lane
 WIDE = {2: "v4.b32", 4: "v4.b32", 8: "v2.b64"}
 # All warps of a multiprocessor stay resident up to 32 registers, 48 of 64 up to 40, 40 up to 48. A multiprocessor of
@@ -36,7 +34,7 @@ def kernels(matrix):
 
 
 def test_every_kernel_is_compiled_for_every_target(kernels):
-    names = [f"{op}-{dtype}" for op in [*OPS, *CLIPS] for dtype in DTYPES] + [*UPDATES, *FINISHES, "defer"]
+    names = [f"{op}-{dtype}" for op in [*OPS, *CLIPS] for dtype in DTYPES] + [*UPDATES, *FINISHES]
     assert sorted(kernels) == sorted(f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names)
 
 
@@ -105,8 +103,11 @@ def test_clipping_moves_by_128_bits_only(kernels, target, dtype):
 def test_what_one_program_reads_and_writes(kernels, target):
     for name in FINISHES:
         assert kernels[f"{target}-{name}"]["accesses"]["st.global.b64"] == 5
-    # The five totals, the flag twice, and the scale; norm, factor and four status.
-    assert kernels[f"{target}-defer"]["accesses"] == {"ld.global.b32": 1, "ld.global.b64": 6, "st.global.b32": 6}
+    for name in UPDATES:
+        # The scale, the tracker and the flags, of which a lane reads one; the policy's five and the counters' seven.
+        accesses = kernels[f"{target}-{name}"]["accesses"]
+        assert (accesses["ld.global.b32"], accesses["ld.global.b64"]) == (3, 6 + 6)
+        assert (accesses["st.global.b32"], accesses["st.global.b64"]) == (2 + 3 * (name != "update"), 7)
 
 
 @pytest.mark.parametrize("op", ["unscale", "unscale_inverse", "clip"])
@@ -140,10 +141,9 @@ def test_arithmetic_is_ieee(kernels, target):
             assert not report["flushes"], name
             assert not report["approximates"], name
             op = name.split("-")[1]
-            # The inverse of the scale, or the scale over the coefficient, and the inverse of the norm.
-            wanted = (op in ("unscale", "clip", "finish", "defer")) + (op in ("clip", "defer"))
-            assert report["div_rn"] == wanted, name
-            assert report["sqrt_rn_f64"] == (op in ("clip", "defer")), name
+            # The inverse of the scale, and that of the norm.
+            assert report["div_rn"] == (op in ("unscale", "clip", "finish")) + (op == "clip"), name
+            assert report["sqrt_rn_f64"] == (op == "clip"), name
     for name in UPDATES:
         assert kernels[f"{target}-{name}"]["mul_f64"] == 2  # the factors have stayed fp64
 
@@ -158,21 +158,17 @@ def test_bodies_move_by_16_bytes_on_amd(kernels, dtype, op):
     assert report["registers"] <= REGISTERS["gfx942"]  # up to 64, 8 waves of 64 lanes stay resident on a SIMD
 
 
-def heavy(config):
-    return config.vectors * config.unroll >= 4
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", MODE_OF)
+@pytest.mark.parametrize("op", MODES)
 def test_launch_configurations(matrix, op, dtype, record_property):
     """No candidate spills, and what is shipped keeps 48 warps of sm_90 resident."""
-    reports = {str(c): matrix["configs"][f"{op}-{dtype}-{c}"] for c in CANDIDATES if op in MODES or heavy(c)}
+    reports = {str(c): matrix["configs"][f"{op}-{dtype}-{c}"] for c in CANDIDATES}
     if not all(reports.values()):
         pytest.skip("this Triton comes without cuobjdump")
     record_property("registers", {config: report["registers"] for config, report in reports.items()})
     assert {config: report["spilled"] for config, report in reports.items()} == dict.fromkeys(reports, 0)
 
-    shipped = matrix["shipped"][f"{MODE_OF[op]}-{dtype}"]
+    shipped = matrix["shipped"][f"{op}-{dtype}"]
     assert str(DEFAULT) in shipped
     for config in shipped:
         report = matrix["configs"][f"{op}-{dtype}-{config}"]

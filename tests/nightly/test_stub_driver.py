@@ -2,12 +2,11 @@
 
 import platform
 import shutil
-import struct
 
 import pytest
 
 from perf import stub_driver
-from scaler_triton.kernels.launch_config import DEFAULT
+from scaler_triton.kernels.config import DEFAULT
 
 pytestmark = [
     pytest.mark.host_only,
@@ -27,7 +26,7 @@ def rounds(run_compiled, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("op", "kernel"),
-    [("check", "_check_nonfinite_kernel"), ("unscale", "_unscale_kernel"), ("inverse", "_unscale_kernel")],
+    [("check", "_unscale_kernel"), ("unscale", "_unscale_kernel"), ("inverse", "_unscale_kernel")],
 )
 def test_a_table_is_one_launch_with_its_own_addresses(rounds, op, kernel):
     assert len(rounds) == len(PROGRAMS)
@@ -37,19 +36,23 @@ def test_a_table_is_one_launch_with_its_own_addresses(rounds, op, kernel):
             assert launch["kernel"] == kernel
             assert launch["grid"] == [programs, 1, 1]
             assert launch["block"] == [32 * DEFAULT.num_warps, 1, 1]
-            assert launch["params"] == [*seen["table"], seen["scalars"][2]]
+            scale, flag = seen["scalars"]
+            assert launch["params"] == [*seen["table"], flag, flag if op == "check" else scale]
 
 
-def test_the_scale_is_updated_by_one_warp_with_factors_in_fp64(rounds):
-    factors = struct.unpack("2q", struct.pack("2d", 1.1, 0.5))
-    bounds = struct.unpack("2q", struct.pack("2d", 2.0**-126, 2.0**128 - 2.0**104))
+def test_clipping_is_given_its_tensors_in_their_order(rounds):
+    for programs, seen in zip(PROGRAMS, rounds, strict=True):
+        assert [launch["params"] for launch in seen["clip"]] == [
+            [*seen["table"][:4], seen["scalars"][0], *seen["clip_scalars"][:2]]
+        ] * (programs > 0)
+
+
+def test_the_scale_is_updated_by_one_warp(rounds):
     for seen in rounds:
         (launch,) = seen["update"]
         assert launch["kernel"] == "_update_scale_kernel"
         assert (launch["grid"], launch["block"]) == ([1, 1, 1], [32, 1, 1])
-        address, *numbers = seen["policy"]
-        assert numbers == [*factors, 2000, *bounds, 1, 0]
-        assert launch["params"][:6] == [*seen["scalars"], address, seen["counters"], 1]
+        assert launch["params"] == [*seen["update_tensors"], 0b101]
 
 
 def test_the_driver_is_compiled_once(tmp_path):
