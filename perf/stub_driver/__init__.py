@@ -129,8 +129,8 @@ def as_gpu() -> Iterator[None]:
     from scaler_triton.kernels import launch
 
     with (
-        mock.patch.object(launch, "check_device", lambda device: None),
-        mock.patch.object(launch, "_on", lambda device: nullcontext()),
+        mock.patch.object(launch, "check_device"),
+        mock.patch.object(launch, "_on", return_value=nullcontext()),
     ):
         yield
 

@@ -78,7 +78,7 @@ def elsewhere():
         current[0] = before
         guarded.append(stub_driver.launches() - begin)
 
-    query = mock.patch.object(launch, "_current_device_query", lambda device: lambda: current[0])
+    query = mock.patch.object(launch, "_current_device_query", return_value=lambda: current[0])
     with query, mock.patch.object(launch, "_on", on):
         found = paths(4)
     return {**found, "guarded": sum(guarded)}
@@ -88,9 +88,9 @@ def inner():
     """As `paths`, without Triton's function in C; and whether this Triton has it where it is looked for."""
     with mock.patch.object(launch, "_inner", side_effect=launch._inner) as looked:
         usual = paths(4)
-        (run,) = looked.call_args.args
+        known = launch._inner(*looked.call_args.args) is not None
     with mock.patch.object(launch, "_inner", return_value=None):
-        return {"with": usual, "without": paths(4), "is_known": launch._inner(run) is not None}
+        return {"with": usual, "without": paths(4), "is_known": known}
 
 
 def calls():

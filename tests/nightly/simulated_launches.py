@@ -1,6 +1,6 @@
 """Lets kernels be launched on the simulator: compiled for a GPU that need not be there, on CPU tensors.
 
-As a plugin of pytest (`-p simulated_launches`) it does so for all tests, on the target that SCALER_TRITON_SIMULATE names.
+As a plugin of pytest (`-p simulated_launches`) it does so for all tests, on SCALER_TRITON_SIMULATE's target.
 """
 
 from contextlib import contextmanager
@@ -59,7 +59,7 @@ def _bits(number):
 
 def _spans(launch, tensors):
     """(address, bytes) of all that a launch may touch."""
-    for name, tensor in tensors.items():
+    for tensor in tensors.values():
         if not isinstance(tensor, int | float):
             yield tensor.data_ptr(), tensor.numel() * tensor.element_size()
     if "address_ptr" in tensors:
