@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scaler_triton._version import __version__
-from scaler_triton.console import complain, driver_version, missing_packages, new_bar
-from scaler_triton.words import one_line, table
+from scaler_triton.cli.console import complain, driver_version, missing_packages, new_bar
+from scaler_triton.text import one_line, table
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,8 @@ def tune(device: torch.device, gpu: str, path: Path, workloads: Workloads, timer
     """Measure, show what was found, write the file and return the exit status."""
     from scaler_triton.kernels import config
 
-    total = len(config.ITEMSIZES) * len(config.WORKLOADS) * len(config.MODES) * len(config.CANDIDATES)
+    passes = len(config.ITEMSIZES) * len(config.WORKLOADS) * len(config.MODES)
+    total = passes * len(config.CANDIDATES) * (1 + ROUNDS)
     try:
         with new_bar(f"tuning {gpu}", total) as bar:
             figures = list(measure(device, workloads, timer, bar))
@@ -149,11 +150,14 @@ def measure(device: torch.device, workloads: Workloads, timer: Timer, bar: Any) 
                 if problems[DEFAULT]:
                     raise RuntimeError(f"the default fails in {mode} of {itemsize} bytes: {problems[DEFAULT]}")
                 launches = {each: scratch.launch_of(mode, each) for each in CANDIDATES if not problems[each]}
-                rounds = [{each: timer(launch) for each, launch in launches.items()} for _ in range(ROUNDS)]
+                rounds: dict[LaunchConfig, list[float]] = {each: [] for each in CANDIDATES}
+                for each in ROUNDS * CANDIDATES:
+                    if each in launches:
+                        rounds[each].append(timer(launches[each]))
+                    bar.update()
                 for each in CANDIDATES:
-                    ms = [times[each] for times in rounds if each in times]
                     moved, copied = MOVES[mode] * scratch.gb, 2 * scratch.gb_with_gaps / copy_ms * 1e3
-                    yield Figures((mode, itemsize, workload), each, ms, moved, copied, problems[each])
+                    yield Figures((mode, itemsize, workload), each, rounds[each], moved, copied, problems[each])
 
 
 def choose(figures: Sequence[Figures]) -> dict[Key, LaunchConfig]:
@@ -260,14 +264,15 @@ def gpu_timer(l2_bytes: int) -> Timer:
     def timer(launch: Callable[[], None]) -> float:
         events = []
         for _ in range(WARM_UP + LAUNCHES):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             junk.sum()  # read, not written: a check would have to write dirty lines back, of which it makes none
             begin.record()
             launch()
             end.record()
             events.append((begin, end))
         torch.cuda.synchronize()
-        return statistics.median(begin.elapsed_time(end) for begin, end in events[WARM_UP:])
+        ms: float = statistics.median(begin.elapsed_time(end) for begin, end in events[WARM_UP:])
+        return ms
 
     return timer
 

@@ -54,7 +54,8 @@ def _compiled(launch, target):
 
 def _bits(number):
     """A number as a kernel is given it: a float in fp32."""
-    return int(np.float32(number).view(np.uint32)) if isinstance(number, float) else number
+    with np.errstate(over="ignore"):
+        return int(np.float32(number).view(np.uint32)) if isinstance(number, float) else number
 
 
 def _spans(launch, tensors):

@@ -1,252 +1,219 @@
-"""The sweep: what is chosen follows from the times by a rule, and only what is right is timed at all."""
+"""The tuner: when it refuses, what it measures and chooses, what it shows and writes; kernels tiny, times invented."""
 
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE
-from scaler_triton.kernels.launch_config import CANDIDATES, DEFAULT, ITEMSIZES, MODES, LaunchConfig
-from scaler_triton.kernels.scratch import Scratch
 
-from scaler_triton.kernels import scratch as scratch_module
-from scaler_triton.kernels import sweep
+from scaler_triton import cli
+from scaler_triton.cli import tune
+from scaler_triton.cli.console import NoBar
+from scaler_triton.kernels import config, launch, norm, unscale
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, ITEMSIZES, MODES, LaunchConfig
 
+pytestmark = pytest.mark.native
+
+DEVICE = torch.device("cpu" if launch.INTERPRETED else "cuda")
 FIRST, SECOND = LaunchConfig(4, 1, 2), LaunchConfig(8, 2, 1)
-FEW = (FIRST, DEFAULT, SECOND)
-PASSES = [(mode, itemsize) for mode in MODES for itemsize in ITEMSIZES]
+KEYS = [(mode, size, workload) for size in ITEMSIZES for workload in ("span", "mixed") for mode in MODES]
 
 
-def tiny(itemsize):
-    return {"span": [2100], "mixed": [1, 17, 64]}
+def tiny(itemsize: int) -> dict[str, list[int]]:
+    return {"span": [600], "mixed": [5, 64]}
 
 
-def figures(config, span=1.0, mixed=1.0, problem=""):
-    ms = {} if problem else {"span": span, "mixed": mixed}
-    return sweep.Figures("check", 2, config, problem, ms, ms, 1.0)
+@pytest.fixture(autouse=True)
+def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three candidates, and a cache of the test's own."""
+    monkeypatch.setattr(config, "CANDIDATES", (FIRST, DEFAULT, SECOND))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config.read.cache_clear()
+    yield
+    config.read.cache_clear()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A timer by which one configuration is quicker than others in passes that only read."""
+    made: dict[Any, tuple[str, LaunchConfig]] = {}
+    launch_of = tune.Scratch.launch_of
+
+    def noted(scratch: tune.Scratch, mode: str, shape: LaunchConfig, *args: float) -> Any:
+        launch = launch_of(scratch, mode, shape, *args)
+        made[launch] = mode, shape
+        return launch
+
+    def timer(launch: Any) -> float:
+        timed.append(made.get(launch, ("copy", None)))
+        return 0.5 if timed[-1] in (("check", SECOND), ("norm", SECOND)) else 1.0
+
+    timed: list[Any] = []
+    monkeypatch.setattr(tune.Scratch, "launch_of", noted)
+    return SimpleNamespace(timer=timer, timed=timed)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a tuner which does nothing says."""
+    assert cli.main(["tune", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="asks for the interpreter")
+def test_an_interpreters_time_is_not_a_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "TRITON_INTERPRET=1" in refusal(capsys)
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-m", "scaler_triton", "tune"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=root, env=environment, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "scaler_triton: tune needs a GPU, and there is none here\n"
+
+
+def test_what_is_missing_is_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(tune, "missing_packages", lambda names: ["triton"])
+        assert "tune needs triton" in refusal(capsys)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    for name, answer in (("is_available", True), ("current_device", 0), ("get_device_name", "Some GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    (tmp_path / "file").touch()
+    assert f"cannot write to {tmp_path / 'file'}" in refusal(capsys, "--out", str(tmp_path / "file"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert f"cannot write to {tmp_path}: permission denied" in refusal(capsys, "--out", str(tmp_path))
+    monkeypatch.setattr(config, "cache_folder", lambda: None)
+    assert "name a folder with --out" in refusal(capsys)
+
+
+def test_the_whole_run(tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config.user_file("Some GPU")
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    assert config.tuned_for("Some GPU", KEYS[0])[1] is None
+    assert tune.tune(DEVICE, "Some GPU", path, tiny, quick.timer) == 0
+
+    chosen = {key: SECOND if key[0] in ("check", "norm") else DEFAULT for key in KEYS}
+    assert {key: config.tuned_for("Some GPU", key) for key in KEYS} == {key: (chosen[key], path) for key in KEYS}
+    each = [(mode, shape) for mode in MODES for shape in (FIRST, DEFAULT, SECOND)]
+    assert sorted(map(str, quick.timed)) == sorted(map(str, 6 * tune.ROUNDS * [*each, ("copy", None)]))
+
+    data = json.loads(path.read_text())
+    assert {"date", "scaler_triton", "torch", "triton", "cuda", "driver", "python"} <= set(data["provenance"])
+    assert len(data["measured"]) == 3 * len(KEYS)
+    assert [path.name for path in path.parent.iterdir()] == ["Some_GPU.json"]
+    said = capsys.readouterr()
+    lines = [line.split() for line in said.out.splitlines()]
+    assert [line[:3] for line in lines if line and line[0] in MODES] == [list(map(str, key)) for key in KEYS]
+    assert f"12 of {len(KEYS)} defaults replaced" in said.out
+    assert "+" not in said.out
+    assert said.out.endswith(f"written: {path}\n")
+
+
+def figures(shape: LaunchConfig, *ms: float, problem: str = "") -> tune.Figures:
+    return tune.Figures(KEYS[0], shape, list(ms), 1.0, 2000.0, problem)
 
 
 @pytest.mark.parametrize(
     ("rivals", "wanted"),
     [
-        ([(1.0, 1.0)], DEFAULT),
-        ([(0.9, 0.9)], FIRST),
-        ([(0.5, 0.99)], DEFAULT),  # by more than 2 % on one workload only
-        ([(0.99, 0.5)], DEFAULT),
-        ([(1 / 1.02, 0.5)], DEFAULT),  # by just 2 %
-        ([(0.98, 0.98)], FIRST),
-        ([(0.9, 0.9), (0.8, 0.8)], SECOND),
-        ([(0.9, 0.8), (0.8, 0.9)], FIRST),  # a tie: the first in the list
-        ([(0.5, 0.99), (0.97, 0.97)], SECOND),
-        ([(0.7, 0.97), (0.85, 0.85)], FIRST),  # 1.52 times as fast together, against 1.38
+        ([(1.0, 1.0, 1.0)], DEFAULT),
+        ([(0.9, 0.9, 0.9)], FIRST),
+        ([(0.5, 0.5, 1.0)], DEFAULT),  # one round as slow as the default's quickest
+        ([(0.995, 0.995, 0.995)], DEFAULT),  # by less than 1 %
+        ([(0.9, 0.9, 0.9), (0.8, 0.8, 0.8)], SECOND),
+        ([(), (0.8, 0.8, 0.8)], SECOND),  # dropped
+        ([()], DEFAULT),
     ],
 )
-def test_the_choice(rivals, wanted):
-    found = [figures(DEFAULT)] + [figures(config, *ms) for config, ms in zip([FIRST, SECOND], rivals, strict=False)]
-    assert sweep.choose(found) == wanted
+def test_the_choice_is_the_quickest_beyond_noise(rivals: list[tuple[float, ...]], wanted: LaunchConfig) -> None:
+    found = [figures(DEFAULT, 1.0, 1.1, 1.0)]
+    found += [figures(shape, *ms) for shape, ms in zip([FIRST, SECOND], rivals, strict=False)]
+    assert tune.choose(found) == {KEYS[0]: wanted}
 
 
-def test_a_dropped_candidate_is_never_chosen():
-    assert sweep.choose([figures(FIRST, problem="wrong values"), figures(DEFAULT)]) == DEFAULT
+def test_the_table() -> None:
+    found = [figures(DEFAULT, 1.0), figures(FIRST, problem="wrong values"), figures(SECOND, 0.8)]
+    lines = [" ".join(line.split()) for line in tune.report(found, {KEYS[0]: SECOND}).splitlines()]
+    assert lines[2] == "unscale 2 span 8 x 2 x 2 1000 8 x 2 x 1 1250 25.0% 62% 1"
+    assert lines[3] == "dropped: 4 x 1 x 2 in unscale: wrong values"
+    assert lines[-1].startswith("1 of 1 defaults replaced, each by what was quicker in each of 5 rounds")
 
 
-def fake_timer(times):
-    """Times by configuration, 1 ms by default; all that was timed is kept in `trials`."""
-
-    def timer(trial):
-        timer.trials.append(trial)
-        return times.get(trial.config, 1.0)
-
-    timer.trials = []
-    return timer
-
-
-def test_a_sweep_times_every_candidate_in_every_pass():
-    timer = fake_timer({FIRST: 0.5})
-    steps = []
-    found = sweep.sweep(DEVICE, tiny, timer, lambda: steps.append(1), FEW)
-    assert sweep.choose_all(found) == dict.fromkeys(PASSES, FIRST)
-    assert sorted({(each.mode, each.itemsize) for each in found}) == sorted(PASSES)
-    assert [each.config for each in found] == list(FEW) * 6
-    assert {each.problem for each in found} == {""}
-    assert len(steps) == sweep.count_steps(len(FEW))
-    timed = [(trial.mode, trial.itemsize, trial.config, trial.workload) for trial in timer.trials]
-    assert len(timed) == sweep.ROUNDS * (6 * len(FEW) * 2 + len(ITEMSIZES))
-    assert len(set(timed)) == len(timed) // sweep.ROUNDS
-
-
-def test_bandwidths_count_what_is_moved():
-    times = {None: 0.5, DEFAULT: 2.0}
-    for each in sweep.sweep(DEVICE, tiny, fake_timer(times), candidates=[DEFAULT]):
-        moved = each.itemsize * (2 if each.mode == "unscale" else 1)
-        assert each.ms == {"span": 2.0, "mixed": 2.0}
-        assert each.gbps == pytest.approx({"span": 2100 * moved / 2e-3 / 1e9, "mixed": 82 * moved / 2e-3 / 1e9})
-        buffer = Scratch([2100], sweep.DTYPES[each.itemsize], DEVICE).buffer
-        assert each.copy_gbps == pytest.approx(2 * buffer.nbytes / 0.5e-3 / 1e9)
-
-
-def test_the_median_of_the_rounds_counts():
-    clock = iter([9.0, 1.0, 2.0] * 1000)
-    timer = lambda trial: next(clock) if trial.workload == "span" and trial.config else 1.0  # noqa: E731
-    assert {each.ms["span"] for each in sweep.sweep(DEVICE, tiny, timer, candidates=[DEFAULT])} == {2.0}
-
-
-def test_what_is_timed_can_be_repeated_and_stores_everything():
-    tried = Scratch([5, 300], torch.float16, DEVICE)
-    launch = tried.launch_of("unscale", FIRST)
-    for sign in (-1, 1, -1):
-        launch()
-        for start, numel in zip(tried._starts, tried.numels, strict=True):
-            assert torch.equal(tried.buffer[start : start + numel], sign * tried.original[start : start + numel])
-    assert tried.found_inf.item() == 0
-    tried.copy()
-    assert scratch_module._same_bits(tried.spare, tried.buffer)
-
-
-def spoiled(name, spoil):
-    """A launcher that does its work for the default and something else for others."""
-    launch = getattr(scratch_module, name)
-
-    def wrong(table, *args, **kwargs):
-        if table.config == DEFAULT:
-            launch(table, *args, **kwargs)
-        else:
-            spoil(launch, table, *args, **kwargs)
-
-    return mock.patch.object(scratch_module, name, wrong)
-
-
-def does_nothing(launch, table, *args, **kwargs):
-    pass
-
-
-def always_flags(launch, table, *args, **kwargs):
-    launch(table, *args, **kwargs)
-    args[-1].fill_(1.0)
-
-
-def forgets_the_flag(launch, table, *args, **kwargs):
-    before = args[-1].clone()
-    launch(table, *args, **kwargs)
-    args[-1].copy_(before)
-
-
-def raises(launch, table, *args, **kwargs):
-    raise RuntimeError("out of resources: registers\nand a long story")
-
-
-@pytest.mark.parametrize(
-    ("name", "spoil", "said"),
-    [
-        ("launch_unscale", does_nothing, "wrong values (span)"),
-        ("launch_unscale", always_flags, "finite values flagged (span)"),
-        ("launch_check_nonfinite", always_flags, "finite values flagged (span)"),
-        ("launch_check_nonfinite", forgets_the_flag, "an Inf was missed (span)"),
-        ("launch_check_nonfinite", raises, "RuntimeError: out of resources: registers"),
-    ],
-)
-def test_a_wrong_candidate_is_dropped_untimed_and_reported(name, spoil, said):
-    timer = fake_timer({FIRST: 0.1})
-    with spoiled(name, spoil):
-        found = sweep.sweep(DEVICE, tiny, timer, candidates=(FIRST, DEFAULT))
-    mode = "unscale" if name == "launch_unscale" else "check"
-    dropped = [each for each in found if each.problem]
-    assert {(each.mode, each.config, each.problem) for each in dropped} == {(mode, FIRST, said)}
-    assert len(dropped) == len(ITEMSIZES)
-    assert not any(trial.mode == mode and trial.config == FIRST for trial in timer.trials)
-    assert all(each.ms == each.gbps == {} for each in dropped)
-    chosen = sweep.choose_all(found)
-    assert {config for key, config in chosen.items() if key[0] == mode} == {DEFAULT}
-    assert {config for key, config in chosen.items() if key[0] != mode} == {FIRST}
-
-
-def test_a_default_that_is_wrong_ends_the_sweep():
-    with (
-        mock.patch.object(scratch_module, "launch_check_nonfinite"),
-        pytest.raises(RuntimeError, match="the default configuration fails in check of 2 bytes: an Inf was missed"),
+def test_a_wrong_candidate_is_dropped_and_a_wrong_default_ends_it(
+    tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = {FIRST}
+    for module, name, spoil in (
+        (unscale, "launch_unscale", None),
+        (unscale, "launch_check", lambda grads, flag: flag.fill_(1.0)),
+        (norm, "launch_sum_of_squares", None),
     ):
-        sweep.sweep(DEVICE, tiny, fake_timer({}), candidates=FEW)
+        right = getattr(module, name)
+
+        def spoiled(grads: Any, *args: Any, right: Any = right, spoil: Any = spoil, **options: Any) -> None:
+            if grads.config not in bad:
+                right(grads, *args, **options)
+            elif spoil:
+                spoil(grads, *args)
+
+        monkeypatch.setattr(module, name, spoiled)
+    found = list(tune.measure(DEVICE, tiny, quick.timer, NoBar()))
+    problems = {(each.key[0], each.problem) for each in found if each.problem}
+    wrong = {("unscale", "wrong values"), ("check", "finite values flagged"), ("norm", "a wrong norm")}
+    assert problems == wrong
+    assert not any(each.ms for each in found if each.problem)
+
+    bad.add(DEFAULT)
+    assert tune.tune(DEVICE, "Some GPU", tmp_path / "gpu.json", tiny, quick.timer) == 1
+    assert "nothing is written: the default fails in unscale of 2 bytes: wrong values" in capsys.readouterr().err
+    assert not (tmp_path / "gpu.json").exists()
 
 
-@pytest.mark.parametrize("config", CANDIDATES, ids=str)
+@pytest.mark.parametrize("shape", CANDIDATES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_candidate_is_right(mode, config):
-    # More than a chunk of the largest program, and ends that are no whole vectors.
-    for dtype in sweep.DTYPES.values():
-        chunk = config.chunk_elements(dtype.itemsize)
-        assert Scratch([1, chunk + 1, 7, 0, 3], dtype, DEVICE).problem(mode, config) == ""
+def test_every_candidate_is_right(mode: str, shape: LaunchConfig) -> None:
+    for dtype in (torch.float16, torch.float64):
+        chunk = shape.chunk_elements(dtype.itemsize)  # and ends that are no whole vectors
+        assert tune.Scratch([1, chunk + 1, 7, 0, 3], dtype, DEVICE).problem(mode, shape) == ""
 
 
-def test_a_write_beside_the_tensors_is_found_out():
-    def write_beside(launch, table, *args, **kwargs):
-        launch(table, *args, **kwargs)
-        tried.buffer[0] = 0
-
-    tried = Scratch([64], torch.float32, DEVICE)
-    with spoiled("launch_check_nonfinite", write_beside):
-        assert tried.problem("check", DEFAULT) == ""
-        assert tried.problem("check", FIRST) == "wrong values"
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seen", ["first", "last"])
-def test_a_pass_that_looks_at_one_end_only_is_found_out(mode, seen):
-    name = {"unscale": "launch_unscale", "check": "launch_check_nonfinite"}[mode]
-    tried = Scratch([64, 64], torch.float32, DEVICE)
-
-    def half_blind(launch, table, *args, **kwargs):
-        before = args[-1].clone()
-        views = dict(zip(["first", "last"], tried._views(tried.buffer), strict=True))
-        bad = not views[seen].isfinite().all()
-        launch(table, *args, **kwargs)
-        args[-1].copy_(torch.ones_like(before) if bad else before)
-
-    with spoiled(name, half_blind):
-        assert tried.problem(mode, DEFAULT) == ""
-        assert tried.problem(mode, FIRST) == "an Inf was missed"
+def test_a_write_beside_the_tensors_and_a_raise_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = tune.Scratch([64], torch.float32, DEVICE)
+    monkeypatch.setattr(unscale, "launch_check", lambda grads, flag: tried.buffer[0].zero_())
+    assert tried.problem("check", DEFAULT) == "wrong values"
+    monkeypatch.setattr(unscale, "launch_check", lambda grads, flag: 1 / 0)
+    assert tried.problem("check", DEFAULT) == "ZeroDivisionError: division by zero"
+    monkeypatch.setattr(unscale, "launch_check", lambda grads, flag: None)
+    assert tried.problem("check", DEFAULT) == "an Inf was missed"
 
 
-def test_the_workloads_of_a_gpu():
-    numels = sweep.gpu_workloads(50 * 2**20)
-    for itemsize in ITEMSIZES:
-        assert sum(numels(itemsize)["span"]) * itemsize == 200 * 2**20
-        assert len(numels(itemsize)["mixed"]) == 2000
-        assert min(numels(itemsize)["mixed"]) >= 16
-        assert max(numels(itemsize)["mixed"]) <= 2**18
-    assert numels(2)["mixed"] == sweep.gpu_workloads(2**20)(2)["mixed"]  # the same on every card
-    assert numels(2)["span"] != sweep.gpu_workloads(2**20)(2)["span"] == [32 * 2**20]
-
-
-def test_the_gpus_timer_is_a_median_of_launches_behind_reads():
-    """Behind writes a check would be timed with theirs, which the cache has yet to pass on."""
-    calls, took = [], [9.0] * 10 + [1.0] * 51 + [5.0] * 49  # the first 10 do not count
-
-    class Mark:
-        def __init__(self, *, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            calls.append("mark")
-            self.launches = calls.count("launch")
-
-        def elapsed_time(self, end):
-            assert end.launches == self.launches + 1
-            return took[self.launches]
-
-    def zeros(numel, *, dtype, device):
-        assert numel * dtype.itemsize == 4 * 2**20
-        return SimpleNamespace(sum=lambda: calls.append("read"))
-
-    cuda = {"Event": Mark, "current_device": lambda: 0, "synchronize": lambda: calls.append("wait")}
-    cuda["get_device_properties"] = lambda device: SimpleNamespace(L2_cache_size=2**20)
-    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(torch, "zeros", zeros):
-        assert sweep.gpu_timer(sweep.Trial("copy", 2, "span", None, lambda: calls.append("launch"))) == 1.0
-    assert calls == ["read", "mark", "launch", "mark"] * 110 + ["wait"]
+def test_a_gpus_workloads_are_the_same_on_every_card_but_for_the_span() -> None:
+    one, other = tune.gpu_workloads(50 * 2**20)(4), tune.gpu_workloads(2**20)(4)
+    assert one["mixed"] == other["mixed"]
+    assert [sum(each["span"]) for each in (one, other)] == [50 * 2**20, 16 * 2**20]
+    for name, numels in one.items():
+        assert config.workload_of(4, numels) == name
 
 
 @pytest.mark.gpu
-def test_a_sweep_with_the_gpus_own_timer():
-    found = sweep.sweep(DEVICE, sweep.gpu_workloads(2**20), sweep.gpu_timer, candidates=(FIRST, DEFAULT))
-    assert {each.problem for each in found} == {""}
-    assert all(speed > 0 for each in found for speed in each.gbps.values())
-    assert set(sweep.choose_all(found)) == set(PASSES)
+def test_on_a_gpu_the_whole_command_tunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert set(config.read(path, torch.cuda.get_device_name())) == set(KEYS)
