@@ -136,6 +136,14 @@ def finite_values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     return values
 
 
+def with_a_signalling_nan(values: Tensor) -> Tensor:
+    """Copies of the values, one of which conversions to fp32 and back would leave a quiet NaN."""
+    bits = {torch.float16: 0x7C01, torch.bfloat16: 0x7F81, torch.float32: 0x7F800001, torch.float64: 0x7FF0000000000001}
+    values = values.clone()
+    as_bits(values)[3] = bits[values.dtype]
+    return values
+
+
 def edge_numels(dtype: torch.dtype) -> list[int]:
     """Sizes at which something begins or ends: none, one vector, one chunk; and one far from all."""
     vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)

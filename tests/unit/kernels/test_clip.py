@@ -22,6 +22,7 @@ from kernel_cases import (
     inverse_of,
     launched,
     make_table,
+    with_a_signalling_nan,
 )
 
 from scaler_triton.kernels import abi
@@ -210,15 +211,9 @@ def test_address_zero_is_skipped(dtype):
 
 
 @pytest.mark.parametrize(("max_norm", "flag"), [(2.0, 0.0), (0.5, 1.0)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_factors_of_one_write_nothing(dtype, max_norm, flag):
-    values = finite_values(700, dtype, seed=0)
-    # A signalling NaN: conversions to fp32 and back would leave it quiet.
-    values.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[3] = {
-        torch.float16: 0x7C01,
-        torch.bfloat16: 0x7F81,
-        torch.float32: 0x7F800001,
-    }[dtype]
+    values = with_a_signalling_nan(finite_values(700, dtype, seed=0))
     grad = Guarded(values, 1)
     run_clip(make_table([grad], dtype), 1.0, max_norm, flag=flag)
     assert_untouched(grad.tensor, values)
