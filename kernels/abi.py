@@ -1,34 +1,39 @@
-"""Every number that host and kernels share, once: the layout of what they exchange, and the limits of the scale."""
+"""The constants that the host shares with the kernels, each defined once. Imports neither torch nor triton.
 
-# The status of an optimizer's step, fp32 [STATUS], which the ranks reduce to their maximum: the flag (found_inf),
-# whether a rank failed to check its gradients, and two numbers by which the ranks' scales are compared: the scale and
-# its negative or, where clipping summed over the ranks, the sum of the scales and their excess (see `kernels/clip.py`).
+A status row is one optimizer's flag and what its ranks compare; totals are what a norm's pass leaves for the clip.
+Both are reduced over the ranks before anyone reads them.
+"""
+
+# A status row, fp32: the flag (found_inf), whether a check failed, and two numbers that compare the ranks' scales.
+# After a MAX reduction these are max(scale) and max(-scale); after a SUM the sum of the scales and their excess, which
+# is 0 if all are equal.
 FLAG, FAILED, SCALE, EXCESS = range(4)
 STATUS = 4
-# Rows of status that one update can read.
+# Rows in a buffer of flags: the most flags that one update reads, one for each lane of a warp.
 ROWS = 32
 
-# The totals of a norm's pass, fp64 [TOTALS], which the ranks sum: squares, overflows, failures, and the scale and its
-# inverse, by which the ranks' scales are compared.
+# Totals of a norm's pass, fp64, which ranks sum: the sum of squares, the flags, the failed checks, and the scales and
+# their inverses, by which the ranks compare their scales.
 SQUARES, OVERFLOWS, FAILURES, SCALES, INVERSES = range(5)
 TOTALS = 5
 
-# Counters of updates, int64 [COUNTERS]. Strikes: the overflows that count towards `hysteresis`.
+# Counters of updates, int64. A strike is an overflow that counts towards the hysteresis.
 UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES = range(7)
 COUNTERS = 7
 
-# The numbers of the update rule, fp64 [POLICY]. An interval is exact wherever a tracker can reach it.
+# The numbers of the update rule, fp64 on the device. The interval is exact wherever it can be reached: the growth
+# tracker stops at MAX_TRACKER.
 GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, MIN, MAX, HYSTERESIS = range(6)
 POLICY = 6
 
-# 1 / scale is finite for every scale from the smallest normal fp32 number to the largest.
+# Between these two the inverse of the scale is finite, and not 0.
 MIN_SCALE = 2.0**-126
-MAX_SCALE = (2.0 - 2.0**-23) * 2.0**127
+MAX_SCALE = 2.0**128 - 2.0**104  # the largest fp32
 MAX_TRACKER = 2**31 - 1
 
-# A mark of what a gradient held: the kinds in the low bits, above them the generation, which is the number of skips
-# before. A tensor has marks of so many generations: a power of 2.
+# A tensor's marks, int32 [GENERATIONS]: which kinds of non-finite elements it had. A mark has the generation, which is
+# the number of skips before, above its KIND_BITS; that of generation g stands at g % GENERATIONS.
 NAN, INF = 1, 2
 KIND_BITS = 2
-GENERATIONS = 4
+GENERATIONS = 4  # a power of 2
 GENERATION_MASK = (1 << 28) - 1

@@ -2,25 +2,23 @@
 
 Moves two element widths per element, or none if both factors are 1. The clip coefficient and the agreed status are
 computed here, from the totals of the norm's pass after their reduction over the ranks, so nothing else is launched in
-between. For deferred clipping one program computes the factor with which the optimizer does both.
+between.
 """
 
-import functools
-import struct
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaler_triton.kernels import launcher
-from scaler_triton.kernels.common import edge_ptrs, find_chunk, load_body, narrow, read_table, widen
-from scaler_triton.kernels.norm import FAILED, FLAG, SCALES, SQUARES
+from scaler_triton.kernels import abi
 from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels.unscale import find_body, find_edges, load_body, narrow, read_table, widen
+
+_SQUARES, _OVERFLOWS, _FAILURES, _SCALES, _INVERSES = map(tl.constexpr, range(abi.TOTALS))
+_FLAG, _FAILED, _SCALE, _EXCESS = map(tl.constexpr, range(abi.STATUS))
 
 
 @triton.jit(
-    do_not_specialize=["max_norm_bits", "ranks"],
+    do_not_specialize=["max_norm", "ranks"],
     do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "status_ptr"],
 )
 def _clip_kernel(
@@ -28,56 +26,42 @@ def _clip_kernel(
     numel_ptr,
     chunk_tensor_ptr,
     chunk_index_ptr,
-    bits_ptr,
     scale_ptr,
     totals_ptr,
     norm_ptr,
     status_ptr,
-    max_norm_bits: tl.int64,
+    max_norm: tl.float32,
     ranks: tl.int64,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     inv = tl.div_rn(1.0, tl.load(scale_ptr))  # plain `/` is approximate in fp32
-    norm, coef = _norm_and_coefficient(totals_ptr, max_norm_bits)
+    norm, coef = _norm_and_coefficient(totals_ptr, max_norm)
 
     if tl.program_id(0) == 0:
         tl.store(norm_ptr, norm)
         _write_status(totals_ptr, status_ptr, ranks)
     _, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     if (address != 0) & ((inv != 1.0) | (coef != 1.0)):
-        body, edges, has_edges = find_chunk(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
-        body_ptr, limit = body
-        grads = load_body(body, BLOCK_SIZE, UNROLL)
+        body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
+        grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
         for step in tl.static_range(UNROLL):
             offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
             tl.store(body_ptr + offs, _clipped(grads[step], inv, coef), mask=offs < limit)
         if has_edges:
-            ptrs, mask = edge_ptrs(edges, 128 // DTYPE.primitive_bitwidth)
-            edge = tl.load(ptrs, mask=mask, other=0.0)
+            edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
+            edge = tl.load(edge_ptrs, mask=edge_mask, other=0.0)
             tl.debug_barrier()  # every warp loads these few elements and one stores them, after all have loaded
-            tl.store(ptrs, _clipped(edge, inv, coef), mask=mask)
-
-
-@triton.jit(
-    do_not_specialize=["max_norm_bits", "ranks"],
-    do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "status_ptr", "factor_ptr"],
-)
-def _defer_kernel(scale_ptr, totals_ptr, norm_ptr, status_ptr, factor_ptr, max_norm_bits: tl.int64, ranks: tl.int64):
-    norm, coef = _norm_and_coefficient(totals_ptr, max_norm_bits)
-    tl.store(norm_ptr, norm)
-    tl.store(factor_ptr, tl.div_rn(tl.load(scale_ptr), coef))
-    _write_status(totals_ptr, status_ptr, ranks)
+            tl.store(edge_ptrs, _clipped(edge, inv, coef), mask=edge_mask)
 
 
 @triton.jit
-def _norm_and_coefficient(totals_ptr, max_norm_bits):
+def _norm_and_coefficient(totals_ptr, max_norm):
     """The norm in fp32, and torch's clip coefficient: max_norm / (norm + 1e-6), by a reciprocal; at most 1."""
-    max_norm = max_norm_bits.to(tl.int64).to(tl.float64, bitcast=True)  # the interpreter makes small ints int32
-    norm = tl.sqrt(tl.load(totals_ptr + SQUARES)).to(tl.float32)
-    coef = tl.div_rn(1.0, norm + 1e-6) * max_norm.to(tl.float32)
-    bad = tl.load(totals_ptr + FLAG) != 0
+    norm = tl.sqrt(tl.load(totals_ptr + _SQUARES)).to(tl.float32)
+    coef = tl.div_rn(1.0, norm + 1e-6) * max_norm
+    bad = tl.load(totals_ptr + _OVERFLOWS) != 0
     return norm, tl.where(bad | (coef > 1.0), 1.0, coef)  # NaN > 1 is false: NaN stays
 
 
@@ -85,13 +69,13 @@ def _norm_and_coefficient(totals_ptr, max_norm_bits):
 def _write_status(totals_ptr, status_ptr, ranks):
     """The status from sums over ranks (0: none): flag, failure, the sum of the scales, and their excess."""
     if ranks != 0:
-        scales = tl.load(totals_ptr + SCALES)
+        scales = tl.load(totals_ptr + _SCALES)
         count = ranks.to(tl.float64)
-        ratio = scales * tl.load(totals_ptr + SCALES + 1) / (count * count)
-        tl.store(status_ptr, (tl.load(totals_ptr + FLAG) != 0).to(tl.float32))
-        tl.store(status_ptr + 1, (tl.load(totals_ptr + FAILED) != 0).to(tl.float32))
-        tl.store(status_ptr + 2, scales.to(tl.float32))
-        tl.store(status_ptr + 3, (ratio - 1.0).to(tl.float32))
+        ratio = scales * tl.load(totals_ptr + _INVERSES) / (count * count)
+        tl.store(status_ptr + _FLAG, (tl.load(totals_ptr + _OVERFLOWS) != 0).to(tl.float32))
+        tl.store(status_ptr + _FAILED, (tl.load(totals_ptr + _FAILURES) != 0).to(tl.float32))
+        tl.store(status_ptr + _SCALE, scales.to(tl.float32))
+        tl.store(status_ptr + _EXCESS, (ratio - 1.0).to(tl.float32))
 
 
 @triton.jit
@@ -130,33 +114,19 @@ def launch_clip(
         status: fp32, [4], likewise; None if `ranks` is 0.
         ranks: the number of ranks in the sums; 0: no status is written, and only the first two totals are read.
     """
-    table.launch(_clip_kernel, scale, totals, norm, norm if status is None else status, _bits(max_norm), ranks)
-
-
-def launch_defer(
-    scale: Tensor, totals: Tensor, max_norm: float, norm: Tensor, factor: Tensor, status: Tensor, ranks: int
-) -> None:
-    """Compute the one number by which an optimizer divides gradients to unscale and clip them.
-
-        norm, coef, status = as `launch_clip`
-        factor = scale / coef
-
-    Args:
-        scale: fp32, one element, read only.
-        totals: fp64, on the scale's device, read only, as for `launch_clip`.
-        max_norm: >= 0.
-        norm, factor: fp32, one element, on the scale's device; overwritten.
-        status, ranks: as for `launch_clip`; without ranks any tensor, which is not written.
-    """
-    _defer_on(scale.device)(1, scale, totals, norm, status, factor, _bits(max_norm), ranks)
-
-
-@functools.cache
-def _defer_on(device: torch.device) -> launcher.Launch:
-    return launcher.Launch(_defer_kernel, device, num_warps=1)
-
-
-def _bits(number: float) -> int:
-    """Return an fp64 number as an int64 of the same bits: a float argument would be passed in fp32."""
-    bits: int = struct.unpack("q", struct.pack("d", number))[0]
-    return bits
+    if table.n_chunks == 0:
+        return
+    launch = table.launches.get("clip") or table.add_launch("clip", _clip_kernel)
+    launch(
+        table.n_chunks,
+        table.addresses,
+        table.numels,
+        table.chunk_tensors,
+        table.chunk_indices,
+        scale,
+        totals,
+        norm,
+        norm if status is None else status,
+        float(max_norm),
+        ranks,
+    )

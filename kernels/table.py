@@ -1,33 +1,38 @@
 """GradTable: the addresses of many tensors and a map of their chunks, so that one launch processes all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scaler_triton.kernels import launcher
-from scaler_triton.kernels.common import GENERATIONS
-from scaler_triton.kernels.launch_config import DEFAULT, LaunchConfig
+from scaler_triton.kernels import abi, launch
+from scaler_triton.kernels.config import DEFAULT, LaunchConfig
 
-# Tables that graphs read: kept for ever, as nothing tells when a graph is destroyed.
+# The partial sums of a norm are padded to whole blocks of so many.
+PARTIALS_BLOCK = 4096
+
+# Tables that graphs read: kept for ever, as nothing says when a graph is destroyed.
 _captured: list["GradTable"] = []
 
 
 class GradTable:
     """Device-side addresses and chunk map of tensors that share a device and a dtype.
 
-    Tensor `t` has `numels[t]` elements, dense in memory from `address[t]` on, in chunks of
+    Tensor `t` has `numels[t]` elements, dense in memory from `addresses[t]` on, in chunks of
     `config.chunk_elements(itemsize)`. The map depends on `numels` only: tensors may move, or be missing, in any
     step. A step's calls are made on one stream; whoever changes it between steps has the new one wait for the old.
 
     Attributes:
-        bits: the marks, int32 `[N, GENERATIONS]`, on the device: that of tensor `t` in generation `g` is at
-            `[t, g % GENERATIONS]`; bit 0 is set for NaN, bit 1 for Inf, and above them is the generation. The first
-            mark of a later generation replaces an earlier one.
+        addresses, numels: int64 `[N]`, on the device.
+        chunk_tensors, chunk_indices: int32 `[n_chunks]`, on the device: the tensor of each chunk, its index in that.
+        bits: the marks, int32 `[N, GENERATIONS]`, on the device, see `abi`. The first mark of a later generation
+            replaces an earlier one in its place.
         generation: the current one (int32, one element, on the device); 0 unless replaced by another tensor.
         n_chunks: programs in a launch over this table; 0 where no tensor has elements.
+        launches: what was launched over this table, by the launch function's own key.
     """
 
     @torch.inference_mode(False)  # later steps write it outside that mode
@@ -42,23 +47,22 @@ class GradTable:
             device: where the tensors lie; a GPU without an index is the current one.
             config: the shape of one program.
         """
-        launcher.refuse_first_in_capture(device)
-        device = launcher.indexed(device)
-        self.dtype = dtype
-        self.device = device
-        self.config = config
+        launch.refuse_first_in_capture(device)
+        device = launch.indexed(device)
+        self.dtype, self.device, self.config = dtype, device, config
         tensors, indices = _chunk_map(numels, config.chunk_elements(dtype.itemsize))
         self.n_chunks = len(tensors)
         self.chunk_tensors, self.chunk_indices = _sent(tensors, device), _sent(indices, device)
         self.numels = _sent(np.asarray(numels, dtype=np.int64), device)
         self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
-        self.bits = torch.zeros((len(numels), GENERATIONS.value), dtype=torch.int32, device=device)
+        self.bits = torch.zeros((len(numels), abi.GENERATIONS), dtype=torch.int32, device=device)
         self.generation = torch.zeros(1, dtype=torch.int32, device=device)
-        self._size, self._last = len(numels), [0] * len(numels)
+        self.launches: dict[Hashable, launch.Launch] = {}
+        self._last = [0] * len(numels)  # the addresses on the device
+        self._last_weights: list[float] | None = None
         # Cached: for few tensors, creating the view takes longer than writing to it.
         self._on_host: Any = self.addresses.numpy() if device.type == "cpu" else None
         self._staging = _Staging(len(numels), device) if self._on_host is None else None
-        self._launches: dict[Any, launcher.Launch] = {}
 
     def set_addresses(self, addresses: list[int]) -> None:
         """Set the addresses of this step's tensors; nothing is copied if they are the same.
@@ -68,16 +72,18 @@ class GradTable:
 
         Raises: ValueError for another number of addresses; RuntimeError in a capture that has no buffer left.
         """
-        if len(addresses) != self._size:
-            raise ValueError(f"addresses: expected {self._size} of them, got {len(addresses)}")
-        if addresses == self._last and not self._is_replayed():
+        staging = self._staging
+        # What a graph writes, or will write, at each replay is not known here.
+        if addresses == self._last and (staging is None or not (staging.captured or staging.is_capturing())):
             return
+        if len(addresses) != len(self.bits):
+            raise ValueError(f"addresses: expected {len(self.bits)} of them, got {len(addresses)}")
         self._last = []  # an interrupted copy may have arrived or not
-        if self._staging is None:
+        if staging is None:
             self._on_host[:] = addresses
         else:
-            self._staging.send(addresses, self.addresses)
-            if self._staging.captured and self not in _captured:
+            staging.send(addresses, self.addresses)
+            if staging.captured and self not in _captured:
                 _captured.append(self)
         self._last = list(addresses)
 
@@ -86,31 +92,48 @@ class GradTable:
         """Whether a graph writes this table at each replay."""
         return self._staging is not None and bool(self._staging.captured)
 
-    def _is_replayed(self) -> bool:
-        """Tell whether a graph writes or will write this table: then its content is not known here."""
-        return self.is_in_a_graph or (self._staging is not None and self._staging.is_capturing())
+    @cached_property
+    def partials(self) -> Tensor:
+        """A norm's partial sums: fp64, on the device, one per chunk, padded with zeros to whole blocks."""
+        return self._filled(0.0, -(-self.n_chunks // PARTIALS_BLOCK) * PARTIALS_BLOCK)
 
-    def launch(self, kernel: Any, *args: Tensor | int, **constants: Any) -> None:
-        """Run `kernel` on the table and `args`, with one program per chunk; nothing if there are no chunks."""
-        if self.n_chunks == 0:
+    @cached_property
+    def weights(self) -> Tensor:
+        """What the sum of squares of each tensor is multiplied by: fp64 `[N]`, on the device, 1 at first."""
+        return self._filled(1.0, len(self.bits))
+
+    def set_weights(self, weights: list[float] | None) -> None:
+        """Set the weights, one per tensor or None for 1; nothing is copied if they are the same.
+
+        Raises: ValueError for a wrong number of them.
+        """
+        if weights == self._last_weights:
             return
-        key = (id(kernel), *constants.values())  # hashing the kernel itself takes longer than the launch
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._launches[key] = self._new_launch(kernel, constants)
-        launch(self.n_chunks, *args)
+        if weights is not None and len(weights) != len(self.bits):
+            raise ValueError(f"weights: expected {len(self.bits)} of them, got {len(weights)}")
+        launch.refuse_first_in_capture(self.device)
+        wanted = [1.0] * len(self.bits) if weights is None else weights
+        self._last_weights = []  # an interrupted copy may have arrived or not
+        self.weights.copy_(torch.tensor(wanted, dtype=torch.float64, device="cpu"))
+        self._last_weights = weights and list(weights)
 
-    def _new_launch(self, kernel: Any, constants: dict[str, Any]) -> launcher.Launch:
-        return launcher.Launch(
+    def add_launch(self, key: Hashable, kernel: Any, **constants: Any) -> launch.Launch:
+        """Return a new Launch of a pass over this table, and keep it under `key`."""
+        self.launches[key] = made = launch.Launch(
             kernel,
             self.device,
-            fixed=(self.addresses, self.numels, self.chunk_tensors, self.chunk_indices, self.bits),
             num_warps=self.config.num_warps,
-            DTYPE=launcher.TRITON_DTYPES[self.dtype],
+            DTYPE=launch.TRITON_DTYPES[self.dtype],
             BLOCK_SIZE=self.config.block_elements(self.dtype.itemsize),
             UNROLL=self.config.unroll,
             **constants,
         )
+        return made
+
+    @torch.inference_mode(False)  # later steps write it outside that mode
+    def _filled(self, value: float, size: int) -> Tensor:
+        launch.refuse_first_in_capture(self.device)
+        return torch.full((size,), value, dtype=torch.float64, device=self.device)
 
 
 class _Staging:
@@ -124,30 +147,32 @@ class _Staging:
     SPARE = 2  # for a captured step: gradients with gaps are copied twice when they are clipped, each time elsewhere
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._size = size
-        self._device = device
-        self._module = torch.get_device_module(device)
-        self.is_capturing = launcher.capture_query(device)
-        self._slots = [self._new_slot() for _ in range(2)]
+        self._size, self._device = size, device
+        self.is_capturing = launch.capture_query(device)
+        self._slots: list[tuple[Tensor, Any, torch.cuda.Event]] = []
         self._spare = [_pinned(size) for _ in range(self.SPARE)]
         self.captured: list[Tensor] = []
 
-    def send(self, values: Sequence[int], out: Tensor) -> None:
+    def send(self, values: list[int], out: Tensor) -> None:
         """Copy `values` to `out` (int64 `[size]`, on the device, overwritten) in the current stream's order."""
         if self.is_capturing():
             self._send_captured(values, out)
             return
         while len(self._spare) < self.SPARE:
             self._spare.append(_pinned(self._size))
-        buffer, on_host, passed = self._idle_slot()
+        slot = next((slot for slot in self._slots if slot[-1].query()), None)
+        if slot is None:
+            buffer = _pinned(self._size)
+            slot = buffer, buffer.numpy(), torch.cuda.Event()
+            self._slots.append(slot)
+        buffer, on_host, passed = slot
         on_host[:] = values
-        with self._module.device(self._device):
-            try:
-                out.copy_(buffer, non_blocking=True)
-            finally:  # an interrupt may come when the copy has begun
-                passed.record()
+        try:
+            out.copy_(buffer, non_blocking=True)
+        finally:  # an interrupt may come when the copy has begun
+            passed.record(torch.cuda.current_stream(self._device))
 
-    def _send_captured(self, values: Sequence[int], out: Tensor) -> None:
+    def _send_captured(self, values: list[int], out: Tensor) -> None:
         if not self._spare:
             raise RuntimeError(
                 f"the addresses of these gradients were captured {self.SPARE} times in a row: capture one step, then "
@@ -157,17 +182,6 @@ class _Staging:
         buffer.numpy()[:] = values
         out.copy_(buffer, non_blocking=True)
         self.captured.append(buffer)
-
-    def _idle_slot(self) -> tuple[Tensor, np.ndarray, Any]:
-        for slot in self._slots:
-            if slot[-1].query():
-                return slot
-        self._slots.append(self._new_slot())
-        return self._slots[-1]
-
-    def _new_slot(self) -> tuple[Tensor, np.ndarray, Any]:
-        buffer = _pinned(self._size)
-        return buffer, buffer.numpy(), self._module.Event()
 
 
 def _pinned(size: int) -> Tensor:

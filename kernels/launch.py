@@ -1,0 +1,214 @@
+"""Launch: starts one kernel on its device, with little host time. What Triton keeps private is used only here."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.driver import driver
+
+from scaler_triton.kernels.config import WARP_LANES
+
+# `@triton.jit` reads TRITON_INTERPRET when a kernel is defined: changing it later changes nothing.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+TRITON_DTYPES: dict[torch.dtype, Any] = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+_data_ptr = Tensor.data_ptr
+_runtime = triton.knobs.runtime
+
+
+def check_device(device: torch.device) -> None:
+    """Raise RuntimeError if kernels in this process cannot take tensors on `device`."""
+    if INTERPRETED and device.type != "cpu":
+        raise RuntimeError(f"under TRITON_INTERPRET=1 the kernels take tensors on cpu, got {device}")
+    if not INTERPRETED and device.type == "cpu":
+        raise RuntimeError(f"without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got {device}")
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Return a GPU device with its index; without one it is the current GPU."""
+    if device.index is not None or device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.cuda.current_device())
+
+
+def capture_query(device: torch.device) -> Callable[[], bool]:
+    """Return a function that returns whether the current stream of `device` is being captured into a graph."""
+    if device.type == "cpu":
+        return bool
+    query: Callable[[], bool] = getattr(
+        torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+    )
+    return query
+
+
+def refuse_first_in_capture(device: torch.device) -> None:
+    """Raise RuntimeError during a capture, before something that allocates, compiles or waits."""
+    if capture_query(device)():
+        raise RuntimeError(
+            "the first step of an optimizer or of a kind of gradients cannot be captured: take one step like it before"
+        )
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the handle of a GPU's current stream, 0 for its default one."""
+    query = getattr(driver.active, "get_current_stream", None)  # quicker than making an object of it
+    handle: int = torch.cuda.current_stream(device).cuda_stream if query is None else query(device.index)
+    return handle
+
+
+def stream(device: torch.device, handle: int) -> torch.cuda.Stream:
+    """Return a GPU's stream of that handle."""
+    return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
+
+
+class Launch:
+    """One kernel with its constants on one device, launched on the device's current stream.
+
+    The first call goes through Triton's dispatch, which compiles. Later ones start the compiled kernel directly, in a
+    fraction of the host time (perf/host_stub.py times both). That uses attributes of the compiled kernel and the
+    driver which Triton does not document; without them, and while a profiler has launch hooks, the dispatch is used.
+
+    Args:
+        kernel: a `@triton.jit` function: pointers, then numbers, which it does not specialise on, then constexprs.
+        device: where all its tensors lie, with its index.
+        num_warps: warps of 32 lanes in a program.
+        constants: its constexprs, by name, in its own order.
+    """
+
+    def __init__(self, kernel: Any, device: torch.device, *, num_warps: int, **constants: Any) -> None:
+        check_device(device)
+        self._kernel = kernel
+        self._device, self._index = device, device.index
+        self._current_device = _current_device_query(device)
+        # enable_fp_fusion: Triton 3.9 warns where it is not given, and 3.10 flips its default.
+        self._options = {"num_warps": _native_warps(num_warps, device), "enable_fp_fusion": True, **constants}
+        self._placeholders = (None,) * len(constants)  # ignored: constants are compiled in
+        self._compiled: tuple[Any, ...] | None = None  # what `_handles` returned; None: use Triton's dispatch
+        self._is_first = True
+        self._n_tensors = 0  # of the arguments, before the numbers
+        self._streams: set[int] = set()  # those that the allocator knows to use the tensors
+
+    def __call__(self, n_programs: int, *args: Tensor | float) -> None:
+        """Run `n_programs` programs, at least one.
+
+        Args:
+            args: the kernel's tensors and numbers, in its own order; a float arrives as the kernel's fp32.
+        """
+        compiled = self._compiled
+        try:  # a profiler has installed hooks, which the dispatch calls
+            hooked = _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls
+        except AttributeError:  # something else stands where Triton keeps its chains of hooks
+            hooked = True
+        if compiled is None or hooked:
+            self._dispatch(n_programs, args)
+            return
+        if self._current_device() != self._index:
+            with _on(self._device):
+                self(n_programs, *args)
+            return
+        run, function, metadata, current_stream, inner, _ = compiled
+        stream = current_stream(self._index)
+        if stream not in self._streams and self._tell_allocator(args):
+            self._streams.add(stream)
+        count = self._n_tensors
+        params = (*map(_data_ptr, args[:count]), *args[count:], *self._placeholders)  # type: ignore[arg-type]
+        try:
+            if inner is None:
+                run(n_programs, 1, 1, stream, function, metadata, None, None, None, *params)
+            else:
+                launch, cooperative, dependent, annotations, signature = inner
+                launch(
+                    n_programs, 1, 1, stream, function, cooperative, dependent, metadata, None, None, None, None, None,
+                    annotations, signature, params,
+                )  # fmt: skip
+        except TypeError:  # this Triton has another signature; nothing was launched
+            self._compiled = None
+            self._dispatch(n_programs, args)
+
+    def _dispatch(self, n_programs: int, args: Sequence[Tensor | float]) -> None:
+        if self._is_first:
+            refuse_first_in_capture(self._device)
+        with _on(self._device):
+            compiled = self._kernel[(n_programs,)](*args, **self._options)
+        self._tell_allocator(args)
+        if self._is_first:
+            self._n_tensors = sum(isinstance(arg, Tensor) for arg in args)
+            self._compiled = _handles(compiled)
+            self._is_first = False
+
+    def _tell_allocator(self, args: Sequence[Tensor | float]) -> bool:
+        """Have it give the tensors' memory to others, once they are freed, only when the current stream is done.
+
+        Else it regards the stream on which they were made, while launches on this one may still be waiting. A stream's
+        first launch stands for all: what belongs to a table is among its arguments each time.
+
+        Returns: False in a capture; what graphs read is kept for ever.
+        """
+        if capture_query(self._device)():
+            return False
+        if self._device.type != "cpu":
+            stream = torch.cuda.current_stream(self._device)
+            for arg in args:
+                if isinstance(arg, Tensor):
+                    arg.record_stream(stream)
+        return True
+
+
+def _handles(compiled: Any) -> tuple[Any, ...] | None:
+    """Return launch function, kernel, metadata, the query of the stream, `_inner`, and the owner of the first three.
+
+    Returns: None if this Triton lacks one of them.
+    """
+    handles = tuple(getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+    if None in handles:  # as under the interpreter, where there may be no driver to ask
+        return None
+    current_stream = getattr(driver.active, "get_current_stream", None)
+    return None if current_stream is None else (*handles, current_stream, _inner(handles[0]), compiled)
+
+
+def _inner(run: Any) -> tuple[Any, ...] | None:
+    """Return the function in C that `run` of Triton 3.7 calls, and what it adds to its arguments; None of another."""
+    names = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
+    needs_scratch = any(getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
+    if needs_scratch or not all(hasattr(run, name) for name in names) or not inspect.isbuiltin(run.launch):
+        return None
+    return tuple(getattr(run, name) for name in names)
+
+
+def _current_device_query(device: torch.device) -> Callable[[], int | None]:
+    """Return a function that returns the index of the current GPU."""
+    if device.type == "cpu":
+        return lambda: None
+    query: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    return query
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    if INTERPRETED:
+        # Silences numpy's warnings for Inf * 0 and overflowing casts, which are intended.
+        with np.errstate(all="ignore"):
+            yield
+    else:
+        with torch.get_device_module(device).device(device):
+            yield
+
+
+def _native_warps(num_warps: int, device: torch.device) -> int:
+    """Return how many of the device's warps have the lanes of `num_warps` warps of 32."""
+    if INTERPRETED or torch.version.hip is None:
+        return num_warps
+    lanes: int = torch.cuda.get_device_properties(device).warp_size
+    return max(1, num_warps * WARP_LANES // lanes)

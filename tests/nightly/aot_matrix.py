@@ -1,0 +1,209 @@
+"""Compiles every kernel for GPUs that need not be there and prints, as JSON, what their machine code does.
+
+Also compiles, for one GPU, every launch configuration that is shipped or that `tune` may choose.
+
+Run in a process of its own, without TRITON_INTERPRET: the interpreter does not type-check, and a process has
+either interpreted kernels or compiled ones.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from scaler_triton.kernels import config, launch
+from scaler_triton.kernels.clip import _clip_kernel
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, WARP_LANES
+from scaler_triton.kernels.norm import _FINISH_WARPS, _finish_kernel, _sum_squares_kernel
+from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
+from scaler_triton.kernels.unscale import _unscale_kernel, launch_unscale
+from scaler_triton.kernels.update_scale import _update_scale_kernel
+
+TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (70, 75, 80, 90, 100)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+
+TYPES = {
+    "address_ptr": "*i64",
+    "numel_ptr": "*i64",
+    "chunk_tensor_ptr": "*i32",
+    "chunk_index_ptr": "*i32",
+    "bits_ptr": "*i32",
+    "found_inf_ptr": "*fp32",
+    "scale_ptr": "*fp32",
+    "growth_tracker_ptr": "*i32",
+    "flags_ptr": "*fp32",
+    "last_flags_ptr": "*fp32",
+    "policy_ptr": "*fp64",
+    "counters_ptr": "*i64",
+    "generation_ptr": "*i32",
+    "weight_ptr": "*fp64",
+    "partial_ptr": "*fp64",
+    "totals_ptr": "*fp64",
+    "norm_ptr": "*fp32",
+    "status_ptr": "*fp32",
+}
+CONFIG_TARGET = "sm_90"
+# What a launch promises of the table's own tensors, and of nothing else.
+ALIGNED = ("address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr")
+
+
+# Every pass over a table: its kernel, and the constants of its own; of the two forms of unscaling the one that divides.
+PASSES = {
+    "unscale": (_unscale_kernel, {"WRITE": True, "INVERSE": False}),
+    "check": (_unscale_kernel, {"WRITE": False, "INVERSE": False}),
+    "norm": (_sum_squares_kernel, {}),
+    "clip": (_clip_kernel, {}),
+}
+
+
+def variants():
+    """(name, kernel, constexprs, warps of 32 lanes) of every kernel that can be launched."""
+    passes = {**PASSES, "unscale_inverse": (_unscale_kernel, {"WRITE": True, "INVERSE": True})}
+    for torch_dtype in launch.TRITON_DTYPES:
+        for name, (kernel, own) in passes.items():
+            constants = {**table_constants(torch_dtype, DEFAULT), **own}
+            yield f"{name}-{dtype_name(torch_dtype)}", kernel, constants, DEFAULT.num_warps
+    for clear in (False, True):
+        yield f"update{'_and_clear' * clear}", _update_scale_kernel, {"CLEAR": clear}, 1
+    for inverse in (False, True):
+        constants = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
+        yield f"finish{'_inverse' * inverse}", _finish_kernel, constants, _FINISH_WARPS
+
+
+def config_variants():
+    """As `variants`, for every launch configuration that `tune` may choose or a file of this package holds."""
+    for name, (kernel, own) in PASSES.items():
+        for torch_dtype in launch.TRITON_DTYPES:
+            for each in sorted({*CANDIDATES, *shipped_configs(name, torch_dtype.itemsize)}, key=str):
+                constants = {**table_constants(torch_dtype, each), **own}
+                yield f"{name}-{dtype_name(torch_dtype)}-{each}", kernel, constants, each.num_warps
+
+
+def shipped_configs(mode, itemsize):
+    """The default and what the tuned files of this package hold for a pass."""
+    found = {DEFAULT}
+    for path in config.SHIPPED.glob("*.json"):
+        configs = config.read(path, json.loads(path.read_text())["gpu"])
+        found |= {each for (its_mode, size, _), each in configs.items() if (its_mode, size) == (mode, itemsize)}
+    return found
+
+
+def table_constants(torch_dtype, shape):
+    block = shape.block_elements(torch_dtype.itemsize)
+    return {"DTYPE": launch.TRITON_DTYPES[torch_dtype], "BLOCK_SIZE": block, "UNROLL": shape.unroll}
+
+
+def dtype_name(torch_dtype):
+    return str(torch_dtype).removeprefix("torch.")
+
+
+def type_of(param):
+    """The type that a launch gives a parameter: a number's is its annotation's."""
+    return TYPES.get(param.name) or param.annotation_type or "constexpr"
+
+
+def compile_for(target, kernel, constants, num_warps):
+    signature = {param.name: type_of(param) for param in kernel.params}
+    attrs = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if name in ALIGNED}
+    options = {
+        "num_warps": max(1, num_warps * WARP_LANES // target.warp_size),
+        "enable_fp_fusion": True,
+    }
+    source = ASTSource(kernel, signature, constants, attrs)
+    return triton.compile(source, target=target, options=options)
+
+
+def report_ptx(compiled):
+    ptx = compiled.asm["ptx"]
+    accesses = Counter(re.findall(r"\b((?:ld|st)\.global\.[\w.]+)", ptx))
+    wide_order = "".join(re.findall(r"\b([ls])[dt]\.global\.v", ptx))
+    before_narrow_store = re.split(r"st\.global\.b(?:16|32|64)", ptx)[0].rpartition("ld.global")[2]
+    return {
+        "accesses": accesses,
+        "loads_between_stores": wide_order.strip("l").count("l"),
+        "barrier_before_edge_store": "bar.sync" in before_narrow_store,
+        "flushes": ".ftz" in ptx,
+        "approximates": ".approx" in ptx or "div.full" in ptx,
+        "div_rn": len(re.findall(r"\bdiv\.rn\.f32", ptx)),
+        "sqrt_rn_f64": len(re.findall(r"\bsqrt\.rn\.f64", ptx)),
+        "mul_f64": len(re.findall(r"\bmul(?:\.rn)?\.f64", ptx)),
+        **report_resources(compiled),
+    }
+
+
+def report_resources(compiled):
+    """Registers and spills, or nothing where Triton's package has no cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
+
+
+def report_amdgcn(compiled):
+    code = compiled.asm["amdgcn"]
+    return {
+        "wide_loads": len(re.findall(r"\b(?:buffer|global)_load_dwordx4", code)),
+        "wide_stores": len(re.findall(r"\b(?:buffer|global)_store_dwordx4", code)),
+        "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
+        "spilled": int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
+    }
+
+
+def refusal_of_cpu_tensors():
+    table = GradTable([1], torch.float32, torch.device("cpu"))
+    try:
+        launch_unscale(table, torch.ones(()), torch.zeros(()), inverse=True)
+    except RuntimeError as error:
+        return str(error)
+
+
+def jobs():
+    """(key, target, report, variant) of everything that is compiled."""
+    for target_name, target in TARGETS.items():
+        report = report_amdgcn if target.backend == "hip" else report_ptx
+        for variant in variants():
+            yield f"{target_name}-{variant[0]}", target, report, variant
+    for variant in config_variants():
+        yield f"config-{variant[0]}", TARGETS[CONFIG_TARGET], report_resources, variant
+
+
+def compile_job(number):
+    key, target, report, (_, *variant) = JOBS[number]
+    return key, report(compile_for(target, *variant))
+
+
+JOBS = list(jobs())
+
+
+def main():
+    assert not launch.INTERPRETED
+    # A forked worker has the kernels already. They compile without a GPU: no driver is open in this process.
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+        reports = dict(pool.map(compile_job, range(len(JOBS)), chunksize=4))
+    configs = {key.removeprefix("config-"): reports.pop(key) for key in list(reports) if key.startswith("config-")}
+    shipped = {
+        f"{mode}-{dtype_name(dtype)}": sorted(map(str, shipped_configs(mode, dtype.itemsize)))
+        for mode in config.MODES
+        for dtype in launch.TRITON_DTYPES
+    }
+    found = {"kernels": reports, "configs": configs, "shipped": shipped, "refusal": refusal_of_cpu_tensors()}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

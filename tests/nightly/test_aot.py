@@ -1,0 +1,176 @@
+"""Every kernel compiles for GPUs that are not here, and its machine code does what the design promises."""
+
+import pytest
+import triton
+from packaging.version import Version
+
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, MODES
+
+pytestmark = pytest.mark.host_only
+
+NVIDIA = ["sm_70", "sm_75", "sm_80", "sm_90", "sm_100"]
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+OPS = ["unscale", "unscale_inverse", "check"]
+UPDATES = ["update", "update_and_clear"]
+CLIPS = ["norm", "clip"]
+FINISHES = ["finish", "finish_inverse"]
+VECTORS = DEFAULT.vectors * DEFAULT.unroll  # of 16 bytes, a lane
+WIDE = {2: "v4.b32", 4: "v4.b32", 8: "v2.b64"}
+# All warps of a multiprocessor stay resident up to 32 registers, 48 of 64 up to 40, 40 up to 48. A multiprocessor of
+# sm_75 has 32 warps only, so 64 registers cost it nothing; sm_70 runs 32 of 64.
+REGISTERS = {"sm_70": 64, "sm_75": 64, "sm_80": 48, "sm_90": 40, "sm_100": 40, "gfx942": 64}
+if Version(triton.__version__) >= Version("3.8"):  # keeps the rare path's addresses for longer; 36 warps stay resident
+    REGISTERS |= {"sm_90": 48, "sm_100": 56, "gfx942": 72}
+
+
+@pytest.fixture(scope="module")
+def matrix(run_compiled):
+    return run_compiled("aot_matrix.py")
+
+
+@pytest.fixture(scope="module")
+def kernels(matrix):
+    return matrix["kernels"]
+
+
+def test_every_kernel_is_compiled_for_every_target(kernels):
+    names = [f"{op}-{dtype}" for op in [*OPS, *CLIPS] for dtype in DTYPES] + [*UPDATES, *FINISHES]
+    assert sorted(kernels) == sorted(f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names)
+
+
+def test_compiled_kernels_refuse_cpu_tensors(matrix):
+    assert matrix["refusal"] == "without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got cpu"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_bodies_move_by_128_bits_only(kernels, target, dtype, op):
+    accesses = dict(kernels[f"{target}-{op}-{dtype}"]["accesses"])
+    itemsize = DTYPES[dtype]
+    wide, narrow = WIDE[itemsize], f"b{8 * itemsize}"
+    writes = op != "check"
+    marks = 2 if writes else 1  # the rare path, before the body where the product could mislead, and after
+
+    wide_loads = accesses.pop(f"ld.global.{wide}")
+    assert VECTORS + marks <= wide_loads <= VECTORS * (1 + marks)
+    assert accesses.pop(f"st.global.{wide}", 0) == (VECTORS if writes else 0)
+
+    # What is left is one narrow access an edge step, the table's two int32 and two int64, the scale, the flag, and
+    # the generation in each rare path.
+    want = {"ld.global.b32": 2 + writes + marks, "ld.global.b64": 2, "st.global.b32": 1}
+    want[f"ld.global.{narrow}"] = want.get(f"ld.global.{narrow}", 0) + 1 + marks
+    if writes:
+        want[f"st.global.{narrow}"] = want.get(f"st.global.{narrow}", 0) + 1
+    assert accesses == want
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_norms_read_by_128_bits_only(kernels, target, dtype):
+    accesses = dict(kernels[f"{target}-norm-{dtype}"]["accesses"])
+    itemsize = DTYPES[dtype]
+    wide, narrow = f"ld.global.{WIDE[itemsize]}", f"ld.global.b{8 * itemsize}"
+    # The rare paths: the chunk read once more, lifted, and once more for its bits.
+    visits = 3 if dtype in ("bfloat16", "float32") else 2
+    assert VECTORS + visits - 1 <= accesses.pop(wide) <= VECTORS * visits
+
+    # What is left is one narrow access an edge step, the table's two int32 and two int64, the weight, sum and flag,
+    # and the generation where bits are marked.
+    want = {"ld.global.b32": 3, "ld.global.b64": 3, "st.global.b32": 1, "st.global.b64": 1}
+    want[narrow] = want.get(narrow, 0) + visits
+    assert accesses == want
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_clipping_moves_by_128_bits_only(kernels, target, dtype):
+    accesses = dict(kernels[f"{target}-clip-{dtype}"]["accesses"])
+    itemsize = DTYPES[dtype]
+    for access in ("ld.global", "st.global"):
+        assert accesses.pop(f"{access}.{WIDE[itemsize]}") == VECTORS
+
+    # What is left is one narrow access at the edges, the table's two int32 and two int64, the scale, flag and sum of
+    # squares, and the norm; and in one program all but the squares once more, for the ranks' four status.
+    want = {"ld.global.b32": 3, "ld.global.b64": 4 + 4, "st.global.b32": 1 + 4}
+    for access in ("ld.global", "st.global"):
+        narrow = f"{access}.b{8 * itemsize}"
+        want[narrow] = want.get(narrow, 0) + 1
+    assert accesses == want
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_what_one_program_reads_and_writes(kernels, target):
+    for name in FINISHES:
+        assert kernels[f"{target}-{name}"]["accesses"]["st.global.b64"] == 5
+    for name in UPDATES:
+        # The scale, the tracker and the flags, of which a lane reads one; the policy's five and the counters' seven.
+        accesses = kernels[f"{target}-{name}"]["accesses"]
+        assert (accesses["ld.global.b32"], accesses["ld.global.b64"]) == (3, 6 + 6)
+        assert (accesses["st.global.b32"], accesses["st.global.b64"]) == (2 + 3 * (name != "update"), 7)
+
+
+@pytest.mark.parametrize("op", ["unscale", "unscale_inverse", "clip"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_a_body_is_loaded_before_any_of_it_is_stored(kernels, target, dtype, op):
+    """Else a lane has a single load under way: too little for the fastest memory."""
+    assert kernels[f"{target}-{op}-{dtype}"]["loads_between_stores"] == 0
+
+
+@pytest.mark.parametrize("op", ["unscale", "unscale_inverse"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_edges_are_stored_after_every_warp_has_loaded_them(kernels, target, dtype, op):
+    assert kernels[f"{target}-{op}-{dtype}"]["barrier_before_edge_store"]
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_registers_and_spills(kernels, target):
+    reports = {name: report for name, report in kernels.items() if name.startswith(f"{target}-")}
+    if not all("registers" in report for report in reports.values()):
+        pytest.skip("this Triton comes without cuobjdump")
+    assert max(report["registers"] for report in reports.values()) <= REGISTERS[target]
+    assert {report["spilled"] for report in reports.values()} == {0}
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_arithmetic_is_ieee(kernels, target):
+    for name, report in kernels.items():
+        if name.startswith(f"{target}-"):
+            assert not report["flushes"], name
+            assert not report["approximates"], name
+            op = name.split("-")[1]
+            # The inverse of the scale, and that of the norm.
+            assert report["div_rn"] == (op in ("unscale", "clip", "finish")) + (op == "clip"), name
+            assert report["sqrt_rn_f64"] == (op == "clip"), name
+    for name in UPDATES:
+        assert kernels[f"{target}-{name}"]["mul_f64"] == 2  # the factors have stayed fp64
+
+
+@pytest.mark.parametrize("op", [*OPS, *CLIPS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bodies_move_by_16_bytes_on_amd(kernels, dtype, op):
+    report = kernels[f"gfx942-{op}-{dtype}"]
+    assert report["wide_loads"] >= VECTORS
+    assert report["wide_stores"] == (0 if op in ("check", "norm") else VECTORS)
+    assert report["spilled"] == 0
+    assert report["registers"] <= REGISTERS["gfx942"]  # up to 64, 8 waves of 64 lanes stay resident on a SIMD
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", MODES)
+def test_launch_configurations(matrix, op, dtype, record_property):
+    """No candidate spills, and what is shipped keeps 48 warps of sm_90 resident."""
+    reports = {str(c): matrix["configs"][f"{op}-{dtype}-{c}"] for c in CANDIDATES}
+    if not all(reports.values()):
+        pytest.skip("this Triton comes without cuobjdump")
+    record_property("registers", {config: report["registers"] for config, report in reports.items()})
+    assert {config: report["spilled"] for config, report in reports.items()} == dict.fromkeys(reports, 0)
+
+    shipped = matrix["shipped"][f"{op}-{dtype}"]
+    assert str(DEFAULT) in shipped
+    for config in shipped:
+        report = matrix["configs"][f"{op}-{dtype}-{config}"]
+        assert report["registers"] <= REGISTERS["sm_90"], config
+        assert report["spilled"] == 0, config

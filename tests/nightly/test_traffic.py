@@ -1,0 +1,102 @@
+"""What compiled kernels move, counted: a gradient's bytes once, and a few numbers for each program."""
+
+import pytest
+import torch
+from kernel_cases import DEVICE, DTYPES, INF, SIMULATED, Guarded
+from step_figure import drawn
+
+from scaler_triton.kernels.clip import launch_clip
+from scaler_triton.kernels.config import DEFAULT
+from scaler_triton.kernels.norm import launch_sum_of_squares
+from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
+from scaler_triton.kernels.unscale import launch_check, launch_unscale
+
+pytestmark = [
+    pytest.mark.host_only,
+    pytest.mark.skipif(SIMULATED is None, reason="only the simulator counts bytes"),
+]
+
+# A program finds its tensor and chunk (int32), the tensor's address and elements (int64).
+MAP = 4 + 4 + 8 + 8
+SCALE, FLAG, TOTALS, PARTIAL, WEIGHT = 4, 4, 8 + 8, 8, 8
+
+
+@pytest.fixture
+def moved(simulated_kernels):
+    """Bytes by kernel, of this test's launches."""
+    simulated_kernels.clear()
+    return lambda: {name: kernel.moved for (name, *_), kernel in simulated_kernels.items()}
+
+
+def table_of(dtype, *, offset=0, last=None):
+    """Two tensors, of two chunks and of one, and the bytes of both."""
+    chunk = DEFAULT.chunk_elements(dtype.itemsize)
+    values = [torch.linspace(-2, 2, numel).to(dtype) for numel in (chunk + 64, 640)]
+    if last is not None:
+        values[0][-1] = last
+    grads = [Guarded(value, offset) for value in values]
+    table = GradTable([value.numel() for value in values], dtype, DEVICE)
+    table.set_addresses([grad.tensor.data_ptr() for grad in grads])
+    table.grads = grads  # an address keeps nothing alive
+    return table, sum(value.numel() for value in values) * dtype.itemsize
+
+
+def scalars(*values):
+    return (torch.tensor(value) for value in values)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_check_reads_once_and_writes_nothing(moved, dtype, offset):
+    table, size = table_of(dtype, offset=offset)
+    launch_check(table, torch.zeros(()))
+    assert moved() == {"_unscale_kernel": {"loaded": size + 3 * MAP, "stored": 0}}
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unscaling_reads_once_and_writes_once(moved, dtype, offset):
+    table, size = table_of(dtype, offset=offset)
+    launch_unscale(table, *scalars(1024.0, 0.0), inverse=False)
+    assert moved() == {"_unscale_kernel": {"loaded": size + 3 * (MAP + SCALE), "stored": size}}
+
+
+def test_a_scale_of_one_writes_nothing(moved):
+    table, size = table_of(torch.float32, offset=1)
+    launch_unscale(table, *scalars(1.0, 0.0), inverse=False)
+    assert moved() == {"_unscale_kernel": {"loaded": size + 3 * (MAP + SCALE), "stored": 0}}
+
+
+def test_only_a_chunk_that_overflowed_is_read_again(moved):
+    table, size = table_of(torch.float16, last=INF)
+    launch_check(table, torch.zeros(()))
+    again, generation = 64 * 2, 4
+    assert moved() == {"_unscale_kernel": {"loaded": size + 3 * MAP + again + generation, "stored": FLAG}}
+
+
+def clip(dtype, offset=0):
+    """Clip two tensors; return the bytes of both."""
+    table, size = table_of(dtype, offset=offset)
+    scale, flag, norm = scalars(1024.0, 0.0, 0.0)
+    totals = torch.zeros(5, dtype=torch.float64)
+    launch_sum_of_squares(table, scale, flag, totals, inverse=False)
+    launch_clip(table, scale, totals, 1e-3, norm)
+    return size
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clipping_reads_twice_and_writes_once(moved, dtype, offset):
+    """12 bytes an fp32 element, where torch's unscaling, norm and clipping move 20."""
+    size = clip(dtype, offset)
+    assert moved() == {
+        "_sum_squares_kernel": {"loaded": size + 3 * (MAP + WEIGHT), "stored": 3 * PARTIAL},
+        "_finish_kernel": {"loaded": PARTIALS_BLOCK * PARTIAL + SCALE + FLAG, "stored": 5 * 8},
+        "_clip_kernel": {"loaded": size + 3 * (MAP + SCALE + TOTALS), "stored": size + 4},
+    }
+
+
+def test_the_figure_is_as_wide_as_what_clipping_moves(moved):
+    size = clip(torch.float32)
+    times = [sum(count // size for count in moved()[name].values()) for name in ("_sum_squares_kernel", "_clip_kernel")]
+    assert [4 * each for each in times] == [work.moved for work in drawn("OURS") if work.kind == "pass"]

@@ -1,0 +1,219 @@
+"""The tuner: when it refuses, what it measures and chooses, what it shows and writes; kernels tiny, times invented."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scaler_triton import cli
+from scaler_triton.cli import tune
+from scaler_triton.cli.console import NoBar
+from scaler_triton.kernels import config, launch, norm, unscale
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, ITEMSIZES, MODES, LaunchConfig
+
+pytestmark = pytest.mark.native
+
+DEVICE = torch.device("cpu" if launch.INTERPRETED else "cuda")
+FIRST, SECOND = LaunchConfig(4, 1, 2), LaunchConfig(8, 2, 1)
+KEYS = [(mode, size, workload) for size in ITEMSIZES for workload in ("span", "mixed") for mode in MODES]
+
+
+def tiny(itemsize: int) -> dict[str, list[int]]:
+    return {"span": [600], "mixed": [5, 64]}
+
+
+@pytest.fixture(autouse=True)
+def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three candidates, and a cache of the test's own."""
+    monkeypatch.setattr(config, "CANDIDATES", (FIRST, DEFAULT, SECOND))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config.read.cache_clear()
+    yield
+    config.read.cache_clear()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A timer by which one configuration is quicker than others in passes that only read."""
+    made: dict[Any, tuple[str, LaunchConfig]] = {}
+    launch_of = tune.Scratch.launch_of
+
+    def noted(scratch: tune.Scratch, mode: str, shape: LaunchConfig, *args: float) -> Any:
+        launch = launch_of(scratch, mode, shape, *args)
+        made[launch] = mode, shape
+        return launch
+
+    def timer(launch: Any) -> float:
+        timed.append(made.get(launch, ("copy", None)))
+        return 0.5 if timed[-1] in (("check", SECOND), ("norm", SECOND)) else 1.0
+
+    timed: list[Any] = []
+    monkeypatch.setattr(tune.Scratch, "launch_of", noted)
+    return SimpleNamespace(timer=timer, timed=timed)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a tuner which does nothing says."""
+    assert cli.main(["tune", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="asks for the interpreter")
+def test_an_interpreters_time_is_not_a_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "TRITON_INTERPRET=1" in refusal(capsys)
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-m", "scaler_triton", "tune"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=root, env=environment, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "scaler_triton: tune needs a GPU, and there is none here\n"
+
+
+def test_what_is_missing_is_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(tune, "missing_packages", lambda names: ["triton"])
+        assert "tune needs triton" in refusal(capsys)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    for name, answer in (("is_available", True), ("current_device", 0), ("get_device_name", "Some GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    (tmp_path / "file").touch()
+    assert f"cannot write to {tmp_path / 'file'}" in refusal(capsys, "--out", str(tmp_path / "file"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert f"cannot write to {tmp_path}: permission denied" in refusal(capsys, "--out", str(tmp_path))
+    monkeypatch.setattr(config, "cache_folder", lambda: None)
+    assert "name a folder with --out" in refusal(capsys)
+
+
+def test_the_whole_run(tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config.user_file("Some GPU")
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    assert config.tuned_for("Some GPU", KEYS[0])[1] is None
+    assert tune.tune(DEVICE, "Some GPU", path, tiny, quick.timer) == 0
+
+    chosen = {key: SECOND if key[0] in ("check", "norm") else DEFAULT for key in KEYS}
+    assert {key: config.tuned_for("Some GPU", key) for key in KEYS} == {key: (chosen[key], path) for key in KEYS}
+    each = [(mode, shape) for mode in MODES for shape in (FIRST, DEFAULT, SECOND)]
+    assert sorted(map(str, quick.timed)) == sorted(map(str, 6 * tune.ROUNDS * [*each, ("copy", None)]))
+
+    data = json.loads(path.read_text())
+    assert {"date", "scaler_triton", "torch", "triton", "cuda", "driver", "python"} <= set(data["provenance"])
+    assert len(data["measured"]) == 3 * len(KEYS)
+    assert [path.name for path in path.parent.iterdir()] == ["Some_GPU.json"]
+    said = capsys.readouterr()
+    lines = [line.split() for line in said.out.splitlines()]
+    assert [line[:3] for line in lines if line and line[0] in MODES] == [list(map(str, key)) for key in KEYS]
+    assert f"12 of {len(KEYS)} defaults replaced" in said.out
+    assert "+" not in said.out
+    assert said.out.endswith(f"written: {path}\n")
+
+
+def figures(shape: LaunchConfig, *ms: float, problem: str = "") -> tune.Figures:
+    return tune.Figures(KEYS[0], shape, list(ms), 1.0, 2000.0, problem)
+
+
+@pytest.mark.parametrize(
+    ("rivals", "wanted"),
+    [
+        ([(1.0, 1.0, 1.0)], DEFAULT),
+        ([(0.9, 0.9, 0.9)], FIRST),
+        ([(0.5, 0.5, 1.0)], DEFAULT),  # one round as slow as the default's quickest
+        ([(0.995, 0.995, 0.995)], DEFAULT),  # by less than 1 %
+        ([(0.9, 0.9, 0.9), (0.8, 0.8, 0.8)], SECOND),
+        ([(), (0.8, 0.8, 0.8)], SECOND),  # dropped
+        ([()], DEFAULT),
+    ],
+)
+def test_the_choice_is_the_quickest_beyond_noise(rivals: list[tuple[float, ...]], wanted: LaunchConfig) -> None:
+    found = [figures(DEFAULT, 1.0, 1.1, 1.0)]
+    found += [figures(shape, *ms) for shape, ms in zip([FIRST, SECOND], rivals, strict=False)]
+    assert tune.choose(found) == {KEYS[0]: wanted}
+
+
+def test_the_table() -> None:
+    found = [figures(DEFAULT, 1.0), figures(FIRST, problem="wrong values"), figures(SECOND, 0.8)]
+    lines = [" ".join(line.split()) for line in tune.report(found, {KEYS[0]: SECOND}).splitlines()]
+    assert lines[2] == "unscale 2 span 8 x 2 x 2 1000 8 x 2 x 1 1250 25.0% 62% 1"
+    assert lines[3] == "dropped: 4 x 1 x 2 in unscale: wrong values"
+    assert lines[-1].startswith("1 of 1 defaults replaced, each by what was quicker in each of 5 rounds")
+
+
+def test_a_wrong_candidate_is_dropped_and_a_wrong_default_ends_it(
+    tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = {FIRST}
+    for module, name, spoil in (
+        (unscale, "launch_unscale", None),
+        (unscale, "launch_check", lambda grads, flag: flag.fill_(1.0)),
+        (norm, "launch_sum_of_squares", None),
+    ):
+        right = getattr(module, name)
+
+        def spoiled(grads: Any, *args: Any, right: Any = right, spoil: Any = spoil, **options: Any) -> None:
+            if grads.config not in bad:
+                right(grads, *args, **options)
+            elif spoil:
+                spoil(grads, *args)
+
+        monkeypatch.setattr(module, name, spoiled)
+    found = list(tune.measure(DEVICE, tiny, quick.timer, NoBar()))
+    problems = {(each.key[0], each.problem) for each in found if each.problem}
+    wrong = {("unscale", "wrong values"), ("check", "finite values flagged"), ("norm", "a wrong norm")}
+    assert problems == wrong
+    assert not any(each.ms for each in found if each.problem)
+
+    bad.add(DEFAULT)
+    assert tune.tune(DEVICE, "Some GPU", tmp_path / "gpu.json", tiny, quick.timer) == 1
+    assert "nothing is written: the default fails in unscale of 2 bytes: wrong values" in capsys.readouterr().err
+    assert not (tmp_path / "gpu.json").exists()
+
+
+@pytest.mark.parametrize("shape", CANDIDATES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_candidate_is_right(mode: str, shape: LaunchConfig) -> None:
+    for dtype in (torch.float16, torch.float64):
+        chunk = shape.chunk_elements(dtype.itemsize)  # and ends that are no whole vectors
+        assert tune.Scratch([1, chunk + 1, 7, 0, 3], dtype, DEVICE).problem(mode, shape) == ""
+
+
+def test_a_write_beside_the_tensors_and_a_raise_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = tune.Scratch([64], torch.float32, DEVICE)
+    monkeypatch.setattr(unscale, "launch_check", lambda grads, flag: tried.buffer[0].zero_())
+    assert tried.problem("check", DEFAULT) == "wrong values"
+    monkeypatch.setattr(unscale, "launch_check", lambda grads, flag: 1 / 0)
+    assert tried.problem("check", DEFAULT) == "ZeroDivisionError: division by zero"
+    monkeypatch.setattr(unscale, "launch_check", lambda grads, flag: None)
+    assert tried.problem("check", DEFAULT) == "an Inf was missed"
+
+
+def test_a_gpus_workloads_are_the_same_on_every_card_but_for_the_span() -> None:
+    one, other = tune.gpu_workloads(50 * 2**20)(4), tune.gpu_workloads(2**20)(4)
+    assert one["mixed"] == other["mixed"]
+    assert [sum(each["span"]) for each in (one, other)] == [50 * 2**20, 16 * 2**20]
+    for name, numels in one.items():
+        assert config.workload_of(4, numels) == name
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_whole_command_tunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert set(config.read(path, torch.cuda.get_device_name())) == set(KEYS)

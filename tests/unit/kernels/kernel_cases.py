@@ -1,0 +1,262 @@
+"""What the kernel tests share: where they run, guarded tensors, torch's answers, bitwise comparison.
+
+The same tests run natively on a GPU, and under Triton's interpreter on CPU tensors where there is none; every
+launch made through `launched` says which of the two it was.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from scaler_triton.kernels import abi
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, LaunchConfig
+from scaler_triton.kernels.launch import INTERPRETED, Launch
+from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels.unscale import launch_check, launch_unscale
+
+# A target of `aot_matrix`: the kernels run as compiled for it, on the simulator.
+SIMULATED = os.environ.get("SCALER_TRITON_SIMULATE")
+NATIVE = not INTERPRETED and SIMULATED is None
+DEVICE = torch.device("cuda" if NATIVE else "cpu")
+# What only a GPU can get wrong, and not each time, is tried with many tensors, and often; not under a tool, where each
+# is a slow allocation.
+MANY = 500 if NATIVE else 8
+TRIES = 20 if NATIVE and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ else 1
+KERNEL_CLASS = InterpretedFunction if INTERPRETED else JITFunction
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# A chunk of a few hundred elements: many chunks and steps in tensors that the interpreter walks quickly.
+SMALL = LaunchConfig(num_warps=1, vectors=1, unroll=2)
+# What a program may be like. To compile all of that takes a minute: `make simulate` does.
+THOROUGH = os.environ.get("CONFIGS") == "all"
+CONFIGS = CANDIDATES if THOROUGH else [DEFAULT]
+GUARD = 16
+OFFSETS = [0, 1, 3, 8]  # of a tensor's start from a 16-byte boundary, in elements
+NAN, INF = float("nan"), float("inf")
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@contextmanager
+def interrupted_copies() -> Iterator[None]:
+    """Ctrl-C as soon as a copy has arrived."""
+    copy = Tensor.copy_
+
+    def interrupted(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        copy(self, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(Tensor, "copy_", interrupted):
+        yield
+
+
+@contextmanager
+def launched(*names: str) -> Iterator[None]:
+    """Asserts that exactly these kernels are launched, by the backend that this process should use."""
+    calls = []
+
+    def noting(self: Launch, n_programs: int, *args: Any) -> None:
+        calls.append(self)
+        start(self, n_programs, *args)
+
+    start = Launch.__call__
+    with mock.patch.object(Launch, "__call__", noting):
+        yield
+    assert [launch._kernel.fn.__name__ for launch in calls] == list(names)
+    for launch in calls:
+        assert type(launch._kernel) is KERNEL_CLASS
+        assert launch._device.type == DEVICE.type
+
+
+def as_bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(_BITS[x.element_size()])
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    """Bit for bit; any NaN equals any NaN."""
+    got, want = got.cpu(), want.cpu()
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    same = (as_bits(got) == as_bits(want)) | (got.isnan() & want.isnan())
+    assert same.all(), f"first difference at {(~same).nonzero()[0].tolist()}: {got[~same][0]} is not {want[~same][0]}"
+
+
+def assert_untouched(got: Tensor, want: Tensor) -> None:
+    """Bit for bit, NaN payloads too."""
+    assert torch.equal(as_bits(got.cpu()), as_bits(want.cpu()))
+
+
+class Guarded:
+    """A tensor `offset` elements past a 16-byte boundary, NaN all around it: who reads there flags it."""
+
+    def __init__(self, values: Tensor, offset: int = 0) -> None:
+        start = GUARD + offset
+        host = torch.full((start + values.numel() + GUARD,), NAN, dtype=values.dtype)
+        host[start : start + values.numel()] = values
+        self.start = host
+        self.buffer = host.to(DEVICE, copy=True)
+        self.tensor = self.buffer[start : start + values.numel()]
+        assert self.buffer.data_ptr() % 16 == 0
+
+    @property
+    def values(self) -> Tensor:
+        """What the tensor held at first, on the CPU."""
+        start = self.tensor.storage_offset()
+        return self.start[start : start + self.tensor.numel()]
+
+    def assert_holds(self, want: Tensor) -> None:
+        """The tensor holds `want`, and nothing around it was written."""
+        assert_same(self.tensor, want)
+        after = self.buffer.cpu()
+        start = self.tensor.storage_offset()
+        after[start : start + self.tensor.numel()] = self.values
+        assert_untouched(after, self.start)
+
+
+def finite_values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Finite values over the whole range of `dtype`: random bit patterns, subnormals and both zeros included."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.float64:
+        raw = torch.randint(-(2**63), 2**63 - 1, (numel,), generator=generator)
+    else:
+        bits = 8 * dtype.itemsize
+        raw = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (numel,), generator=generator)
+    values = raw.to(_BITS[dtype.itemsize]).view(dtype)
+    values = torch.where(values.isfinite(), values, torch.full_like(values, 1.5))
+    info = torch.finfo(dtype)
+    for place, special in enumerate((info.max, -info.max, info.tiny, info.tiny / 2, -0.0)):
+        values[place::11] = special
+    return values
+
+
+def with_a_signalling_nan(values: Tensor) -> Tensor:
+    """Copies of the values, one of which conversions to fp32 and back would leave a quiet NaN."""
+    bits = {torch.float16: 0x7C01, torch.bfloat16: 0x7F81, torch.float32: 0x7F800001, torch.float64: 0x7FF0000000000001}
+    values = values.clone()
+    as_bits(values)[3] = bits[values.dtype]
+    return values
+
+
+def edge_numels(dtype: torch.dtype) -> list[int]:
+    """Sizes at which something begins or ends: none, one vector, one chunk; and one far from all."""
+    vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)
+    return [0, 1, vector - 1, vector, vector + 1, chunk - 1, chunk, chunk + 1, 1009]
+
+
+def every_shape(dtype: torch.dtype, values: Callable[..., Tensor] = finite_values) -> list[Guarded]:
+    """A tensor of such values for each size and offset."""
+    shapes = [(numel, offset) for numel in edge_numels(dtype) for offset in OFFSETS]
+    return [Guarded(values(numel, dtype, seed), offset) for seed, (numel, offset) in enumerate(shapes)]
+
+
+def expected_bits(values: Tensor) -> int:
+    return abi.NAN * int(values.isnan().any()) + abi.INF * int(values.isinf().any())
+
+
+def expected_unscale(values: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
+    """torch's own gradients and flag, computed on the CPU."""
+    grads = [value.clone() for value in values]
+    found_inf = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    return grads, found_inf
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """The inverse that torch's scaler takes."""
+    return scale.double().reciprocal().float()
+
+
+def make_table(grads: list[Guarded], dtype: torch.dtype, config: LaunchConfig = SMALL) -> GradTable:
+    table = GradTable([grad.tensor.numel() for grad in grads], dtype, DEVICE, config)
+    # An empty tensor has no address: 0, as a parameter without a gradient has.
+    table.set_addresses([grad.tensor.data_ptr() for grad in grads])
+    table.grads = grads  # an address keeps nothing alive
+    return table
+
+
+class PastInt32:
+    """A tensor of more than 2^31 elements, 4 GiB of which a CPU ever touches only the ends.
+
+    Attributes:
+        table: of it, cut down to the first chunk and the last two.
+        before: what the parts that these visit hold at first, on the CPU.
+    """
+
+    def __init__(self) -> None:
+        numel, dtype, head = 2**31 + 12345, torch.float16, 7  # elements before the first 16-byte boundary
+        chunk = DEFAULT.chunk_elements(dtype.itemsize)
+        self.grad = torch.empty(numel + 1, dtype=dtype, device=DEVICE)[1:]
+        self.table = table = GradTable([numel], dtype, DEVICE)
+        assert table.n_chunks == -(-numel // chunk)
+        ends = torch.tensor([0, table.n_chunks - 2, table.n_chunks - 1], device=DEVICE)
+        table.chunk_tensors, table.chunk_indices = table.chunk_tensors[ends], table.chunk_indices[ends]
+        table.n_chunks = len(ends)
+        table.set_addresses([self.grad.data_ptr()])
+        late = head + int(table.chunk_indices[1]) * chunk
+        self._visited = [slice(0, head + chunk), slice(late, numel)]
+        self._skipped = [slice(head + chunk, head + chunk + 500), slice(late - 500, late)]
+        for part in self._visited + self._skipped:
+            self.grad[part] = finite_values(part.stop - part.start, dtype, seed=1).to(DEVICE)
+        self.grad[-9000] = INF
+        self.before, self._beside = (self._copies(parts) for parts in (self._visited, self._skipped))
+
+    def _copies(self, parts: list[slice]) -> list[Tensor]:
+        return [self.grad[part].to("cpu", copy=True) for part in parts]
+
+    def assert_holds(self, want: list[Tensor]) -> None:
+        """The visited parts hold `want`, and what lies beside them was not written."""
+        for part, want_part in zip(self._visited, want, strict=True):
+            assert_same(self.grad[part], want_part)
+        for part, was in zip(self._skipped, self._beside, strict=True):
+            assert_untouched(self.grad[part], was)
+
+
+@contextmanager
+def guarded_flag() -> Iterator[Tensor]:
+    """A cleared flag; what lies beside it must not be written."""
+    flags = torch.tensor([NAN, 0.0, NAN], device=DEVICE)
+    yield flags[1]
+    assert flags.isnan().tolist() == [True, False, True]
+
+
+def run_unscale(table: GradTable, scale: Tensor, *, inverse: bool) -> Tensor:
+    """Unscale natively or interpreted, as this process should; the flag afterwards, on the CPU."""
+    with launched(*["_unscale_kernel"][: table.n_chunks]), guarded_flag() as found_inf:
+        launch_unscale(table, scale.to(DEVICE), found_inf, inverse=inverse)
+    return found_inf.cpu()
+
+
+def run_check(table: GradTable) -> Tensor:
+    """As `run_unscale`, for the read-only check."""
+    with launched(*["_unscale_kernel"][: table.n_chunks]), guarded_flag() as found_inf:
+        launch_check(table, found_inf)
+    return found_inf.cpu()
+
+
+def check_unscale(grads: list[Guarded], scale: Tensor, *, inverse: bool, config: LaunchConfig = SMALL) -> None:
+    """One launch over `grads` gives torch's gradients and flag, every tensor's bits, and touches nothing else."""
+    table = make_table(grads, grads[0].tensor.dtype, config)
+    found_inf = run_unscale(table, scale, inverse=inverse)
+    want, want_found = expected_unscale([grad.values for grad in grads], scale if inverse else inverse_of(scale))
+    for grad, want_grad in zip(grads, want, strict=True):
+        grad.assert_holds(want_grad)
+    assert_same(found_inf, want_found)
+    assert table.bits[:, 0].tolist() == [expected_bits(grad.values) for grad in grads]
+
+
+def check_only(grads: list[Guarded], config: LaunchConfig = SMALL) -> None:
+    """One check gives the flag and every tensor's bits, and leaves every byte as it was."""
+    table = make_table(grads, grads[0].tensor.dtype, config)
+    found_inf = run_check(table)
+    bits = [expected_bits(grad.values) for grad in grads]
+    assert table.bits[:, 0].tolist() == bits
+    assert found_inf == float(any(bits))
+    for grad in grads:
+        assert_untouched(grad.buffer, grad.start)

@@ -1,0 +1,140 @@
+"""Which tensors the kernels take in this process, and how wide a program they are launched with."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_cases import DEVICE, NATIVE, launched
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scaler_triton.kernels import launch
+from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels.unscale import launch_check, launch_unscale
+
+OTHER = torch.device("cpu" if NATIVE else "cuda", None if NATIVE else 0)
+REFUSAL = (
+    "without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got cpu"
+    if NATIVE
+    else "under TRITON_INTERPRET=1 the kernels take tensors on cpu, got cuda:0"
+)
+
+
+def test_the_other_backends_device_is_refused():
+    launch.check_device(DEVICE)
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        launch.check_device(OTHER)
+
+
+def test_a_launch_refuses_it_too():
+    table = GradTable([1], torch.float32, torch.device("cpu"))
+    table.device = OTHER
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        launch_unscale(table, torch.ones(()), torch.zeros(()), inverse=True)
+
+
+def test_interpreter_errors_are_not_numpys_and_its_settings_are_put_back():
+    if NATIVE:
+        pytest.skip("the interpreter's own")
+    import numpy as np
+
+    before, grad = np.geterr(), torch.tensor([float("inf")])
+    table = GradTable([1], torch.float32, DEVICE)
+    table.set_addresses([grad.data_ptr()])
+    with launched("_unscale_kernel"):
+        launch_check(table, torch.zeros(()))  # Inf * 0, of which numpy would warn
+    assert np.geterr() == before
+
+
+def test_a_gpu_without_an_index_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert launch.indexed(torch.device("cuda")) == torch.device("cuda", 3)
+    assert launch.indexed(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert launch.indexed(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_a_launch_elsewhere_is_made_on_its_own_device(monkeypatch):
+    on = []
+
+    @contextmanager
+    def device(chosen):
+        on.append(chosen)
+        yield
+        on.remove(chosen)
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with launch._on(torch.device("cuda", 1)):
+        assert on == [torch.device("cuda", 1)]
+    assert on == []
+
+
+def test_a_table_is_on_a_device_whose_stream_can_be_asked_for():
+    assert (GradTable([1], torch.float32, DEVICE).device.index is None) == (DEVICE.type == "cpu")
+
+
+@pytest.mark.parametrize(("lanes", "want"), [(64, 4), (32, 8)])
+def test_wide_warps_are_fewer(monkeypatch, lanes, want):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(warp_size=lanes))
+    assert launch._native_warps(8, torch.device("cuda")) == want
+    assert launch._native_warps(1, torch.device("cuda")) == 1
+
+
+def first_launch(table):
+    table.set_addresses([0])
+    launch_check(table, torch.zeros((), device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [lambda _: GradTable([8], torch.float32, DEVICE), lambda table: table.set_weights([2.0]), first_launch],
+    ids=["table", "weights", "launch"],
+)
+def test_what_allocates_copies_or_compiles_is_refused_in_a_capture(monkeypatch, first):
+    table = GradTable([8], torch.float32, DEVICE)
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "capture_query", lambda device: lambda: True)
+        with pytest.raises(RuntimeError, match="cannot be captured: take one step like it before"):
+            first(table)
+    first(table)
+
+
+class Recorded(TorchDispatchMode):
+    """How many tensors the allocator is told about, of those that another stream than theirs uses."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.record_stream.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not NATIVE, reason="streams need a GPU")
+def test_the_allocator_is_told_once_of_each_stream_that_launches():
+    """Else a table that is freed while one of them is behind might be overwritten, and with it the addresses."""
+    table, grad = GradTable([8], torch.float32, DEVICE), torch.ones(8, device=DEVICE)
+    table.set_addresses([grad.data_ptr()])
+    flag, counts = torch.zeros((), device=DEVICE), []
+    ours, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    other.wait_stream(ours)
+    for stream in (ours, None, ours, other, other, ours):
+        with Recorded() as recorded, torch.cuda.stream(stream) if stream else torch.cuda.graph(torch.cuda.CUDAGraph()):
+            launch_check(table, flag)
+        counts.append(recorded.count)
+    told = 8  # the table's five, the flag, in place of a scale once more, and the generation
+    assert counts == [told, 0, told, told, 0, 0]  # the first is Triton's own, the second captured
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not NATIVE or torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_launch_runs_under_its_tensors_device():
+    second = torch.device("cuda", 1)
+    grad = torch.ones(100, device=second)
+    table = GradTable([100], torch.float32, second)
+    table.set_addresses([grad.data_ptr()])
+    with torch.cuda.device(0):
+        launch_unscale(table, torch.tensor(4.0, device=second), torch.zeros((), device=second), inverse=False)
+    assert grad.eq(0.25).all()

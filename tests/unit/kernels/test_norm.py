@@ -1,0 +1,242 @@
+"""The sum of squares and the check in one pass, against fp64, and what it leaves alone."""
+
+import math
+
+import pytest
+import torch
+from kernel_cases import (
+    CONFIGS,
+    DEVICE,
+    DTYPES,
+    INF,
+    NAN,
+    OFFSETS,
+    SMALL,
+    Guarded,
+    PastInt32,
+    assert_untouched,
+    every_shape,
+    expected_bits,
+    finite_values,
+    guarded_flag,
+    inverse_of,
+    launched,
+    make_table,
+)
+
+from scaler_triton.kernels.config import DEFAULT, LaunchConfig
+from scaler_triton.kernels.norm import launch_sum_of_squares
+from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
+
+# A square is rounded once in fp32, the sum of a lane's squares once a step: 2^-24 each, for 4 steps. The rest is fp64.
+TOLERANCE = 5 * 2.0**-24
+
+
+def run(table, scale=1.0, *, inverse=True):
+    """The sum and the flag, on the CPU, which stand in the totals; what lies beside those is not written."""
+    out = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
+    factor = torch.tensor(scale)
+    names = [*["_sum_squares_kernel"][: table.n_chunks], "_finish_kernel"]
+    with launched(*names), guarded_flag() as found_inf:
+        launch_sum_of_squares(table, factor.to(DEVICE), found_inf, out[1:6], inverse=inverse)
+    assert out[::6].isnan().all()
+    assert out[2:6].tolist() == [found_inf.item(), 0.0, factor.item(), 1.0 / factor.item()]
+    return out[1].cpu(), found_inf.cpu()
+
+
+def expected(values, inv_scale=1.0, weights=None):
+    """The sum by Python, whose products are fp64 and whose sum is exact."""
+    sums = [math.fsum(x * x for x in each.double().tolist()) for each in values]
+    return math.fsum(w * s for w, s in zip(weights or [1.0] * len(sums), sums, strict=True)) * inv_scale * inv_scale
+
+
+def moderate_values(numel, dtype, seed):
+    """Finite values of every magnitude whose squares fp64 can hold, subnormals and zeros included."""
+    values = finite_values(numel, dtype, seed)
+    return values.clamp(-1e150, 1e150) if dtype == torch.float64 else values
+
+
+def check_sum(grads, dtype, scale=1.0, *, inverse=True, config=SMALL):
+    """The sum is right, nothing is flagged, and every byte is as it was."""
+    table = make_table(grads, dtype, config)
+    total, found_inf = run(table, scale, inverse=inverse)
+    scale = torch.tensor(scale)
+    want = expected([grad.values for grad in grads], (scale if inverse else inverse_of(scale)).item())
+    assert total.item() == pytest.approx(want, rel=TOLERANCE, abs=0)
+    assert found_inf == 0
+    assert not table.bits.any()
+    for grad in grads:
+        assert_untouched(grad.buffer, grad.start)
+
+
+@pytest.mark.parametrize(("scale", "inverse"), [(65536.0, False), (3.0, False), (1.0, False), (1 / 3, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_right_whatever_the_shape(dtype, scale, inverse):
+    check_sum(every_shape(dtype, moderate_values), dtype, scale, inverse=inverse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tensor_alone(dtype):
+    for grad in every_shape(dtype, moderate_values):
+        if grad.tensor.numel():
+            check_sum([grad], dtype, 3.0, inverse=False)
+
+
+MAGNITUDES = [1e38, 3e19, 1e19, 1e-10, 1e-15, 1e-19, 1e-23, 1e-30, 1e-38, 1e-40]
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_square_overflows_or_is_lost(dtype, magnitude):
+    random = torch.randn(1200, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    for offset in OFFSETS:
+        check_sum([Guarded((random * magnitude).to(dtype), offset)], dtype, 2.0**16, inverse=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_magnitudes_may_differ_from_chunk_to_chunk(dtype):
+    chunk = SMALL.chunk_elements(dtype.itemsize)
+    limit = torch.finfo(dtype).max if dtype != torch.float64 else 1e150
+    parts = [torch.full((chunk,), factor, dtype=dtype) for factor in (limit, torch.finfo(dtype).tiny, 0.0, 1.0)]
+    check_sum([Guarded(torch.cat(parts), 1)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_subnormals_count(dtype):
+    values = torch.full((700,), torch.finfo(dtype).smallest_normal / 2, dtype=dtype)
+    if dtype == torch.float64:  # their squares are below all of fp64
+        values = torch.full((700,), 1e-150, dtype=dtype)
+    check_sum([Guarded(values, 3)], dtype)
+
+
+@pytest.mark.parametrize("value", [1.1, 0.7123, 3.3e-5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_values_whose_roundings_all_go_one_way(dtype, value):
+    values = torch.full((3 * DEFAULT.chunk_elements(dtype.itemsize) + 5,), value, dtype=dtype)
+    check_sum([Guarded(values, 1)], dtype, config=DEFAULT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_sum_to_zero(dtype):
+    total, _ = run(make_table([Guarded(torch.zeros(700, dtype=dtype))], dtype))
+    assert total == 0
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, LaunchConfig(1, 1, 1), LaunchConfig(2, 2, 3)])
+def test_other_configurations_give_the_same(config):
+    for dtype in DTYPES:
+        chunk = config.chunk_elements(dtype.itemsize)
+        check_sum([Guarded(moderate_values(chunk + 13, dtype, 0), 1)], dtype, 3.0, inverse=False, config=config)
+
+
+@pytest.mark.parametrize("specials", [[NAN], [INF], [-INF], [NAN, INF]])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_flagged_and_told_apart(dtype, specials):
+    vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)
+    numel = chunk + 2 * vector + 1
+    for offset in (0, 3):
+        for place in (0, vector, chunk - 1, chunk + vector, numel - 2):
+            values = moderate_values(numel, dtype, place)
+            values[place : place + len(specials)] = torch.tensor(specials, dtype=dtype)[: numel - place]
+            grads = [Guarded(values, offset), Guarded(moderate_values(numel, dtype, 1), offset)]
+            table = make_table(grads, dtype)
+            total, found_inf = run(table)
+            assert found_inf == 1
+            assert table.bits[:, 0].tolist() == [expected_bits(values), 0]
+            assert str(total.item()) == ("nan" if values.isnan().any() else "inf")
+
+
+def test_huge_fp64_is_not_taken_for_infinite():
+    table = make_table([Guarded(torch.full((40,), 1e200, dtype=torch.float64), 1)], torch.float64)
+    total, found_inf = run(table)
+    assert total == INF  # so is the sum
+    assert found_inf == 0
+    assert table.bits[:, 0].tolist() == [0]
+
+
+def test_a_product_that_overflows_is_not_flagged():
+    values = torch.full((40,), 1e38)
+    total, found_inf = run(make_table([Guarded(values)], torch.float32), 2.0**20)
+    assert total.item() == pytest.approx(expected([values], 2.0**20), rel=TOLERANCE)
+    assert found_inf == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_absent_tensors_count_nothing_every_time(dtype):
+    grads = [Guarded(moderate_values(700, dtype, seed), seed) for seed in range(3)]
+    table = make_table(grads, dtype)
+    run(table)
+    grads[1].buffer.fill_(NAN)
+    table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
+    for _ in range(2):
+        total, found_inf = run(table)
+        assert total.item() == pytest.approx(expected([grads[0].values, grads[2].values]), rel=TOLERANCE)
+        assert found_inf == 0
+        assert table.bits[:, 0].tolist() == [0, 0, 0]
+    table.set_addresses([0, 0, 0])
+    assert run(table)[0] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights(dtype):
+    grads = [Guarded(moderate_values(700, dtype, seed), seed) for seed in range(3)]
+    table = make_table(grads, dtype)
+    values = [grad.values for grad in grads]
+    for weights in (None, [0.5, 0.25, 1 / 3], [0.5, 0.25, 1.0], None):
+        table.set_weights(weights)
+        assert run(table)[0].item() == pytest.approx(expected(values, 1.0, weights), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_runs_are_bitwise_equal_wherever_the_tensors_lie(dtype):
+    totals = []
+    for _ in range(2):
+        grads = [Guarded(moderate_values(900, dtype, seed), seed) for seed in range(4)]
+        table = make_table(grads, dtype)
+        for _ in range(2):
+            totals.append(run(table, 3.0, inverse=False)[0])
+        table.set_addresses([grad.tensor.data_ptr() for grad in grads])
+        # Equally far from a 16-byte boundary, but elsewhere.
+        moved = [Guarded(grad.values, seed) for seed, grad in enumerate(grads)]
+        table.set_addresses([grad.tensor.data_ptr() for grad in moved])
+        totals.append(run(table, 3.0, inverse=False)[0])
+    for total in totals[1:]:
+        assert_untouched(total, totals[0])
+
+
+@pytest.mark.parametrize("n_tensors", [PARTIALS_BLOCK, PARTIALS_BLOCK + 1])
+def test_all_partial_sums_are_added(n_tensors):
+    grad = Guarded(torch.tensor([3.0]))
+    table = GradTable([1] * n_tensors, torch.float32, DEVICE, SMALL)
+    table.set_addresses([0] * (n_tensors - 2) + [grad.tensor.data_ptr()] * 2)
+    assert run(table)[0] == 18.0
+    assert len(table.partials) == -(-n_tensors // PARTIALS_BLOCK) * PARTIALS_BLOCK
+
+
+def test_a_raised_flag_is_left_raised():
+    table = make_table([Guarded(torch.ones(40))], torch.float32)
+    flags = torch.tensor([5.0, 1.0, 7.0], device=DEVICE)
+    totals = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
+    for each, sum_of_it in ((table, 40), (GradTable([], torch.float32, DEVICE), 0)):
+        launch_sum_of_squares(each, torch.ones((), device=DEVICE), flags[1], totals[1:6], inverse=True)
+        assert flags.tolist() == [5.0, 1.0, 7.0]
+        assert totals[1:6].tolist() == [sum_of_it, 1, 0, 1, 1]
+        assert totals[::6].isnan().all()
+
+
+def test_no_elements_are_finished_without_a_pass_over_them():
+    for numels in ([], [0], [0, 0]):
+        total, found_inf = run(GradTable(numels, torch.float16, DEVICE))
+        assert total == 0
+        assert found_inf == 0
+
+
+def test_a_tensor_past_int32_elements():
+    long = PastInt32()
+    total, found_inf = run(long.table)
+    assert found_inf == 1  # PastInt32 has an Inf near its end
+    assert total == INF
+    long.assert_holds(long.before)
+    long.grad[-9000] = 0.0
+    values = [before.where(before.isfinite(), torch.zeros(())) for before in long.before]
+    assert run(long.table)[0].item() == pytest.approx(expected(values), rel=TOLERANCE)

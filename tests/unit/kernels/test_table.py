@@ -1,0 +1,234 @@
+"""The table: the chunk map, and addresses that reach the device once and only when they changed."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from kernel_cases import DEVICE, NATIVE, SMALL, interrupted_copies
+
+from scaler_triton.kernels import table as table_module
+from scaler_triton.kernels.config import DEFAULT, LaunchConfig
+from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
+
+
+@pytest.mark.parametrize(("itemsize", "want"), [(2, 8192), (4, 4096), (8, 2048)])
+def test_default_chunk_is_16_kb(itemsize, want):
+    assert DEFAULT.chunk_elements(itemsize) == want
+    assert LaunchConfig(num_warps=8, vectors=2, unroll=2) == DEFAULT
+
+
+@pytest.mark.parametrize("numels", [[], [0], [1], [512], [513], [0, 1, 0, 1536, 511, 0], [5000, 0, 0, 1], [512] * 7])
+def test_chunk_map(numels):
+    table = GradTable(numels, torch.float16, DEVICE, SMALL)
+    chunk = SMALL.chunk_elements(2)
+    want = [(tensor, index) for tensor, numel in enumerate(numels) for index in range(-(-numel // chunk))]
+    got = list(zip(table.chunk_tensors.tolist(), table.chunk_indices.tolist(), strict=True))
+    assert got == want
+    assert table.n_chunks == len(want)
+    assert table.chunk_tensors.dtype == table.chunk_indices.dtype == table.bits.dtype == torch.int32
+    assert table.numels.dtype == table.addresses.dtype == torch.int64
+    assert table.numels.tolist() == numels
+    assert table.bits[:, 0].tolist() == table.addresses.tolist() == [0] * len(numels)
+    tensors = (table.chunk_tensors, table.chunk_indices, table.numels, table.addresses, table.bits)
+    assert {tensor.device.type for tensor in tensors} == {DEVICE.type}
+
+
+def test_chunk_map_of_huge_tensors():
+    # 2**33 elements: sums of elements, and of chunks times their size, do not fit int32.
+    table = GradTable([2**33 + 1, 3, 2**33], torch.float16, DEVICE)
+    chunks = 2**33 // DEFAULT.chunk_elements(2)
+    assert table.n_chunks == 2 * chunks + 2
+    assert table.chunk_indices[[0, chunks, chunks + 1, chunks + 2, -1]].tolist() == [0, chunks, 0, 0, chunks - 1]
+    assert table.chunk_tensors[[0, chunks, chunks + 1, chunks + 2, -1]].tolist() == [0, 0, 1, 2, 2]
+
+
+def test_addresses_reach_the_device():
+    table = GradTable([1, 1, 1], torch.float32, DEVICE)
+    for addresses in ([16, 2**47 + 16, 0], [0, 0, 0], [32, 48, 64]):
+        table.set_addresses(addresses)
+        assert table.addresses.tolist() == addresses
+
+
+def test_equal_addresses_are_not_copied_again():
+    table = GradTable([1, 1], torch.float32, DEVICE)
+    table.set_addresses([16, 32])
+    table.addresses.fill_(-1)  # would be overwritten by a copy
+    table.set_addresses([16, 32])
+    assert table.addresses.tolist() == [-1, -1]
+
+
+def test_a_list_that_the_caller_goes_on_to_change_is_copied():
+    table, addresses = GradTable([1, 1], torch.float32, DEVICE), [16, 32]
+    table.set_addresses(addresses)
+    addresses[0] = 48
+    table.set_addresses(addresses)
+    assert table.addresses.tolist() == [48, 32]
+
+
+def test_after_an_interrupted_copy_the_addresses_before_are_sent_again():
+    """The copy has arrived, but nothing after it has run: Ctrl-C in a notebook, whose next step has the old ones."""
+    table = GradTable([1, 1], torch.float32, DEVICE)
+    table.set_addresses([16, 32])
+
+    class Interrupted:
+        captured, is_capturing = (), staticmethod(lambda: False)
+
+        def send(self, addresses, out):
+            out.copy_(torch.tensor(addresses))
+            raise KeyboardInterrupt
+
+    with mock.patch.object(table, "_staging", Interrupted()), pytest.raises(KeyboardInterrupt):
+        table.set_addresses([48, 64])
+    table.set_addresses([16, 32])
+    assert table.addresses.tolist() == [16, 32]
+
+
+@pytest.mark.parametrize("addresses", [[], [16], [16, 32, 48]])
+def test_a_wrong_number_of_addresses_is_refused(addresses):
+    table = GradTable([1, 1], torch.float32, DEVICE)
+    with pytest.raises(ValueError, match=rf"addresses: expected 2 of them, got {len(addresses)}"):
+        table.set_addresses(addresses)
+    assert table.addresses.tolist() == [0, 0]
+
+
+class LateEvent:
+    """An event that passes when the test says so."""
+
+    def __init__(self):
+        self.passed = True
+
+    def query(self):
+        return self.passed
+
+    def record(self, stream):
+        self.passed = False
+
+
+@pytest.fixture
+def staging(monkeypatch):
+    """The staging of a GPU whose copies take as long as the test likes."""
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(table_module, "_pinned", lambda size: torch.full((size,), -1, dtype=torch.int64))
+    made = table_module._Staging(2, torch.device("cuda"))
+    made.captures = False
+    made.is_capturing = lambda: made.captures
+    return made
+
+
+def test_a_buffer_in_flight_is_never_overwritten(staging):
+    out = torch.zeros(2, dtype=torch.int64)
+    for step in range(5):  # the device has not begun to copy: every step needs a buffer of its own
+        staging.send([step, step], out)
+    assert [buffer.tolist() for buffer, *_ in staging._slots] == [[step, step] for step in range(5)]
+    assert out.tolist() == [4, 4]
+
+
+def test_a_buffer_whose_copy_has_passed_is_used_again(staging):
+    out = torch.zeros(2, dtype=torch.int64)
+    for step in range(9):
+        staging.send([step, step], out)
+        if step % 2:
+            for *_, event in staging._slots:
+                event.passed = True
+    assert len(staging._slots) == 2
+
+
+def test_a_captured_copy_has_a_buffer_for_itself_and_for_good(staging):
+    out = torch.zeros(2, dtype=torch.int64)
+    before = staging._spare[-1]
+    staging.captures = True
+    staging.send([7, 7], out)
+    staging.captures = False
+    for step in range(5):
+        staging.send([step, step], out)
+    assert [buffer.tolist() for buffer in staging.captured] == [[7, 7]]
+    assert staging.captured[0] is before  # nothing is allocated in a capture
+    assert len(staging._spare) == staging.SPARE
+
+
+def test_a_third_captured_copy_without_a_step_between_is_refused(staging):
+    out = torch.zeros(2, dtype=torch.int64)
+    staging.captures = True
+    staging.send([6, 6], out)
+    staging.send([7, 7], out)
+    with pytest.raises(RuntimeError, match="captured 2 times in a row: capture one step, then take one outside"):
+        staging.send([8, 8], out)
+    assert out.tolist() == [7, 7]
+    assert [buffer.tolist() for buffer in staging.captured] == [[6, 6], [7, 7]]
+
+
+def staged_table():
+    """A table whose copies are noted, and its staging."""
+    table, sent = GradTable([1, 1], torch.float32, DEVICE), []
+    table._staging = SimpleNamespace(
+        captured=[], captures=False, is_capturing=lambda: table._staging.captures, sent=sent,
+        send=lambda values, out: sent.append(list(values)),
+    )  # fmt: skip
+    table.set_addresses([16, 32])
+    return table, table._staging
+
+
+def test_after_a_capture_addresses_are_always_sent():
+    table, staging = staged_table()
+    table.set_addresses([16, 32])
+    assert staging.sent == [[16, 32]]
+    assert not table.is_in_a_graph
+    staging.captured.append(torch.zeros(2))  # a replay may have written the table since
+    assert table.is_in_a_graph
+    table.set_addresses([16, 32])
+    assert staging.sent == [[16, 32]] * 2
+    assert table in table_module._captured
+    table_module._captured.remove(table)
+
+
+def test_a_capture_takes_down_addresses_that_are_there_already():
+    """Later steps may write others before the replay."""
+    table, staging = staged_table()
+    staging.captures = True
+    table.set_addresses([16, 32])
+    assert staging.sent == [[16, 32]] * 2
+
+
+def test_a_table_that_measures_no_norm_holds_no_sums_and_no_weights():
+    table = GradTable([1, 2], torch.float32, DEVICE, SMALL)
+    assert all(held.dtype is not torch.float64 for held in vars(table).values() if isinstance(held, torch.Tensor))
+    assert table.weights.tolist() == [1.0, 1.0]
+    assert table.partials.tolist() == [0.0] * PARTIALS_BLOCK
+
+
+def test_weights_are_copied_once():
+    table = GradTable([1, 2], torch.float32, DEVICE, SMALL)
+    weights = [0.5, 0.25]
+    with torch.device("meta"):  # a default device of the user's
+        table.set_weights(weights)
+    before = table.weights._version
+    for same in (weights, list(weights)):
+        table.set_weights(same)
+    assert table.weights._version == before
+    with pytest.raises(ValueError, match="weights: expected 2 of them, got 1"):
+        table.set_weights([1.0])
+    assert table.weights.tolist() == weights
+
+
+@pytest.mark.parametrize("before", [None, [0.5, 0.25]])
+def test_after_an_interrupted_copy_the_weights_before_are_sent_again(before):
+    table = GradTable([1, 2], torch.float32, DEVICE, SMALL)
+    table.set_weights(before)
+    with interrupted_copies(), pytest.raises(KeyboardInterrupt):
+        table.set_weights([0.125, 0.125])
+    table.set_weights(before)
+    assert table.weights.tolist() == (before or [1.0, 1.0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not NATIVE, reason="pinned memory needs a GPU")
+def test_many_steps_ahead_of_the_device_each_see_their_own_addresses():
+    table, seen = GradTable([1] * 64, torch.float32, DEVICE), []
+    torch.cuda._sleep(200_000_000)  # the host runs ahead
+    for step in range(1, 21):
+        table.set_addresses([16 * step] * 64)
+        seen.append(table.addresses.clone())
+    assert [set(addresses.tolist()) for addresses in seen] == [{16 * step} for step in range(1, 21)]
+    assert table._staging._slots[0][0].is_pinned()
