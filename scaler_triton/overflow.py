@@ -15,7 +15,7 @@ from scaler_triton.overflow_report import WORDS, BadGradient, OverflowReport, fr
 from scaler_triton.placement import local_tensor
 from scaler_triton.states import StatesMixin
 from scaler_triton.stats import LAST_SKIP, SKIPPED
-from scaler_triton.words import error_line
+from scaler_triton.text import error_line
 
 
 class OverflowMixin(StatesMixin):

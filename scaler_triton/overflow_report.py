@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from scaler_triton.overflow_marks import INF, NAN
-from scaler_triton.words import count_of, one_line, rank_names, table
+from scaler_triton.text import count_of, one_line, rank_names, table
 
 WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
 

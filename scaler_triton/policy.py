@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from scaler_triton.words import one_line
+from scaler_triton.text import one_line
 
 # 1 / scale is finite for every scale from the smallest normal fp32 number up to the largest.
 MIN_SCALE = 2.0**-126

@@ -17,7 +17,7 @@ from scaler_triton.overflow import OverflowMixin
 from scaler_triton.settings import SettingsMixin
 from scaler_triton.stats import STREAK, Lagging, ScalerStats, SkipStreakError
 from scaler_triton.step_state import StepState
-from scaler_triton.words import count_of
+from scaler_triton.text import count_of
 
 
 class UpdatingMixin(SettingsMixin, OverflowMixin):

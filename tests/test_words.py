@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaler_triton.words import one_line, ranges
+from scaler_triton.text import one_line, ranges
 
 
 def test_ranks_are_written_as_ranges() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scaler_triton import callers, policy
 from scaler_triton.optimizers import parameters_of, unwrap
-from scaler_triton.words import one_line
+from scaler_triton.text import one_line
 
 _NOT_HELD = (
     "No optimizer holds any of `parameters`, no gradient clipping will occur. Were they taken before FSDP replaced "

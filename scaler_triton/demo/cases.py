@@ -8,7 +8,7 @@ from math import frexp
 from scaler_triton.demo import case_steps as steps
 from scaler_triton.demo.case_steps import START, Outcome
 from scaler_triton.demo.scalers import Scalers
-from scaler_triton.words import rank_names
+from scaler_triton.text import rank_names
 
 HALVED = START / 2
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from scaler_triton.console import fitted
+from scaler_triton.cli.console import fitted
 from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case, shown
 from scaler_triton.demo.rank_process import RankResult
 from scaler_triton.demo.ranks import RankPool, RankTimeout
 from scaler_triton.demo.scalers import load_scalers
-from scaler_triton.words import one_line
+from scaler_triton.text import one_line
 
 COLLECTIVE_LIMIT = 10.0  # seconds that a rank waits for the others: a hang becomes an error after that
 CASE_LIMIT = 60.0

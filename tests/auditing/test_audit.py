@@ -16,10 +16,10 @@ from helpers import started, stepped
 
 import scaler_triton
 from scaler_triton import GradScaler, ShardedGradScaler
-from scaler_triton.auditing import audit as audit_module
+from scaler_triton.auditing import running as audit_module
 from scaler_triton.auditing.replicas import hashed_copies
 from scaler_triton.auditing.report import AuditReport
-from scaler_triton.auditing.state import UNKNOWN
+from scaler_triton.auditing.report import UNKNOWN
 
 
 def audited(optimizer: Any, scaler: Any, *more: Any, **options: Any) -> AuditReport:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scaler_triton.auditing.report import judge
-from scaler_triton.auditing.state import UNKNOWN, Copy, RankState, Reading, number, scaler_readings, steps_reading
+from scaler_triton.auditing.report import UNKNOWN, Copy, RankState, Reading, number, scaler_readings, steps_reading
 
 
 def state(rank: int, scale: float = 4.0, **more: Any) -> RankState:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from saving import Command, save, scaler_state
 
-from scaler_triton.auditing import saved_states
+from scaler_triton.auditing import saved as saved_states
 
 
 class Bomb:
@@ -103,7 +103,7 @@ def test_a_compressed_archive_is_refused(harmless: Path, command: Command) -> No
 
 
 def test_too_large_a_structure_is_refused(harmless: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from scaler_triton.auditing import saved_states
+    from scaler_triton.auditing import saved as saved_states
 
     monkeypatch.setattr(saved_states, "STRUCTURE_LIMIT", 1000)
     torch.save(["x" * 2000], harmless)

@@ -13,8 +13,8 @@ from helpers import stepped
 from saving import Command, save, scaler_state
 
 from scaler_triton import cli
-from scaler_triton.auditing.saved_states import DEPTH
-from scaler_triton.words import one_line
+from scaler_triton.auditing.saved import DEPTH
+from scaler_triton.text import one_line
 
 
 @pytest.mark.parametrize(

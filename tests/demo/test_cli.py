@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from scaler_triton import cli
-from scaler_triton.console import fitted
+from scaler_triton.cli.console import fitted
 from scaler_triton.demo import command
 from scaler_triton.demo.cases import CASES, list_cases
 

@@ -29,7 +29,7 @@ from rank_programs import Clip, Optimizer, Program
 from rank_strategies import ON_MOVED, RANKS, any_programs, long_programs, moving_programs
 
 from scaler_triton.demo.ranks import RankPool
-from scaler_triton.words import count_of
+from scaler_triton.text import count_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

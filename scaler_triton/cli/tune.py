@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaler_triton._version import __version__
-from scaler_triton.console import complain, driver_version, missing_packages, new_bar
-from scaler_triton.words import one_line
+from scaler_triton.cli.console import complain, driver_version, missing_packages, new_bar
+from scaler_triton.text import one_line
 
 if TYPE_CHECKING:
     import torch
