@@ -37,7 +37,7 @@ def _deprecated(kind: str) -> type:
             super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
         def __reduce__(self) -> tuple[Any, ...]:
-            # As a plain GradScaler, from which only the constructor differs: pickle could not find this class by name.
+            # As a plain GradScaler: pickle could not find this class by its name.
             plain = grad_scaler.GradScaler if type(self) is GradScaler else type(self)
             return object.__new__, (plain,), self.__getstate__()
 
@@ -47,7 +47,7 @@ def _deprecated(kind: str) -> type:
 
 
 # torch's class -> ours. Taken from our bases, as torch's names may have been replaced by hand already.
-_OURS: dict[type, type] = {
+_OURS: dict[type[Any], type[Any]] = {
     grad_scaler.GradScaler.__bases__[-1]: grad_scaler.GradScaler,
     torch.cuda.amp.grad_scaler.GradScaler: _deprecated("cuda"),
     torch.cpu.amp.grad_scaler.GradScaler: _deprecated("cpu"),
@@ -61,8 +61,6 @@ _patches: set[_Patch] = set()  # torch stays patched while there is any
 
 
 class _Patch(AbstractContextManager[None]):
-    """One call of `patch_torch`."""
-
     def __init__(self, strict: bool) -> None:
         self.strict = strict
 
@@ -83,9 +81,8 @@ def patch_torch(*, strict: bool = False) -> AbstractContextManager[None]:
     and `torch.cpu.amp.GradScaler` refer to subclasses without `device`, which give torch's FutureWarning. Scalers made
     before keep working, but until the end they cannot be pickled and are not instances of torch's names.
 
-    It lasts until `unpatch_torch`, or until the end of a `with` block; torch's classes are back when the last of
-    several calls has ended. Every process must patch for itself, before it imports modules that take torch's classes.
-    The first call imports FSDP, which takes half a second.
+    It lasts until `unpatch_torch` or the end of a `with` block; torch's classes are back when the last of several
+    calls has ended. Every process must patch for itself, before it imports what takes torch's classes.
 
     Args:
         strict: True: as long as this call lasts, a `GradScaler` without `process_group` that finds FSDP1 parameters

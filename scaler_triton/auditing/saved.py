@@ -30,35 +30,31 @@ STATISTIC = "running statistic (BatchNorm's differ between ranks)"
 
 
 class Unreadable(ValueError):
-    """A file that cannot be read, with the reason on one line."""
+    """Why a file is not read, on one line."""
 
 
-def read_state(rank: int, label: str, path: Path, *, replicated: bool) -> RankState:
-    """Return the scales, trackers and steps that are anywhere in a file of `torch.save`.
+def read_state(rank: int, label: str, path: Path, name: str, *, replicated: bool) -> RankState:
+    """Return the scales, trackers and steps that are anywhere in a file of `torch.save`, or why it cannot be read.
 
-    With `replicated` the state also has hashes of the floating-point tensors outside of optimizer states. The report
-    calls the file `label`. It may be any file, also one made to do harm.
-
-    Raises: Unreadable for any other file, and for a scale, tracker or step that is not a number.
+    The file may be any file, also one made to do harm. The report calls its values `label`, and the file itself
+    `name`. With `replicated` the state also has hashes of the floating-point tensors outside of optimizer states.
     """
     readings: dict[str, Reading] = {}
     tensors: dict[str, Tensor] = {}
     names: Counter[str] = Counter()  # long names are cut, and may become equal
     try:
         for place, found in _search(_load(path)):
-            name = f"{label} {one_line(place)}".strip()
+            where = f"{label} {one_line(place)}".strip()
             if isinstance(found, Tensor):
-                names[name] += 1
-                tensors[f"{name} #{names[name]}" if names[name] > 1 else name] = found
+                names[where] += 1
+                tensors[f"{where} #{names[where]}" if names[where] > 1 else where] = found
             else:
-                readings.update({f"{name} {column}": reading for column, reading in found.items()})
+                readings.update({f"{where} {column}": reading for column, reading in found.items()})
         if not replicated:
             return RankState(rank, readings, left_out={UNASKED: len(tensors)} if tensors else {})
         return RankState(rank, readings, *_hashed(tensors, path.stat().st_size))
-    except Unreadable:
-        raise
     except Exception as error:  # torch raises anything on a broken or hostile file
-        raise Unreadable(_reason(error)) from error
+        return RankState(rank, error=one_line(f"{name}: {_reason(error)}"))
 
 
 def _load(path: Path) -> Any:
@@ -146,6 +142,8 @@ def _hashed(tensors: Mapping[str, Tensor], limit: int) -> tuple[list[Copy], dict
 
 def _reason(error: Exception) -> str:
     """Return what was wrong, without torch's advice to load the file in an unsafe way."""
+    if isinstance(error, Unreadable):
+        return str(error)
     if refused := re.search(r"GLOBAL (\S+)", str(error)):
         return one_line(f"holds {refused[1]}, not only tensors and plain values, so nothing of it was read")
     if "weights_only" in str(error):

@@ -117,28 +117,24 @@ def _rank_in(pattern: str) -> Callable[[str], re.Match[str] | None]:
 
 def audit_files(folder: Path, files: Files, pattern: str, *, replicated: bool) -> AuditReport:
     """Read and compare what the ranks saved; with `replicated` also their tensors."""
+    from scaler_triton.auditing.saved import read_state
+
     states: dict[int, RankState] = {}
     speaking = []
-    for name, by_rank in files.items():
-        found = {rank: _state(rank, name, path, folder, replicated) for rank, path in by_rank.items()}
-        if any(state.readings or state.copies or state.left_out or state.error for state in found.values()):
-            speaking.append(name)
-            states.update({rank: _joined(states.get(rank), state) for rank, state in found.items()})
+    for label, by_rank in files.items():
+        found = [
+            read_state(rank, one_line(label), path, str(path.relative_to(folder)), replicated=replicated)
+            for rank, path in by_rank.items()
+        ]
+        if any(state.readings or state.copies or state.left_out or state.error for state in found):
+            speaking.append(label)
+            states.update({state.rank: _joined(states.get(state.rank), state) for state in found})
     missing = set(range(max(states, default=0))) - set(states)
     notes = [f"There is no state of rank {ranges(missing)}."] if missing else []
     if len(states) < 2:
         notes = [ONE_FOR_ALL] if files else [_why_no_files(folder, pattern), ONE_FOR_ALL]
     subject = f"{one_line(', '.join(speaking) or 'no states of ranks')} in {one_line(folder)}"
     return judge(_simply_named([states[rank] for rank in sorted(states)]), notes, subject)
-
-
-def _state(rank: int, name: str, path: Path, folder: Path, replicated: bool) -> RankState:
-    from scaler_triton.auditing.saved import Unreadable, read_state
-
-    try:
-        return read_state(rank, one_line(name), path, replicated=replicated)
-    except Unreadable as error:
-        return RankState(rank, error=one_line(f"{path.relative_to(folder)}: {error}"))
 
 
 def _joined(state: RankState | None, more: RankState) -> RankState:
