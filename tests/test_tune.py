@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from scaler_triton import cli, tune
+from scaler_triton import cli
+from scaler_triton.cli import tune
 from scaler_triton.kernels import launcher, lookup, tuned_file
 from scaler_triton.kernels import sweep as sweep_module
 from scaler_triton.kernels.launch_config import DEFAULT, ITEMSIZES, MODES, LaunchConfig
