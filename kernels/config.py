@@ -156,4 +156,18 @@ def file_name(gpu: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "_", gpu)[:100] + ".json"
 
 
+def describe(device: torch.device) -> list[str]:
+    """Return a line for each pass and workload: a GPU's configurations, and the file that each comes from."""
+    lines = []
+    for mode in MODES:
+        for workload in WORKLOADS:
+            found: dict[tuple[LaunchConfig, Path | None], list[str]] = {}
+            for itemsize in ITEMSIZES:
+                found.setdefault(tuned_for(_name_of(device), (mode, itemsize, workload)), []).append(str(itemsize))
+            for (config, path), sizes in found.items():
+                source = "the default" if path is None else f"from {path}"
+                lines.append(f"{mode}, {workload}, {', '.join(sizes)} bytes: {config}, {source}")
+    return lines
+
+
 _name_of = functools.cache(torch.cuda.get_device_name)

@@ -7,9 +7,9 @@ from scaler_triton._version import __version__
 
 if TYPE_CHECKING:
     from scaler_triton import ops
-    from scaler_triton.auditing.audit import audit
+    from scaler_triton.auditing.running import audit
     from scaler_triton.grad_scaler import GradScaler
-    from scaler_triton.patching.patch import patch_torch, unpatch_torch
+    from scaler_triton.patching import patch_torch, unpatch_torch
     from scaler_triton.sharded import ShardedGradScaler
     from scaler_triton.update import ScalerStats, SkipStreakError
 
@@ -30,9 +30,9 @@ _HOMES = {
     "ScalerStats": "update",
     "ShardedGradScaler": "sharded",
     "SkipStreakError": "update",
-    "audit": "auditing.audit",
-    "patch_torch": "patching.patch",
-    "unpatch_torch": "patching.patch",
+    "audit": "auditing.running",
+    "patch_torch": "patching",
+    "unpatch_torch": "patching",
 }
 
 

@@ -1,1 +1,1 @@
-"""The audit: have the ranks of a run split? For a running job or saved states; works with torch's scalers, too."""
+"""The audit: have the ranks split? For a running job or saved states, with torch's scalers or ours."""

@@ -1,24 +1,76 @@
-"""An audit's report: a row for each rank, what differs between them, and what that means."""
+"""What an audit reads on each rank, how the ranks are compared, and the report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from scaler_triton.auditing import comparison
-from scaler_triton.auditing.comparison import Groups, Holders
-from scaler_triton.auditing.state import NOTHING, UNKNOWN, RankState, Reading
-from scaler_triton.text import count_of, ranges, rank_names, table
+from scaler_triton.text import NAMES, count_of, first_few, one_line, ranges, rank_names, table
 
 ROWS = 16  # with more ranks, those that hold the same share a row
-TABLE = 120  # characters of columns: with more, as of several checkpoints, each of them gets a line
-
+TABLE = 120  # characters of column names; beyond that, as with several checkpoints, each column gets a line
+NOTHING = "-"
+UNKNOWN = "?"  # it is not known which ranks' copies of a parameter should be equal
+PERHAPS = "Nothing says that they are replicas; if they are, pass the DDP model, or replicated=True."
 VERDICTS = {
     "split": "SPLIT: the ranks no longer train one model. This does not heal; go back to a state in which they agree.",
     "unknown": "UNKNOWN: not every rank could be read. Nothing differs among those that could.",
     "nothing": "NOTHING TO COMPARE: no two ranks hold a value of the same kind.",
     "agree": "AGREE: every rank holds the same",
 }
+
+Holders = dict[str, list[int]]  # ranks by the value that they hold
+Copies = dict[tuple[str, str], Holders]  # by a parameter's name and the ranks that share it
+
+
+class Reading(NamedTuple):
+    """A value of one rank: the text to show, and the text to compare; None is not compared."""
+
+    shown: str
+    compared: str | None
+
+
+class Copy(NamedTuple):
+    """One rank's copy of a parameter, as a hash; `among` names the ranks whose copies should be equal."""
+
+    name: str
+    among: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The values of one rank."""
+
+    rank: int  # its global number
+    readings: Mapping[str, Reading] = field(default_factory=dict)  # by column; each is compared on its own
+    copies: Sequence[Copy] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)  # how many parameters were not compared, by the reason
+    error: str = ""  # why the rank could not be read, on one line
+    subject: str = ""  # what was audited
+
+
+def number(value: float) -> str:
+    """Return a number with all its digits, without a trailing ".0"."""
+    return repr(float(value)).removesuffix(".0")
+
+
+def scaler_readings(scale: float, tracker: int, *, used: bool = True) -> dict[str, Reading]:
+    """Return a scaler's columns; scales are compared bit by bit, NaN equals NaN. `used`: it has scaled a loss."""
+    shown = number(scale) + ("" if used else " (unused)")
+    return {"scale": Reading(shown, float(scale).hex()), "tracker": Reading(str(tracker), str(tracker))}
+
+
+def steps_reading(steps: Sequence[float]) -> Reading:
+    """Return an optimizer's column: the fewest to the most steps of a parameter, of which the most are compared.
+
+    A parameter without a gradient takes no step. That may differ between ranks; the steps of the optimizer may not.
+    """
+    if not steps:
+        return Reading(NOTHING, None)
+    least, most = number(min(steps)), number(max(steps))
+    return Reading(most if least == most else f"{least}..{most}", most)
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +79,7 @@ class AuditReport:
 
     Args:
         ranks: the states, in order of rank.
-        differences: a line for each thing that must be equal and is not; none: the ranks have not been seen to split.
+        differences: a line for each thing that must be equal and is not; empty if no split was found.
         compared: a line for each thing that was compared and is equal.
         notes: a line for each thing that was not compared, and why.
         subject: what was audited.
@@ -54,10 +106,10 @@ class AuditReport:
         return "agree" if self.compared else "nothing"
 
     def __repr__(self) -> str:
-        return f"<AuditReport: {self.verdict}, {count_of(len(self.ranks), 'rank')}>"  # `audit` has printed the rest
+        # Short, as `audit` has printed the table and a prompt would print it again.
+        return f"<AuditReport: {self.verdict}, {count_of(len(self.ranks), 'rank')}>"
 
     def __str__(self) -> str:
-        title = f"{self.subject or 'audit'}; {count_of(len(self.ranks), 'rank')}"
         errors: Holders = {}
         for state in self.ranks:
             if state.error:
@@ -65,51 +117,96 @@ class AuditReport:
         said = VERDICTS[self.verdict] + (f" {', '.join(self.compared)}." if self.verdict == "agree" else "")
         if self.verdict == "nothing" and len(self.ranks) < 2:
             said = f"NOTHING TO COMPARE: {'this is the only rank' if self.ranks else 'no rank was found'}."
-        lines = [f"  {line}" for line in self.differences]
-        failed = [f"{rank_names(ranks)}: {error}" for error, ranks in errors.items()]
-        held = [*_held(self.ranks), ""] if self.ranks else []
-        return "\n".join([title, "", *held, *failed, said, *lines, *self.notes])
+        lines = [f"{self.subject or 'audit'}; {count_of(len(self.ranks), 'rank')}", ""]
+        lines += [*_rows(self.ranks), ""] if self.ranks else []
+        lines += [f"{rank_names(ranks)}: {error}" for error, ranks in errors.items()]
+        return "\n".join([*lines, said, *(f"  {line}" for line in self.differences), *self.notes])
 
 
 def judge(states: Sequence[RankState], notes: Iterable[str] = (), subject: str = "") -> AuditReport:
-    """Compare what the ranks hold.
-
-    Args:
-        states: of every rank.
-        notes: what else is to be said.
-        subject: what was audited; default: what the states say.
-    """
-    differences, equal = comparison.compare_readings(states)
-    parameters = comparison.compare_copies(comparison.groups(states))
-    differences += parameters.differences
-    equal += parameters.equal
-    said = [*comparison.not_compared(states), *parameters.notes, *notes]
+    """Compare what the ranks hold; without a `subject` the report names that of the states."""
+    differences, equal = [], []
+    for column in _columns(states):
+        holders = _holders(states, column)
+        if len(holders) > 1:
+            differences.append(_described(states, column))
+        elif _several(holders):
+            (ranks,) = holders.values()
+            equal.append(column if len(ranks) == len(states) else f"{column} (on {rank_names(ranks)})")
+    replicas, plain = _copies(states)
+    split: dict[str, list[str]] = {}
+    for (name, _), holders in replicas.items():
+        if len(holders) > 1:
+            split.setdefault(name, []).append(" | ".join(map(rank_names, holders.values())))
+    count = len({name for name, _ in replicas})
+    if split:
+        differences.append(f"replicated parameters: {len(split)} of {count} differ: {first_few([*split])}")
+        differences += [f"  {name}: {one_line('; '.join(split[name]))}" for name in list(split)[:NAMES]]
+    elif replicas:
+        equal.append(count_of(count, "replicated parameter"))
+    left_out = dict.fromkeys(reason for state in states for reason in state.left_out)
+    most = {reason: max(state.left_out.get(reason, 0) for state in states) for reason in left_out}
+    said = [f"Not compared: {count_of(number, reason)}." for reason, number in most.items()]
+    if apart := [name for (name, _), holders in plain.items() if len(holders) > 1]:
+        said.append(f"Plain parameters: {len(apart)} of {len(plain)} differ: {first_few(apart)}. {PERHAPS}")
+    elif plain:
+        said.append(f"Plain parameters: {len(plain)} of {len(plain)} are equal, though nothing says they must.")
     subject = subject or next((state.subject for state in states if state.subject), "")
-    return AuditReport(tuple(states), tuple(differences), tuple(equal), tuple(said), subject)
+    return AuditReport(tuple(states), tuple(differences), tuple(equal), (*said, *notes), subject)
 
 
-def _held(states: Sequence[RankState]) -> list[str]:
-    columns, groups = comparison.columns(states) or ["state"], comparison.groups(states)
+def _columns(states: Sequence[RankState]) -> list[str]:
+    return list(dict.fromkeys(column for state in states for column in state.readings))
+
+
+def _holders(states: Sequence[RankState], column: str) -> Holders:
+    holders: Holders = {}
+    for state in states:
+        reading = state.readings.get(column)
+        if reading and reading.compared is not None:
+            holders.setdefault(reading.compared, []).append(state.rank)
+    return holders
+
+
+def _several(holders: Holders) -> bool:
+    return sum(map(len, holders.values())) > 1
+
+
+def _copies(states: Sequence[RankState]) -> tuple[Copies, Copies]:
+    """Return the parameters of which several ranks hold a copy: those known to be replicas, and the others."""
+    found: Copies = {}
+    for state in states:
+        for name, among, digest in state.copies:
+            found.setdefault((name, among), {}).setdefault(digest, []).append(state.rank)
+    shared = {key: holders for key, holders in found.items() if _several(holders)}
+    plain = {key: holders for key, holders in shared.items() if key[1] == UNKNOWN}
+    return {key: holders for key, holders in shared.items() if key not in plain}, plain
+
+
+def _described(states: Sequence[RankState], column: str) -> str:
+    """Return a column as one line: each value, and the ranks that hold it."""
+    readings = [state.readings[column] for state in states if column in state.readings]
+    shown = {reading.compared: reading.shown for reading in reversed(readings)}
+    values = [f"{shown[value]} on {rank_names(ranks)}" for value, ranks in _holders(states, column).items()]
+    return f"{column}: {'; '.join(values) or NOTHING}"
+
+
+def _rows(states: Sequence[RankState]) -> list[str]:
+    """Return the table's lines: a row for each rank, or for the ranks that hold the same."""
+    columns = _columns(states) or ["state"]
     if sum(map(len, columns)) > TABLE:
-        return [comparison.described(states, column) for column in columns]
-    with_replicas = bool(comparison.named(groups, known=True))
+        return [_described(states, column) for column in columns]
+    replicas, _ = _copies(states)
     rows: dict[object, tuple[list[int], list[str]]] = {}
     for state in states:
-        cells = _cells(state, columns) + ([_replicas_of(state, groups)] if with_replicas else [])
-        key = tuple(cells) if len(states) > ROWS else state.rank
-        rows.setdefault(key, ([], cells))[0].append(state.rank)
-    head = ["rank", *columns, *(["replicated parameters"] if with_replicas else [])]
+        cells = [state.readings.get(column, Reading(NOTHING, None)).shown for column in columns]
+        if state.error and not state.readings:
+            cells[0] = "error"
+        if replicas:
+            mine = [replicas[copy[:2]] for copy in state.copies if copy[:2] in replicas]
+            differ = sum(len(holders) > 1 for holders in mine)
+            equal = f"{len(mine)} equal" if mine else NOTHING
+            cells.append(f"{differ} of {len(mine)} differ" if differ else equal)
+        rows.setdefault(tuple(cells) if len(states) > ROWS else state.rank, ([], cells))[0].append(state.rank)
+    head = ["rank", *columns, *(["replicated parameters"] if replicas else [])]
     return table([head, *([ranges(ranks), *cells] for ranks, cells in rows.values())], ">" * len(head))
-
-
-def _cells(state: RankState, columns: Sequence[str]) -> list[str]:
-    cells = [state.readings.get(column, Reading(NOTHING, None)).shown for column in columns]
-    return ["error", *cells[1:]] if state.error and not state.readings else cells
-
-
-def _replicas_of(state: RankState, groups: Groups) -> str:
-    """Return how many of a rank's copies have others beside them, and how many of those differ."""
-    known = [groups[copy.name, copy.among] for copy in state.copies if copy.among != UNKNOWN]
-    compared = [holders for holders in known if comparison.several(holders)]
-    differ = sum(len(holders) > 1 for holders in compared)
-    return f"{differ} of {len(compared)} differ" if differ else f"{len(compared)} equal" if compared else NOTHING

@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from scaler_triton.console import complain, missing_packages
+from scaler_triton.cli.console import complain, missing_packages
 
 HELP = "train a small transformer and check that every rank agrees, or prove one of torch's defects"
 MODES = {

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
 
-from scaler_triton.console import REFRESH, new_bar
+from scaler_triton.cli.console import REFRESH, new_bar
 
 
 @contextmanager

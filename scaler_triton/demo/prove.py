@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from scaler_triton.console import fitted
+from scaler_triton.cli.console import fitted
 from scaler_triton.demo.case_steps import RANKS, Outcome
 from scaler_triton.demo.cases import CASES, Case, shown
 from scaler_triton.demo.rank_process import RankResult

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scaler_triton.console import fitted, new_bar
+from scaler_triton.cli.console import fitted, new_bar
 from scaler_triton.demo.checks import judge
 from scaler_triton.demo.config import DemoConfig
 from scaler_triton.demo.device import Placement, place

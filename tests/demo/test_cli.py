@@ -9,16 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from scaler_triton import cli
-from scaler_triton.console import fitted
 from scaler_triton.demo import command
 from scaler_triton.demo.cases import CASES, list_cases
-
-PACKAGE = Path(cli.__file__).parent
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -27,27 +23,6 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         cli.main(words)
     assert stop.value.code == 2
     return capsys.readouterr().err
-
-
-def test_a_command_is_needed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who gives none is shown them all."""
-    monkeypatch.setattr(sys, "argv", ["scaler-triton"])
-    for nothing in ([], None):
-        assert cli.main(nothing) == 2
-        assert capsys.readouterr() == ("", cli.build_parser().format_help())
-
-
-def test_lines_break_between_words_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "24")
-    text = "one line, short\n\n  a long line, some/long/path/of-a/checkpoint, its end"
-    assert fitted(text, SimpleNamespace(isatty=lambda: False)) == text
-    assert fitted(text, SimpleNamespace(isatty=lambda: True)).splitlines() == [
-        "one line, short",
-        "",
-        "  a long line,",
-        "    some/long/path/of-a/checkpoint,",
-        "    its end",
-    ]
 
 
 @pytest.mark.parametrize("words", [["train"], ["demo", "--ddp", "--fsdp1"], ["demo", "--optimizer", "lbfgs"]])
@@ -130,49 +105,6 @@ def test_a_plot_that_is_there_stays_until_there_is_another(tmp_path: Path) -> No
     assert command.picture_path(tmp_path / "my.png").read_text() == "a plot"
 
 
-def test_an_interrupted_command_says_so_by_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "run", interrupted)
-    assert cli.main(["demo"]) == 130
-
-
-def test_an_unforeseen_error_is_no_failed_check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*_: object) -> int:
-        raise AssertionError("a defect")
-
-    monkeypatch.setattr(command, "run", broken)
-    assert cli.main(["demo"]) == 70
-    assert capsys.readouterr().err.splitlines()[-1] == "AssertionError: a defect"
-
-
-@pytest.mark.parametrize("buffering", [[], ["-u"]])
-def test_output_that_nobody_reads_is_no_failed_check(buffering: list[str], tmp_path: Path) -> None:
-    words = [sys.executable, *buffering, "-m", "scaler_triton", "audit", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    environment.pop("PYTHONUNBUFFERED", None)
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_a_name_that_the_terminal_cannot_show_ends_no_command(tmp_path: Path) -> None:
-    folder = tmp_path / "modèle"
-    folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "ascii"}
-    words = [sys.executable, "-m", "scaler_triton", "audit", str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
-    assert (done.returncode, done.stderr) == (2, "")
-    assert "mod\\xe8le" in done.stdout
-
-
 @pytest.mark.parametrize("word", ["fused-clip", "all"])
 def test_prove_runs_what_was_named(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tabulate")
@@ -200,28 +132,3 @@ def test_an_interrupt_while_ranks_start_ends_them_without_a_word(seconds: float)
         os.killpg(demo.pid, signal.SIGINT)
         _, errors = demo.communicate(timeout=30)
     assert (demo.returncode, errors) == (130, "")
-
-
-def test_no_command_imports_torch_before_it_runs() -> None:
-    # Without the package's own __init__, which imports torch for those who import the scaler.
-    program = (
-        "import sys, types\n"
-        "package = types.ModuleType('scaler_triton')\n"
-        f"package.__path__ = [{str(PACKAGE)!r}]\n"
-        "sys.modules['scaler_triton'] = package\n"
-        "from scaler_triton import cli\n"
-        "cli.build_parser().format_help()\n"
-        "heavy = {'torch', 'triton', 'numpy', 'matplotlib'} & set(sys.modules)\n"
-        "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    words = [sys.executable, "-m", "scaler_triton", "demo", "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    for word in ("--scaler", "--single", "--ddp", "--fsdp1", "--fsdp2", "--optimizer", "--steps", "--prove"):
-        assert word in done.stdout

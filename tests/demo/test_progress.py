@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scaler_triton.console import NoBar, new_bar
+from scaler_triton.cli.console import NoBar, new_bar
 from scaler_triton.demo.progress import bar_fed_by_file
 
 

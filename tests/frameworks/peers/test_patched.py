@@ -30,8 +30,8 @@ def isolated(*arguments: str) -> str:
     ("framework", "module"),
     [
         ("timm", "scaler_triton.grad_scaler"),
-        ("MONAI", "scaler_triton.patching.cuda_amp"),
-        ("mmengine", "scaler_triton.patching.cuda_amp"),
+        ("MONAI", "scaler_triton.patching"),
+        ("mmengine", "scaler_triton.patching"),
         ("mmengine for FSDP", "scaler_triton.sharded"),
         ("open_clip", "scaler_triton.grad_scaler"),
     ],

@@ -10,13 +10,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
-from scaler_triton import info, tune
 from scaler_triton._version import __version__
-from scaler_triton.auditing import command as audit
-from scaler_triton.demo import command as demo
 
-COMMANDS = {"demo": demo, "info": info, "tune": tune, "audit": audit}
+COMMANDS = {
+    "demo": "scaler_triton.demo.command",
+    "info": "scaler_triton.cli.info",
+    "tune": "scaler_triton.cli.tune",
+    "audit": "scaler_triton.cli.audit",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,7 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
+    for name, module in COMMANDS.items():
+        command = import_module(module)
         own = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(own)
         own.set_defaults(run=command.run)
@@ -36,10 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 good, 1 a failed check, 2 wrong usage, 70 an error that nobody foresaw, 130 interrupted, 141 nobody read on.
+    0 success, 1 a failed check, 2 wrong usage, 70 an unexpected error, 130 interrupted, 141 the reader of a pipe left.
 
     Args:
-        arguments: the words after the program's name; those of this process by default.
+        arguments: the words after the program's name; default: those of this process.
     """
     parser = build_parser()
     if not (sys.argv[1:] if arguments is None else arguments):
@@ -47,16 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     parsed = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: no name of a file may end a command
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name that cannot be encoded must not end a command
     try:
         status = int(parsed.run(parsed))
         print(end="", flush=True)
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` has seen enough; 1 would be a failed check
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush must not fail, too
+    except BrokenPipeError:  # as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at exit fails, too
         return 141
-    except Exception:  # Python's own status for it, 1, would be a failed check
+    except Exception:  # Python would exit with 1, which means a failed check here
         traceback.print_exc()
         return 70

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 REFRESH = 0.1  # seconds, on a terminal
 REFRESH_IN_LOG = 5.0
-# tqdm's own without the rate: in 80 columns it leaves no bar, and cuts off the scale.
+# tqdm's default without the rate, which would leave no room for the bar in 80 columns.
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -20,13 +20,13 @@ def missing_packages(names: Iterable[str]) -> list[str]:
 
 
 def complain(message: str, status: int = 2) -> int:
-    """Print what is wrong and return the exit status: 2 for wrong usage, 1 for a failure."""
+    """Print an error message and return the exit status: 2 for wrong usage, 1 for a failure."""
     print(fitted(f"scaler_triton: {message}", sys.stderr), file=sys.stderr)
     return status
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """Return text for a terminal, whose lines break between words; for files and pipes, which break none, as it is."""
+    """Return the text wrapped between words if the stream is a terminal, else unchanged."""
     if not stream.isatty():
         return text
     columns = shutil.get_terminal_size().columns
@@ -45,7 +45,7 @@ def driver_version() -> str:
 
 
 class NoBar:
-    """A bar that shows nothing."""
+    """A progress bar that shows nothing."""
 
     def __enter__(self) -> "NoBar":
         return self
@@ -54,14 +54,14 @@ class NoBar:
         pass
 
     def update(self) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
     def set_postfix_str(self, text: str, refresh: bool) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
 
 def new_bar(title: str, total: int) -> Any:
-    """Return a progress bar; one that shows nothing if tqdm is not installed.
+    """Return tqdm's progress bar, or one that shows nothing if tqdm is not installed.
 
     Args:
         title: text before the bar.

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saving import Command
 
 from scaler_triton import cli
 
 
 @pytest.fixture
-def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `audit` on the folder and gives its status and its only output."""
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs `audit` on the test's folder with these words, and gives its status and its only output."""
 
     def run(*words: str) -> tuple[int, str]:
         status = cli.main(["audit", str(tmp_path), *words])

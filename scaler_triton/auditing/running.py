@@ -1,0 +1,117 @@
+"""`scaler_triton.audit`: has this run split? It works with torch's scalers, too."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scaler_triton.auditing.replicas import hashed_copies
+from scaler_triton.auditing.report import (
+    NOTHING,
+    AuditReport,
+    RankState,
+    Reading,
+    judge,
+    scaler_readings,
+    steps_reading,
+)
+from scaler_triton.ranks import gather_bytes, gathering_group, is_bare
+from scaler_triton.step import parameters_of, unwrap
+from scaler_triton.gradients import local_tensor
+from scaler_triton.text import error_line
+
+
+def audit(
+    optimizer: Any,
+    scaler: torch.amp.GradScaler,
+    model: nn.Module | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    replicated: bool = False,
+    file: TextIO | None = None,
+) -> AuditReport:
+    """Compare what this run's ranks hold, and print it: has the run split?
+
+    It compares the scale and its growth tracker bit by bit, the most steps that a parameter of each optimizer has
+    taken, and the bits of every parameter of which several ranks hold a copy: DTensors say so by their placements,
+    DDP and FSDP1's NO_SHARD by `model`. Other plain parameters may be shards: they are compared, but a difference
+    between them is only noted. Runs that average weights only now and then (local SGD) differ in between by design,
+    and so do the steps of an optimizer whose parameters got no gradients on some ranks, such as experts without tokens.
+
+    Every rank of the group must call it, between two steps. It takes one all-gather, two for hundreds of parameters,
+    none for a single rank, and changes no parameter, state, scale or random number. A rank that cannot read what it
+    holds puts the error into its row.
+
+    Args:
+        optimizer: one, or a list; wrappers that keep theirs as `.optimizer` are understood.
+        scaler: any torch.amp.GradScaler: torch's, ShardedGradScaler, ours.
+        model: names the parameters; all of its parameters are compared, not only the optimizers'.
+        process_group: the ranks to compare; default: all.
+        replicated: plain parameters should be equal on all ranks, as when you all-reduce gradients without DDP.
+        file: where the group's first rank prints the report; default: standard output.
+
+    Returns: the report, the same on all ranks: `.split`, `.ranks`, `.differences`, and `str()`, which is the table.
+
+    Raises: ValueError if this rank is not in `process_group`; torch's ValueError if there is a `process_group` but no
+        default one; TypeError if it is not a group.
+    """
+    group: Any = gathering_group(process_group)
+    if group is not None and is_bare(group):  # torch does not know its ranks
+        raise TypeError(f"process_group must be one whose ranks torch knows, got {type(group).__name__}")
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    rank = 0 if group is None else dist.get_rank()
+    try:
+        state = _read(rank, ranks, optimizer, scaler, model, replicated)
+    except Exception as error:  # the other ranks wait in the gather
+        state = RankState(rank, error=error_line(error))
+    states = [state]
+    if len(ranks) > 1:
+        scale = getattr(scaler, "_scale", None)
+        home = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
+        states = [pickle.loads(data) for data in gather_bytes(pickle.dumps(state), group, home)]
+    report = judge(states)
+    if rank == ranks[0]:
+        print(report, file=file or sys.stdout, flush=True)
+    return report
+
+
+def _read(
+    rank: int, ranks: Sequence[int], optimizer: Any, scaler: Any, model: nn.Module | None, replicated: bool
+) -> RankState:
+    """Return what this rank holds; a single rank has nothing to compare with, so it hashes nothing."""
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(f"optimizer must be an optimizer or a list of them, got {type(each).__name__}")
+    if not isinstance(model, nn.Module | None):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    if not hasattr(
+        scaler, "_get_growth_tracker"
+    ):  # under `patch_torch` not each is an instance of torch.amp.GradScaler
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    readings = {"scale": Reading("disabled", "disabled"), "tracker": Reading(NOTHING, None)}
+    if scaler.is_enabled():
+        used = scaler._scale is not None
+        readings = scaler_readings(scaler.get_scale(), scaler._get_growth_tracker(), used=used)
+    subject = [f"{type(scaler).__name__} of {type(scaler).__module__.partition('.')[0]}"]
+    for index, each in enumerate(map(unwrap, optimizers)):
+        name = type(each).__name__
+        readings[f"steps of {index} ({name})" if len(optimizers) > 1 else "steps"] = steps_reading(_steps_of(each))
+        subject.append(name + (", fused" if any(group.get("fused") for group in each.param_groups) else ""))
+    copies, left_out = hashed_copies(optimizers, model, ranks, replicated) if len(ranks) > 1 else ([], {})
+    return RankState(rank, readings, copies, left_out, subject="; ".join(subject))
+
+
+def _steps_of(optimizer: Any) -> list[float]:
+    """Return the step counters in an optimizer's states, and in its groups, where a few optimizers keep theirs."""
+    states = getattr(optimizer, "state", {})
+    held = [states[parameter] for parameter in parameters_of(optimizer) if parameter in states]
+    found = [each["step"] for each in (*held, *optimizer.param_groups) if isinstance(each, Mapping) and "step" in each]
+    values = [local_tensor(value.detach()) if isinstance(value, Tensor) else value for value in found]
+    return [float(v) for v in values if isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1)]

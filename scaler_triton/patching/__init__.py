@@ -1,1 +1,0 @@
-"""`patch_torch`: our classes under torch's names."""

@@ -1,0 +1,317 @@
+"""`python -m scaler_triton audit`: what ranks have saved, also in files that are broken or were made to do harm."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from scaler_triton import cli
+from scaler_triton.auditing import saved
+from scaler_triton.text import one_line
+
+Command = Callable[..., tuple[int, str]]
+APART = "scale: 1 on rank 0; 2 on rank 1\n"
+
+
+def scaler_state(scale: Any = 4.0, tracker: Any = 1) -> dict[str, Any]:
+    rest = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    return {"scale": scale, **rest, "_growth_tracker": tracker}
+
+
+def save(folder: Path, contents: Mapping[str, Any]) -> None:
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, folder / name)
+
+
+def adamw(steps: int) -> dict[str, Any]:
+    state = {index: {"step": torch.tensor(float(steps)), "exp_avg": torch.ones(2)} for index in range(2)}
+    return {"state": state, "param_groups": [{"params": [0, 1]}]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank{}.pt",
+        "scaler_rank_{}.pth",
+        "scaler_{}.pt",
+        "rank-{}/scaler.pt",
+        "mp_rank_0{}_model.pt",
+        "r_rank{}.pth.tar",
+    ],
+)
+def test_saved_states_that_agree_and_that_split(tmp_path: Path, command: Command, name: str) -> None:
+    save(tmp_path, {name.format(rank): scaler_state() for rank in range(3)})
+    (tmp_path / "rank7.pt").mkdir()  # not a file
+    (tmp_path / "rank8.txt").write_text("a note")
+    status, text = command()
+    assert (status, text.endswith("\nAGREE: every rank holds the same scale, tracker.\n")) == (0, True)
+    assert name.replace("{}", "*").replace("_0*", "_*") in text.splitlines()[0]
+    save(tmp_path, {name.format(1): scaler_state(8.0)})
+    status, text = command()
+    assert (status, "\n  scale: 4 on ranks 0, 2; 8 on rank 1\n" in text) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: {"grad_scaler": inner},
+        lambda inner: {"state": {"x": [1, (2, inner)]}, "step": 3},
+        lambda inner: [{"rng": torch.get_rng_state()}, inner],
+        lambda inner: [{"state": "running", "param_groups": 2}, inner],  # not an optimizer's
+    ],
+)
+def test_a_scaler_is_found_wherever_it_is(tmp_path: Path, command: Command, wrap: Callable[[Any], Any]) -> None:
+    save(tmp_path, {f"rank{rank}.pt": wrap(scaler_state(2.0**rank)) for rank in range(2)})
+    status, text = command()
+    assert (status, APART in text) == (1, True)
+
+
+def test_optimizers_that_stepped_apart(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, {f"optimizer_{rank}.bin": {"opt": adamw(2 + rank)} for rank in range(2)})
+    save(tmp_path, {f"rank{rank}.pt": scaler_state() for rank in range(2)})
+    status, text = command()
+    assert (status, "\n  steps: 2 on rank 0; 3 on rank 1" in text, text.count("tracker")) == (1, True, 1)
+    counted = {"state": {0: torch.ones(2), 1: None}, "param_groups": [{"step": 2}]}  # by the group
+    save(tmp_path, {f"optimizer_{rank}.bin": counted for rank in range(2)})
+    assert command()[0] == 0
+
+
+def test_places_are_named_and_two_scalers_are_told_apart(tmp_path: Path, command: Command) -> None:
+    held = {rank: {7: scaler_state(2.0**rank), (1, 2): scaler_state(8.0)} for rank in range(2)}
+    save(tmp_path, {f"rank{rank}.pt": {"states": held[rank]} for rank in range(2)})
+    status, text = command()
+    assert (status, f"\n  rank*.pt states.7 {APART}" in text, "rank*.pt states.? scale" in text) == (1, True, True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("**/ckpt-{rank}.pt", "epoch_1/ckpt-{}.pt"),
+        ("*{rank}.pt", "state_{}.pt"),  # no star takes one of the rank's digits
+        ("*{rank}*.pt", "state_{}.pt"),
+        ("*_{rank}*", "state_{}.pt"),
+        ("**/*{rank}.pt", "state_{}.pt"),
+        ("part_0{rank}.pt", "part_0{}.pt"),
+        ("{rank}/part{rank}_{rank}.pt", "x/part{}_3.pt"),
+        ("last-{rank}.pth.tar", "last-{}.pth.tar"),
+    ],
+)
+def test_a_pattern_says_where_the_rank_is(tmp_path: Path, command: Command, pattern: str, name: str) -> None:
+    save(tmp_path, {name.format(rank): scaler_state(4.0 + (rank == 11)) for rank in range(12)})
+    status, text = command("--pattern", pattern)
+    assert (status, "  scale: 4 on ranks 0-10; 5 on rank 11\n" in text) == (1, True)
+    assert text.startswith(f"{name.replace('{}', '*')} in {one_line(tmp_path)}; 12 ranks\n")
+
+
+def test_a_pattern_chooses_the_files(tmp_path: Path, command: Command) -> None:
+    states = {(rank, step): scaler_state(2.0 ** (rank * step)) for rank in range(2) for step in range(2)}
+    save(tmp_path, {f"{step}/rank{rank}.pt": state for (rank, step), state in states.items()})
+    assert [command("--pattern", each)[0] for each in ("**/*", "0/*", "{rank}/rank0.pt")] == [1, 0, 0]
+    for pattern in ("", "/etc/*"):
+        status, text = command("--pattern", pattern)
+        assert (status, text.count("\n"), "--pattern must be" in text) == (2, 1, True)
+    status, text = command("--pattern", "state-{rank}.pt")
+    kinds = ".pt, .pth, .bin, .ckpt, .pt.tar, .pth.tar"
+    assert (status, f"\nNo file of torch.save ({kinds}) matches state-{{rank}}.pt.\n" in text) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["scaler.pt", "optimizer.pt"],  # one rank's, for all
+        ["optimizer.bin", "optimizer_0.bin", "optimizer_1.bin"],  # Accelerate's second and third optimizer
+        ["optimizer_1.bin", "optimizer_2.bin"],
+        ["checkpoint_0.pt", "checkpoint_1.pt"],  # epochs
+        ["frank_0.pt", "frank_1.pt"],
+        ["rank0.pt"],
+        [],
+    ],
+)
+def test_numbers_that_are_not_ranks_raise_no_alarm(tmp_path: Path, command: Command, names: list[str]) -> None:
+    save(tmp_path, {name: scaler_state(2.0**number) for number, name in enumerate(names)})
+    status, text = command()
+    assert (status, "NOTHING TO COMPARE" in text) == (2, True)
+    assert text.startswith("rank*.pt in " if "rank0.pt" in names else "no states of ranks in ")
+    assert "call scaler_triton.audit(optimizer, scaler, model) in the running job" in text
+    assert ("--pattern 'model-{rank}-of-4.pt'" in text) != ("rank0.pt" in names)
+
+
+def test_files_that_say_nothing_and_missing_ranks(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, {f"step-8/__{rank}_0.distcp": scaler_state(2.0**rank) for rank in range(2)})
+    status, text = command()
+    assert (status, "keeps one copy of what all ranks hold alike" in text) == (2, True)
+    save(tmp_path, {f"rng_rank{rank}.pt": {"rng": torch.get_rng_state()} for rank in range(2)})
+    save(tmp_path, {f"tensor_rank{rank}.pt": torch.ones(3) for rank in range(2)})
+    assert "no states of ranks" in command()[1]
+    save(tmp_path, {f"rank{rank}.pt": scaler_state() for rank in (0, 3)})
+    status, text = command()
+    assert (status, text.endswith("There is no state of rank 1-2.\n")) == (0, True)
+
+
+def test_a_folder_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for name, why in (("none", "No such file or directory"), ("file", "Not a directory")):
+        assert cli.main(["audit", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.endswith(f"CHECKPOINT_DIR must be a folder, got {tmp_path / name}: {why}\n")
+
+
+# --replicated
+
+
+def weights(**changed: Any) -> dict[str, Any]:
+    return {"up.weight": torch.ones(2, 3), "up.bias": torch.zeros(3), "down.weight": torch.ones(3)} | changed
+
+
+def test_weights_are_compared_if_they_are_copies(tmp_path: Path, command: Command) -> None:
+    models = [weights(), weights(), weights(**{"up.bias": torch.tensor([0.0, 1e-45, 0.0])})]
+    save(tmp_path, {f"rank{rank}.pt": {"model": model, "opt": adamw(2)} for rank, model in enumerate(models)})
+    status, text = command()
+    assert (status, "AGREE: every rank holds the same steps." in text) == (0, True)
+    ask = "(if they should be equal on all ranks, as under DDP, compare them with --replicated)."
+    assert f"\nNot compared: 3 saved tensors {ask}" in text
+    status, text = command("--replicated")
+    assert (status, "Not compared" in text) == (1, False)
+    assert "\n  replicated parameters: 1 of 3 differ: rank*.pt model.up.bias\n" in text
+    assert "\n    rank*.pt model.up.bias: ranks 0-1 | rank 2\n" in text
+
+
+def test_tensors_that_are_not_compared_are_counted(tmp_path: Path, command: Command) -> None:
+    for rank in range(2):
+        own = {"running_mean": torch.full((3,), float(rank)), "rng": torch.full((3,), rank, dtype=torch.uint8)}
+        odd = {"meta": torch.ones(3, device="meta"), "sparse": torch.eye(3).to_sparse()}
+        save(tmp_path, {f"rank{rank}.pt": weights(**own, **odd)})
+    status, text = command("--replicated")
+    assert (status, "AGREE: every rank holds the same 3 replicated parameters." in text) == (0, True)
+    assert "\nNot compared: 1 running statistic (BatchNorm's differ between ranks)." in text
+    assert "\nNot compared: 2 saved tensors (on meta, sparse, a shard, or of a class of its own)." in text
+
+
+def test_tied_weights_are_read_once_and_long_names_stay_apart(tmp_path: Path, command: Command) -> None:
+    for rank in range(2):
+        tied = torch.full((1000,), float(rank))
+        save(tmp_path, {f"rank{rank}.pt": {f"{'layer.' * 50}{number}": tied[:] for number in range(20)}})
+    status, text = command("--replicated")
+    assert (status, "20 of 20 differ" in text, " #2" in text) == (1, True, True)
+
+
+# Files that are broken, or were made to do harm.
+
+
+class Bomb:
+    """A pickle that makes a folder where it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def harmless(tmp_path: Path) -> Path:
+    """Two ranks' states; gives the second's."""
+    save(tmp_path, {f"rank{rank}.pt": scaler_state() for rank in range(2)})
+    return tmp_path / "rank1.pt"
+
+
+def unreadable(command: Command, text: str, *words: str) -> None:
+    """Rank 1's file is one line, and the exit status says that not all was read."""
+    status, said = command(*words)
+    assert (status, "UNKNOWN" in said, "weights_only" in said) == (2, True, False)
+    assert "\nrank 1: rank1.pt: " in said
+    assert text in said
+
+
+def test_a_bomb_does_not_go_off(harmless: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = harmless.parent / "mark"
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    harmless.write_bytes(pickle.dumps(Bomb(mark)))
+    unreadable(command, "not a zip archive")
+    torch.save(Bomb(mark), harmless, _use_new_zipfile_serialization=False)
+    unreadable(command, "not a zip archive")
+    torch.save({"scaler": scaler_state(), "x": Bomb(mark)}, harmless)
+    for name in ("random_states_0.pkl", ".metadata", "rank0.pkl"):
+        (harmless.parent / name).write_bytes(pickle.dumps(Bomb(mark)))
+    unreadable(command, "rank1.pt: holds posix.mkdir, not only tensors and plain values")
+    assert not mark.exists()
+    torch.load(harmless, weights_only=False)  # it is one
+    assert mark.exists()
+
+
+def test_broken_files_are_one_line_each(harmless: Path, command: Command) -> None:
+    whole = harmless.read_bytes()
+    for data in (b"", whole[: len(whole) // 2], b"PK\x05\x06" + bytes(18), os.urandom(1000)):
+        harmless.write_bytes(data)
+        unreadable(command, "rank1.pt: ")
+    harmless.write_bytes(whole[:100] + bytes(100) + whole[200:])
+    assert command()[0] in (0, 2)
+    harmless.with_name("optim_rank1.pt").write_bytes(b"no archive")
+    assert "optim_rank1.pt: not a zip archive" in command()[1]
+
+
+def rewritten(path: Path, method: int) -> None:
+    """Write an archive anew, with a name for its structure that torch reads just the same."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in records.items():
+            archive.writestr(name.replace("data.pkl", "DATA.PKL"), data)
+
+
+def test_what_is_larger_in_memory_than_on_disk_is_refused(
+    harmless: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"x": torch.zeros(10**6)}, harmless)
+    rewritten(harmless, zipfile.ZIP_DEFLATED)
+    unreadable(command, "its archive is compressed")
+    monkeypatch.setattr(saved, "STRUCTURE_LIMIT", 4000)
+    torch.save(["x" * 5000], harmless)
+    unreadable(command, "; the limit is 4000")
+    rewritten(harmless, zipfile.ZIP_STORED)
+    unreadable(command, "; the limit is 4000")
+    torch.save(scaler_state() | {"w": torch.ones(10_000)}, harmless)  # not a large structure
+    assert command()[0] == 0
+    for shape in ((2**40,), (2**20, 2**20)):
+        torch.save({"huge": torch.ones(()).expand(shape)}, harmless)
+        unreadable(command, "its tensors are larger than the file", "--replicated")
+
+
+@pytest.mark.parametrize("field", ["scale", "_growth_tracker"])
+@pytest.mark.parametrize("value", ["4", None, True, [4.0], torch.ones(2), b"\x80"])
+def test_a_state_is_numbers(harmless: Path, command: Command, field: str, value: Any) -> None:
+    torch.save({"scaler": scaler_state() | {field: value}}, harmless)
+    unreadable(command, f"rank1.pt: {field} must be a number, got {type(value).__name__}")
+    torch.save({"state": {0: {"step": value}}, "param_groups": []}, harmless)
+    unreadable(command, f"step must be a number, got {type(value).__name__}")
+
+
+def test_lists_within_themselves_end(harmless: Path, command: Command) -> None:
+    inner: list[Any] = []
+    for _ in range(40):
+        inner = [inner] * 100
+    inner.append(inner)
+    torch.save([inner, scaler_state(8.0)], harmless)
+    torch.save([[], scaler_state()], harmless.with_name("rank0.pt"))
+    assert command()[0] == 1
+
+
+def test_names_cannot_write_to_the_terminal(tmp_path: Path, command: Command) -> None:
+    state = {"\x1b[2J" * 100: scaler_state(), "b": scaler_state()}
+    save(tmp_path, {f"\x1b[1m_rank{rank}.pt": state for rank in range(2)})
+    status, text = command()
+    assert (status, "\x1b" in text) == (0, False)
+
+
+def test_states_that_were_saved_on_a_gpu_are_read_without_one(harmless: Path, command: Command) -> None:
+    with mock.patch.object(torch.serialization, "location_tag", return_value="cuda:7"):
+        torch.save(scaler_state(torch.tensor(4.0), torch.tensor(1)), harmless)
+    assert command()[0] == 0
