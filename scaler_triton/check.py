@@ -100,7 +100,7 @@ def check(
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
         else:
             batches = plan.collect(allow_fp16=allow_fp16)
-            flags = passes.check(plan, batches, scale, flag, step.marks, divide=divide)
+            flags = passes.check(plan, batches, scale, flag, divide=divide)
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())

@@ -2,7 +2,7 @@
 
     squares, flag = norm(batch) for every batch of every optimizer        reads; each shard counts once
     squares, flag, scales = sum over ranks                                one reduction
-    g *= 1 / scale; g *= min(1, max_norm / (sqrt(squares) + 1e-6))        reads and writes; no clipping after an overflow
+    g *= 1 / scale; g *= min(1, max_norm / (sqrt(squares) + 1e-6))        reads and writes; only unscaled if flag
 
 Another norm, or that of some parameters only, takes passes of its own after unscaling.
 """
@@ -194,8 +194,6 @@ def _measure(scaler: GradScaler, part: Part) -> Measured:
     batches = part.plan.collect(allow_fp16=scaler._ours.sharded, summed=True)
     choose_backends(batches, part.plan.requested, clips=True)
     replicas = _replicas_of_gradients(part.plan, part.replicas)
-    marks = part.step.marks
-    assert marks is not None
     for batch in batches:
         layout, device = batch.layout, batch.layout.key.device
         if device not in flags:
@@ -203,12 +201,12 @@ def _measure(scaler: GradScaler, part: Part) -> Measured:
             flags[device] = flag.found_inf if here else torch.zeros_like(flag.found_inf, device=device)
         found_inf = flags[device]
         if layout.clips != "torch":
-            marks.follow(layout, flag.device)
+            part.plan.marks.follow(layout, flag.device)
         total = passes.norm_batch(
             batch, fp32_on(device, scaler._scale), found_inf, _weights(batch, replicas), inverse=False
         )
         if layout.clips == "torch" and found_inf.is_cpu and layout.key.plain and found_inf.item():
-            marks.mark_on_host(batch)
+            part.plan.marks.mark_on_host(batch)
         totals.append(total.to(flag.device))
     flag.add(flags.values())
     return Measured(part, flag, flags, batches, totals)

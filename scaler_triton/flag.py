@@ -1,7 +1,7 @@
 """The flag (found_inf) of an optimizer's step: its row on the device, agreed by the ranks, copied to the host.
 
-A flag is fp32, shape `()`, 0.0 or 1.0. It is the first number of a row of status (`kernels.abi`), which the ranks reduce
-to its maximum; the other three tell of a rank that failed, and compare the ranks' scales:
+A flag is fp32, shape `()`, 0.0 or 1.0. It is the first number of a row of status (`kernels.abi`), which the ranks
+reduce to its maximum; the other three tell of a rank that failed, and compare the ranks' scales:
 
     status = [found_inf, failed, scale, -scale]             # each rank's; a MAX reduction
     status = [found_inf, failed, sum of scales, excess]     # after clipping, whose reduction is a SUM

@@ -1,7 +1,7 @@
 """Fused optimizers, which divide and skip by themselves: which ones are, and what they are given for their step.
 
-Newer ones, such as torch's with `fused=True`, read `grad_scale` and `found_inf` from their attributes. Those of the older
-kind, such as apex's, take the scaler as an argument and ask it for both.
+Newer ones, such as torch's with `fused=True`, read `grad_scale` and `found_inf` from their attributes. Those of the
+older kind, such as apex's, take the scaler as an argument and ask it for both.
 """
 
 from __future__ import annotations

@@ -75,6 +75,8 @@ class GradScaler(torch.amp.GradScaler):
 
     process_group: Any
     _ours: Ours
+    _scale: Any  # fp32, one element; None before the first `scale`
+    _growth_tracker: Any  # int32, one element, likewise
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Public subclasses have an `__init__` or a `__setattr__` of their own, which know torch's attributes only.
@@ -156,7 +158,7 @@ class GradScaler(torch.amp.GradScaler):
         if scale is not None and scale.is_cuda and torch.cuda.is_current_stream_capturing():
             ours.steps.replayed = True  # each replay writes gradients, and no call of this method tells
         if isinstance(outputs, Tensor) and scale is not None and scale.device == outputs.device and not ours.sharded:
-            return outputs * scale
+            return outputs * scale  # type: ignore[no-any-return]
         scaled: Outputs = super().scale(outputs)  # type: ignore[call-overload]
         return scaled
 
@@ -258,7 +260,8 @@ class GradScaler(torch.amp.GradScaler):
         if step.phase is CARRIED:
             _resume(self, step)
         if step.phase is FAILED:
-            result = fused.skip_failed(step, optimizer)
+            fused.skip_failed(step, optimizer)
+            result = None
         elif is_fused:
             result = fused.step_fused(self, step, optimizer, args, kwargs)
         else:
@@ -385,7 +388,7 @@ class GradScaler(torch.amp.GradScaler):
             steps = ours.steps.all()
             flags = [flag for step in steps for flag in step["found_inf_per_device"].values()]
             pending = any(flag.item() for flag in flags)
-            marks = [step.marks for step in steps if step.marks is not None]
+            marks = [step.plan.marks for step in steps if step.plan is not None]
             return report.own_report(marks, ours.counters.read(), pending, model, self.process_group)
 
         return report.gathered(own, self.process_group, home, gather)
@@ -459,14 +462,14 @@ class GradScaler(torch.amp.GradScaler):
         ours.limits, ours.lagging = limits, LaggingCounters()
         ours.counters.set(counters)
         for step in ours.steps.all():
-            if step.marks is not None:
-                step.marks.forget()  # their generations count another run's skips
+            if step.plan is not None:
+                step.plan.marks.forget()  # their generations count another run's skips
         update.numbers_changed(self)
 
     # What follows is private to torch's class; frameworks and subclasses call, replace or write it.
 
     @property
-    def _per_optimizer_states(self) -> Steps:  # type: ignore[override]
+    def _per_optimizer_states(self) -> Steps:
         steps = self._ours.steps
         steps.exposed = True
         return steps
@@ -507,7 +510,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf)
         batches = plan.collect(allow_fp16=allow_fp16)
-        return passes.check(plan, batches, inv_scale, flag, step.marks, divide=True, inverse=True)
+        return passes.check(plan, batches, inv_scale, flag, divide=True, inverse=True)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients, read-only, and agree with the other ranks, once per step.
@@ -530,13 +533,15 @@ class GradScaler(torch.amp.GradScaler):
                 if step.phase is FAILED and phase is not UNSCALED:
                     step._enter(phase)  # `step` checks again, as the other ranks do
                 raise
-        return step["found_inf_per_device"]
+        flags: Flags = step["found_inf_per_device"]
+        return flags
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Return the optimizer's flags in this step, by device; empty before they are computed."""
         steps = self._ours.steps
         steps.exposed = True
-        return steps.open(optimizer)["found_inf_per_device"]
+        flags: Flags = steps.open(optimizer)["found_inf_per_device"]
+        return flags
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and any(step.phase is not READY for step in self._ours.steps.all()):
@@ -592,7 +597,6 @@ def unscale_once(scaler: GradScaler, optimizer: Any) -> None:
 
 def _resume(scaler: GradScaler, step: OptimizerStep) -> None:
     """Go on with a step that was CARRIED, unless a graph is captured now and was not then, or the other way round."""
-    assert scaler._scale is not None
     if is_captured(scaler._scale) == step.captured:
         step.resume()
     else:

@@ -22,7 +22,6 @@ from scaler_triton.plan import Batch, GradPlan, Layout
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
-    from scaler_triton.report import Marks
 
 _data_ptr = Tensor.data_ptr
 
@@ -32,7 +31,6 @@ def check(
     batches: Sequence[Batch],
     scale: Tensor,
     flag: Flag,
-    marks: Marks,
     *,
     divide: bool,
     inverse: bool = False,
@@ -40,11 +38,11 @@ def check(
     """Check every gradient, and divide it by the scale if asked to: one pass.
 
     Args:
-        plan: of the gradients; `plan.written` tells whether an error came after a write.
+        plan: of the gradients; `plan.written` tells whether an error came after a write, and `plan.marks` which
+            gradients were not finite.
         batches: what `plan.collect` returned; written if `divide`, but for Partial ones.
         scale: one element, any device; with `inverse` it is 1 / scale.
         flag: set if a gradient on its device is not finite.
-        marks: record which gradients were not.
 
     Returns: the flag of each device that holds gradients: `flag.found_inf` on its own.
     """
@@ -58,7 +56,7 @@ def check(
             flags[device] = found_inf
         to_be_marked = on_torch and found_inf.is_cpu and layout.key.plain  # subclasses may lack the ops for it
         if not on_torch:
-            marks.follow(layout, flag.device)
+            plan.marks.follow(layout, flag.device)
         if not divide or batch.is_partial:
             check_batch(batch, found_inf)
         else:
@@ -70,12 +68,12 @@ def check(
                     # Unscaling may make finite gradients infinite, which is no overflow: look for marks before it.
                     check_batch(batch, found_inf)
                     if found_inf.item():
-                        marks.mark_on_host(batch)
+                        plan.marks.mark_on_host(batch)
                     to_be_marked = False
             plan.written = True
             unscale_batch_(batch, number, found_inf, inverse=is_inverse)
         if to_be_marked and found_inf.item():
-            marks.mark_on_host(batch)
+            plan.marks.mark_on_host(batch)
     return flags
 
 
@@ -91,8 +89,7 @@ def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: b
     if layout.backend == "torch":
         inv_scale = scale if inverse else torch_ops.inverse(scale)
         if layout.key.plain:
-            present = batch.tensors if batch.complete else batch.present
-            torch_ops.unscale_(present, inv_scale, found_inf)
+            torch_ops.unscale_(batch.tensors if batch.complete else batch.present, inv_scale, found_inf)
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
         return
@@ -115,9 +112,7 @@ def check_batch(batch: Batch, found_inf: Tensor) -> None:
     kernels().unscale.launch_check(_filled(dense, "check"), found_inf)
 
 
-def norm_batch(
-    batch: Batch, scale: Tensor, found_inf: Tensor, weights: Sequence[float] | None, *, inverse: bool
-) -> Tensor:
+def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None, *, inverse: bool) -> Tensor:
     """Return the weighted sum of squares of a batch as if it were unscaled, and flag what is not finite in it.
 
         squares = sum(w * (grad.double() * inv_scale).square().sum() for grad, w in zip(batch.tensors, weights))

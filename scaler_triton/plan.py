@@ -22,6 +22,7 @@ from scaler_triton.torch_ops import InverseScale
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
     from scaler_triton.ranks import Ranks
+    from scaler_triton.report import Marks
 
 _spec_of, _shard_of = attrgetter(gradients.SPEC), attrgetter(gradients.SHARD)
 _grad_of = attrgetter("grad")
@@ -96,6 +97,17 @@ class GradPlan:
         rebuilds: how often gradients of a new form have changed the layouts.
     """
 
+    marks: Marks  # of overflows; made with the plan
+    devices: list[torch.device]
+    layouts: Sequence[Layout]
+    _guard: Callable[..., bool] | None  # of all gradients that are not missing
+    _missing: Row | None  # selects the gradients that were missing; None: none was
+    _present: Any  # selects the others
+    _last_missing: list[int] | None
+    _each: list[Callable[..., bool] | None]  # guards of single gradients
+    _patience: int
+    _whole: Layout | None  # whose slots are all gradients in their order, where there is one
+
     def __init__(self, parameters: Sequence[Tensor], requested: str) -> None:
         for parameter in parameters:
             if not isinstance(parameter, Tensor):
@@ -106,9 +118,7 @@ class GradPlan:
         self.rebuilds = 0
         # What other modules compute from the parameters, each with what it was computed from.
         self.ranks: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
-        self.joint_ranks: tuple[Any, Ranks | None] | None = (
-            None  # those for several optimizers that are clipped together
-        )
+        self.joint_ranks: tuple[Any, Ranks | None] | None = None  # of optimizers that are clipped together
         self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self.inverse = InverseScale()
         self.written = False  # whether the last pass began to write the gradients
@@ -116,7 +126,6 @@ class GradPlan:
         self._specs = self._specs_of(self.parameters)
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # number of a gradient's shards where it is not its parameter's
-        self.layouts: Sequence[Layout] = ()
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
@@ -148,15 +157,13 @@ class GradPlan:
         grads: list[Tensor | None] = list(map(_grad_of, self.parameters))
         local = self._known_shards(grads) if self._dtensors else grads
         guard, missing = self._guard, self._missing
-        if (
-            guard is not None
-            and local
-            and (
-                guard(*local)
-                if missing is None
-                else not any(map(is_not, missing(local), repeat(None))) and guard(*self._present(local))
-            )
-        ):
+        if guard is None or not local:
+            is_as_before = False
+        elif missing is None:
+            is_as_before = guard(*local)
+        else:
+            is_as_before = not any(map(is_not, missing(local), repeat(None))) and guard(*self._present(local))
+        if is_as_before:
             if self._fp16 and not allow_fp16:
                 self._refuse_fp16(local)
             if missing is None and self._whole is not None:
@@ -270,9 +277,8 @@ class GradPlan:
         if again:
             self._patience -= 1
             self._guard = _guard([grads[index] for index in here])
-            self._present, self._missing = (
-                (_row(here, len(grads)), _row(missing, len(grads))) if missing else (None, None)
-            )
+            self._present = _row(here, len(grads)) if missing else None
+            self._missing = _row(missing, len(grads)) if missing else None
         else:
             for index in here:
                 self._each[index] = self._each[index] or _guard([grads[index]])
@@ -299,13 +305,8 @@ class GradPlan:
         self._first_device = next(iter(every), None)
         self.devices, self._forms, self.layouts = devices, forms, layouts
         # The guards were of the layouts before.
-        self._guard: Callable[..., bool] | None = None
-        self._missing: Row | None = None  # selects the gradients that were missing; None: none was
-        self._present: Any = None  # selects the others
-        self._last_missing: list[int] | None = None
-        self._each: list[Callable[..., bool] | None] = [None] * len(forms)
-        self._patience = _PATIENCE
-        # The layout whose slots are all gradients in their order, where there is one.
+        self._guard = self._missing = self._present = self._last_missing = None
+        self._each, self._patience = [None] * len(forms), _PATIENCE
         self._whole = layouts[0] if len(layouts) == 1 and len(layouts[0].positions) == len(forms) else None
 
 

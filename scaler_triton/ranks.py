@@ -182,7 +182,7 @@ def several_ranks() -> bool:
 
 
 def is_bare(group: Any) -> bool:
-    """Return whether torch does not know a group's ranks: a bare backend, a fake, or a ProcessGroup of one's own making.
+    """Return whether torch does not know a group's ranks: a bare backend, a fake, or a ProcessGroup of somebody's own.
 
     torchft makes such ones; a destroyed group has become one.
     """

@@ -48,7 +48,7 @@ class Marks:
         self.plan, self._counters = plan, counters
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
         self._source: Tensor | None = None  # the counters on the device
-        self._generation: Tensor | None = None  # the skip count, a view of them: int32, one element
+        self._generation: Any = None  # the skip count, a view of them: int32, one element
         self._unmarked: set[str] = set()  # what kernels check without a mark
 
     def follow(self, layout: Layout, home: torch.device) -> None:

@@ -55,14 +55,14 @@ _PHASES = {OptState.READY: READY, OptState.UNSCALED: UNSCALED, OptState.STEPPED:
 class OptimizerStep(dict[str, Any]):
     """One optimizer's step: a dict with torch's two keys, which frameworks read and write, and our fields beside it.
 
-    | phase    | unscale_, clip      | step                   | scale | update  | error in a check  | in optimizer.step |
-    |----------|---------------------|------------------------|-------|---------|-------------------|-------------------|
-    | READY    | UNSCALED            | checks, STEPPED        |       | READY   | READY (1)         | UNSCALED (2)      |
-    | CHECKED  | UNSCALED            | checks, STEPPED        |       | READY   | CHECKED (1)       | UNSCALED (2)      |
-    | UNSCALED | raises (3)          | by its flag, STEPPED   | (4)   | CARRIED |                   | UNSCALED          |
-    | CARRIED  | UNSCALED            | by its flag, STEPPED   | READY | CARRIED | CARRIED (1)       | UNSCALED          |
-    | FAILED   | raises (3)          | skips, STEPPED         | (4)   | CARRIED |                   |                   |
-    | STEPPED  | raises              | raises                 |       | READY   |                   |                   |
+    | phase    | unscale_, clip | step                 | scale | update  | error in a check | in optimizer.step |
+    |----------|----------------|----------------------|-------|---------|------------------|-------------------|
+    | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | UNSCALED (2)      |
+    | CHECKED  | UNSCALED       | checks, STEPPED      |       | READY   | CHECKED (1)      | UNSCALED (2)      |
+    | UNSCALED | raises (3)     | by its flag, STEPPED | (4)   | CARRIED |                  | UNSCALED          |
+    | CARRIED  | UNSCALED       | by its flag, STEPPED | READY | CARRIED | CARRIED (1)      | UNSCALED          |
+    | FAILED   | raises (3)     | skips, STEPPED       | (4)   | CARRIED |                  |                   |
+    | STEPPED  | raises         | raises               |       | READY   |                  |                   |
 
     (1) FAILED if gradients had been written, if other ranks were told, or if the reduction failed.
     (2) FAILED for an optimizer that was to divide by itself (fused): nobody knows which gradients it has divided.
@@ -75,7 +75,7 @@ class OptimizerStep(dict[str, Any]):
         stage: torch's stage that the phase implies.
         owner: returns the innermost optimizer, None once it is freed; None: it is not known yet.
         handles: by id, what returns the optimizer and each wrapper around it that was passed, None once it is freed.
-        plan, marks: of its gradients; None before the first check.
+        plan: of its gradients; None before the first check.
         flag: of the last check; None before it.
         fresh: whether that check was made by the `step` that is running, so that nobody can have written its flag.
         captured: whether it was recorded into a graph.
@@ -88,8 +88,8 @@ class OptimizerStep(dict[str, Any]):
     """
 
     __slots__ = (
-        "asks", "began", "captured", "flag", "fresh", "function", "handles", "kept", "marks", "outcome", "owner", "phase",
-        "plan", "reader", "stage", "takes_scaler",
+        "asks", "began", "captured", "flag", "fresh", "function", "handles", "kept", "outcome", "owner", "phase", "plan",
+        "reader", "stage", "takes_scaler",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -99,7 +99,6 @@ class OptimizerStep(dict[str, Any]):
         self.owner: Callable[[], Any] | None = None
         self.handles: dict[int, Callable[[], Any]] = {}
         self.plan: GradPlan | None = None
-        self.marks: Marks | None = None
         self.flag: Flag | None = None
         self.kept: Flags = {}
         self.outcome: bool | Flag | list[Tensor] | None = None
@@ -247,7 +246,7 @@ class Steps(dict[Any, Any]):
         parameters = groups[0]["params"] if only else [each for group in groups for each in group["params"]]
         if plan is None or not plan.matches(parameters):
             plan = step.plan = GradPlan(parameters, self.requested)
-            step.marks = Marks(plan, self.counters)
+            plan.marks = Marks(plan, self.counters)
         return plan
 
     def all(self) -> list[OptimizerStep]:
@@ -306,14 +305,14 @@ class Steps(dict[Any, Any]):
         for before in self.all():
             step, owner = OptimizerStep(), before.owner() if before.owner else None
             if owner is not None:
-                step.plan, step.marks, step.outcome = before.plan, before.marks, before.outcome
+                step.plan, step.outcome = before.plan, before.outcome
                 for handle in before.handles.values():
                     if (optimizer := handle()) is not None:
                         steps._add_handle(step, optimizer, owns=optimizer is owner)
         for key, state in states.items():
-            step = steps.get(key)
-            if type(step) is OptimizerStep and type(state) is not OptimizerStep:
-                step.update(state)
+            known = steps.get(key)
+            if type(known) is OptimizerStep and type(state) is not OptimizerStep:
+                known.update(state)
             else:
                 steps[key] = state
         return steps
@@ -354,7 +353,7 @@ class Steps(dict[Any, Any]):
     def _find_or_make(self, optimizer: Any) -> OptimizerStep:
         """`open` for an optimizer that is new, or whose step others have moved, replaced or written."""
         inner = unwrap(optimizer)
-        given = self.get(id(optimizer))
+        given: Any = self.get(id(optimizer))
         if inner is not optimizer and id(inner) not in self and _has_no_owner(given):
             self[id(inner)] = given  # a framework looked it up by the wrapper, before the first call
         step = self._step_of(inner)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from scaler_triton.kernels.abi import OVERFLOWS, SQUARES
 
 
-def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply every gradient by `inv_scale` and set `found_inf` to 1 if one held NaN or Inf before.
 
     Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, also for bf16 on GPUs, where that op has none.
@@ -41,7 +41,7 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)  # type: ignore[arg-type]
 
 
-def check(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
+def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
     """Set `found_inf` (as `unscale_` takes it) to 1 if a gradient holds NaN or Inf; gradients keep their bits."""
     if not tensors[0].is_cpu and tensors[0].dtype is torch.float64:
         # torch's own op on a GPU checks them in fp32, where large ones are infinite.

@@ -227,7 +227,8 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         _check_numbers(scale, tracker)
         home = ours.home = Home(scale, tracker, ours.rows_on(scale.device), ours.steps.requested)
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
-    own, exposed = [], ours.steps.exposed
+    own: list[Any] = []
+    exposed = ours.steps.exposed
     for step in checked:  # others may have put plain dicts there
         own.append(None if type(step) is dict else step.own_flag(exposed))
     if home.on_host:
@@ -262,7 +263,6 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
 def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> None:
     """Set the scale to a number; that counts as an update if gradients were checked."""
     ours, scale = scaler._ours, scaler._scale
-    assert scale is not None
     if isinstance(new_scale, Tensor) and (
         new_scale.device.type != scaler._device or new_scale.numel() != 1 or new_scale.requires_grad
     ):

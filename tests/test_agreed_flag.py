@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import started
+from scaler_triton.flag_buffer import FlagBuffer
+from scaler_triton.scale_comparison import write_scales
+from scaler_triton.verdict import Verdict
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler
-from scaler_triton.flag_buffer import FlagBuffer
-from scaler_triton.scale_comparison import write_scales
-from scaler_triton.verdict import Verdict
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 

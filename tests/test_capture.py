@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 from helpers import WAYS, assert_same, sgd, started, take_step
+from scaler_triton.stats import Counters
 
 from scaler_triton import GradScaler
-from scaler_triton.stats import Counters
 
 # torch's optimizers notice steps beside the captured ones, which is what is compared here.
 CAPTURABLE = pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")

@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from helpers import Place, flags, places, sgd, started
+from scaler_triton.overflow_marks import INF
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler, batch_ops, settings
 from scaler_triton.kernels import update_scale
 from scaler_triton.kernels.table import GradTable
-from scaler_triton.overflow_marks import INF
 
 TRITON = pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
 SCALE = 8.0

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import sgd, started
+from scaler_triton.limits import KEY
 
 from scaler_triton import GradScaler, ShardedGradScaler
-from scaler_triton.limits import KEY
 
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
 EXTRAS: dict[str, Any] = {

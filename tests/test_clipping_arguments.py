@@ -10,11 +10,11 @@ import pytest
 import torch
 from clipping_setup import PLACES, grads, scaler_on
 from helpers import Place, sgd, started
+from scaler_triton.batch import group
+from scaler_triton.clipping import at_once
 from torch import nn
 
 from scaler_triton import GradScaler
-from scaler_triton.batch import group
-from scaler_triton.clipping import at_once
 
 
 @pytest.mark.parametrize(

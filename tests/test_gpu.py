@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import WAYS, assert_same, flags, parameters, started, take_step, waits_raise
+from scaler_triton.mirror import HostMirror
 
 from perf.trace import record
 from scaler_triton import GradScaler, ops
-from scaler_triton.mirror import HostMirror
 
 pytestmark = pytest.mark.gpu
 

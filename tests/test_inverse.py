@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same
+from scaler_triton.inverse import Inverse, inverse
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-from scaler_triton.inverse import Inverse, inverse
 
 EDGES = [2.0**-126, 2.0**-126 - 2.0**-149, 2.0**126, 2.0**126 + 2.0**103, torch.finfo(torch.float32).max]
 STRANGE = [0.0, -0.0, -2.0, math.inf, -math.inf, math.nan, 2.0**-149]

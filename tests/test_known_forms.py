@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import Place, places
+from scaler_triton.known_forms import KnownForms
 from torch import Tensor
 
 from scaler_triton import GradScaler
-from scaler_triton.known_forms import KnownForms
 
 STEPS = 40  # more than there is patience for
 

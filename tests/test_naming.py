@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from scaler_triton.naming import named_parameters
 from torch import nn
 
 from scaler_triton import GradScaler
-from scaler_triton.naming import named_parameters
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import Place, assert_same, places
+from scaler_triton.batch import Batch
+from scaler_triton.clipping import clip_ops, reference_clip, reference_norm
 from test_tensor_subclasses import Pair
 from torch import Tensor
 
 from scaler_triton import batch as batching
 from scaler_triton import batch_ops, dispatch, ops
-from scaler_triton.batch import Batch
-from scaler_triton.clipping import clip_ops, reference_clip, reference_norm
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 from helpers import Place, places, started
+from scaler_triton.overflow_marks import INF, NAN, OverflowMarks
 from torch import nn
 
 from scaler_triton import GradScaler
-from scaler_triton.overflow_marks import INF, NAN, OverflowMarks
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 CLIPS = pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import parameters, sgd, started
+from scaler_triton.records import Records
+from scaler_triton.stats import NAMES, SKIPPED
 
 from scaler_triton import GradScaler
 from scaler_triton.plan import GradPlan, _Form
-from scaler_triton.records import Records
-from scaler_triton.stats import NAMES, SKIPPED
 
 
 def collected(plan: GradPlan) -> list[int]:

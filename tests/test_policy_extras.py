@@ -13,11 +13,11 @@ import torch
 from helpers import Place, places, sgd, started
 from limits_setup import BAD, EVERYWHERE, GOOD, at, step, steps
 from megatron_rule import Megatron
+from scaler_triton.limits import KEY
+from scaler_triton.stats import NAMES
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 from scaler_triton import GradScaler, ShardedGradScaler, batch_ops
-from scaler_triton.limits import KEY
-from scaler_triton.stats import NAMES
 
 PAIRS = pytest.mark.parametrize(
     ("ours", "theirs"), [(GradScaler, torch.amp.GradScaler), (ShardedGradScaler, TorchSharded)]

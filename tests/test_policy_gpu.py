@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import parameters, started, waits_raise
+from scaler_triton.stats import Lagging
 from test_capture import CAPTURABLE, Run, assert_equal_runs
 
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError
-from scaler_triton.stats import Lagging
 
 pytestmark = [pytest.mark.gpu, CAPTURABLE]
 

@@ -13,11 +13,11 @@ import torch
 from helpers import assert_same
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scaler_triton.inverse import inverse
+from scaler_triton.neighbours import Neighbours
 from torch import Tensor
 
 from scaler_triton import batch, neighbours, reference, reference_update
-from scaler_triton.inverse import inverse
-from scaler_triton.neighbours import Neighbours
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

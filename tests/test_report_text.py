@@ -6,7 +6,6 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
-
 from scaler_triton.overflow_report import BadGradient, OverflowReport
 
 ROOT = Path(__file__).parents[1]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers import Place, sgd, started
 from limits_setup import BAD, EVERYWHERE, GOOD, at, step, steps
+from scaler_triton.stats import Lagging
 
 from scaler_triton import GradScaler, SkipStreakError
-from scaler_triton.stats import Lagging
 
 
 def raised_at(scaler: Any, gradients: Iterable[float], device: str = "cpu", *, fused: bool = False) -> list[int]:

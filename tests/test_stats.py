@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import Place, places, sgd, started
-
-from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler
 from scaler_triton.flag_buffer import FlagBuffer
 from scaler_triton.mirror import HostMirror
 from scaler_triton.stats import NAMES, Counters, Lagging
+
+from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler
 
 EVERYWHERE = pytest.mark.parametrize("place", places(), ids=str)
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 from helpers import WAYS, Place, assert_same, places, take_step
+from scaler_triton.flag_buffer import FlagBuffer
 
 from scaler_triton import GradScaler, placement, records
-from scaler_triton.flag_buffer import FlagBuffer
 from scaler_triton.plan import GradPlan
 
 STEPS = 1000
@@ -116,8 +116,9 @@ def test_shards_are_found_without_dtensors_private_names(name: str, monkeypatch:
 
 
 def test_each_mode_has_a_table_for_its_own_launch_configuration(monkeypatch: Any) -> None:
-    from scaler_triton.kernels import lookup
     from scaler_triton.kernels.launch_config import LaunchConfig
+
+    from scaler_triton.kernels import lookup
 
     if torch.cuda.is_available():
         pytest.skip("the interpreter takes any configuration")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from scaler_triton.mirror import HostMirror
+from scaler_triton.verdict import Verdict
 from step_figure import drawn
 from test_clipping_launches import Launches
 from torch import Tensor
@@ -21,8 +23,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from perf.bench_clip import CLIP, MOVES
 from perf.grads import Still
 from scaler_triton import GradScaler
-from scaler_triton.mirror import HostMirror
-from scaler_triton.verdict import Verdict
 
 pytestmark = [
     pytest.mark.usefixtures("two_ranks"),

@@ -10,11 +10,11 @@ import torch
 from helpers import Place, assert_same, places
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scaler_triton.limits import NO_LIMITS, Limits
+from scaler_triton.stats import NAMES, Counters
 from torch import Tensor
 
 from scaler_triton import ops, policy, reference_update
-from scaler_triton.limits import NO_LIMITS, Limits
-from scaler_triton.stats import NAMES, Counters
 
 FLAGS = st.sampled_from([0.0, 1.0, 2.0, math.nan, math.inf])
 SCALES = st.one_of(st.floats(width=32), st.sampled_from([2.0**-126, 2.0**127, 1e-45, 0.0, 65536.0]))

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import Place, places, sgd, started
+from scaler_triton.optimizers import parameters_of
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import scaler_triton
 from scaler_triton import GradScaler, lending
-from scaler_triton.optimizers import parameters_of
 
 BOTH = [torch.amp.GradScaler, GradScaler]
 

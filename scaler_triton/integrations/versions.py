@@ -8,8 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch.torch_version import TorchVersion
 
-from scaler_triton import callers
-
 # Package -> the oldest and the newest version, with which `make test-oldest` and `make test-frameworks` run.
 TESTED = {
     "accelerate": ("1.13.0", "1.15.0"),

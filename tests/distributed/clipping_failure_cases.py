@@ -12,11 +12,11 @@ from unittest import mock
 import cases
 import torch
 from cases import collectives_of, local_of
+from scaler_triton.clipping import at_once
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaler_triton import dispatch
-from scaler_triton.clipping import at_once
 
 
 def one_rank_fails(rank: int, how: str, optimizers: int) -> list[str]:

@@ -12,9 +12,8 @@ import dtensor_cases
 import torch
 import torch.distributed as dist
 from cases import Fault, Habits, Report
-from torch import Tensor
-
 from scaler_triton.verdict import Verdict
+from torch import Tensor
 
 BAD_STEP = 1
 

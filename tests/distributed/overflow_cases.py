@@ -12,10 +12,10 @@ import model_cases
 import torch
 import torch.distributed as dist
 from cases import Fault, collectives_of
+from scaler_triton.collectives import gather_bytes
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from scaler_triton import audit
-from scaler_triton.collectives import gather_bytes
 
 
 def reported(rank: int, kind: str, layout: str, faults: Sequence[Fault]) -> tuple[str, str, int]:

@@ -8,9 +8,8 @@ import clipping_failure_cases
 import pytest
 from cases import INIT_SCALE, Fault
 from clipping_cases import MAX_NORM
-from torch.distributed.tensor import Partial, Replicate, Shard
-
 from scaler_triton.clipping import copies
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 pytestmark = pytest.mark.distributed
 

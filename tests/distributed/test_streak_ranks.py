@@ -3,7 +3,6 @@
 import pytest
 import streak_cases
 from cases import Fault
-
 from scaler_triton.stats import Lagging
 
 pytestmark = pytest.mark.distributed

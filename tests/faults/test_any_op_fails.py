@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from helpers import sgd, started
+from scaler_triton.agreement import Agreement
+from scaler_triton.clipping.at_once import AtOnceMixin
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import ShardedGradScaler, agreeing
-from scaler_triton.agreement import Agreement
-from scaler_triton.clipping.at_once import AtOnceMixin
 
 MOST = 300  # ops of a step: that many are not made
 

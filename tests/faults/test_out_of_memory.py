@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 from helpers import Place, assert_same, grads, places, started, values
+from scaler_triton.limits import Limits
+from scaler_triton.verdict import Verdict
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler, plan, reference_update
 from scaler_triton.kernels import launcher
-from scaler_triton.limits import Limits
-from scaler_triton.verdict import Verdict
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
 FUSED = pytest.mark.parametrize("fused", [False, True])

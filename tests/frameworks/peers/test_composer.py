@@ -12,10 +12,10 @@ import composer_parts
 import pytest
 import torch
 from helpers import started, update
+from scaler_triton.limits import KEY
 from side_by_side import imported
 
 from scaler_triton import GradScaler, ShardedGradScaler
-from scaler_triton.limits import KEY
 
 composer_parts.make_importable()
 core = imported("composer.core")
