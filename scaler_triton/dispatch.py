@@ -150,8 +150,8 @@ def _try_clipping(device: torch.device, dtype: torch.dtype) -> None:
     scale, found_inf, norm = torch.tensor([2.0, 0.0, 0.0], dtype=torch.float32, device="cpu").to(device).unbind()
     totals = torch.zeros(TOTALS, dtype=torch.float64, device=device)
     modules.norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
-    modules.clip.launch_clip(table, scale, totals, 4.0, norm)
-    if norm.item() != 8.0 or grads.tolist() != [1.0] * 16:
+    modules.clip.launch_clip(table, scale, totals, 16.0, norm)
+    if norm.item() != 8.0 or grads.tolist() != [2.0] * 16:
         raise RuntimeError(f"the Triton kernels run on {device} but clip to {grads.tolist()}, norm {norm.item()}")
 
 

@@ -88,8 +88,8 @@ class OptimizerStep(dict[str, Any]):
     """
 
     __slots__ = (
-        "asks", "began", "captured", "flag", "fresh", "function", "handles", "kept", "outcome", "owner", "phase", "plan",
-        "reader", "stage", "takes_scaler",
+        "asks", "began", "captured", "flag", "fresh", "function", "handles", "kept", "outcome", "owner", "phase",
+        "plan", "reader", "stage", "takes_scaler",
     )  # fmt: skip
 
     def __init__(self) -> None:

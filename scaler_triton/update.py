@@ -320,11 +320,11 @@ def _is_any_set(step: Any) -> bool:
 
 def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
     """Have the current stream wait for fused steps on others: the update is going to clear the flags they read."""
-    launch = kernels().launch
-    here = launch.current_stream(device)
-    for step in checked:
-        if step.reader is not None and step.reader != here:
-            torch.cuda.current_stream(device).wait_stream(launch.stream(device, step.reader))
+    readers = {step.reader for step in checked if step.reader is not None}
+    if readers:
+        launch = kernels().launch
+        for reader in readers - {launch.current_stream(device)}:
+            torch.cuda.current_stream(device).wait_stream(launch.stream(device, reader))
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:

@@ -19,6 +19,8 @@ TESTED = {
 # What PyPI also has by itself, in the same versions.
 _PARTS = {"pytorch-lightning": ("lightning-fabric",)}
 
+from scaler_triton.dispatch import stacklevel
+
 _warned: set[str] = set()
 
 
@@ -42,5 +44,5 @@ def _compare(name: str, installed: str, oldest: str, newest: str) -> None:
     warnings.warn(
         f"{name} {installed} is installed; scaler_triton was tested with {name} {oldest} to {newest}",
         UserWarning,
-        stacklevel=callers.stacklevel(),
+        stacklevel=stacklevel(),
     )
