@@ -13,6 +13,7 @@ A gradient's way is `step -> check -> plan -> passes -> kernel -> flag agreed ->
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
@@ -73,16 +74,14 @@ class GradScaler(torch.amp.GradScaler):
     Raises: torch's AssertionErrors for its own limits; ValueError or TypeError naming another illegal argument.
     """
 
-    process_group: Any
-    _ours: Ours
+    process_group: Any = None
     _scale: Any  # fp32, one element; None before the first `scale`
     _growth_tracker: Any  # int32, one element, likewise
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Public subclasses have an `__init__` or a `__setattr__` of their own, which know torch's attributes only.
-        self = super().__new__(cls)
-        vars(self).update(_ours=Ours(_is_sharded(cls)), process_group=None)
-        return self
+    @functools.cached_property
+    def _ours(self) -> Ours:
+        # Made when it is first asked for: public subclasses have an `__init__` of their own, which makes torch's only.
+        return Ours(_is_sharded(type(self)))
 
     def __init__(
         self,
@@ -127,11 +126,9 @@ class GradScaler(torch.amp.GradScaler):
             growth_factor = policy.check_growth_factor(growth_factor)
             backoff_factor = policy.check_backoff_factor(backoff_factor)
             growth_interval = policy.check_growth_interval(growth_interval)
-        ours = Ours(_is_sharded(type(self)))
-        ours.steps.requested, ours.limits = backend, limits
-        # torch leaves its numbers unset on a disabled scaler, where its getters then raise.
+        self._ours.steps.requested, self._ours.limits = backend, limits
+        # Past a subclass's `__setattr__`. torch leaves its numbers unset on a disabled scaler: its getters raise then.
         vars(self).update(
-            _ours=ours,
             process_group=process_group,
             _init_scale=init_scale,
             _growth_factor=growth_factor,
@@ -550,7 +547,8 @@ class GradScaler(torch.amp.GradScaler):
                 "of an iteration, or at the end after scaler.update()."
             )
         state = vars(self).copy()
-        ours = state.pop("_ours")
+        ours = self._ours
+        state.pop("_ours")
         if self._enabled:
             state["_init_scale"], state["_init_growth_tracker"] = self.get_scale(), self._get_growth_tracker()
             state["_scale"] = state["_growth_tracker"] = None

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch.torch_version import TorchVersion
 
+from scaler_triton.dispatch import stacklevel
+
 # Package -> the oldest and the newest version, with which `make test-oldest` and `make test-frameworks` run.
 TESTED = {
     "accelerate": ("1.13.0", "1.15.0"),
@@ -18,8 +20,6 @@ TESTED = {
 
 # What PyPI also has by itself, in the same versions.
 _PARTS = {"pytorch-lightning": ("lightning-fabric",)}
-
-from scaler_triton.dispatch import stacklevel
 
 _warned: set[str] = set()
 
