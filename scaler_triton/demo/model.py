@@ -9,19 +9,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelSize:
-    """How big the transformer is.
-
-    Args:
-        layers: transformer blocks.
-        width: channels of the residual stream.
-        heads: attention heads; must divide `width`.
-        context: characters that the model sees at once.
-    """
+    """How big the transformer is."""
 
     layers: int = 2
-    width: int = 64
-    heads: int = 4
-    context: int = 64
+    width: int = 64  # channels of the residual stream
+    heads: int = 4  # must divide `width`
+    context: int = 64  # characters that the model sees at once
 
 
 class Block(nn.Module):
