@@ -16,7 +16,7 @@ MODES = {
 }
 OTHER_PICTURES = (".gif", ".jpeg", ".jpg", ".pdf", ".svg", ".webp")
 FEWEST_STEPS = 6  # three of them are skipped, and the loss must fall in the others
-MOST_STEPS = 128  # rounding alone drives two long runs apart (demo/checks.py, TOLERANCE)
+MOST_STEPS = 128  # rounding alone drives two long runs apart (demo/show.py, TOLERANCE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +61,8 @@ def picture_path(out: Path) -> Path:
 def _prove(arguments: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    given = {
-        key: value for key, value in vars(arguments).items() if value != vars(parser.parse_args([])).get(key, value)
-    }
+    defaults = vars(parser.parse_args([]))
+    given = {key: value for key, value in vars(arguments).items() if value != defaults.get(key, value)}
     name = given.pop("prove")
     if given:
         ignored = ", ".join(f"--{value if key == 'mode' else key}" for key, value in given.items())

@@ -8,24 +8,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 LAG = 10.0  # seconds: once a rank has ended, the others must end within this time
 LEAVING = 1.0  # seconds: a rank that has answered leaves within milliseconds
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
 
 _to_parent: Connection | None = None  # set in a rank
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What one rank made of its call: a value, or an error as "Type: text"."""
 
     rank: int
@@ -34,23 +31,18 @@ class Answer:
 
 
 def run_ranks(
-    fn: Callable[..., Any],
-    *args: Any,
-    ranks: int = 2,
-    backend: str = "gloo",
-    seconds: float = 60.0,
-    heard: Callable[[str], None] = print,
+    fn: Callable[..., Any], *args: Any, ranks: int = 2, seconds: float = 120.0, heard: Callable[[str], object] = print
 ) -> list[Answer]:
     """Call `fn(rank, *args)`, a top-level function, in every rank of a new process group; return the answers in order.
 
-    Ranks that run for more than `seconds`, or LAG seconds longer than another one, are killed, which is an error, too.
-    Each text that a rank passes to `tell` goes to `heard`.
+    A rank that runs for more than `seconds`, or LAG seconds longer than another one, is killed, and its answer is an
+    error. What ranks `tell` goes to `heard`.
     """
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     context.set_forkserver_preload([fn.__module__])  # where ranks are forked, torch is imported once for all of them
     processes: dict[Connection, Any] = {}
     with TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        group = {"backend": backend, "init_method": f"file://{folder}/store", "world_size": ranks}
+        group = {"init_method": f"file://{folder}/store", "world_size": ranks}
         try:
             with _interrupts_postponed():
                 for rank in range(ranks):
@@ -76,20 +68,19 @@ def tell(text: str) -> None:
         _to_parent.send(text)
 
 
-def _collect(processes: dict[Connection, Any], seconds: float, heard: Callable[[str], None]) -> list[Answer]:
+def _collect(processes: dict[Connection, Any], seconds: float, heard: Callable[[str], object]) -> list[Answer]:
     """Return the answer of every rank; for one that dies or is late, an error."""
     start = time.monotonic()
     deadline = start + seconds
     waiting = {pipe: rank for rank, pipe in enumerate(processes)}
     answers: list[Answer] = []
     while waiting:
-        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        ready: Any = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             error = f"RankTimeout: no answer within {time.monotonic() - start:.0f} s"
             answers += [Answer(rank, error=error) for rank in waiting.values()]
             break
         for pipe in ready:
-            assert isinstance(pipe, Connection)
             try:
                 message = pipe.recv()
             except (EOFError, OSError):
@@ -107,15 +98,12 @@ def _collect(processes: dict[Connection, Any], seconds: float, heard: Callable[[
 @contextmanager
 def _interrupts_postponed() -> Iterator[None]:
     """Block Ctrl-C while processes start. They inherit that: only the parent reacts to it, and kills them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     resource_tracker.ensure_running()  # on Python 3.11 and 3.12 its own start would unblock Ctrl-C
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(rank: int, to_parent: Connection, group: dict[str, Any], fn: Callable[..., Any], args: tuple[Any]) -> None:
@@ -125,12 +113,15 @@ def _serve(rank: int, to_parent: Connection, group: dict[str, Any], fn: Callable
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for output in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    if LOOPBACK:
-        os.environ.update(GLOO_SOCKET_IFNAME=LOOPBACK, NCCL_SOCKET_IFNAME=LOOPBACK)
+    if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
+        os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and torch.cuda.device_count() < group["world_size"]:
+        os.environ["NCCL_HOSTID"] = str(rank)  # NCCL refuses ranks of one host that share a GPU
     torch.set_num_threads(1)  # the ranks share the cores
     torch.manual_seed(0)
     try:
-        dist.init_process_group(**group, rank=rank)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **group, rank=rank)
         answer = Answer(rank, fn(rank, *args))
     except Exception as error:
         answer = Answer(rank, error=f"{type(error).__name__}: {error}")

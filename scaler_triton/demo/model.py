@@ -33,16 +33,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """One block. x: [batch, context, width]."""
-        x = x + self._attend(self.norm_attention(x))
-        x = x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
-        return x
-
-    def _attend(self, x: Tensor) -> Tensor:
-        by_head = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # [batch, context, 3, heads, channels]
+        by_head = self.query_key_value(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = by_head.permute(2, 0, 3, 1, 4)  # each [batch, heads, context, channels]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(-2))
-        return out
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(-2))
+        x = x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
+        return x
 
 
 class CharTransformer(nn.Module):

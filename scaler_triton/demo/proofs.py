@@ -1,13 +1,12 @@
 """Torch's known defects, each as a small program that runs on two ranks with torch's scalers or with ours.
 
-`--prove` runs them, and the README's table is made of them. Everything that is known of a case stands at its function:
-the docstring says when it happens, the decorator what torch does then, what ours does, and what every rank must hold.
-"""
+`--prove` runs them, and the README's table is made of them. A function's docstring says when the defect shows, its
+decorator what torch does then, what ours does (by default all ranks skip the step) and what every rank must hold."""
 
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from math import frexp, inf
 from typing import Any, NamedTuple
@@ -33,33 +32,30 @@ class Outcome(NamedTuple):
     """What one rank holds after a case."""
 
     scale: float
-    before: str  # a hash of this rank's own parameters before the step that counts
-    after: str  # the same after it
+    did: str  # "stepped", "skipped", or "no grads" if there was nothing to step with
+    parameters: str  # its own, hashed: what they were, and what they are
     finite: bool = True  # whether they are free of NaN and Inf
-    had_grads: bool = True
-
-    @property
-    def stepped(self) -> bool:
-        """Whether this rank's parameters changed."""
-        return self.before != self.after
 
 
 class Watch:
-    """Parameters as they are when this is made; `outcome` says what became of them and of the scale."""
+    """A scaler and parameters, looked at now and again at the outcome."""
 
     def __init__(self, scaler: Any, parameters: Iterable[Tensor]) -> None:
         self._scaler, self._parameters = scaler, list(parameters)
         self._before = self._hash()
 
     def outcome(self) -> Outcome:
-        """Return what this rank holds now."""
+        """Return what became of them."""
         finite = all(bool(local_part(p).isfinite().all()) for p in self._parameters)
-        had_grads = any(p.grad is not None for p in self._parameters)
-        return Outcome(self._scaler.get_scale(), self._before, self._hash(), finite, had_grads)
+        broken = "" if finite else " (NaN or Inf)"
+        if (after := self._hash()) != self._before:
+            return Outcome(self._scaler.get_scale(), "stepped", f"{self._before} -> {after}{broken}", finite)
+        did = "skipped" if any(p.grad is not None for p in self._parameters) else "no grads"
+        return Outcome(self._scaler.get_scale(), did, f"{after} unchanged{broken}", finite)
 
     def _hash(self) -> str:
-        values = [local_part(p.detach()).contiguous().numpy().tobytes() for p in self._parameters]
-        return sha256(b"".join(values)).hexdigest()[:8]
+        parts = [local_part(p.detach()).contiguous().numpy().tobytes() for p in self._parameters]
+        return sha256(b"".join(parts)).hexdigest()[:8]
 
 
 Program = Callable[[int, Any], Watch]  # takes the rank, and a namespace with GradScaler and ShardedGradScaler
@@ -72,27 +68,27 @@ class Case(NamedTuple):
     summary: str  # when it happens, in one line
     run: Program
     torch: str  # what torch does, in one line
-    ours: str  # what we do, in one line
-    stepped: bool  # whether every rank must have stepped in the end
-    scale: float  # which scale every rank must hold
+    ours: str = "every rank skips the step"  # what we do, in one line
+    stepped: bool = False  # whether every rank must have stepped in the end
+    scale: float = START / 2  # which scale every rank must hold
     issue: str = ""  # the address of torch's own issue, if there is one
 
     def wrong(self, answers: Sequence[Answer]) -> str:
         """Return what went wrong, in words; empty if all is right."""
-        if errors := [f"rank {answer.rank} {_error_kind(answer.error)}" for answer in answers if answer.error]:
-            return "; ".join(errors)
+        if errors := [f"rank {answer.rank} raises {answer.error.split(':')[0]}" for answer in answers if answer.error]:
+            return "; ".join(errors).replace("raises RankTimeout", "hangs in a collective")
         outcomes: list[Outcome] = [answer.value for answer in answers]
-        said = ["the ranks split"] if len({(outcome.scale, outcome.stepped) for outcome in outcomes}) > 1 else []
+        scale, stepped = outcomes[0].scale, outcomes[0].did == "stepped"
+        wrong = ["the ranks split"] if {(o.scale, o.did == "stepped") for o in outcomes} != {(scale, stepped)} else []
         if bad := [rank for rank, outcome in enumerate(outcomes) if not outcome.finite]:
-            said.append(f"NaN or Inf in the weights of {rank_names(bad)}")
-        if not said and outcomes[0].scale != self.scale:
-            said.append(f"the scale is {shown(outcomes[0].scale)} instead of {shown(self.scale)}")
-        if not said and outcomes[0].stepped != self.stepped:
-            said.append(f"the step was {'taken' if outcomes[0].stepped else 'skipped'}")
-        return "; ".join(said)
+            wrong.append(f"NaN or Inf in the weights of {rank_names(bad)}")
+        if not wrong and scale != self.scale:
+            wrong.append(f"the scale is {shown(scale)} instead of {shown(self.scale)}")
+        if not wrong and stepped != self.stepped:
+            wrong.append(f"the step was {'taken' if stepped else 'skipped'}")
+        return "; ".join(wrong)
 
 
-SKIPS: dict[str, Any] = {"ours": "every rank skips the step", "stepped": False, "scale": START / 2}
 CASES: dict[str, Case] = {}
 
 
@@ -100,8 +96,8 @@ def case(torch: str, **rest: Any) -> Callable[[Program], Program]:
     """Enter a function into CASES, under its own name."""
 
     def enter(run: Program) -> Program:
-        name, summary = run.__name__.replace("_", "-"), (run.__doc__ or "").rstrip(".")
-        CASES[name] = Case(name, summary, run, torch, **{**SKIPS, **rest})
+        name = run.__name__.replace("_", "-")
+        CASES[name] = Case(name, (run.__doc__ or "").rstrip("."), run, torch, **rest)
         return run
 
     return enter
@@ -252,20 +248,15 @@ def failed_step(rank: int, library: Any) -> Watch:
     optimizer = SGD([weight], lr=0.1)
     scaler = library.GradScaler("cpu", START)
     watch = Watch(scaler, [weight])
-
-    def run_out_of_memory(*args: object) -> None:
-        hook.remove()
-        raise torch.OutOfMemoryError("no memory for the optimizer's state")
-
+    scaler.scale(weight.sum()).backward()
     hook = optimizer.register_step_pre_hook(run_out_of_memory)
-    for factor in (1.0, inf):
-        optimizer.zero_grad()
-        scaler.scale((weight * factor).sum()).backward()
-        try:
-            scaler.step(optimizer)
-        except torch.OutOfMemoryError:
-            continue
-        scaler.update()
+    with suppress(torch.OutOfMemoryError):
+        scaler.step(optimizer)
+    hook.remove()
+    optimizer.zero_grad()
+    scaler.scale((weight * inf).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
     return watch
 
 
@@ -302,6 +293,11 @@ def plain_step(library: Any, parameters: list[nn.Parameter]) -> Watch:
     return watch
 
 
+def run_out_of_memory(*args: object) -> None:
+    """Fail as an optimizer does that finds no memory for its state."""
+    raise torch.OutOfMemoryError
+
+
 def shown(scale: float) -> str:
     """Return a scale as people write it: 2^127, not 1.70141e+38."""
     mantissa, exponent = frexp(scale)
@@ -310,46 +306,32 @@ def shown(scale: float) -> str:
 
 def list_cases(columns: int | None = None) -> str:
     """Return the names and summaries, a line each, or several of at most `columns` characters."""
-    last = columns and columns - max(map(len, CASES)) - 2
-    rows = [(case.name, case.summary) for case in CASES.values()]
-    return str(tabulate(rows, tablefmt="plain", maxcolwidths=[None, last]))
-
-
-def cases_table() -> str:
-    """Return all cases as a Markdown table: the case, what happens with torch, with ours."""
-    rows = ["| case | with torch | with scaler_triton |", "| --- | --- | --- |"]
-    for case in CASES.values():
-        known = f" ([known]({case.issue}))" if case.issue else ""
-        rows.append(f"| `{case.name}`: {case.summary} | {case.torch}{known} | {case.ours} |")
-    return "\n".join(rows)
+    widths = [None, columns and columns - max(map(len, CASES)) - 2]
+    return str(tabulate([case[:2] for case in CASES.values()], tablefmt="plain", maxcolwidths=widths))
 
 
 def prove(cases: Sequence[Case]) -> int:
-    """Run and print cases; return 0 if in each of them torch is wrong and we are right."""
+    """Run cases with both libraries and print what each rank holds; return 0 if torch is wrong and we are right."""
     unexpected = []
+    last = max(shutil.get_terminal_size().columns - 30, 20) if sys.stdout.isatty() else None  # 30 are the other columns
+    head = ["rank", "scale", "optimizer", "its parameters, or its error"]
+    form = {"colalign": ["right", "right", "left", "left"], "maxcolwidths": [None, None, None, last]}
     for case in cases:
         right = f"every rank {'steps' if case.stepped else 'skips the step'} and holds scale {shown(case.scale)}"
-        _say(f"{case.name}: {case.summary}\nright is: {right}\n")
-        if not run_and_print(case, "torch"):
-            unexpected.append(f"UNEXPECTED: {case.name}: torch is no longer wrong")
-        if wrong := run_and_print(case, "ours"):
-            unexpected.append(f"UNEXPECTED: {case.name}: scaler_triton is wrong: {wrong}")
-    as_expected = f"As expected{f' in all {len(cases)} cases' if len(cases) > 1 else ''}: torch wrong, ours right."
-    print("\n".join(unexpected) or as_expected)
+        print(fitted(f"{case.name}: {case.summary}\nright is: {right}\n", sys.stdout), flush=True)
+        for library in ("torch", "ours"):
+            answers = run_ranks(run_case, case.name, library)
+            wrong = case.wrong(answers)
+            print(load_library(library)[0])
+            print(tabulate(map(_row, answers), head, disable_numparse=True, **form))
+            print(fitted(f"{f'WRONG: {wrong}' if wrong else 'RIGHT'}\n", sys.stdout), flush=True)
+            if library == "torch" and not wrong:
+                unexpected.append(f"UNEXPECTED: {case.name}: torch is no longer wrong")
+            if library == "ours" and wrong:
+                unexpected.append(f"UNEXPECTED: {case.name}: scaler_triton is wrong: {wrong}")
+    where = f" in all {len(cases)} cases" if len(cases) > 1 else ""
+    print("\n".join(unexpected) or f"As expected{where}: torch wrong, ours right.")
     return 1 if unexpected else 0
-
-
-def run_and_print(case: Case, library: str) -> str:
-    """Run a case with one library, print what each rank holds, and return what is wrong."""
-    answers = run_ranks(run_case, case.name, library)
-    wrong = case.wrong(answers)
-    head = ["rank", "scale", "optimizer", "its parameters, or its error"]
-    last = max(shutil.get_terminal_size().columns - 30, 20) if sys.stdout.isatty() else None  # 30 are the other columns
-    form = {"disable_numparse": True, "colalign": ["right", "right", "left", "left"]}
-    print(load_library(library)[0])
-    print(tabulate(map(_row, answers), head, maxcolwidths=[None, None, None, last], **form))
-    _say(f"{f'WRONG: {wrong}' if wrong else 'RIGHT'}\n")
-    return wrong
 
 
 def run_case(rank: int, name: str, library: str) -> Outcome:
@@ -359,19 +341,5 @@ def run_case(rank: int, name: str, library: str) -> Outcome:
 
 def _row(answer: Answer) -> list[object]:
     if answer.error:
-        without_source_line = re.sub(r"\[\S+:\d+\] ", "", answer.error.splitlines()[0])
-        return [answer.rank, "-", "error", one_line(without_source_line, 90)]
-    outcome: Outcome = answer.value
-    done = "stepped" if outcome.stepped else "skipped" if outcome.had_grads else "no grads"
-    change = f"-> {outcome.after}" if outcome.stepped else "unchanged"
-    broken = "" if outcome.finite else " (NaN or Inf)"
-    return [answer.rank, shown(outcome.scale), done, f"{outcome.before} {change}{broken}"]
-
-
-def _error_kind(error: str) -> str:
-    kind = error.partition(":")[0]
-    return "hangs in a collective" if kind == "RankTimeout" else f"raises {kind}"
-
-
-def _say(text: str) -> None:
-    print(fitted(text, sys.stdout), flush=True)
+        return [answer.rank, "-", "error", one_line(answer.error.splitlines()[0], 90)]
+    return [answer.rank, shown(answer.value.scale), answer.value.did, answer.value.parameters]

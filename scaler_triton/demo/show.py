@@ -1,38 +1,45 @@
-"""The demo from start to end: train, print what happened, plot it, check it."""
+"""The demo from start to end: train, print what happened, plot it, and check that the ranks agreed."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tabulate import tabulate
 
 from scaler_triton.console import fitted, new_bar
-from scaler_triton.demo.checks import judge, mean_losses
-from scaler_triton.demo.device import place
 from scaler_triton.demo.launch import Answer, run_ranks
 from scaler_triton.demo.train import Config, Trace, load_library, train_alone, train_rank
 
 SECONDS_TO_START, SECONDS_A_STEP = 120.0, 5.0  # far above what a slow machine takes: only a hang reaches them
 FULL_TABLE = 16  # runs with more steps show only the rows in which something happens
+LOSS_MUST_FALL_BY = 0.1  # noise between micro-batches is a few percent; even a short run may well learn a third
+# How far the ranks' parameters may end from the single process's, relative to how far training moved them. Only the
+# order of fp32 sums differs, but a last bit there can tip a weight or an activation to the next fp16 number, 2**-11
+# away, and later steps carry that on: noise of 1e-7 on the gradients ends below 1e-3 after 100 steps, above the
+# tolerance after 300. One step too few or too many ends above 2e-2. On a CPU both runs are equal to the bit, or nearly.
+TOLERANCE = 2.0**-8
+MATCH = ("do NOT match", "match")
 LOSS, BAD, SCALES = "#1f4e79", "#b22222", ("#2e8b57", "#d2691e")
 
 
 def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> int:
     """Train, report and return the exit status: 0 if every check holds."""
-    placement = place(mode)
-    config = Config(scaler, mode, optimizer, steps, placement.ranks, placement.device_type)
+    config, note = place(Config(scaler, mode, optimizer, steps))
     kind = "GradScaler" if mode == "single" else "ShardedGradScaler"
-    ranks, who = ("1 rank", "it") if placement.ranks == 1 else (f"{placement.ranks} ranks", "every rank")
+    ranks, who = ("1 rank", "it") if config.ranks == 1 else (f"{config.ranks} ranks", "every rank")
     title = f"{kind} of {load_library(scaler)[0]}, {mode}, {optimizer}, {ranks}"
-    bad_steps = ", ".join(str(step + 1) for step in config.bad_shards)
-    print(f"{title}\n{placement.note}")
-    print(f"steps {bad_steps}: an inf in one rank's gradients; {who} must skip them\n", flush=True)
-    answers = train_behind_bar(f"{ranks}, {mode}", train_rank, config, placement.ranks, placement.backend)
+    bad = ", ".join(str(step + 1) for step in config.bad_shards)
+    print(f"{title}\n{note}\nsteps {bad}: an inf in one rank's gradients; {who} must skip them\n", flush=True)
+    answers = train_behind_bar(f"{ranks}, {mode}", train_rank, config, config.ranks)
     if not any(answer.error for answer in answers):
-        answers += train_behind_bar("one process, to compare", train_alone, config, 1, "gloo")
+        answers += train_behind_bar("one process, to compare", train_alone, config, 1)
     if any(answer.error for answer in answers):
         print("\nFAILED: the training did not come to its end", file=sys.stderr)
         for answer in answers:
@@ -45,25 +52,28 @@ def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> i
     save_plot(config, traces, title, picture)
     print(f"plot: {picture}\n")
     checks = judge(traces, reference)
-    for check in checks:
-        print(fitted(f"{'ok    ' if check.ok else 'FAILED'}  {check.text}", sys.stdout))
-    failed = sum(not check.ok for check in checks)
+    for ok, text in checks:
+        print(fitted(f"{'ok    ' if ok else 'FAILED'}  {text}", sys.stdout))
+    failed = sum(not ok for ok, _ in checks)
     print(f"\n{f'FAILED: {failed} of {len(checks)} checks' if failed else 'OK: every check holds'}")
     return 1 if failed else 0
 
 
-def train_behind_bar(
-    title: str, fn: Callable[[int, Config], Trace], config: Config, ranks: int, backend: str
-) -> list[Answer]:
+def place(config: Config) -> tuple[Config, str]:
+    """Return the run with as many ranks as its mode has, where this machine can run them; and that in words."""
+    ranks, gpus = 1 if config.mode == "single" else config.ranks, torch.cuda.device_count()
+    if not torch.cuda.is_available():
+        return replace(config, ranks=ranks), f"no GPU: on the CPU{', over gloo' if ranks > 1 else ''}"
+    where = f"{ranks} of {gpus} GPUs" if gpus >= ranks else f"{ranks} ranks share the one GPU"
+    return replace(config, ranks=ranks, device_type="cuda"), f"{where}{', over nccl' if ranks > 1 else ''}"
+
+
+def train_behind_bar(title: str, fn: Callable[[int, Config], Trace], config: Config, ranks: int) -> list[Answer]:
     """Train in some ranks while a progress bar runs, and return what became of each."""
     with new_bar(title, config.steps) as bar:
-
-        def heard(text: str) -> None:
-            bar.set_postfix_str(text, refresh=False)
-            bar.update()
-
         seconds = SECONDS_TO_START + SECONDS_A_STEP * config.steps
-        return run_ranks(fn, config, ranks=ranks, backend=backend, seconds=seconds, heard=heard)
+        show_text = partial(bar.set_postfix_str, refresh=False)
+        return run_ranks(fn, config, ranks=ranks, seconds=seconds, heard=lambda text: (show_text(text), bar.update()))
 
 
 def steps_table(config: Config, ranks: Sequence[Trace]) -> str:
@@ -116,3 +126,59 @@ def save_plot(config: Config, ranks: Sequence[Trace], title: str, picture: Path)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc=corner, framealpha=1, edgecolor="none")
     figure.savefig(picture, dpi=140)
+
+
+def judge(ranks: Sequence[Trace], reference: Trace) -> list[tuple[bool, str]]:
+    """Return checks, each as whether it holds and a text: that the ranks agree, and did as the single process did."""
+    everywhere = "1 rank" if len(ranks) == 1 else f"all {len(ranks)} ranks"
+    off = [rank for rank, trace in enumerate(ranks) if not trace.enabled]  # would pass many of the other checks
+    by_step = list(zip(*(trace.scales for trace in ranks), strict=True))
+    split = [step for step, scales in enumerate(by_step) if len(set(scales)) > 1]
+    counts = ["/".join(map(str, trace.step_counts)) for trace in ranks]
+    uneven = len(set(counts)) > 1 or len(ranks[0].step_counts) > 1
+    pairs = [pair for trace in ranks for pair in enumerate(zip(trace.skipped, reference.skipped, strict=True), 1)]
+    wrong = sorted({step for step, (skipped, right) in pairs if skipped != right})
+    same = all(trace.scales == reference.scales for trace in ranks)
+    return [
+        (not off, f"the scaler is disabled on rank {_listed(off)}" if off else "the scaler is enabled"),
+        (False, f"the scales of the ranks split after step {split[0]}; at the end: {_listed(by_step[-1])}")
+        if split
+        else (True, f"scales are bitwise equal on {everywhere}, at all {len(by_step) - 1} steps"),
+        (False, f"optimizer step counts differ: {_listed(counts)}")
+        if uneven
+        else (True, f"optimizer step counts are equal on {everywhere}: {counts[0]}"),
+        (False, f"wrongly skipped or wrongly taken: step{'s' if len(wrong) > 1 else ''} {_listed(wrong)}")
+        if wrong
+        else (
+            same,
+            f"{sum(reference.skipped)} bad steps were skipped, no other; scales {MATCH[same]} a single process",
+        ),
+        _parameters_match(ranks, reference),
+        _loss_fell(mean_losses(ranks)),
+    ]
+
+
+def mean_losses(ranks: Sequence[Trace]) -> list[float]:
+    """Return the loss of each step, averaged over the ranks' micro-batches."""
+    return [float(np.mean(losses)) for losses in zip(*(trace.losses for trace in ranks), strict=True)]
+
+
+def _parameters_match(ranks: Sequence[Trace], reference: Trace) -> tuple[bool, str]:
+    moved = np.linalg.norm(reference.end - reference.start)
+    distance = float(np.max([np.linalg.norm(trace.end - reference.end) / moved for trace in ranks]))
+    ok = distance <= TOLERANCE  # False for NaN
+    equal = all(trace.end.tobytes() == reference.end.tobytes() for trace in ranks)
+    found = "bitwise" if equal else f"relative distance {distance:.1e}, allowed {TOLERANCE:.1e}"
+    return (ok, f"gathered parameters {MATCH[ok]} a single process: {found}")
+
+
+def _loss_fell(losses: Sequence[float]) -> tuple[bool, str]:
+    tail = losses[-max(1, len(losses) // 8) :]
+    last = float(np.mean(tail))
+    ok = last < losses[0] * (1 - LOSS_MUST_FALL_BY)
+    of = f", the mean of the last {len(tail)}" if len(tail) > 1 else ""
+    return (ok, f"the loss {'fell' if ok else 'did NOT fall'}: {losses[0]:.2f} -> {last:.2f}{of}")
+
+
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
