@@ -15,8 +15,7 @@ MODES = {
     "fsdp2": "fully_shard (default)",
 }
 OTHER_PICTURES = (".gif", ".jpeg", ".jpg", ".pdf", ".svg", ".webp")
-FEWEST_STEPS = 6  # three of them are skipped, and the loss must fall in the others
-MOST_STEPS = 128  # rounding alone drives two long runs apart (demo/show.py, TOLERANCE)
+FEWEST_STEPS, MOST_STEPS = 6, 128  # three are skipped, the loss must fall in others; rounding drives long runs apart
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

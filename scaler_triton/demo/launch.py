@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 LAG = 10.0  # seconds: once a rank has ended, the others must end within this time
-LEAVING = 1.0  # seconds: a rank that has answered leaves within milliseconds
+LEAVING = 1.0  # seconds; it takes milliseconds
 
 _to_parent: Connection | None = None  # set in a rank
 
@@ -97,7 +97,7 @@ def _collect(processes: dict[Connection, Any], seconds: float, heard: Callable[[
 
 @contextmanager
 def _interrupts_postponed() -> Iterator[None]:
-    """Block Ctrl-C while processes start. They inherit that: only the parent reacts to it, and kills them."""
+    """Block Ctrl-C until the processes run. They inherit that: only the parent reacts to it, and kills them."""
     resource_tracker.ensure_running()  # on Python 3.11 and 3.12 its own start would unblock Ctrl-C
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

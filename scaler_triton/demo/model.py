@@ -1,14 +1,13 @@
 """A character-level transformer, small enough for fp16 on two CPU cores."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class ModelSize:
+class ModelSize(NamedTuple):
     """How big the transformer is."""
 
     layers: int = 2

@@ -86,10 +86,9 @@ def train_alone(rank: int, config: Config) -> Trace:
 def train(config: Config, model: nn.Module, new_scaler: Callable[..., Any], ranks: Sequence[int]) -> Trace:
     """Train on the micro-batches of `ranks`, and put an inf into their gradients when it is their turn."""
     scaler = new_scaler(config.device_type, config.init_scale, growth_interval=config.growth_interval)
+    optimizer: Optimizer = AdamW(model.parameters(), lr=5e-3, eps=1e-6, fused=config.optimizer == "adamw-fused")
     if config.optimizer == "sgd":
-        optimizer: Optimizer = SGD(model.parameters(), lr=0.3, momentum=0.9)
-    else:
-        optimizer = AdamW(model.parameters(), lr=5e-3, eps=1e-6, fused=config.optimizer == "adamw-fused")
+        optimizer = SGD(model.parameters(), lr=0.3, momentum=0.9)
     steps_taken = count_steps(optimizer)
     trace = Trace(scaler.is_enabled(), start=whole_parameters(model))
     for step in range(config.steps):
