@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,14 +40,11 @@ def test_the_default_is_fsdp2_with_ours(packages: None, monkeypatch: pytest.Monk
 def test_an_unknown_case_is_named_with_the_known_ones(packages: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--prove", "no-such"]) == 2
     said = capsys.readouterr().err
-    assert "no-such" in said
-    assert "fsdp1-fused" in said
+    assert "no-such: no such case; one of fsdp1-fused, " in said
 
 
 @pytest.mark.parametrize("word", ["list", "fused-clip", "all"])
-def test_prove_runs_what_was_named(
-    word: str, packages: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prove_runs_what_was_named(word: str, packages: None, monkeypatch: Any, capsys: Any) -> None:
     from scaler_triton.demo import proofs
 
     asked: list[str] = []
@@ -57,17 +55,13 @@ def test_prove_runs_what_was_named(
 
 
 @pytest.mark.parametrize("words", [["--fsdp1"], ["--optimizer", "sgd"], ["--steps", "7"]])
-def test_prove_refuses_what_it_would_ignore(
-    words: list[str], packages: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prove_refuses_what_it_would_ignore(words: list[str], packages: None, capsys: Any) -> None:
     assert cli.main(["demo", "--prove", "list", *words]) == 2
     assert capsys.readouterr().err == f"scaler_triton: --prove takes no other option, got {words[0]}\n"
 
 
 @pytest.mark.parametrize(("words", "absent"), [([], "matplotlib"), (["--prove", "list"], "tabulate")])
-def test_a_missing_package_is_one_line_that_says_how_to_get_it(
-    words: list[str], absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package_is_named(words: list[str], absent: str, monkeypatch: Any, capsys: Any) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
     assert cli.main(["demo", *words]) == 2
@@ -76,9 +70,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(
     assert f"pip install {absent}" in said
 
 
-def test_a_plot_that_cannot_be_written_is_refused_before_the_training(
-    packages: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plot_that_cannot_be_written_is_refused_at_once(packages: None, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "file").touch()
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "plot.png")]) == 2
     assert "cannot write there" in capsys.readouterr().err

@@ -70,11 +70,14 @@ def test_a_good_run_passes_and_rounding_is_measured() -> None:
         assert any(said in text for _, text in checks)
 
 
-def test_a_short_table_has_every_step_and_names_the_bad_shards() -> None:
+def test_a_short_table_has_every_step_and_names_the_bad_shards_and_split_ranks() -> None:
     rows = [line.split() for line in steps_table(CONFIG, [TRACE, TRACE]).splitlines()[2:]]
     assert [row[0] for row in rows] == list("123456")
     assert rows[1] == ["2", "3.500", "8", "yes", "1"]
     assert rows[3] == ["4", "2.500", "4", "yes", "0"]
+    rows_of_split = steps_table(CONFIG, [TRACE, SPLIT]).splitlines()[2:]
+    assert "rank 0 ONLY" in rows_of_split[1]
+    assert "4 / 8" in rows_of_split[2]
 
 
 def test_a_long_table_has_the_steps_in_which_something_happens() -> None:
@@ -83,12 +86,6 @@ def test_a_long_table_has_the_steps_in_which_something_happens() -> None:
     scales[70:] = [16.0] * 31
     rows = steps_table(config, [Trace(True, losses, scales, skipped)]).splitlines()[2:]
     assert [int(row.split()[0]) for row in rows] == [1, 21, 51, 71, 81, 100]
-
-
-def test_a_table_of_a_split_shows_both_ranks() -> None:
-    rows = steps_table(CONFIG, [TRACE, SPLIT]).splitlines()[2:]
-    assert "rank 0 ONLY" in rows[1]
-    assert "4 / 8" in rows[2]
 
 
 @pytest.mark.parametrize("ranks", [[TRACE], [TRACE, TRACE], [TRACE, SPLIT]], ids=["one", "two", "split"])
@@ -100,9 +97,7 @@ def test_the_plot_can_be_drawn(ranks: list[Trace], tmp_path: Path) -> None:
     assert pixels.std() > 0.01
 
 
-def test_failed_ranks_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_ranks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     answers = [Answer(0, TRACE), Answer(1, error="RuntimeError: broken")]
     monkeypatch.setattr(showing, "run_ranks", lambda *_, **__: answers)
     assert showing.show("torch", "fsdp1", "adamw", 6, tmp_path / "demo.png") == 1
@@ -130,9 +125,7 @@ def test_a_bar_shows_what_ranks_tell(monkeypatch: pytest.MonkeyPatch, capsys: py
         (4, "ddp", ("cuda", 2), "2 of 4 GPUs, over nccl"),
     ],
 )
-def test_where_ranks_run(
-    gpus: int, mode: str, where: tuple[str, int], note: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_ranks_run(gpus: int, mode: str, where: tuple[str, int], note: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config, said = place(replace(CONFIG, mode=mode))
