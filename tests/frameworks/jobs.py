@@ -1,4 +1,4 @@
-"""What the frameworks' tests share, and their ranks import: a small model, its sharding, batches, optimizers by name."""
+"""What the frameworks' tests share, and their ranks import: a small model, its sharding, batches, optimizers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
 
 def batches(part: int = 0, bad: Collection[int] = BAD_STEPS, steps: int = STEPS) -> list[Tensor]:
     """Return a part's batch for every step; those of the bad steps make gradients overflow."""
-    made = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * part + step)) for step in range(steps)]
+    draws = [torch.Generator().manual_seed(10 * part + step) for step in range(steps)]
+    made = [torch.randn(4, WIDTH, generator=draw) for draw in draws]
     return [batch * math.inf if step in bad else batch for step, batch in enumerate(made)]
 
 

@@ -1,4 +1,4 @@
-"""HF Trainer: its default fused AdamW, clipping, scheduler and checkpoints with our scaler; LoRA; FSDP1 on two ranks."""
+"""HF Trainer: its default fused AdamW, clipping, schedule and checkpoints with our scaler; LoRA; FSDP1 on two ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from unittest import mock
 import jobs
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -93,7 +93,7 @@ def clipped_by_torch(model: nn.Module) -> float:
 
 
 def verl(rank: int | None, *kind: str) -> Outcome:
-    """An actor and a critic, each with micro-batches and a scaler of its own; the critic's bad batch is a step later."""
+    """An actor and a critic with micro-batches, each with its own scaler; the critic's bad batch is a step later."""
     side = Side(rank, *kind)
     models, scalers = [side.model(seed) for seed in (0, 1)], [side.scaler() for _ in range(2)]
     optimizers, scales, norms = [side.optimizer_of(model) for model in models], ([], []), []
@@ -180,7 +180,7 @@ def test_ranks_train_as_one_process(
     torch.testing.assert_close(mine.weights, one.weights, rtol=0, atol=2e-4)
 
 
-# torch's ShardedGradScaler warns of itself on DTensors; its GradScaler is right there. With a fused optimizer it is wrong.
+# torch's ShardedGradScaler warns of itself on DTensors, where its GradScaler is right.
 @LOOPS
 @pytest.mark.parametrize(("wrapper", "torchs"), [("ddp", "torch"), ("fsdp1", "torch"), ("fsdp2", "torch-grad")])
 def test_equals_torchs_scaler_to_the_bit(two: Callable[..., list[Any]], loop: Any, wrapper: str, torchs: str) -> None:
