@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric: our plugin trains as their own, clips whatever the optimizer, resumes; on ranks, too."""
+"""Lightning's Trainer and Fabric: our plugin trains as theirs, clips whatever the optimizer, resumes; ranks agree."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def fit(name: str, precision: Any, module: Any, **options: Any) -> Any:
 class Loop:
     """A model and its optimizer, set up by Fabric."""
 
-    def __init__(self, name: str, precision: Any, optimizer: str) -> None:
-        self.fabric = space(name, "Fabric").cls(**ONE, plugins=precision)
+    def __init__(self, name: str, precision: Any, optimizer: str, **options: Any) -> None:
+        self.fabric = space(name, "Fabric").cls(**ONE | options, plugins=precision)
         net = new_net()
         self.net, self.optimizer = self.fabric.setup(net, new_optimizer(optimizer, net.parameters()))
         self.scaler, self.trace = precision.scaler, []
@@ -127,7 +127,7 @@ class Loop:
 
     def backward(self, batch: Tensor) -> None:
         self.optimizer.zero_grad()
-        self.fabric.backward(loss_of(self.net, batch))
+        self.fabric.backward(loss_of(self.net, batch.to(self.fabric.device)))
 
     def run(self, steps: slice = slice(None), **clip: Any) -> Loop:
         """Train on some of the batches; clip as `Fabric.clip_gradients` is told to."""
