@@ -19,12 +19,12 @@ import torch
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "frameworks")]
 
-import jobs
-from helpers import waits_raise
-from jobs import BAD_STEPS, SCALES, SETTINGS, SKIPPED, STEPS
+import jobs  # noqa: E402
+from helpers import waits_raise  # noqa: E402
+from jobs import BAD_STEPS, SCALES, SETTINGS, SKIPPED, STEPS  # noqa: E402
 
-from scaler_triton import GradScaler, ShardedGradScaler
-from scaler_triton.integrations import lightning
+from scaler_triton import GradScaler, ShardedGradScaler  # noqa: E402
+from scaler_triton.integrations import lightning  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
