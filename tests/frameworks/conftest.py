@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,12 +65,3 @@ def first_accelerator() -> Iterator[None]:
     forget()
     yield
     forget()
-
-
-@pytest.fixture
-def name() -> str:
-    """The first of Lightning's namespaces that is installed: they differ only in the name."""
-    found = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)]
-    if not found:
-        pytest.skip("needs Lightning")
-    return found[0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +89,10 @@ def lightnings_fsdp(folder: str) -> None:
     """Train a fused optimizer by Lightning's own FSDP strategy, clipped."""
     import test_lightning as cases
 
-    name = next(name for name in cases.NAMESPACES if find_spec(name))
-    made = lightning.fsdp_precision(cases.space(name, "Trainer").cls, ShardedGradScaler("cuda", **SETTINGS))
+    made = lightning.fsdp_precision(cases.space("Trainer").cls, ShardedGradScaler("cuda", **SETTINGS))
     options = {"strategy": "fsdp", "use_distributed_sampler": False, "gradient_clip_val": cases.MAX_NORM}
-    module = cases.module_of(name, "adamw-fused", jobs.batches())
-    trace = cases.fit(name, made, module, accelerator="gpu", **options).trace
+    module = cases.module_of("adamw-fused", jobs.batches())
+    trace = cases.fit(made, module, accelerator="gpu", **options).trace
     assert cases.scales_of(trace) == SCALES
 
 
@@ -163,15 +161,12 @@ def test_the_trainer_trains_by_triton(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
 def test_lightning_clips_a_fused_optimizer(kind: str) -> None:
     cases: Any = pytest.importorskip("test_lightning")
-    name = next((name for name in cases.NAMESPACES if find_spec(name)), "")
-    if not name:
-        pytest.skip("needs Lightning")
-    made = lightning.mixed_precision(cases.space(name, kind).cls, GradScaler("cuda", **SETTINGS))
+    made = lightning.mixed_precision(cases.space(kind).cls, GradScaler("cuda", **SETTINGS))
     if kind == "Trainer":
-        module = cases.module_of(name, "adamw-fused", jobs.batches())
-        trace = cases.fit(name, made, module, accelerator="gpu", gradient_clip_val=cases.MAX_NORM).trace
+        module = cases.module_of("adamw-fused", jobs.batches())
+        trace = cases.fit(made, module, accelerator="gpu", gradient_clip_val=cases.MAX_NORM).trace
     else:
-        loop = cases.Loop(name, made, "adamw-fused", accelerator="gpu")
+        loop = cases.Loop(made, "adamw-fused", accelerator="gpu")
         trace = loop.run(max_norm=cases.MAX_NORM).trace
     assert cases.scales_of(trace) == SCALES
 
