@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             for message, category in jobs.WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}:{category}"))
+            if "two" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.distributed)
             if item.get_closest_marker("heavy") and not os.environ.get("HEAVY"):
                 item.add_marker(pytest.mark.skip(reason="runs with make test-frameworks"))
 

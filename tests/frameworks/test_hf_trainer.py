@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from test_accelerate import forget, launched, shard
+from test_accelerate import forget, launched, shard, use_torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton
@@ -42,23 +42,12 @@ class Overflowing(Trainer):
     """A Trainer; in some steps this rank's gradients overflow."""
 
     overflows: tuple[int, ...] = (1, 4)
-    sharded = False  # with FSDP1, which the real one has on GPUs only
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        if self.sharded:
-            shard(1, whole=True)
-            self.is_fsdp_enabled = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)
         if self.state.global_step in self.overflows:
             jobs.overflow(self.model.parameters())
         return loss
-
-
-class Sharded(Overflowing):
-    sharded = True
 
 
 def new_model(seed: int = 0) -> GPT2LMHeadModel:
@@ -69,17 +58,16 @@ def new_model(seed: int = 0) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def new_trainer(folder: Path, *, ours: bool = True, seed: int = 0, cls: Any = Overflowing, **options: Any) -> Any:
+def new_trainer(folder: Path, *, ours: bool = True, seed: int = 0, sharded: bool = False, **options: Any) -> Any:
     """A Trainer for fp16 that logs every step, on the CPU: there, one run is like another to the bit."""
     tokens = torch.randint(32, (64, 16), generator=torch.Generator().manual_seed(0))
     model = options.pop("model", None) or new_model(seed)
     samples = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = cls(model, TrainingArguments(str(folder), **DEFAULTS | options), train_dataset=samples)
-    if ours:
-        use_scaler_triton(trainer.accelerator, init_scale=INIT_SCALE)
-    else:  # torch's, where Accelerate would put it on a GPU
-        cls = torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler if trainer.sharded else torch.amp.GradScaler
-        trainer.accelerator.scaler, trainer.accelerator.native_amp = cls("cpu", init_scale=INIT_SCALE), True
+    trainer = Overflowing(model, TrainingArguments(str(folder), **DEFAULTS | options), train_dataset=samples)
+    if sharded:  # with FSDP1, which the real one has on GPUs only
+        shard(1, whole=True)
+        trainer.is_fsdp_enabled = True
+    (use_scaler_triton if ours else use_torch)(trainer.accelerator, init_scale=INIT_SCALE, growth_interval=2000)
     return trainer
 
 
@@ -165,8 +153,10 @@ def test_lora_trains_its_adapters_only(tmp_path):
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
     trainer = new_trainer(tmp_path, model=peft.get_peft_model(new_model(), settings), learning_rate=1e-2)
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    with mock.patch.object(trainer.accelerator.scaler, "unscale_", side_effect=AssertionError):  # clipped in one pass
+    scaler = trainer.accelerator.scaler
+    with mock.patch.object(scaler, "clip_grad_norm_", wraps=scaler.clip_grad_norm_) as clip:
         trainer.train()
+    assert {call.kwargs["parameters"] for call in clip.call_args_list} == {None}  # one pass
     changed = {name for name, after in trainer.model.named_parameters() if not torch.equal(before[name], after)}
     assert changed == {name for name in before if "lora_" in name}
     assert skips(trainer) == (STEPS, 2)
@@ -175,13 +165,12 @@ def test_lora_trains_its_adapters_only(tmp_path):
 def train(rank: int, folder: Path, *, ours: bool = True, checkpoint: str | None = None, **options: Any) -> Any:
     """Train by FSDP1, with an overflow on one rank in steps 1 and 4."""
     with launched(rank):
-        trainer = new_trainer(folder, ours=ours, seed=checkpoint is not None, cls=Sharded, **options)
+        trainer = new_trainer(folder, ours=ours, seed=checkpoint is not None, sharded=True, **options)
         trainer.overflows = Overflowing.overflows if rank == 1 else ()
         trainer.train(resume_from_checkpoint=checkpoint)
         return left(trainer), skips(trainer) if ours else None
 
 
-@pytest.mark.distributed
 def test_all_ranks_skip_with_the_defaults_and_a_run_with_torchs_scaler_goes_on_with_ours(two, tmp_path):
     for (state, rates, _), skipped in two(train, tmp_path):
         assert (skipped, state["scale"]) == ((STEPS, 2), INIT_SCALE / 4)

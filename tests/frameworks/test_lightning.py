@@ -402,7 +402,7 @@ def on_cpu(strategy: Any, sharding: str, **options: Any) -> Any:
 
 
 def framework(kind: str, rank: int, strategy: str, **options: Any) -> Any:
-    """Make a Trainer or a Fabric: for "ddp", "fsdp2", "fsdp1", FSDP1's "no-shard", or "torch", FSDP1 with its scaler."""
+    """Make a Trainer or a Fabric: for "ddp", "fsdp2", "fsdp1", FSDP1's "no-shard", or "torch" (FSDP1, its scaler)."""
     here = space(kind)
     if strategy in ("ddp", "fsdp2"):
         made, sizes = plugin(kind), {"data_parallel_size": 2, "tensor_parallel_size": 1}
@@ -462,7 +462,6 @@ def on_ranks(rank: int, strategy: str, optimizer: str, clip: str) -> tuple[list[
     return scales, whole(net)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "no-shard", "fsdp2"])
 def test_ranks_skip_together_and_clip_alike(two: Any, strategy: str) -> None:
     """Fabric clips by torch's functions, the others by the norm of the scaler."""
@@ -496,7 +495,6 @@ def resumed(rank: int, optimizer: str, folder: str, saver: str, loader: str) -> 
     return scales[0], torch.equal(ends[0], ends[2])
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("saver", "loader", "optimizer"),
     # Lightning's own plugin with torch's scaler splits the ranks of a fused optimizer.

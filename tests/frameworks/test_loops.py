@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from scaler_triton import GradScaler, ShardedGradScaler
 
-pytestmark = pytest.mark.distributed
-
 STEPS, MICRO_BATCHES, MAX_NORM = 6, 2, 0.05
 RANKS, BAD_RANK = (0, 1), 1
 BAD_BATCH, BAD_SHARD = 1, 4  # steps: one rank's batch overflows; one element of one rank's shard does

@@ -1,12 +1,11 @@
 """Composer's own checkpoints and Trainer with our scaler, beside torch's.
 
 As a program it trains with Composer's Trainer on the CPU, saves a checkpoint and prints what happened:
-`python test_composer.py torch|ours FOLDER [--sam] [--load CHECKPOINT]`.
+`python test_composer.py torch|ours FOLDER plain|sam [CHECKPOINT]`.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -23,10 +22,10 @@ from peer import make_importable
 NUMBERS: dict[str, Any] = {"init_scale": 64.0, "growth_interval": 3}
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(which: str, folder: str, algorithm: str, checkpoint: str | None = None) -> None:
     warnings.simplefilter("ignore")
     make_importable()
-    if arguments.which == "ours":
+    if which == "ours":
         import scaler_triton
 
         scaler_triton.patch_torch()
@@ -66,14 +65,14 @@ def main(arguments: argparse.Namespace) -> None:
     trainer = its.Trainer(
         model=model,
         train_dataloader=torch.utils.data.DataLoader(data, batch_size=2),
-        max_duration="2ep" if arguments.load else "1ep",
+        max_duration="2ep" if checkpoint else "1ep",
         precision="amp_fp16",
         optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
         callbacks=[record],
-        algorithms=[sam.SAM()] if arguments.sam else [],
-        save_folder=arguments.folder,
+        algorithms=[sam.SAM()] if algorithm == "sam" else [],
+        save_folder=folder,
         save_filename="{epoch}.pt",
-        load_path=arguments.load,
+        load_path=checkpoint,
         progress_bar=False,
         device="cpu",
     )
@@ -84,31 +83,26 @@ def main(arguments: argparse.Namespace) -> None:
 
 def run(which: str, folder: Path, *options: str) -> tuple[list[Any], dict[str, Any]]:
     """Train an epoch in a process of its own; return scale and weights after every step, and the scaler's state."""
+    saved = folder / "1.pt"
     command = [sys.executable, __file__, which, str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     steps, home = json.loads(done.stdout.splitlines()[-1])
     assert ("scaler_triton" in home) == (which == "ours")
     assert len({scale for scale, _ in steps}) > 1
-    return steps, torch.load(folder / "1.pt", weights_only=False)["state"]["scaler"] if "--load" not in options else {}
+    return steps, torch.load(saved, weights_only=False)["state"]["scaler"] if saved.exists() else {}
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("sam", [False, True])
-def test_its_trainer_trains_and_resumes_as_with_torchs_scaler(sam: bool, tmp_path: Path) -> None:
-    """To the bit, patched by `patch_torch()`; each also from the other's checkpoint. With SAM it derives a class."""
-    options = ["--sam"] * sam
-    ours, theirs = (run(which, tmp_path / which, *options) for which in ("ours", "torch"))
+@pytest.mark.parametrize("algorithm", ["plain", "sam"])
+def test_its_trainer_trains_and_resumes_as_with_torchs_scaler(algorithm: str, tmp_path: Path) -> None:
+    """To the bit, patched by `patch_torch()`; each also from the other's checkpoint. For SAM it derives a class."""
+    ours, theirs = (run(which, tmp_path / which, algorithm) for which in ("ours", "torch"))
     assert ours == theirs
-    assert set(ours[1]) == {"ClosureGradScaler" if sam else "GradScaler"}
-    ours = run("ours", tmp_path / "second", *options, "--load", str(tmp_path / "torch" / "1.pt"))
-    assert ours == run("torch", tmp_path / "third", *options, "--load", str(tmp_path / "ours" / "1.pt"))
+    assert set(ours[1]) == {"ClosureGradScaler" if algorithm == "sam" else "GradScaler"}
+    ours = run("ours", tmp_path / "second", algorithm, str(tmp_path / "torch" / "1.pt"))
+    assert ours == run("torch", tmp_path / "third", algorithm, str(tmp_path / "ours" / "1.pt"))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("which", choices=["torch", "ours"])
-    parser.add_argument("folder")
-    parser.add_argument("--sam", action="store_true")
-    parser.add_argument("--load")
-    main(parser.parse_args())
+    main(*sys.argv[1:])
