@@ -156,8 +156,9 @@ class GradScaler(torch.amp.GradScaler):
             ours.steps.replayed = True  # each replay writes gradients, and no call of this method tells
         if isinstance(outputs, Tensor) and scale is not None and scale.device == outputs.device:
             product: Any = outputs * scale
-            return product.type(outputs.dtype) if ours.sharded else product
-        scaled: Outputs = super().scale(outputs)  # type: ignore[call-overload]
+            scaled: Outputs = product.type(outputs.dtype) if ours.sharded else product
+            return scaled
+        scaled = super().scale(outputs)  # type: ignore[call-overload]
         return scaled
 
     def unscale_(self, optimizer: Any) -> None:

@@ -107,7 +107,7 @@ class _TrainerPlugin(_Plugin):
         result = closure()
         no_backward = result is None and model.automatic_optimization
         if not no_backward:
-            self.scaler._unscale_once(optimizer)
+            grad_scaler.unscale_once(self.scaler, optimizer)
         self._no_backward = no_backward
         try:
             self._after_closure(model, optimizer)  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ class _TrainerPlugin(_Plugin):
         """Clip by norm or by value, after unscaling; also before `step` in manual optimization."""
         if clip_val <= 0 or self._no_backward:
             return
-        self.scaler._unscale_once(optimizer)
+        grad_scaler.unscale_once(self.scaler, optimizer)
         if gradient_clip_algorithm == "norm":
             self.clip_grad_by_norm(optimizer, clip_val)
         else:
@@ -141,7 +141,7 @@ class _FabricPlugin(_Plugin):
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscale once per step, a fused optimizer's gradients, too."""
-        self.scaler._unscale_once(optimizer)
+        grad_scaler.unscale_once(self.scaler, optimizer)
 
 
 def _plugin_class(framework: type, name: str) -> Any:
