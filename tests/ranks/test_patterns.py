@@ -1,20 +1,24 @@
-"""What public training code of several ranks does to a scaler, with torch's class and then with ours."""
+"""What public training code of several ranks does to a scaler ends as with torch's class, to the bit."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
-import cases
+import pytest
 import torch
 import torch.distributed as dist
-from matrix_cases import our_class, torch_class
-from model_cases import WRAPPERS, Net
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ranks import cases
+from ranks.models import WRAPPERS, Net
+
+pytestmark = pytest.mark.distributed
 
 STEPS = 6
 BAD = {1: 1, 4: 0}  # at which steps which rank's loss is infinite
@@ -68,7 +72,7 @@ def sgd(parameters: Any) -> torch.optim.SGD:
 
 
 def fsdp1() -> Any:
-    return WRAPPERS["fsdp1-full"](Net(), False)
+    return WRAPPERS["fsdp1-full"](Net())
 
 
 def flags_that_the_loop_reduces(run: Run) -> None:
@@ -253,8 +257,20 @@ PATTERNS: dict[str, list[Callable[[Run], None]]] = {
 
 def beside_torch(rank: int, pattern: Callable[[Run], None], kind: str) -> tuple[Seen, Seen]:
     """What a pattern leaves with torch's class, and with ours."""
-    runs = Run(rank, torch_class(kind)), Run(rank, our_class(kind))
+    runs = Run(rank, cases.torch_class(kind)), Run(rank, cases.scaler_class(kind))
     for run in runs:
         torch.manual_seed(0)
         pattern(run)
     return runs[0].seen, runs[1].seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [(kind, pattern) for kind, patterns in PATTERNS.items() for pattern in patterns],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_pattern_ends_as_with_torch(two, kind, pattern):
+    for theirs, ours in two.run(beside_torch, pattern, kind):
+        assert ours == theirs
+        scales = [float(line.split()[0]) for line in ours if " " in line]
+        assert any(after < before for before, after in pairwise(scales))  # it did back off

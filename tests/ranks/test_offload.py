@@ -1,11 +1,18 @@
-"""Cases over a GPU's parameters beside offloaded ones."""
+"""Gradients on a GPU beside gradients offloaded to the host: still one flag and one collective."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
-from cases import Fault, Habits, Report, new_optimizer, new_scaler, train
+
+from ranks.cases import Fault, Habits, Report, assert_agreed, new_optimizer, new_scaler, train
+
+pytestmark = [pytest.mark.distributed, pytest.mark.gpu]
+
+HOW = pytest.mark.parametrize("how", ["step", "unscale_", "clip"])
+NAMES = pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
 
 
 def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, how: str) -> Report:
@@ -23,3 +30,19 @@ def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, h
 
     habits = Habits(unscale=how == "unscale_", max_norm=1.0 if how == "clip" else None)
     return train(rank, scaler, [optimizer], backward, faults, habits=habits)
+
+
+@HOW
+@NAMES
+@pytest.mark.parametrize("param", [0, 1], ids=["on-gpu", "on-host"])
+def test_an_inf_on_either_device_skips_everywhere(two, name, param, how):
+    reports = two.run(two_devices, name, [Fault(1, 1, param)], apart=False, how=how)
+    assert_agreed(reports, [1])
+
+
+@HOW
+@NAMES
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_with_gradients_on_different_devices(two, name, rank, how):
+    reports = two.run(two_devices, name, [Fault(1, rank)], apart=True, how=how)
+    assert_agreed(reports, [1])

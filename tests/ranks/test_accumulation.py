@@ -1,26 +1,25 @@
-"""Gradients that are reduced only after several backward passes: what each rank runs."""
+"""`no_sync`: gradients of several backward passes, of which only the last is reduced."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import cases
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
+
+from ranks import cases
+
+pytestmark = pytest.mark.distributed
 
 
 def accumulates_without_sync(rank: int, how: str) -> list[dict[str, Any]]:
     """Train under DDP, FSDP1 or FSDP2 with `no_sync`, with torch's scaler and with ours; what each left."""
-    settings = {"device": cases.DEVICE, "init_scale": cases.INIT_SCALE, "growth_interval": cases.GROWTH_INTERVAL}
-    if how == "fsdp1":
-        classes: tuple[Any, ...] = TorchShardedGradScaler, cases.scaler_class("sharded")
-    else:
-        classes = torch.amp.GradScaler, cases.scaler_class("grad")
-    return [_accumulate(rank, scaler(**settings), _spread(how)) for scaler in classes]
+    kind = "sharded" if how == "fsdp1" else "grad"
+    return [_accumulate(rank, make(kind), _spread(how)) for make in (cases.torch_scaler, cases.new_scaler)]
 
 
 def _spread(how: str) -> Any:
@@ -55,3 +54,15 @@ def _synchronised(model: Any, wanted: bool) -> AbstractContextManager[None]:
         return nullcontext() if wanted else model.no_sync()
     model.set_requires_gradient_sync(wanted)
     return nullcontext()
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp1", "fsdp2"])
+def test_no_sync(two, how):
+    """One rank overflows in a pass that is not reduced by itself; ours does what torch's does, to the bit."""
+    results = two.run(accumulates_without_sync, how)
+    for theirs, ours in results:
+        assert ours == theirs
+        assert ours["scales"] == [float.fromhex(scale) for scale in cases.scale_model([1])[0]]
+        assert ours["digests"][1] == ours["digests"][0] != ours["digests"][2]
+    (_, first), (_, second) = results
+    assert (first["digests"] == second["digests"]) == (how == "ddp")  # whole parameters, or different shards
