@@ -227,7 +227,9 @@ LAYOUTS: dict[str, Callable[[], list[Tensor]]] = {
     "line-shards": lambda: [sharded_param(), sharded_param()],
     "line-replicated-first": lambda: [dtensor_param(line(), [_R]), sharded_param()],
     "line-replicated-last": lambda: [sharded_param(), dtensor_param(line(), [_R])],
-    "line-dtypes": lambda: [dtensor_param(line(), [_S0], dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)],
+    "line-dtypes": lambda: [
+        dtensor_param(line(), [_S0], dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    ],
     "line-beside-plain": lambda: [sharded_param(), plain_param(3)],
     "plain-beside-line": lambda: [plain_param(3), sharded_param()],
     "line-beside-plain-double": lambda: [sharded_param(), plain_param(3, dtype=torch.float64)],

@@ -245,7 +245,10 @@ def subclass_of_both(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Rep
     class OwnSharded(Own, ShardedGradScaler):
         pass
 
-    scaler, param = OwnSharded(cases.DEVICE, init_scale=INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL), plain_param(3)
+    scaler, param = (
+        OwnSharded(cases.DEVICE, init_scale=INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL),
+        plain_param(3),
+    )
     return train(rank, scaler, [new_optimizer(name, [param])], giving(scaler, [param]), faults), len(calls)
 
 

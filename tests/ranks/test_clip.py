@@ -257,7 +257,9 @@ def test_fsdp1_is_refused_where_the_whole_is_unknown(two, what, text):
 
 def test_flat_parameters_of_fsdp1_over_tensor_parallel_are_refused(four):
     for answer in four.run(refused, "flat over tensor parallel"):
-        assert answer.startswith("ValueError: model must be FullyShardedDataParallel with use_orig_params=True, got flat")
+        assert answer.startswith(
+            "ValueError: model must be FullyShardedDataParallel with use_orig_params=True, got flat"
+        )
 
 
 def fsdp1_and_no_scaling(rank: int, kind: str, enabled: bool, norm_type: float) -> tuple[float, str]:

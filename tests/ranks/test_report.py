@@ -79,7 +79,9 @@ def reported_before_the_update(rank: int) -> tuple[str, str]:
 def test_the_others_are_told_of_a_rank_that_cannot_report(two):
     (local, whole), (_, raised) = two.run(reported_before_the_update)
     assert local == "The last skip: nothing known on this rank; ask with gather=True."
-    wrong = "TypeError: model must be a module or what its named_parameters() gives, got DTensor for a name and a tensor"
+    wrong = (
+        "TypeError: model must be a module or what its named_parameters() gives, got DTensor for a name and a tensor"
+    )
     assert raised == wrong
     assert whole == f"The last skip: nothing known on any rank.\nNot told: rank 1 raised {wrong}."
 
@@ -171,6 +173,8 @@ def test_one_ranks_overflows_raise_everywhere_at_once(two, kind, layout, name):
     for step, lines in first.raised.items():  # the last skip was rank 0's, and each rank tells what it held
         assert lines[0] == second.raised[step][0]
         assert lines[1] == "The last skip, at update 7: 1 bad gradient on rank 0, the only one asked."
-        assert second.raised[step][1:] == ["The last skip, at update 7: nothing known on this rank; ask with gather=True."]
+        assert second.raised[step][1:] == [
+            "The last skip, at update 7: nothing known on this rank; ask with gather=True."
+        ]
     assert (first.stats.updates, first.stats.skipped, first.stats.last_skip) == (STREAK_STEPS, len(BAD_STEPS), 7)
     assert first.stats.backoffs == len(BAD_STEPS) - 1  # hysteresis forgives one
