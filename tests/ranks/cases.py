@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -224,6 +224,7 @@ def agreeing_params(kind: str) -> list[Tensor]:
 _R, _S0, _S1 = Replicate(), Shard(0), Shard(1)
 
 LAYOUTS: dict[str, Callable[[], list[Tensor]]] = {
+    "plain": lambda: [plain_param(3), plain_param(2, 2)],
     "line-shards": lambda: [sharded_param(), sharded_param()],
     "line-replicated-first": lambda: [dtensor_param(line(), [_R]), sharded_param()],
     "line-replicated-last": lambda: [sharded_param(), dtensor_param(line(), [_R])],
@@ -361,8 +362,7 @@ def said(fn: Callable[..., Any], *args: Any, **options: Any) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One call: what it raised, what it cost, what became of gradients, parameters and stage."""
 
     error: str | None
@@ -444,6 +444,27 @@ def train(
     report.step_counts.extend(map(step_counts, optimizers))
     report.digests.extend(map(digest, params))
     return Report(**vars(report) | {"finite": all(bool(values_of(p).isfinite().all()) for p in params)})
+
+
+def laid_out(
+    rank: int,
+    kind: str,
+    layout: str,
+    names: str | Sequence[str],
+    faults: Iterable[Fault] = (),
+    *,
+    unscale: bool = False,
+    gradless: Sequence[int] = (),
+) -> Report:
+    """Train parameters in a named layout, all of them by each named optimizer; `gradless` ranks have no gradients."""
+    scaler = new_scaler(kind)
+    optimizers = []
+    for name in [names] if isinstance(names, str) else names:
+        # A param group each: fused kernels refuse a DTensor beside a plain parameter.
+        optimizers.append(new_optimizer(name, [{"params": [param]} for param in LAYOUTS[layout]()]))
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    backward = giving(scaler, params, range(len(params)) if rank in gradless else ())
+    return train(rank, scaler, optimizers, backward, faults, habits=Habits(unscale=unscale))
 
 
 def step_counts(optimizer: torch.optim.Optimizer) -> list[float]:

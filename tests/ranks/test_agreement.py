@@ -14,21 +14,16 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from ranks import cases
 from ranks.cases import (
-    INIT_SCALE,
     NAMES,
     SGDS,
-    STEPS,
     UNSCALE,
     Fault,
-    Habits,
     Report,
     assert_agreed,
-    give_grads,
-    giving,
+    laid_out,
     new_optimizer,
     new_scaler,
     plain_param,
-    train,
 )
 
 pytestmark = pytest.mark.distributed
@@ -42,27 +37,10 @@ def last(ranks):
     return ranks.world_size - 1
 
 
-def rank_local(
-    rank: int,
-    kind: str,
-    names: Sequence[str],
-    faults: Sequence[Fault],
-    *,
-    unscale: bool = False,
-    gradless: Sequence[int] = (),
-) -> Report:
-    """Own parameters on every rank, two for each named optimizer; `gradless` ranks have no gradients."""
-    scaler = new_scaler(kind)
-    optimizers = [new_optimizer(name, [plain_param(3), plain_param(2, 2)]) for name in names]
-    params = [param for optimizer in optimizers for param in cases.params_of(optimizer)]
-    backward = giving(scaler, params, range(len(params)) if rank in gradless else ())
-    return train(rank, scaler, optimizers, backward, faults, habits=Habits(unscale=unscale))
-
-
 @UNSCALE
 @pytest.mark.parametrize("name", OPTIMIZERS + FUSED)
 def test_one_overflow_skips_everywhere(ranks, name, unscale):
-    reports = ranks.run(rank_local, "sharded", [name], [Fault(1, last(ranks))], unscale=unscale)
+    reports = ranks.run(laid_out, "sharded", "plain", name, [Fault(1, last(ranks))], unscale=unscale)
     assert_agreed(reports, [1])
 
 
@@ -70,17 +48,17 @@ def test_one_overflow_skips_everywhere(ranks, name, unscale):
 @pytest.mark.parametrize("name", ["sgd", "adamw", *FUSED])
 def test_several_overflows_at_once_are_one(ranks, name, unscale):
     faults = [Fault(2, rank, param=rank % 2) for rank in range(ranks.world_size)]
-    assert_agreed(ranks.run(rank_local, "sharded", [name], faults, unscale=unscale), [2])
+    assert_agreed(ranks.run(laid_out, "sharded", "plain", name, faults, unscale=unscale), [2])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_every_nonfinite_value_counts(two, value):
-    assert_agreed(two.run(rank_local, "sharded", ["adamw-fused"], [Fault(1, 1, value=value)]), [1])
+    assert_agreed(two.run(laid_out, "sharded", "plain", "adamw-fused", [Fault(1, 1, value=value)]), [1])
 
 
 @SGDS
 def test_without_overflow_all_step(ranks, name):
-    assert_agreed(ranks.run(rank_local, "sharded", [name], []), [])
+    assert_agreed(ranks.run(laid_out, "sharded", "plain", name, []), [])
 
 
 @UNSCALE
@@ -88,35 +66,38 @@ def test_without_overflow_all_step(ranks, name):
 @pytest.mark.parametrize("bad", [0, 1])
 def test_several_optimizers_skip_each_for_itself(ranks, names, bad, unscale):
     faults = [Fault(1, last(ranks), param=2 * bad)]
-    reports = ranks.run(rank_local, "sharded", names, faults, unscale=unscale)
+    reports = ranks.run(laid_out, "sharded", "plain", names, faults, unscale=unscale)
     assert_agreed(reports, *([1] if index == bad else [] for index in range(2)))
 
 
 @UNSCALE
 @NAMES
 @pytest.mark.parametrize("gradless", [0, 1])
-def test_a_rank_without_gradients_follows(ranks, name, gradless, unscale):
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("sharded", "plain"), ("sharded", "line-shards"), ("grad", "line-shards")]
+)
+def test_a_rank_without_gradients_follows(ranks, kind, layout, name, gradless, unscale):
     faults = [Fault(1, 1 - gradless)]
-    reports = ranks.run(rank_local, "sharded", [name], faults, unscale=unscale, gradless=[gradless])
+    reports = ranks.run(laid_out, kind, layout, name, faults, unscale=unscale, gradless=[gradless])
     assert_agreed(reports, [1])
-    assert reports[gradless].stepped == [(None,)] * STEPS
+    assert reports[gradless].stepped == [(None,)] * cases.STEPS
 
 
 @NAMES
 def test_nobody_with_gradients_is_a_good_step(two, name):
-    assert_agreed(two.run(rank_local, "sharded", [name], [], gradless=[0, 1]), [])
+    assert_agreed(two.run(laid_out, "sharded", "plain", name, [], gradless=[0, 1]), [])
 
 
 @SGDS
 def test_a_grad_scaler_with_a_process_group_agrees(ranks, name):
-    assert_agreed(ranks.run(rank_local, "world", [name], [Fault(1, last(ranks))]), [1])
+    assert_agreed(ranks.run(laid_out, "world", "plain", name, [Fault(1, last(ranks))]), [1])
 
 
 @UNSCALE
 @NAMES
 def test_a_plain_grad_scaler_asks_nobody(two, name, unscale):
     # Equal faults on all ranks, as DDP's reduced gradients have: right without a collective.
-    reports = two.run(rank_local, "grad", [name], [Fault(1, 0), Fault(1, 1)], unscale=unscale)
+    reports = two.run(laid_out, "grad", "plain", name, [Fault(1, 0), Fault(1, 1)], unscale=unscale)
     assert_agreed(reports, [1], collectives=0)
 
 
@@ -126,27 +107,30 @@ def test_a_plain_grad_scaler_asks_nobody(two, name, unscale):
 def differing(rank: int, what: str, name: str, faults: Sequence[Fault]) -> Report:
     """Ranks that share nothing but the flag, each with an optimizer of its own."""
     scaler = new_scaler("sharded")
-    params, without, habits = [plain_param(3), plain_param(2, 2)], [], Habits()
+    params, without, habits = [plain_param(3), plain_param(2, 2)], [], cases.Habits()
     if what == "fused on one":
         name = ["adamw", "adamw-fused"][rank]
     if what == "unscale_ on some":
-        habits = Habits(unscale=rank % 2 == 0)
+        habits = cases.Habits(unscale=rank % 2 == 0)
     if what == "stages":  # another number of parameters, other shapes, other dtypes
         dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
         params = [plain_param(rank + 2, dtype=dtypes[(rank + i) % 4]) for i in range(rank + 1)]
     if what == "frozen and empty":
         params = [plain_param(3).requires_grad_(rank % 2 == 0), plain_param(0)]
         without = [0] if rank % 2 else []
+    if what == "patched":  # as kohya-ss wraps it to allow fp16
+        inner = scaler._unscale_grads_
+        scaler._unscale_grads_ = lambda optimizer, inv, found, allow_fp16: inner(optimizer, inv, found, True)
     if what == "come and go":  # as in a mixture of experts
         params = [plain_param(2) for _ in range(4)]
 
     def backward(step: int) -> None:
-        give_grads(scaler, params, step, [1 + (rank + step) % 3] if what == "come and go" else without)
+        cases.give_grads(scaler, params, step, [1 + (rank + step) % 3] if what == "come and go" else without)
         if what == "sparse" and rank % 2:
             rows = params[1].grad.clone() / 2
             params[1].grad = torch.sparse_coo_tensor([[1, 1]], rows, params[1].shape, check_invariants=True)
 
-    return train(rank, scaler, [new_optimizer(name, params)], backward, faults, habits=habits)
+    return cases.train(rank, scaler, [new_optimizer(name, params)], backward, faults, habits=habits)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -157,7 +141,13 @@ def test_fused_on_one_rank_and_plain_on_another(two, bad):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize(
     ("what", "name"),
-    [("unscale_ on some", "adamw"), ("stages", "adamw"), ("frozen and empty", "adamw"), ("come and go", "sgd")],
+    [
+        ("unscale_ on some", "adamw"),
+        ("stages", "adamw"),
+        ("frozen and empty", "adamw"),
+        ("come and go", "sgd"),
+        ("patched", "sgd"),
+    ],
 )
 def test_ranks_share_nothing_but_the_flag(ranks, what, name, fused):
     bad = 0 if what == "frozen and empty" else last(ranks)
@@ -188,9 +178,9 @@ def pipeline(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Report, flo
             scaler.scale(torch.zeros(()))
         schedule.step(*[x] * stage.is_first, **({"target": y, "losses": []} if stage.is_last else {}))
 
-    report = train(rank, scaler, [optimizer], backward, faults)
+    report = cases.train(rank, scaler, [optimizer], backward, faults)
     reference, bad = new_optimizer(name, bare.parameters()), {fault.step for fault in faults}
-    for step in sorted({*range(STEPS)} - bad):
+    for step in sorted({*range(cases.STEPS)} - bad):
         x, y = _pipeline_batch(step)
         reference.zero_grad()
         nn.functional.mse_loss(bare(x), y).backward()
@@ -213,22 +203,7 @@ def test_a_pipeline_whose_last_stage_alone_has_a_loss_trains_as_one_process_does
         assert distance <= 1e-6  # sums of four microbatches in another order
 
 
-# Scalers that somebody changed.
-
-
-def patched_unscale(rank: int, name: str, faults: Sequence[Fault], unscale: bool) -> Report:
-    """A user's wrapper around `_unscale_grads_`, as kohya-ss puts one in to allow fp16."""
-    scaler, param = new_scaler("sharded"), plain_param(3)
-    inner = scaler._unscale_grads_
-    scaler._unscale_grads_ = lambda optimizer, inv, found, allow_fp16: inner(optimizer, inv, found, True)
-    backward = giving(scaler, [param])
-    return train(rank, scaler, [new_optimizer(name, [param])], backward, faults, habits=Habits(unscale=unscale))
-
-
-@UNSCALE
-@SGDS
-def test_a_patched_unscale_agrees_too(two, name, unscale):
-    assert_agreed(two.run(patched_unscale, name, [Fault(1, 1)], unscale=unscale), [1])
+# Scalers of a class of the user's.
 
 
 def subclass_of_both(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Report, int]:
@@ -246,59 +221,14 @@ def subclass_of_both(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Rep
         pass
 
     scaler, param = (
-        OwnSharded(cases.DEVICE, init_scale=INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL),
+        OwnSharded(cases.DEVICE, init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL),
         plain_param(3),
     )
-    return train(rank, scaler, [new_optimizer(name, [param])], giving(scaler, [param]), faults), len(calls)
+    return cases.train(rank, scaler, [new_optimizer(name, [param])], cases.giving(scaler, [param]), faults), len(calls)
 
 
 @NAMES
 def test_a_subclass_that_becomes_sharded_by_a_second_base_agrees(two, name):
     results = two.run(subclass_of_both, name, [Fault(1, 1)])
     assert_agreed([report for report, _ in results], [1])
-    assert [calls for _, calls in results] == [STEPS] * 2
-
-
-def replaced_method(rank: int, faults: Sequence[Fault]) -> tuple[Report, int]:
-    """A method replaced on our GradScaler reaches the sharded one, as with torch's classes."""
-    from scaler_triton import GradScaler
-
-    calls, update = [], GradScaler.update
-
-    def counting(self: Any, new_scale: Any = None) -> None:
-        calls.append(new_scale)
-        update(self, new_scale)
-
-    GradScaler.update = counting
-    try:
-        scaler, param = new_scaler("sharded"), plain_param(3)
-        return train(rank, scaler, [new_optimizer("sgd", [param])], giving(scaler, [param]), faults), len(calls)
-    finally:
-        GradScaler.update = update
-
-
-def test_a_method_replaced_on_grad_scaler_reaches_the_sharded_one(two):
-    results = two.run(replaced_method, [Fault(1, 1)])
-    assert_agreed([report for report, _ in results], [1])
-    assert [calls for _, calls in results] == [STEPS] * 2
-
-
-# The order of optimizers, which nothing can check.
-
-
-def another_order(rank: int, name: str) -> tuple[list[bool], float]:
-    """Rank 1 steps two optimizers the other way round, the first overflows on rank 0: which skipped, and the scale."""
-    scaler, params = new_scaler("sharded"), [plain_param(3), plain_param(3)]
-    optimizers = [new_optimizer(name, [param]) for param in params]
-    give_grads(scaler, params, 0)
-    if rank == 0:
-        params[0].grad.fill_(torch.inf)
-    for optimizer in optimizers if rank == 0 else reversed(optimizers):
-        scaler.step(optimizer)
-    scaler.update()
-    return [scaler.was_skipped(optimizer) for optimizer in optimizers], scaler.get_scale()
-
-
-@NAMES
-def test_another_order_takes_one_flag_for_another_as_with_torch(two, name):
-    assert two.run(another_order, name) == [([True, False], 4.0), ([False, True], 4.0)]
+    assert [calls for _, calls in results] == [cases.STEPS] * 2

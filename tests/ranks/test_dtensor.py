@@ -15,25 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from ranks import cases
-from ranks.cases import (
-    KINDS,
-    LAYOUTS,
-    UNSCALE,
-    Fault,
-    Habits,
-    Report,
-    assert_agreed,
-    dtensor_param,
-    give_grads,
-    giving,
-    line,
-    mesh,
-    new_optimizer,
-    new_scaler,
-    placed,
-    square,
-    train,
-)
+from ranks.cases import KINDS, LAYOUTS, UNSCALE, Fault, assert_agreed, laid_out, line, new_optimizer, new_scaler, placed
 
 pytestmark = pytest.mark.distributed
 
@@ -45,24 +27,7 @@ WAYS = pytest.mark.parametrize(
     ids=["sgd", "adamw-unscale_", "fused", "fused-unscale_"],
 )
 LINES = [name for name in LAYOUTS if "line" in name]
-SQUARES = [name for name in LAYOUTS if "line" not in name]
-
-
-def laid_out(
-    rank: int,
-    kind: str,
-    layout: str,
-    name: str,
-    faults: Sequence[Fault],
-    *,
-    unscale: bool = False,
-    gradless: Sequence[int] = (),
-) -> Report:
-    """DTensors in a named layout, one optimizer, a param group each: fused kernels refuse a DTensor beside a plain."""
-    scaler, params = new_scaler(kind), LAYOUTS[layout]()
-    optimizer = new_optimizer(name, [{"params": [param]} for param in params])
-    backward = giving(scaler, params, range(len(params)) if rank in gradless else ())
-    return train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
+SQUARES = [name for name in LAYOUTS if "line" not in name and name != "plain"]
 
 
 @KINDS
@@ -94,20 +59,10 @@ def test_an_inf_in_the_plain_parameter_beside_dtensors(two, kind, layout):
 
 
 @pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("layout", ["square-half-replicated-first", "two-slices", "expert-parallel-slice"])
+@pytest.mark.parametrize("layout", ["cases.square-half-replicated-first", "two-slices", "expert-parallel-slice"])
 def test_an_inf_on_any_rank_of_a_square(four, layout, rank):
     for param in (0, 1):
         assert_agreed(four.run(laid_out, "grad", layout, "adamw", [Fault(1, rank, param)]), [1])
-
-
-@KINDS
-@UNSCALE
-@cases.NAMES
-@pytest.mark.parametrize("gradless", [0, 1])
-def test_a_rank_without_gradients_follows(two, kind, name, gradless, unscale):
-    faults = [Fault(1, 1 - gradless)]
-    reports = two.run(laid_out, kind, "line-shards", name, faults, unscale=unscale, gradless=[gradless])
-    assert_agreed(reports, [1])
 
 
 @KINDS
@@ -119,20 +74,20 @@ def test_ranks_without_gradients_on_a_square(four, kind):
 
 
 def on_meshes(rank: int, kind: str, what: str, name: str, faults: Sequence[Fault], unscale: bool = False) -> Any:
-    """Parameters of one optimizer on a mesh that is not the world's, or on several."""
-    scaler, habits = new_scaler(kind), Habits(unscale=unscale)
+    """Parameters of one optimizer on a cases.mesh that is not the world's, or on several."""
+    scaler, habits = new_scaler(kind), cases.Habits(unscale=unscale)
     if what == "a slice":
-        params = [dtensor_param(square()["tp"], [Shard(0)])]
-    if what.startswith("the world beside a pair"):  # dense layers, and experts on a mesh that knows no larger one
-        pairs = [mesh((2,), ("pair",), order) for order in ((0, 2), (1, 3))]
-        params = [dtensor_param(on, [Shard(0)]) for on in (pairs[rank % 2], line())]
+        params = [cases.dtensor_param(cases.square()["tp"], [Shard(0)])]
+    if what.startswith("the world beside a pair"):  # dense layers, and experts on a cases.mesh that knows no larger one
+        pairs = [cases.mesh((2,), ("pair",), order) for order in ((0, 2), (1, 3))]
+        params = [cases.dtensor_param(on, [Shard(0)]) for on in (pairs[rank % 2], line())]
         params = params if rank % 2 == 0 or not what.endswith("on some") else params[1:]
     if what == "a part":  # the other ranks have no scaler at all
-        pair = mesh((1, 2), ("replica", "shard"), (0, 1))
+        pair = cases.mesh((1, 2), ("replica", "shard"), (0, 1))
         if rank > 1:
             return None
-        params = [dtensor_param(pair, [Replicate(), Shard(0)])]
-    return train(rank, scaler, [new_optimizer(name, params)], giving(scaler, params), faults, habits=habits)
+        params = [cases.dtensor_param(pair, [Replicate(), Shard(0)])]
+    return cases.train(rank, scaler, [new_optimizer(name, params)], cases.giving(scaler, params), faults, habits=habits)
 
 
 @FUSED
@@ -161,7 +116,7 @@ def test_a_mesh_over_a_part_of_the_world_leaves_the_rest_alone(four, name):
     assert reports[2:] == [None, None]
 
 
-def part_beside_uneven_groups(rank: int, faults: Sequence[Fault]) -> tuple[Report | None, float]:
+def part_beside_uneven_groups(rank: int, faults: Sequence[Fault]) -> tuple[cases.Report | None, float]:
     """A part of the world, after a group that rank 0 has to itself; how many ranks a later group reaches."""
     dist.new_group([0])
     report = on_meshes(rank, "grad", "a part", "adamw-fused", faults)
@@ -178,24 +133,24 @@ def test_groups_that_only_some_ranks_are_in_keep_nobody_waiting(four):
 
 @contextmanager
 def in_a_larger_world() -> Iterator[None]:
-    """Pretend that the world has more ranks: only a mesh's own groups reach just those that must agree."""
+    """Pretend that the world has more ranks: only a cases.mesh's own groups reach just those that must agree."""
     size = dist.get_world_size
     with mock.patch.object(dist, "get_world_size", lambda group=None: 8 if group is None else size(group)):
         yield
 
 
-def square_in_a_larger_world(rank: int, name: str, faults: Sequence[Fault], unscale: bool) -> Report:
-    """Shards on a 2 x 2 mesh that is a part of the world."""
-    square()
+def square_in_a_larger_world(rank: int, name: str, faults: Sequence[Fault], unscale: bool) -> cases.Report:
+    """Shards on a 2 x 2 cases.mesh that is a part of the world."""
+    cases.square()
     with in_a_larger_world():
-        return laid_out(rank, "grad", "square-shards", name, faults, unscale=unscale)
+        return laid_out(rank, "grad", "cases.square-shards", name, faults, unscale=unscale)
 
 
 def norm_in_a_larger_world(rank: int, order: float) -> float:
     """The norm of such shards, two of 2 x 3 elements a rank; those of rank n hold n + 1."""
-    scaler, params = new_scaler("grad"), LAYOUTS["square-shards"]()
+    scaler, params = new_scaler("grad"), LAYOUTS["cases.square-shards"]()
     for param in params:
-        param.grad = placed(scaler.scale(torch.full((2, 3), rank + 1.0)), Shard(0), Shard(1), on=square())
+        param.grad = placed(scaler.scale(torch.full((2, 3), rank + 1.0)), Shard(0), Shard(1), on=cases.square())
     with in_a_larger_world():
         return scaler.clip_grad_norm_(new_optimizer("sgd", params), 1e6, order).item()
 
@@ -212,21 +167,6 @@ def test_a_norm_is_summed_along_both_sides(four, order, norm):
     assert four.run(norm_in_a_larger_world, order) == pytest.approx([norm] * 4, rel=1e-6)
 
 
-def two_optimizers_two_meshes(rank: int, kind: str, faults: Sequence[Fault]) -> Report:
-    """One optimizer for each mesh, plain and fused, as expert-parallel trainers have."""
-    scaler = new_scaler(kind)
-    first, second = LAYOUTS["expert-parallel"]()
-    optimizers = [new_optimizer("adamw", [first]), new_optimizer("adamw-fused", [second])]
-    return train(rank, scaler, optimizers, giving(scaler, [first, second]), faults)
-
-
-@KINDS
-@pytest.mark.parametrize("bad", [0, 1])
-def test_an_optimizer_for_each_mesh(four, kind, bad):
-    reports = four.run(two_optimizers_two_meshes, kind, [Fault(1, 1, param=bad)])
-    assert_agreed(reports, *([1] if index == bad else [] for index in range(2)))
-
-
 def an_optimizer_each(rank: int, kind: str, layout: str) -> list[str]:
     """Two steps with two optimizers for each parameter of a layout; the warnings."""
     scaler = new_scaler(kind)
@@ -235,7 +175,7 @@ def an_optimizer_each(rank: int, kind: str, layout: str) -> list[str]:
         warnings.simplefilter("always")
         for step in range(2):
             for optimizer in optimizers:
-                give_grads(scaler, cases.params_of(optimizer), step)
+                cases.give_grads(scaler, cases.params_of(optimizer), step)
                 scaler.step(optimizer)
             scaler.update()
     return [str(each.message) for each in caught]
@@ -254,19 +194,19 @@ def placed_anew(rank: int, bad: bool) -> tuple[float, bool, float]:
     """A step after loading, in place, shards over all ranks where those of a slice were: norm, skip, scale."""
     scaler, whole = new_scaler("grad", init_scale=4.0), torch.ones(4, 4)
     layer = nn.Linear(4, 4, bias=False)
-    layer.weight = nn.Parameter(distribute_tensor(whole, square()["tp"], [Shard(0)]))
+    layer.weight = nn.Parameter(distribute_tensor(whole, cases.square()["tp"], [Shard(0)]))
     optimizer = new_optimizer("sgd", [layer.weight])
-    give_grads(scaler, [layer.weight], 0)
+    cases.give_grads(scaler, [layer.weight], 0)
     scaler.step(optimizer)
     scaler.update()
     swapping = torch.__future__.set_swap_module_params_on_conversion  # the parameter stays the same object
     swapping(True)
     try:
-        layer.load_state_dict({"weight": distribute_tensor(whole, square(), [Shard(0), Shard(1)])}, assign=True)
+        layer.load_state_dict({"weight": distribute_tensor(whole, cases.square(), [Shard(0), Shard(1)])}, assign=True)
     finally:
         swapping(False)
     optimizer.zero_grad()
-    gradient = placed(torch.full((2, 2), scaler.get_scale()), Shard(0), Shard(1), on=square())
+    gradient = placed(torch.full((2, 2), scaler.get_scale()), Shard(0), Shard(1), on=cases.square())
     if bad and rank == 0:
         gradient.to_local()[0, 0] = torch.inf
     layer.weight.grad = gradient
@@ -292,16 +232,16 @@ def _under_way(local: Tensor) -> Tensor:
 
 def one_step(
     rank: int, kind: str, name: str, what: str, scale: float = 8.0, value: float = 1.0, unscale: bool = False
-) -> tuple[Report, list[float]]:
+) -> tuple[cases.Report, list[float]]:
     """A replicated parameter whose gradient, `value` on every rank, is a sum to be taken, or one under way."""
-    scaler, param = new_scaler(kind, init_scale=scale), dtensor_param(line(), [Replicate()])
+    scaler, param = new_scaler(kind, init_scale=scale), cases.dtensor_param(line(), [Replicate()])
 
     def backward(_step: int) -> None:
         local = scaler.scale(torch.ones(2, 3)) * value
         param.grad = placed(local, Partial()) if what == "partial" else _under_way(local)
 
-    habits = Habits(unscale=unscale)
-    report = train(rank, scaler, [new_optimizer(name, [param])], backward, steps=1, habits=habits)
+    habits = cases.Habits(unscale=unscale)
+    report = cases.train(rank, scaler, [new_optimizer(name, [param])], backward, steps=1, habits=habits)
     return report, cases.numbers(param)
 
 
@@ -328,7 +268,7 @@ def test_partial_gradients_whose_sum_overflows_spare_the_weights(two, kind, name
 
 def plain_grads(rank: int, kind: str) -> tuple[list[list[float]], list[float]]:
     """A replicated parameter with plain gradients, as an optimizer of one's own may want them; rank 1's is bad once."""
-    scaler, param = new_scaler(kind), dtensor_param(line(), [Replicate()])
+    scaler, param = new_scaler(kind), cases.dtensor_param(line(), [Replicate()])
     optimizer, flags = new_optimizer("sgd", [param]), []
     for value in (torch.inf if rank else 3.0, 3.0):
         param.grad = scaler.scale(torch.full((2, 3), value))

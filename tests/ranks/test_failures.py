@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,29 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ranks import cases
-from ranks.cases import (
-    DEVICE,
-    INIT_SCALE,
-    KINDS,
-    METHODS,
-    NAMES,
-    STEPS,
-    UNSCALE,
-    Attempt,
-    Fault,
-    Habits,
-    Report,
-    agreeing_params,
-    assert_agreed,
-    attempt,
-    give_grads,
-    giving,
-    new_optimizer,
-    new_scaler,
-    said,
-    scale_model,
-    train,
-)
+from ranks.cases import KINDS, NAMES, STEPS, UNSCALE, Habits, Report, new_optimizer, new_scaler, scale_model, train
 
 pytestmark = pytest.mark.distributed
 
@@ -67,9 +43,9 @@ def error_of(report: Report) -> str:
     return report.errors[BAD_STEP][0] or ""
 
 
-# A gradient that no scaler can unscale.
+# A check that fails.
 
-FLAWS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], str]] = {  # a parameter and its gradient; the error
+FLAWS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor | None]], str]] = {  # a parameter and its gradient; the error
     "expanded": (
         lambda: (torch.ones(2, 2), torch.ones(()).expand(2, 2)),
         "RuntimeError: unsupported operation: more than one element",
@@ -82,28 +58,38 @@ FLAWS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], str]] = {  # a param
         lambda: (torch.ones(2, 2, dtype=torch.complex64), torch.ones(2, 2, dtype=torch.complex64)),
         "NotImplementedError: the gradient of parameter .* torch.complex64",
     ),
+    "no memory": (lambda: (torch.ones(2, 2), None), "OutOfMemoryError: out of memory"),  # for the first op
 }
 
 
 def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool, bad_ranks: Sequence[int]) -> Report:
-    """At one step, some ranks have a gradient that no scaler can unscale; all write errors down and go on."""
-    scaler, params = new_scaler(kind), agreeing_params(kind)
+    """At one step, some ranks cannot check their gradients; all write errors down and go on."""
+    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
     data, grad = FLAWS[flaw][0]() if rank in bad_ranks else (torch.ones(2, 2), None)
     odd_one = nn.Parameter(data)
-    optimizer = new_optimizer(name, [{"params": [param]} for param in (*params, odd_one)])
+    groups = [{"params": [param]} for param in (*params, odd_one)]
+    optimizer = OldStyle(groups) if name == "old style" else new_optimizer(name, groups)
+    method = "unscale_" if unscale else "step"
+    call = getattr(scaler, method)
 
     def backward(step: int) -> None:
-        give_grads(scaler, params, step)
+        cases.give_grads(scaler, params, step)
         odd_one.grad = grad if step == BAD_STEP else None
+        fails = flaw == "no memory" and rank in bad_ranks and step == BAD_STEP
+        setattr(scaler, method, without_memory if fails else call)
+
+    def without_memory(*args: Any) -> None:
+        with cases.FirstOpFails():
+            call(*args)
 
     return train(rank, scaler, [optimizer], backward, habits=Habits(unscale=unscale, tolerant=True))
 
 
 @KINDS
 @UNSCALE
-@NAMES
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "old style"])
 @pytest.mark.parametrize("flaw", FLAWS)
-def test_a_rank_alone_with_a_bad_gradient(two, kind, name, flaw, unscale):
+def test_a_rank_alone_with_a_check_that_fails(two, kind, name, flaw, unscale):
     reports = two.run(flawed, kind, name, flaw, unscale, [1])
     assert_skipped_once(reports)
     assert re.match(FLAWS[flaw][1], error_of(reports[1]))
@@ -118,104 +104,38 @@ def test_a_bad_gradient_on_several_ranks(four, name):
         assert re.match(FLAWS["expanded"][1], error_of(reports[rank]))
 
 
-# No memory for the check.
-
-
-class Course(NamedTuple):
-    """What became of a rank: its errors by step, whether it stepped, its scale, and its parameters."""
-
-    errors: list[str]
-    stepped: list[bool]
-    scale: float
-    digests: list[str]
-
-
-OVERFLOWS = 2  # the step in which the other rank has a bad gradient
-
-
-def out_of_memory(rank: int, kind: str, name: str, how: str) -> Course:
-    """Rank 1 has no memory for the first op of the first step, writes that down and goes on."""
-    scaler, params = new_scaler(kind), agreeing_params(kind)
-    optimizer, errors, stepped = new_optimizer(name, params), [], []
-    calls = {
-        "unscale_": lambda: scaler.unscale_(optimizer),
-        "step": lambda: scaler.step(optimizer),
-        "clip": lambda: scaler.clip_grad_norm_([optimizer], 1.0),
-        "largest": lambda: scaler.clip_grad_norm_([optimizer], 1.0, math.inf),
-    }
-    for step in range(STEPS):
-        give_grads(scaler, params, step)
-        cases.plant([Fault(OVERFLOWS, 0)], rank, step, params)
-        before = cases.digests(params)
-        with cases.FirstOpFails() if (step, rank) == (0, 1) else nullcontext():
-            errors.append(said(calls[how]))
-        errors[-1] += said(scaler.step, optimizer) if how != "step" else ""
-        scaler.update()
-        stepped.append(before != cases.digests(params))
-    return Course(errors, stepped, scaler.get_scale(), cases.digests(params))
-
-
-@KINDS
-@NAMES
-@pytest.mark.parametrize("how", ["unscale_", "step", "clip", "largest"])
-def test_running_out_of_memory_before_the_first_gradient_splits_nobody(two, kind, name, how):
-    good, bad = two.run(out_of_memory, kind, name, how)
-    assert bad.errors[0].startswith("OutOfMemoryError: out of memory")
-    for course in (good, bad):
-        assert course.stepped == [step not in (0, OVERFLOWS) for step in range(STEPS)]
-        assert course.scale == INIT_SCALE / 4
-        assert not any(course.errors[1:])
-    if kind == "sharded":  # the ranks hold copies
-        assert good.digests == bad.digests
-
-
 # A rank that never scaled, or calls in a wrong order.
 
 
-def never_scaled(rank: int, kind: str, name: str, method: str) -> Attempt:
-    """The last rank never called scale()."""
-    scaler, params = new_scaler(kind), agreeing_params(kind)
-    give_grads(new_scaler(kind) if is_last(rank) else scaler, params, 0)
-    return attempt(scaler, method, new_optimizer(name, params))
-
-
-@KINDS
-@NAMES
-@METHODS
-def test_a_rank_that_never_scaled(ranks, kind, name, method):
-    *peers, forgetful = ranks.run(never_scaled, kind, name, method)
-    assert forgetful.error.startswith(f"AssertionError: Attempted {method} but _scale is None.")
-    assert not forgetful.grads_changed
-    for each in peers:
-        assert not each.params_changed
-        assert (each.error is not None) == (method == "step" and name == "adamw")  # which reads the flag
-    assert {each.collectives for each in [*peers, forgetful]} == {1}
-
-
-def scaled_too_late(rank: int, kind: str, name: str) -> Report:
+def scaled_too_late(rank: int, kind: str, name: str, unscale: bool) -> Report:
     """The last rank forgets scale() in the first step, writes the error down, and goes on like the others."""
-    scaler, params = new_scaler(kind), agreeing_params(kind)
+    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
 
     def backward(step: int) -> None:
-        give_grads(new_scaler(kind) if step == 0 and is_last(rank) else scaler, params, step)
+        cases.give_grads(new_scaler(kind) if step == 0 and is_last(rank) else scaler, params, step)
 
-    return train(rank, scaler, [new_optimizer(name, params)], backward, habits=Habits(tolerant=True))
+    habits = Habits(unscale=unscale, tolerant=True)
+    return train(rank, scaler, [new_optimizer(name, params)], backward, habits=habits)
 
 
 @KINDS
 @NAMES
-def test_a_rank_that_scales_too_late_keeps_up_with_the_others(ranks, kind, name):
-    reports = ranks.run(scaled_too_late, kind, name)
-    assert_agreed(reports, [0])
-    assert "_scale is None" in reports[-1].errors[0][0]
+@UNSCALE
+def test_a_rank_that_scales_too_late_makes_all_skip_and_keeps_up(ranks, kind, name, unscale):
+    *peers, forgetful = reports = ranks.run(scaled_too_late, kind, name, unscale)
+    cases.assert_agreed(reports, [0])
+    method = "unscale_" if unscale else "step"
+    assert forgetful.errors[0][0].startswith(f"AssertionError: Attempted {method} but _scale is None.")
+    for peer in peers:
+        assert (peer.errors[0][0] or "").startswith(TOLD if name == "adamw" else "")
 
 
-def wrong_order(rank: int, kind: str, name: str) -> list[Attempt]:
+def wrong_order(rank: int, kind: str, name: str) -> list[cases.Attempt]:
     """Each method at the wrong moment as well as at the right one, on every rank."""
-    scaler, params = new_scaler(kind), agreeing_params(kind)
+    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
     optimizer = new_optimizer(name, params)
-    give_grads(scaler, params, 0)
-    return [attempt(scaler, method, optimizer) for method in ("unscale_", "unscale_", "step", "step", "unscale_")]
+    cases.give_grads(scaler, params, 0)
+    return [cases.attempt(scaler, method, optimizer) for method in ("unscale_", "unscale_", "step", "step", "unscale_")]
 
 
 @KINDS
@@ -231,41 +151,12 @@ def test_a_wrong_order_raises_before_any_collective(two, kind, name):
         assert [each.params_changed for each in attempts] == [False, False, True, False, False]
 
 
-def failed_look(rank: int, kind: str, name: str, how: str) -> list[Attempt]:
-    """The last rank alone fails when all ask for the flag themselves; all step then, and once more when it can."""
-    scaler, params = new_scaler(kind), agreeing_params(kind)
-    odd_one = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    optimizer = new_optimizer(name, [*params, odd_one])
-    hit = is_last(rank)
-    give_grads(new_scaler(kind) if hit and how == "never scaled" else scaler, params, 0)
-    odd_one.grad = torch.ones_like(odd_one) if hit and how == "bad" else None
-    attempts = [attempt(scaler, "_check_inf_per_device", optimizer), attempt(scaler, "step", optimizer)]
-    scaler.update()
-    odd_one.grad = None
-    give_grads(scaler, params, 1)
-    return [*attempts, attempt(scaler, "step", optimizer)]
-
-
-@KINDS
-@NAMES
-@pytest.mark.parametrize("how", ["bad", "never scaled"])
-def test_a_look_at_the_flag_that_fails_on_one_rank(two, kind, name, how):
-    first, second = two.run(failed_look, kind, name, how)
-    assert second[0].error is not None
-    assert [each.collectives for each in first] == [each.collectives for each in second]
-    for look, step, good in (first, second):
-        assert (look.collectives, look.grads_changed) == (1, False)
-        assert step.params_changed == first[1].params_changed
-        assert not (how == "bad" and step.params_changed)
-        assert (good.error, good.params_changed, good.collectives) == (None, True, 1)
-
-
 # An optimizer that raises.
 
 
 def raising_optimizer(rank: int, kind: str, name: str) -> Report:
     """The optimizer of the last rank raises once, having written nothing; the loop tries again."""
-    scaler, params = new_scaler(kind), agreeing_params(kind)
+    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
     optimizer = OldStyle(params) if name == "old style" else new_optimizer(name, params)
     step, calls = optimizer.step, []
 
@@ -280,7 +171,7 @@ def raising_optimizer(rank: int, kind: str, name: str) -> Report:
 
     optimizer.step = failing
     habits = Habits(tolerant=True, retry=True)
-    return train(rank, scaler, [optimizer], giving(scaler, params), habits=habits)
+    return train(rank, scaler, [optimizer], cases.giving(scaler, params), habits=habits)
 
 
 @KINDS
@@ -330,11 +221,11 @@ class OldStyle(torch.optim.Optimizer):
 def old_style(rank: int, kind: str, unscale: bool, gradless: Sequence[int], always: bool) -> tuple[Report, Any]:
     """An old-style optimizer with three param groups, one step bad; the report, and all the flags that it was told."""
     scaler = new_scaler(kind)
-    params = [*agreeing_params(kind), cases.plain_param(2), cases.plain_param(4)]
+    params = [*cases.agreeing_params(kind), cases.plain_param(2), cases.plain_param(4)]
     optimizer = OldStyle([{"params": [param]} for param in params], only_with_gradients=not always)
-    backward = giving(scaler, params, range(len(params)) if rank in gradless else ())
+    backward = cases.giving(scaler, params, range(len(params)) if rank in gradless else ())
     habits = Habits(unscale=unscale)
-    return train(rank, scaler, [optimizer], backward, [Fault(BAD_STEP, 1, -1)], habits=habits), optimizer.asked
+    return train(rank, scaler, [optimizer], backward, [cases.Fault(BAD_STEP, 1, -1)], habits=habits), optimizer.asked
 
 
 @KINDS
@@ -346,6 +237,6 @@ def test_old_style_optimizers_ask_often_or_never_and_cost_one_collective(two, ki
         assert report.collectives == [(1,)] * STEPS
         groups = len(asked) // STEPS
         assert groups >= 3 or rank in gradless
-        assert asked == [{DEVICE: float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
+        assert asked == [{cases.DEVICE: float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
         if rank not in gradless:
             assert report.stepped == [(step != BAD_STEP,) for step in range(STEPS)]

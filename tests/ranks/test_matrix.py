@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,6 +208,44 @@ def test_ddp_with_optimizer_states_split_over_the_ranks(two, kind, fused):
     scales, _, _ = results[0]
     assert [later < earlier for earlier, later in pairwise(scales)].count(True) == len(BAD_STEPS)
     assert results == [(scales, scales, True)] * 2
+
+
+# `no_sync`: gradients of several backward passes, of which only the last is reduced.
+
+
+def accumulated(rank: int, wrapper: str, whose: str) -> tuple[list[float], list[list[str]]]:
+    """Train; scales and digests after each step."""
+    kind = "sharded" if wrapper.startswith("fsdp1") else "grad"
+    scaler = cases.torch_scaler(kind) if whose == "torch" else cases.new_scaler(kind)
+    model = models.WRAPPERS[wrapper](Net())
+    optimizer, scales, digests = cases.new_optimizer("adamw", model.parameters()), [], []
+    for step in range(cases.STEPS):
+        optimizer.zero_grad()
+        for micro in range(3):
+            x, y = models.batch(3 * step + micro, (rank, 2))
+            spoiled = (step, micro, rank) == (1, 0, 1)  # one rank, in a pass that is not reduced by itself
+            if wrapper == "fsdp2":
+                model.set_requires_gradient_sync(micro == 2)
+            # around the forward pass, too, in which DDP decides
+            with model.no_sync() if wrapper != "fsdp2" and micro < 2 else nullcontext():
+                loss = nn.functional.mse_loss(model(x), y)
+                scaler.scale(loss * torch.inf if spoiled else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        digests.append(cases.digests(model.parameters()))
+    return scales, digests
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1-full", "fsdp2"])
+def test_no_sync(two, wrapper):
+    """One rank overflows in a pass that is not reduced by itself; ours does what torch's does, to the bit."""
+    results = two.run(accumulated, wrapper, "ours")
+    assert results == two.run(accumulated, wrapper, "torch")
+    for scales, digests in results:
+        assert scales == [float.fromhex(scale) for scale in cases.scale_model([1])[0]]
+        assert digests[1] == digests[0] != digests[2]
+    assert (results[0][1] == results[1][1]) == (wrapper == "ddp")  # whole parameters, or different shards
 
 
 # Difference 10: a plain GradScaler on FSDP1 warns once.

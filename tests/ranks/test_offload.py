@@ -34,15 +34,9 @@ def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, h
 
 @HOW
 @NAMES
-@pytest.mark.parametrize("param", [0, 1], ids=["on-gpu", "on-host"])
-def test_an_inf_on_either_device_skips_everywhere(two, name, param, how):
-    reports = two.run(two_devices, name, [Fault(1, 1, param)], apart=False, how=how)
-    assert_agreed(reports, [1])
-
-
-@HOW
-@NAMES
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_with_gradients_on_different_devices(two, name, rank, how):
-    reports = two.run(two_devices, name, [Fault(1, rank)], apart=True, how=how)
-    assert_agreed(reports, [1])
+@pytest.mark.parametrize("apart", [False, True], ids=["both", "apart"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_inf_on_either_device_skips_everywhere(two, name, bad, apart, how):
+    """It is on the GPU or on the host: of the bad rank if they hold one of the two each."""
+    fault = Fault(1, bad) if apart else Fault(1, 1, param=bad)
+    assert_agreed(two.run(two_devices, name, [fault], apart=apart, how=how), [1])

@@ -85,18 +85,6 @@ def flags_that_the_loop_reduces(run: Run) -> None:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX if step % 2 else dist.ReduceOp.SUM)
 
 
-def flags_that_the_loop_fills_in(run: Run) -> None:
-    model = Net()
-    optimizer, scaler = sgd(model.parameters()), run.scaler()
-    for _ in run.steps(model, scaler, optimizer):
-        scaler.unscale_(optimizer)
-        flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        any_rank = torch.tensor(sum(flag.item() for flag in flags.values()))
-        dist.all_reduce(any_rank, op=dist.ReduceOp.MAX)
-        for device in flags:
-            flags[device].fill_(any_rank.item())
-
-
 def a_scale_from_the_first_rank(run: Run) -> None:
     """Without an agreed flag the ranks' scales would part."""
     model = Net()
@@ -199,21 +187,6 @@ def two_models_of_which_one_steps_less_often(run: Run) -> None:
         optimizers[1].zero_grad()
 
 
-def an_optimizer_that_averages_parameters(run: Run) -> None:
-    """Its step waits for all ranks, so all must skip or none."""
-
-    class Averaging(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            for parameter in cases.params_of(self):
-                dist.all_reduce(parameter.data)
-                parameter.data /= dist.get_world_size()
-
-    model = Net()
-    optimizer, scaler = Averaging(model.parameters(), lr=0.125), run.scaler()
-    run.train(model, scaler, optimizer)
-
-
 def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
     """DDP's ranks hold equal gradients, so a scaler needs no other rank, even one that is through."""
     model = nn.parallel.DistributedDataParallel(Net())
@@ -222,22 +195,9 @@ def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
         run.train(model, scaler, optimizer, STEPS - 2 * run.rank)
 
 
-def nothing_to_train_on_one_rank(run: Run) -> None:
-    """A stage that is frozen: its optimizer has a group without parameters."""
-    parameters = [nn.Parameter(torch.ones(3))] if run.rank == 0 else []
-    optimizer = sgd([{"params": parameters}])
-    scaler = run.scaler()
-    for step in range(STEPS):
-        loss = scaler.scale(torch.ones(()))
-        for parameter in parameters:
-            parameter.grad = loss * (math.inf if step in BAD else 1.0) * torch.ones(3)
-        run.finish(scaler, optimizer)
-
-
 PATTERNS: dict[str, list[Callable[[Run], None]]] = {
     "grad": [
         flags_that_the_loop_reduces,
-        flags_that_the_loop_fills_in,
         a_scale_from_the_first_rank,
         a_subclass_that_reduces_flags_in_update,
         inputs_that_end_earlier_on_one_rank,
@@ -249,8 +209,6 @@ PATTERNS: dict[str, list[Callable[[Run], None]]] = {
         whole_parameters_between_unscaling_and_step,
         two_passes_for_a_step,
         two_models_of_which_one_steps_less_often,
-        an_optimizer_that_averages_parameters,
-        nothing_to_train_on_one_rank,
     ],
 }
 

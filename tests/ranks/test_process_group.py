@@ -12,26 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ranks import cases
-from ranks.cases import (
-    KINDS,
-    METHODS,
-    NAMES,
-    Attempt,
-    Fault,
-    Report,
-    assert_agreed,
-    attempt,
-    giving,
-    new_optimizer,
-    new_scaler,
-    plain_param,
-    scale_model,
-    train,
-)
+from ranks.cases import KINDS, METHODS, NAMES, Fault, Report, assert_agreed, new_optimizer, new_scaler, plain_param, train
 
 pytestmark = pytest.mark.distributed
 
@@ -49,21 +33,10 @@ def _first_only() -> Any:
     return dist.new_group([0])
 
 
-def trained(scaler: Any, name: str, rank: int, faults: Sequence[Fault] = (), params: Sequence[Tensor] = ()) -> Report:
-    """Train one optimizer, of a plain parameter unless others are given."""
-    params = params or [plain_param(3)]
-    return train(rank, scaler, [new_optimizer(name, params)], giving(scaler, params), faults)
-
-
-def alone(rank: int, kind: str) -> Report:
-    """Train in a world of one rank."""
-    return trained(new_scaler(kind), "adamw", rank, [Fault(1, 0)], cases.agreeing_params(kind))
-
-
 def test_a_group_of_one_rank_needs_no_reduction():
     with RankPool(1) as pool:
-        for kind in ("sharded", "grad"):
-            (result,) = pool.run(alone, kind)
+        for kind, layout in (("sharded", "plain"), ("grad", "line-shards")):
+            (result,) = pool.run(cases.laid_out, kind, layout, "adamw", [Fault(1, 0)])
             assert result.error is None, result.traceback
             assert_agreed([result.value], [1], collectives=0)
 
@@ -71,7 +44,7 @@ def test_a_group_of_one_rank_needs_no_reduction():
 # What is refused.
 
 
-def tried(rank: int, what: str, kind: str, name: str, method: str, layout: str = "") -> Attempt:
+def tried(rank: int, what: str, kind: str, name: str, method: str, layout: str = "") -> cases.Attempt:
     """One call with a process group that is wrong."""
     params = cases.LAYOUTS[layout]() if layout else [plain_param(3)]
     if what == "two meshes":  # of two ranks, this one's row and column: neither tells who must agree
@@ -85,17 +58,17 @@ def tried(rank: int, what: str, kind: str, name: str, method: str, layout: str =
     if what == "pickled":
         scaler = pickle.loads(pickle.dumps(scaler))
     cases.give_grads(scaler, params, 0)
-    return attempt(scaler, method, new_optimizer(name, params))
+    return cases.attempt(scaler, method, new_optimizer(name, params))
 
 
-def assert_refused(attempt: Attempt, *words: str, error: str = "ValueError: process_group") -> None:
+def assert_refused(cases.attempt: cases.Attempt, *words: str, error: str = "ValueError: process_group") -> None:
     """An error that names the argument and its value, with nothing sent and nothing written."""
-    assert attempt.error is not None
-    assert attempt.error.startswith(error)
+    assert cases.attempt.error is not None
+    assert cases.attempt.error.startswith(error)
     for word in words:
-        assert word in attempt.error
-    assert (attempt.collectives, attempt.grads_changed, attempt.params_changed) == (0, False, False)
-    assert attempt.stage == "READY"
+        assert word in cases.attempt.error
+    assert (cases.attempt.collectives, cases.attempt.grads_changed, cases.attempt.params_changed) == (0, False, False)
+    assert cases.attempt.stage == "READY"
 
 
 @KINDS
@@ -145,30 +118,6 @@ def test_without_a_default_group_torchs_error_and_untouched_gradients(method):
     assert param.grad.tolist() == [8.0] * 3
 
 
-class StandIn:
-    """A group as tests make them up: one rank, numbered 3."""
-
-    def rank(self) -> int:
-        return 3
-
-    def size(self) -> int:
-        return 1
-
-    def allreduce(self, *args: object) -> None:
-        raise AssertionError("one rank has nobody to ask")
-
-
-@KINDS
-@METHODS
-def test_a_stand_in_needs_no_default_group(kind, method):
-    assert not dist.is_initialized()
-    scaler, param = new_scaler(kind, process_group=StandIn()), plain_param(3)
-    optimizer = new_optimizer("sgd", [param])
-    param.grad = scaler.scale(torch.tensor([1.0, torch.inf, 1.0]))
-    getattr(scaler, method)(optimizer)
-    assert [bad.rank for bad in scaler.overflow_report().bad] == [3]
-
-
 # Whom a group binds.
 
 
@@ -180,7 +129,9 @@ def in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], copied: s
     if copied == "pickle":
         scaler = pickle.loads(pickle.dumps(scaler))
         scaler.process_group = _pair(rank)
-    return trained(scaler, name, rank, faults), scaler.process_group is _pair(rank)
+    optimizer = new_optimizer(name, params := [plain_param(3)])
+    report = train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+    return report, scaler.process_group is _pair(rank)
 
 
 @KINDS
@@ -204,7 +155,7 @@ def unlisted(rank: int, made: str, store: str, kind: str, name: str, faults: Seq
         group = Managed(group, rank).registered()
     scaler = new_scaler(kind, process_group=group)
     optimizer = new_optimizer(name, params := [plain_param(3)])
-    report = train(rank, scaler, [optimizer], giving(scaler, params), faults)
+    report = train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
     return report, str(scaler.overflow_report(gather=True))
 
 
@@ -276,39 +227,24 @@ def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
     """Train, destroy the default group, make another, and go on with the same scaler and optimizer."""
     scaler, params = new_scaler(kind), [plain_param(3)]
     optimizer, world_size = new_optimizer(name, params), dist.get_world_size()
-    reports = [train(rank, scaler, [optimizer], giving(scaler, params), steps=2)]
+    reports = [train(rank, scaler, [optimizer], cases.giving(scaler, params), steps=2)]
     dist.destroy_process_group()
     for cached in (cases.mesh, _pair, _first_only):
         cached.cache_clear()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    return [*reports, train(rank, scaler, [optimizer], giving(scaler, params), [Fault(0, 1)], steps=2)]
+    return [*reports, train(rank, scaler, [optimizer], cases.giving(scaler, params), [Fault(0, 1)], steps=2)]
 
 
 @NAMES
 def test_the_default_group_is_looked_up_when_used(two, tmp_path, name):
     for first, second in two.run(reborn_group, str(tmp_path / "store"), "sharded", name):
-        assert first.scales == scale_model([], 2)[0]
+        assert first.scales == cases.scale_model([], 2)[0]
         assert [float.fromhex(scale) for scale in second.scales] == [8.0, 8.0]
         assert second.stepped == [(False,), (True,)]
         assert first.collectives == second.collectives == [(1,), (1,)]
 
 
 # Difference 7: copies.
-
-
-def deepcopied_in_mid_run(rank: int, kind: str) -> tuple[bool, list[float]]:
-    """Copy a scaler that has run; whether the group is shared, and both scales after only the copy backs off."""
-    scaler = new_scaler(kind, process_group=_pair(rank))
-    optimizer = new_optimizer("sgd", params := [plain_param(3)])
-    train(rank, scaler, [optimizer], giving(scaler, params), steps=1)
-    clone = copy.deepcopy(scaler)
-    train(rank, clone, [optimizer], giving(clone, params), [Fault(0, 0), Fault(0, 2)], steps=1)
-    return clone.process_group is scaler.process_group, [scaler.get_scale(), clone.get_scale()]
-
-
-@KINDS
-def test_a_deepcopy_shares_the_group_and_nothing_else(four, kind):
-    assert four.run(deepcopied_in_mid_run, kind) == [(True, [8.0, 4.0])] * 4
 
 
 @KINDS
@@ -318,26 +254,11 @@ def test_a_pickled_group_is_refused_until_set(four, kind, method):
         assert_refused(each, "[0, 1]" if rank < 2 else "[2, 3]", "set scaler.process_group")
 
 
-def pickled_too_late(rank: int, kind: str) -> str:
-    """Pickle a scaler whose group has been destroyed; what a step of the copy raises."""
-    scaler, params = new_scaler(kind, process_group=dist.new_group()), [plain_param(3)]
-    dist.barrier(scaler.process_group)  # the other rank may still be connecting
-    dist.destroy_process_group(scaler.process_group)
-    copied = pickle.loads(pickle.dumps(scaler))
-    cases.give_grads(copied, params, 0)
-    return cases.said(copied.step, new_optimizer("sgd", params))
-
-
-@KINDS
-def test_a_destroyed_group_can_be_pickled_and_is_refused_until_set(two, kind):
-    for error in two.run(pickled_too_late, kind):
-        assert error.startswith("ValueError: process_group is unset")
-
-
 def unpickled_default(rank: int, kind: str, explicit: bool) -> Report:
     """A pickled scaler with the default group, named or not, is a scaler with the default group."""
     group = {"process_group": dist.group.WORLD} if explicit else {}
-    return trained(pickle.loads(pickle.dumps(new_scaler(kind, **group))), "adamw-fused", rank, [Fault(1, 1)])
+    scaler, params = pickle.loads(pickle.dumps(new_scaler(kind, **group))), [plain_param(3)]
+    return train(rank, scaler, [new_optimizer("adamw-fused", params)], cases.giving(scaler, params), [Fault(1, 1)])
 
 
 @pytest.mark.parametrize(("kind", "explicit"), [("sharded", False), ("sharded", True), ("grad", True)])

@@ -16,7 +16,7 @@ from rank_pool import RankPool, RankResult, limit_collectives
 from torch import Tensor
 
 from ranks import cases
-from ranks.cases import INIT_SCALE, new_optimizer, new_scaler, plain_param, scale_model
+from ranks.cases import INIT_SCALE, new_optimizer, new_scaler, plain_param
 
 pytestmark = pytest.mark.distributed
 
@@ -211,43 +211,6 @@ def assert_told(outcome: Outcome, variant: Variant) -> None:
         return
     assert outcome.error.startswith("RuntimeError: The ranks hold different scales, from 4.0 to 16.0")
     assert not outcome.params_changed
-
-
-# A rank forks once it is in a group and has trained.
-
-
-def forks(rank: int, variant: Variant) -> tuple[cases.Report, str]:
-    """Fork in mid-training, as a data loader's workers do; the child uses a scaler of its own, the rank goes on."""
-    scaler, optimizer = _set_up(variant)
-    scaler.load_state_dict(new_scaler(variant.kind).state_dict())
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(10)  # ends a child that waits for ever
-        os.write(write, (cases.said(_train_alone, variant.name) or "well").encode())
-        os._exit(0)
-    faults, habits = [cases.Fault(1, dist.get_world_size() - 1)], cases.Habits(unscale=variant.unscale)
-    backward = lambda step: _give(scaler, optimizer, step)  # noqa: E731
-    report = cases.train(rank, scaler, [optimizer], backward, faults, habits=habits)
-    os.waitpid(child, 0)
-    return report, os.read(read, 1000).decode()
-
-
-def _train_alone(name: str) -> None:
-    """Train with nobody else, one step of which overflows."""
-    scaler, params = cases.scaler_class("grad")("cpu", init_scale=INIT_SCALE, growth_interval=2), [plain_param(3)]
-    backward, faults = cases.giving(scaler, params), [cases.Fault(1, 0)]
-    report = cases.train(0, scaler, [new_optimizer(name, params)], backward, faults)
-    assert (report.scales, report.trackers) == scale_model([1])
-
-
-@pytest.mark.parametrize("variant", VARIANTS[1:3], ids=lambda variant: "-".join(map(str, variant)))
-def test_ranks_that_fork_go_on(pool, variant):
-    results = values(run(pool, forks, variant))
-    assert [child for _, child in results] == ["well"] * 2
-    for report, _ in results:
-        assert (report.scales, report.trackers) == scale_model([1])
-        assert report.stepped == [(step != 1,) for step in range(cases.STEPS)]
 
 
 # A rank is killed in the reduction.

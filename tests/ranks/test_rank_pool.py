@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,38 +76,6 @@ def test_a_hang_ends_in_time_and_says_where(pool):
         pool.run(break_on, 1, "hangs", timeout=1.0)
     assert time.monotonic() - start < 3.0
     assert caught.value.results[1].error == "RankTimeout: no answer within 1.0 s"
-
-
-# Starts two ranks, tells their numbers, and has one hang.
-PARENT = """
-from rank_pool import RankPool
-from ranks import test_rank_pool as cases
-with RankPool(2) as pool:
-    print(*(result.value[0] for result in pool.run(cases.describe)), flush=True)
-    pool.run(cases.break_on, 1, "hangs")
-"""
-
-
-def test_ranks_end_with_their_parent():
-    tests = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
-    command = [sys.executable, "-c", PARENT]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
-        started = [int(word) for word in parent.stdout.readline().split()]
-        parent.kill()
-    deadline = time.monotonic() + 10.0
-    while any(map(_runs, started)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(started) == 2
-    assert not any(map(_runs, started))
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process runs; one that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def count_kinds(rank: int) -> list[list[str]]:

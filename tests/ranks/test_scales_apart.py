@@ -28,23 +28,20 @@ def means(ranks: int) -> str:
     return f"{DIFFERENT}{harmonic:g}, some above {mean:g}: "
 
 
-def stepped(rank: int, kind: str, layout: str, how: str) -> list[str]:
-    """Rank 1's scale is written over; what each step says, then one step with a scale that all have."""
+def stepped(rank: int, kind: str, layout: str, how: str) -> list[list[str]]:
+    """Rank 1's scale is written over in the second step; what each says, for each of two optimizers."""
     scaler, params = new_scaler(kind), cases.LAYOUTS[layout]()
-    optimizer, texts = new_optimizer("sgd", params), []
-
-    def step() -> None:
-        if how == "unscale_":
-            scaler.unscale_(optimizer)
-        elif how == "clip":
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-
+    optimizers, texts = [new_optimizer("sgd", [param]) for param in params], []
     for number in range(3):
         give_grads(scaler, params, number)
         if rank == 1 and number == 1:
             scaler._scale.fill_(OTHER)
-        texts.append(said(step))
+        if how == "clip":
+            scaler.clip_grad_norm_(optimizers, 1.0)
+        if how == "unscale_":
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        texts.append([said(scaler.step, optimizer) for optimizer in optimizers])
         scaler.update(INIT_SCALE if number == 1 else None)
     return texts
 
@@ -53,24 +50,8 @@ def stepped(rank: int, kind: str, layout: str, how: str) -> list[str]:
 @pytest.mark.parametrize(("kind", "layout"), [("sharded", "line-shards"), ("grad", "line-shards"), ("grad", "hsdp")])
 def test_different_scales_raise_on_every_rank(four, kind, layout, how):
     for first, apart, again in four.run(stepped, kind, layout, how):
-        assert first == again == ""
-        assert apart.startswith(means(4) if how == "clip" else FARTHEST)
-
-
-def clipped_together(rank: int) -> list[str]:
-    """Rank 1's scale is written over; what the step of each of two optimizers says that were clipped in one call."""
-    scaler, params = new_scaler("sharded"), [plain_param(3), plain_param(2)]
-    optimizers = [new_optimizer("sgd", [param]) for param in params]
-    give_grads(scaler, params, 0)
-    if rank == 1:
-        scaler._scale.fill_(OTHER)
-    scaler.clip_grad_norm_(optimizers, 1.0)
-    return [said(scaler.step, optimizer) for optimizer in optimizers]
-
-
-def test_different_scales_raise_for_each_optimizer_that_was_clipped(two):
-    for texts in two.run(clipped_together):
-        assert all(text.startswith(means(2)) for text in texts)
+        assert first == again == ["", ""]
+        assert all(text.startswith(means(4) if how == "clip" else FARTHEST) for text in apart)
 
 
 def asked(scaler: Any, optimizer: Any) -> str:
