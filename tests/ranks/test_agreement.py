@@ -13,18 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from ranks import cases
-from ranks.cases import (
-    NAMES,
-    SGDS,
-    UNSCALE,
-    Fault,
-    Report,
-    assert_agreed,
-    laid_out,
-    new_optimizer,
-    new_scaler,
-    plain_param,
-)
+from ranks.cases import NAMES, SGDS, UNSCALE, Fault, assert_agreed, laid_out, new_optimizer, new_scaler, plain_param
 
 pytestmark = pytest.mark.distributed
 
@@ -104,7 +93,7 @@ def test_a_plain_grad_scaler_asks_nobody(two, name, unscale):
 # Ranks that differ from each other.
 
 
-def differing(rank: int, what: str, name: str, faults: Sequence[Fault]) -> Report:
+def differing(rank: int, what: str, name: str, faults: Sequence[Fault]) -> cases.Report:
     """Ranks that share nothing but the flag, each with an optimizer of its own."""
     scaler = new_scaler("sharded")
     params, without, habits = [plain_param(3), plain_param(2, 2)], [], cases.Habits()
@@ -161,7 +150,7 @@ def test_sparse_gradients_on_some_ranks(ranks):
 # torch's pipelines.
 
 
-def pipeline(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Report, float]:
+def pipeline(rank: int, name: str, faults: Sequence[Fault]) -> tuple[cases.Report, float]:
     """A layer a rank under torch's 1F1B, one step bad; what it reports, and how far from one process it ends.
 
     Only the last stage has a loss; each of the others scales a zero once per batch, and so enters each step as it does.
@@ -206,7 +195,7 @@ def test_a_pipeline_whose_last_stage_alone_has_a_loss_trains_as_one_process_does
 # Scalers of a class of the user's.
 
 
-def subclass_of_both(rank: int, name: str, faults: Sequence[Fault]) -> tuple[Report, int]:
+def subclass_of_both(rank: int, name: str, faults: Sequence[Fault]) -> tuple[cases.Report, int]:
     """A class for one process and the same for several, made of it and ShardedGradScaler, as with torch's classes."""
     from scaler_triton import GradScaler, ShardedGradScaler
 

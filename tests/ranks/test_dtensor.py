@@ -59,7 +59,7 @@ def test_an_inf_in_the_plain_parameter_beside_dtensors(two, kind, layout):
 
 
 @pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("layout", ["cases.square-half-replicated-first", "two-slices", "expert-parallel-slice"])
+@pytest.mark.parametrize("layout", ["square-half-replicated-first", "two-slices", "expert-parallel-slice"])
 def test_an_inf_on_any_rank_of_a_square(four, layout, rank):
     for param in (0, 1):
         assert_agreed(four.run(laid_out, "grad", layout, "adamw", [Fault(1, rank, param)]), [1])
@@ -74,11 +74,11 @@ def test_ranks_without_gradients_on_a_square(four, kind):
 
 
 def on_meshes(rank: int, kind: str, what: str, name: str, faults: Sequence[Fault], unscale: bool = False) -> Any:
-    """Parameters of one optimizer on a cases.mesh that is not the world's, or on several."""
+    """Parameters of one optimizer on a mesh that is not the world's, or on several."""
     scaler, habits = new_scaler(kind), cases.Habits(unscale=unscale)
     if what == "a slice":
         params = [cases.dtensor_param(cases.square()["tp"], [Shard(0)])]
-    if what.startswith("the world beside a pair"):  # dense layers, and experts on a cases.mesh that knows no larger one
+    if what.startswith("the world beside a pair"):  # dense layers, and experts on a mesh that knows no larger one
         pairs = [cases.mesh((2,), ("pair",), order) for order in ((0, 2), (1, 3))]
         params = [cases.dtensor_param(on, [Shard(0)]) for on in (pairs[rank % 2], line())]
         params = params if rank % 2 == 0 or not what.endswith("on some") else params[1:]
@@ -133,22 +133,22 @@ def test_groups_that_only_some_ranks_are_in_keep_nobody_waiting(four):
 
 @contextmanager
 def in_a_larger_world() -> Iterator[None]:
-    """Pretend that the world has more ranks: only a cases.mesh's own groups reach just those that must agree."""
+    """Pretend that the world has more ranks: only a mesh's own groups reach just those that must agree."""
     size = dist.get_world_size
     with mock.patch.object(dist, "get_world_size", lambda group=None: 8 if group is None else size(group)):
         yield
 
 
 def square_in_a_larger_world(rank: int, name: str, faults: Sequence[Fault], unscale: bool) -> cases.Report:
-    """Shards on a 2 x 2 cases.mesh that is a part of the world."""
+    """Shards on a 2 x 2 mesh that is a part of the world."""
     cases.square()
     with in_a_larger_world():
-        return laid_out(rank, "grad", "cases.square-shards", name, faults, unscale=unscale)
+        return laid_out(rank, "grad", "square-shards", name, faults, unscale=unscale)
 
 
 def norm_in_a_larger_world(rank: int, order: float) -> float:
     """The norm of such shards, two of 2 x 3 elements a rank; those of rank n hold n + 1."""
-    scaler, params = new_scaler("grad"), LAYOUTS["cases.square-shards"]()
+    scaler, params = new_scaler("grad"), LAYOUTS["square-shards"]()
     for param in params:
         param.grad = placed(scaler.scale(torch.full((2, 3), rank + 1.0)), Shard(0), Shard(1), on=cases.square())
     with in_a_larger_world():

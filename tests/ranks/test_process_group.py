@@ -15,7 +15,7 @@ from rank_pool import RankPool
 from torch.distributed.tensor import Shard
 
 from ranks import cases
-from ranks.cases import KINDS, METHODS, NAMES, Fault, Report, assert_agreed, new_optimizer, new_scaler, plain_param, train
+from ranks.cases import KINDS, METHODS, NAMES, Fault, Report, assert_agreed, new_optimizer, new_scaler, plain_param
 
 pytestmark = pytest.mark.distributed
 
@@ -44,7 +44,7 @@ def test_a_group_of_one_rank_needs_no_reduction():
 # What is refused.
 
 
-def tried(rank: int, what: str, kind: str, name: str, method: str, layout: str = "") -> cases.Attempt:
+def try_group(rank: int, what: str, kind: str, name: str, method: str, layout: str = "") -> cases.Attempt:
     """One call with a process group that is wrong."""
     params = cases.LAYOUTS[layout]() if layout else [plain_param(3)]
     if what == "two meshes":  # of two ranks, this one's row and column: neither tells who must agree
@@ -61,21 +61,21 @@ def tried(rank: int, what: str, kind: str, name: str, method: str, layout: str =
     return cases.attempt(scaler, method, new_optimizer(name, params))
 
 
-def assert_refused(cases.attempt: cases.Attempt, *words: str, error: str = "ValueError: process_group") -> None:
+def assert_refused(tried: cases.Attempt, *words: str, error: str = "ValueError: process_group") -> None:
     """An error that names the argument and its value, with nothing sent and nothing written."""
-    assert cases.attempt.error is not None
-    assert cases.attempt.error.startswith(error)
+    assert tried.error is not None
+    assert tried.error.startswith(error)
     for word in words:
-        assert word in cases.attempt.error
-    assert (cases.attempt.collectives, cases.attempt.grads_changed, cases.attempt.params_changed) == (0, False, False)
-    assert cases.attempt.stage == "READY"
+        assert word in tried.error
+    assert (tried.collectives, tried.grads_changed, tried.params_changed) == (0, False, False)
+    assert tried.stage == "READY"
 
 
 @KINDS
 @METHODS
 @NAMES
 def test_a_group_that_this_rank_is_not_in(two, kind, method, name):
-    member, stranger = two.run(tried, "stranger", kind, name, method)
+    member, stranger = two.run(try_group, "stranger", kind, name, method)
     assert_refused(stranger, "this rank, 1")
     assert member.error is None
 
@@ -85,7 +85,7 @@ def test_a_group_that_this_rank_is_not_in(two, kind, method, name):
 @NAMES
 @pytest.mark.parametrize(("what", "word"), [("mesh", "DeviceMesh"), ("list", "list")])
 def test_what_is_no_group(two, kind, method, name, what, word):
-    for each in two.run(tried, what, kind, name, method):
+    for each in two.run(try_group, what, kind, name, method):
         assert_refused(each, error=f"TypeError: process_group must be a torch.distributed.ProcessGroup, got {word}")
 
 
@@ -94,16 +94,16 @@ def test_what_is_no_group(two, kind, method, name, what, word):
 @NAMES
 @pytest.mark.parametrize("layout", ["hsdp", "line-shards", "fsdp-then-tp", "line-beside-plain"])
 def test_a_group_that_misses_ranks_of_a_mesh(four, kind, method, name, layout):
-    for rank, each in enumerate(four.run(tried, "too small", kind, name, method, layout)):
+    for rank, each in enumerate(four.run(try_group, "too small", kind, name, method, layout)):
         assert_refused(each, f"ranks {[0, 1] if rank < 2 else [2, 3]} without [")
 
 
 @METHODS
 @NAMES
 def test_meshes_that_do_not_tell_need_a_group(four, method, name):
-    for rank, each in enumerate(four.run(tried, "two meshes", "grad", name, method)):
+    for rank, each in enumerate(four.run(try_group, "two meshes", "grad", name, method)):
         assert_refused(each, "process_group is needed", str([[0, 1], [2, 3]][rank // 2]), f"[{rank % 2}, ")
-    for each in four.run(tried, "two meshes", "world", name, method):
+    for each in four.run(try_group, "two meshes", "world", name, method):
         assert (each.error, each.collectives) == (None, 1)
 
 
@@ -130,7 +130,7 @@ def in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], copied: s
         scaler = pickle.loads(pickle.dumps(scaler))
         scaler.process_group = _pair(rank)
     optimizer = new_optimizer(name, params := [plain_param(3)])
-    report = train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+    report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
     return report, scaler.process_group is _pair(rank)
 
 
@@ -155,7 +155,7 @@ def unlisted(rank: int, made: str, store: str, kind: str, name: str, faults: Seq
         group = Managed(group, rank).registered()
     scaler = new_scaler(kind, process_group=group)
     optimizer = new_optimizer(name, params := [plain_param(3)])
-    report = train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+    report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
     return report, str(scaler.overflow_report(gather=True))
 
 
@@ -227,12 +227,12 @@ def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
     """Train, destroy the default group, make another, and go on with the same scaler and optimizer."""
     scaler, params = new_scaler(kind), [plain_param(3)]
     optimizer, world_size = new_optimizer(name, params), dist.get_world_size()
-    reports = [train(rank, scaler, [optimizer], cases.giving(scaler, params), steps=2)]
+    reports = [cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), steps=2)]
     dist.destroy_process_group()
     for cached in (cases.mesh, _pair, _first_only):
         cached.cache_clear()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    return [*reports, train(rank, scaler, [optimizer], cases.giving(scaler, params), [Fault(0, 1)], steps=2)]
+    return [*reports, cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), [Fault(0, 1)], steps=2)]
 
 
 @NAMES
@@ -250,7 +250,7 @@ def test_the_default_group_is_looked_up_when_used(two, tmp_path, name):
 @KINDS
 @METHODS
 def test_a_pickled_group_is_refused_until_set(four, kind, method):
-    for rank, each in enumerate(four.run(tried, "pickled", kind, "sgd", method)):
+    for rank, each in enumerate(four.run(try_group, "pickled", kind, "sgd", method)):
         assert_refused(each, "[0, 1]" if rank < 2 else "[2, 3]", "set scaler.process_group")
 
 
@@ -258,7 +258,9 @@ def unpickled_default(rank: int, kind: str, explicit: bool) -> Report:
     """A pickled scaler with the default group, named or not, is a scaler with the default group."""
     group = {"process_group": dist.group.WORLD} if explicit else {}
     scaler, params = pickle.loads(pickle.dumps(new_scaler(kind, **group))), [plain_param(3)]
-    return train(rank, scaler, [new_optimizer("adamw-fused", params)], cases.giving(scaler, params), [Fault(1, 1)])
+    return cases.train(
+        rank, scaler, [new_optimizer("adamw-fused", params)], cases.giving(scaler, params), [Fault(1, 1)]
+    )
 
 
 @pytest.mark.parametrize(("kind", "explicit"), [("sharded", False), ("sharded", True), ("grad", True)])
