@@ -230,6 +230,7 @@ def _serve(rank: int, group: dict[str, Any], timeout: float, log: str, connectio
     _end_with_parent()
     _redirect_output(log)
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Accelerate warns where it has to choose
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
