@@ -1,29 +1,23 @@
-"""A random program on one process: each rule is one call, made in both worlds, which must stay equal."""
+"""A random program on one process: each rule is one call that a user can make, made in two worlds.
+
+One world has our scaler, the other the specification; results, errors and all that is left behind must be equal.
+"""
 
 from __future__ import annotations
 
-import gc
+import copy
+import pickle
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
+from extras import FullSpecification
+from hypothesis import note
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
-from optimizer_contents import parameters_of
-from setter_rules import limits_of, set_to, settings_of_ours
-from single_calls import (
-    asked,
-    assign,
-    extend,
-    failing_step,
-    fill,
-    give,
-    named_parameters,
-    new_scale_tensor,
-    numbers,
-    rearrange,
-    replace_scaler,
-    scaled,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from single_strategies import (
     INF,
     SHAPE,
@@ -33,15 +27,20 @@ from single_strategies import (
     any_scales,
     backwards,
     buckets,
+    changes_of_limits,
     clips,
     defects,
     indices,
+    intervals,
+    limits,
     optimizer_specs,
     parameter_specs,
     rarely,
+    scales,
     state_dicts,
 )
-from two_worlds import TwoWorlds
+from specification import Refused, parameters_of
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from worlds import (
     BucketSpec,
     ClipSpec,
@@ -49,11 +48,80 @@ from worlds import (
     OptimizerSpec,
     ParameterSpec,
     World,
+    Wrapper,
+    assert_equal,
+    assert_same_worlds,
+    first_line,
+    half_of,
+    outcome,
 )
 
+from scaler_triton import GradScaler
 
-class Programs(TwoWorlds):
+
+class Programs(RuleBasedStateMachine):
     """Each rule is one call that a user can make, made in both worlds."""
+
+    ours_class: type = GradScaler
+    theirs_class: type = FullSpecification
+    backend = "torch"
+    device = "cpu"  # tensors are made on the default device, which must be this one
+    half = torch.bfloat16
+
+    @initialize(
+        specs=st.lists(optimizer_specs(), min_size=1, max_size=3),
+        scale=scales,
+        growth=st.sampled_from([2.0, 1.1, 4.0]),
+        backoff=st.sampled_from([0.5, 0.3]),
+        interval=intervals,
+        enabled=rarely.map(lambda disabled: not disabled),
+        started=rarely.map(lambda not_yet: not not_yet),
+        limits=st.none() | st.none() | limits,
+    )
+    def start(
+        self,
+        specs: list[Any],
+        scale: float,
+        growth: float,
+        backoff: float,
+        interval: int,
+        enabled: bool,
+        started: bool,
+        limits: dict[str, Any] | None,
+    ) -> None:
+        options = {"device": self.device, "init_scale": scale, "growth_factor": growth, "backoff_factor": backoff}
+        options |= {"growth_interval": interval, "enabled": enabled}
+        ours = self.ours_class(**options, backend=self.backend, **(limits or {}))
+        theirs = self.theirs_class(**options, limits=limits)
+        self.ours = World(ours, [spec.build(self.half) for spec in specs])
+        self.theirs = World(theirs, [spec.build(self.half) for spec in specs], buried=[])
+        theirs.tells_sparse = self.backend == "torch"
+        if started:
+            self.both(lambda world: world.scaler.scale(torch.ones(())))
+
+    def both(self, call: Callable[[World], Any]) -> None:
+        """Make a call in both worlds."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours, theirs = outcome(call, self.ours), outcome(call, self.theirs)
+        if isinstance(theirs, Refused):
+            assert theirs.is_met_by(ours), (ours, theirs)
+        elif isinstance(theirs, BaseException):
+            note(f"raises {theirs!r}")
+            assert type(ours) is type(theirs), (ours, theirs)
+            assert first_line(ours) == first_line(theirs)
+        else:
+            assert_equal(ours, theirs, "result")
+        assert_same_worlds(self.ours, self.theirs)
+
+    def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
+        """Make a call about one optimizer in both worlds."""
+
+        def on_one(world: World) -> Any:
+            optimizer = world.optimizers[index % len(world.optimizers)]
+            return call(world, Wrapper(optimizer) if wrapped else optimizer)
+
+        self.both(on_one)
 
     # Backward passes.
 
@@ -87,14 +155,14 @@ class Programs(TwoWorlds):
     def unscale(self, index: int, wrapped: bool = False) -> None:
         self.at(index, lambda world, optimizer: world.scaler.unscale_(optimizer), wrapped)
 
-    @rule(index=indices, arguments=rarely, closure=rarely, wrapped=rarely)
-    def step(self, index: int, arguments: bool = False, closure: bool = False, wrapped: bool = False) -> None:
-        positional, keywords = ((float,) if arguments else ()), ({"closure": None} if closure else {})
-        self.at(index, lambda world, optimizer: world.scaler.step(optimizer, *positional, **keywords), wrapped)
+    @rule(index=indices, closure=rarely, wrapped=rarely)
+    def step(self, index: int, closure: bool = False, wrapped: bool = False) -> None:
+        keywords = {"closure": None} if closure else {}
+        self.at(index, lambda world, optimizer: world.scaler.step(optimizer, **keywords), wrapped)
 
-    @rule(index=indices)
-    def step_without_closure(self, index: int) -> None:
-        self.at(index, lambda world, optimizer: world.scaler.step(optimizer, None))
+    @rule(index=indices, closure=st.sampled_from([None, float]))
+    def step_by_position(self, index: int, closure: Any) -> None:
+        self.at(index, lambda world, optimizer: world.scaler.step(optimizer, closure))
 
     @rule()
     def update(self) -> None:
@@ -141,12 +209,6 @@ class Programs(TwoWorlds):
         self.backward(index, gradients)
         self.clip(spec)
 
-    @rule(index=indices, spec=clips, new=optimizer_specs())
-    def clip_then_replace(self, index: int, spec: ClipSpec, new: OptimizerSpec) -> None:
-        self.clip(spec)
-        self.replace_optimizer(index, new)
-        self.update()
-
     train_clipped_again = train_clipped_on = train_clipped
 
     # The more often drawn, the deeper a program gets.
@@ -169,14 +231,36 @@ class Programs(TwoWorlds):
             self.backward(index, gradients)
         self.step(index)
 
-    @rule(index=indices, gradients=backwards, anew=rarely)
-    def step_after_update(self, index: int, gradients: list[GradientSpec], anew: bool) -> None:
-        self.at(index, lambda world, optimizer: give(optimizer, gradients))
+    @rule(index=indices, gradients=backwards, loss=st.booleans(), anew=st.booleans(), looks=rarely)
+    def step_after_update(
+        self, index: int, gradients: list[GradientSpec], loss: bool, anew: bool, looks: bool
+    ) -> None:
+        """Unscale, but do not step before the update; perhaps another batch follows."""
+        self.backward(index, gradients)
         self.unscale(index)
         self.update()
+        if loss:
+            self.scale(1.0, torch.float32, "tensor")
         if anew:
-            self.backward(index, gradients)
+            self.backward(index, gradients[::-1])
+        if looks:
+            self.check(index, False)
         self.step(index)
+
+    @rule(indices=st.lists(indices, min_size=2, max_size=3), gradients=backwards, spec=st.none() | clips)
+    def update_after_each_step(self, indices: list[int], gradients: list[GradientSpec], spec: ClipSpec | None) -> None:
+        """As Accelerate does with several optimizers."""
+        self.scale(1.0, torch.float32, "tensor")
+        for index in indices:
+            self.backward(index, gradients)
+        if spec is None:
+            for index in indices:
+                self.unscale(index)
+        else:
+            self.clip(spec)
+        for index in indices:
+            self.step(index)
+            self.update()
 
     @rule(index=indices, wrapped=rarely)
     def check(self, index: int, wrapped: bool) -> None:
@@ -191,6 +275,20 @@ class Programs(TwoWorlds):
     @rule(index=indices, value=st.sampled_from([1.0, 0.0]))
     def write_flags(self, index: int, value: float) -> None:
         self.at(index, lambda world, optimizer: fill(world.scaler._found_inf_per_device(optimizer), value))
+
+    @rule(index=indices, value=st.sampled_from([1.0, 0.0]))
+    def replace_flags(self, index: int, value: float) -> None:
+        self.at(index, lambda world, optimizer: put_flags(world.scaler, optimizer, value))
+
+    @rule(index=indices, stage=st.sampled_from([OptState.READY, OptState.READY, OptState.STEPPED]))
+    def write_stage(self, index: int, stage: OptState) -> None:
+        """As SAM does, and optimizers that step within backward."""
+        self.at(index, lambda world, optimizer: put_stage(world.scaler, optimizer, stage))
+
+    @rule()
+    def forget_steps(self) -> None:
+        """As Composer does after it ran out of memory."""
+        self.both(lambda world: forget_steps(world.scaler))
 
     # The scale and its rules.
 
@@ -232,18 +330,19 @@ class Programs(TwoWorlds):
     def set_growth_interval(self, value: int) -> None:
         self.both(lambda world: world.scaler.set_growth_interval(value))
 
-    @rule(settings=st.lists(settings_of_ours, min_size=1, max_size=4))
-    def set_our_own(self, settings: list[tuple[str, Any]]) -> None:
-        for name, value in settings:
-            self.both(lambda world, name=name, value=value: set_to(world.scaler, name, value))
-            self.ask_limits()
+    @rule(changes=changes_of_limits)
+    def set_limits(self, changes: dict[str, Any]) -> None:
+        self.both(lambda world: world.scaler.set_limits(**changes))
+        self.ask_limits()
 
-    @rule(overflows=st.lists(st.booleans(), min_size=1, max_size=8), settings=st.lists(settings_of_ours, max_size=4))
-    def set_while_training(self, overflows: list[bool], settings: list[tuple[str, Any]]) -> None:
+    @rule(overflows=st.lists(st.booleans(), min_size=1, max_size=8), changes=st.lists(changes_of_limits, max_size=4))
+    def set_while_training(self, overflows: list[bool], changes: list[dict[str, Any]]) -> None:
         half = len(overflows) // 2
-        self.set_our_own(settings[::2])
+        for each in changes[::2]:
+            self.set_limits(each)
         self.train_one(overflows[:half])
-        self.set_our_own(settings[1::2])
+        for each in changes[1::2]:
+            self.set_limits(each)
         self.train_one(overflows[half:])
 
     def train_one(self, overflows: list[bool]) -> None:
@@ -257,7 +356,7 @@ class Programs(TwoWorlds):
 
     @rule()
     def ask_limits(self) -> None:
-        self.both(lambda world: limits_of(world.scaler))
+        self.both(lambda world: tuple(world.scaler.limits))
 
     @rule()
     def lazy_init(self) -> None:
@@ -277,8 +376,8 @@ class Programs(TwoWorlds):
 
     @invariant()
     def a_report_says_what_was_seen(self) -> None:
-        report = self.ours.scaler.overflow_report(named_parameters(self.ours))
-        self.theirs.scaler.check_report(report, named_parameters(self.theirs))
+        report = self.ours.scaler.overflow_report(self.ours.named_parameters())
+        self.theirs.scaler.check_report(report, self.theirs.named_parameters())
 
     # Checkpoints and copies.
 
@@ -304,7 +403,9 @@ class Programs(TwoWorlds):
 
     @rule(how=st.sampled_from(["pickle", "deepcopy", "copy"]))
     def become_a_copy(self, how: str) -> None:
-        self.both(lambda world: replace_scaler(world, how))
+        states = self.theirs.scaler._per_optimizer_states.values()
+        if not any(each["stage"] is OptState.READY and not each["found_inf_per_device"] for each in states):
+            self.both(lambda world: replace_scaler(world, how))  # torch refuses where somebody only asked
 
     # Optimizers that change.
 
@@ -315,8 +416,6 @@ class Programs(TwoWorlds):
     @rule(index=indices, spec=optimizer_specs())
     def replace_optimizer(self, index: int, spec: OptimizerSpec) -> None:
         self.both(lambda world: world.replace(index % len(world.optimizers), lambda: spec.build(self.half)))
-        if any("deferred" in state for state in self.ours.scaler._per_optimizer_states.values()):
-            gc.collect()  # an error that was raised may hold the old one
 
     @rule(index=indices, whole=st.booleans())
     def rearrange_parameters(self, index: int, whole: bool) -> None:
@@ -325,3 +424,94 @@ class Programs(TwoWorlds):
     @rule(index=indices, freeze=st.booleans())
     def freeze(self, index: int, freeze: bool) -> None:
         self.at(index, lambda _, optimizer: parameters_of(optimizer)[0].requires_grad_(not freeze))
+
+
+def new_scale_tensor(value: float, size: int, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    """Return an argument for `update`, legal or not."""
+    shape = () if size == 0 else (size,)
+    return torch.full(shape, value, dtype=dtype, requires_grad=requires_grad)
+
+
+def give(optimizer: torch.optim.Optimizer, gradients: list[GradientSpec]) -> None:
+    for position, parameter in enumerate(parameters_of(optimizer)):
+        gradients[position % len(gradients)].give(parameter)
+
+
+def extend(optimizer: torch.optim.Optimizer, spec: ParameterSpec, half: torch.dtype) -> None:
+    group = optimizer.param_groups[0]
+    fused_momentum = bool(group["fused"] and group.get("momentum"))
+    optimizer.add_param_group({"params": [spec.build(half_of(fused_momentum, half))]})
+
+
+def failing_step(world: World, optimizer: torch.optim.Optimizer) -> Any:
+    """Step, but for the optimizer's own step, which raises at its begin."""
+
+    def raising(*args: Any, **kwargs: Any) -> None:
+        raise OSError("out of order")
+
+    with mock.patch.object(optimizer, "step", raising):
+        return world.scaler.step(optimizer)
+
+
+def rearrange(optimizer: torch.optim.Optimizer, whole: bool) -> None:
+    """Reverse the order of an optimizer's parameters; where they are not to stay whole the first one leaves."""
+    first = optimizer.param_groups[0]["params"]
+    if not whole and len(first) > 1:
+        del first[0]
+    first.reverse()
+    optimizer.param_groups.reverse()
+
+
+def scaled(scaler: Any, loss: torch.Tensor, form: str) -> Any:
+    losses = {
+        "tensor": loss,
+        "list": [loss, loss.reshape(1)],
+        "tuple": (loss, [loss]),
+        "generator": (each for each in [loss]),
+        "number": 3,
+    }
+    result = scaler.scale(losses[form])
+    return list(result) if form == "generator" else result
+
+
+def numbers(found: dict[Any, torch.Tensor]) -> list[float]:
+    return [flag.item() for flag in found.values()]
+
+
+def fill(tensors: dict[Any, torch.Tensor], value: float) -> None:
+    for tensor in tensors.values():
+        tensor.fill_(value)
+
+
+def assign(scaler: Any, value: float, size: int) -> None:
+    scaler._scale = torch.full((1,) if size else (), value)
+
+
+def asked(scaler: Any) -> list[Any]:
+    getters = (scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval)
+    return [scaler.is_enabled(), scaler.get_scale(), scaler._get_growth_tracker(), *(getter() for getter in getters)]
+
+
+def replace_scaler(world: World, how: str) -> None:
+    copies = {"pickle": lambda s: pickle.loads(pickle.dumps(s)), "deepcopy": copy.deepcopy, "copy": copy.copy}
+    world.scaler = copies[how](world.scaler)
+
+
+def put_flags(scaler: Any, optimizer: Any, value: float) -> None:
+    """Replace flags by tensors of one's own; there may be none."""
+    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for device in list(flags):
+        flags[device] = torch.full((), value)
+
+
+def put_stage(scaler: Any, optimizer: Any, stage: OptState) -> None:
+    """Write a stage that torch's class would take up."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["found_inf_per_device"]:
+        state["stage"] = stage
+
+
+def forget_steps(scaler: Any) -> None:
+    """Assign fresh states, which torch's class has from its first step on."""
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+    getattr(scaler, "_carried", {}).clear()

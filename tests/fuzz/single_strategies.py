@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from extras import LARGEST_INT
 from hypothesis import strategies as st
 from specification import FP32_MAX, SMALLEST
 from worlds import (
@@ -90,7 +91,6 @@ clips = st.builds(
     st.sampled_from([2.0] * 6 + [2, INF, "inf", 1.0, 3, 0.5]),
     rarely,
     st.none() | st.none() | st.frozensets(st.integers(0, 5)),
-    st.integers(0, 3).map(lambda number: number == 3),
     rarely,
 )
 limits = st.fixed_dictionaries(
@@ -98,7 +98,16 @@ limits = st.fixed_dictionaries(
         "min_scale": st.sampled_from([SMALLEST, 2.0**-10, 4.0]),
         "max_scale": st.sampled_from([FP32_MAX, 2.0**20, 4.0]),
         "hysteresis": st.integers(1, 3),
-        "consecutive_hysteresis": st.booleans(),
         "max_consecutive_skips": st.none() | st.integers(0, 2),
     }
+)
+bounds = st.sampled_from([SMALLEST, 2.0**-10, 1.0, 4, 2.0**20, FP32_MAX]) | any_scales | st.sampled_from(["4", None])
+changes_of_limits = st.fixed_dictionaries(
+    {},
+    optional={
+        "min_scale": bounds,
+        "max_scale": bounds,
+        "hysteresis": st.integers(0, 4) | st.sampled_from([-1, LARGEST_INT + 1, 2.0, "2", None]),
+        "max_consecutive_skips": st.none() | st.integers(0, 2) | st.sampled_from([-1, 1.0, "1"]),
+    },
 )

@@ -11,7 +11,7 @@ pytest.importorskip("hypothesis")
 
 import torch
 import torch.distributed as dist
-from beyond_torch import FullShardedSpecification
+from extras import FullShardedSpecification
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import seed
 from hypothesis.stateful import run_state_machine_as_test
