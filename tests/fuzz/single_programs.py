@@ -232,9 +232,7 @@ class Programs(RuleBasedStateMachine):
         self.step(index)
 
     @rule(index=indices, gradients=backwards, loss=st.booleans(), anew=st.booleans(), looks=rarely)
-    def step_after_update(
-        self, index: int, gradients: list[GradientSpec], loss: bool, anew: bool, looks: bool
-    ) -> None:
+    def step_after_update(self, index: int, gradients: list[GradientSpec], loss: bool, anew: bool, looks: bool) -> None:
         """Unscale, but do not step before the update; perhaps another batch follows."""
         self.backward(index, gradients)
         self.unscale(index)
@@ -498,9 +496,10 @@ def replace_scaler(world: World, how: str) -> None:
 
 
 def put_flags(scaler: Any, optimizer: Any, value: float) -> None:
-    """Replace flags by tensors of one's own; there may be none."""
-    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    for device in list(flags):
+    """Replace the flags of a step to be taken by tensors of one's own; there may be none."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    flags = state["found_inf_per_device"]
+    for device in list(flags) if state["stage"] is not OptState.STEPPED else ():
         flags[device] = torch.full((), value)
 
 
