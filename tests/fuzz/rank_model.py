@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from cases import GROWTH_INTERVAL, INIT_SCALE
-from rank_gradients import whole
-from rank_places import PLACES
-from rank_programs import Clip, Program, Split, Spot
+from rank_programs import PLACES, Clip, Program, Split, Spot, whole
+from ranks.cases import GROWTH_INTERVAL, INIT_SCALE
 from torch import Tensor
 
 from scaler_triton import ScalerStats
@@ -56,8 +54,6 @@ class Rule:
             self.scale, self.tracker = self.scale / 2 if self.strikes >= self.limits["hysteresis"] else self.scale, 0
         elif self.tracker >= GROWTH_INTERVAL:
             self.scale, self.tracker, self.strikes = self.scale * 2, 0, 0
-        elif self.limits["consecutive_hysteresis"]:
-            self.strikes = 0
         self.scale = min(max(self.scale, self.limits["min_scale"]), self.limits["max_scale"])
 
     def _count(self, bad: bool, before: float) -> None:
@@ -120,8 +116,7 @@ def _compared(program: Program, split: Split, optimizer: int) -> str | None:
     clip = program.clip_of(split.step, optimizer)
     if clip is None or not program.clips_at_once(clip):
         return f"from {min(one, other)} to {max(one, other)}" if program.agrees(optimizer) else None
-    given_up = clip.defer and clip.refuses and not program.clip_is_clean(split.step, clip)  # skips whatever the flag
-    if given_up or not program.clip_agrees(clip):
+    if not program.clip_agrees(clip):
         return None
     mean, harmonic = (3 * one + other) / 4, 4 / (3 / one + 1 / other)
     return f"some below {harmonic:g}, some above {mean:g}"
@@ -170,7 +165,7 @@ def norm(program: Program, step: int, clip: Clip) -> float:
 
 
 def _is_there(program: Program, spot: Spot) -> Tensor:
-    """Tell which elements of the whole gradient, that a rank holds a piece of, some rank has."""
+    """Return which elements of the whole gradient, that a rank holds a piece of, some rank has."""
     parameter = program.parameter_of(spot)
     own, there = PLACES[parameter.place].own, torch.zeros(parameter.rows * 3, dtype=torch.bool)
     for rank, held in enumerate(parameter.held(spot.step)):

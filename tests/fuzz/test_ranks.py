@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
-import cases
 import rank_execution
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import given, seed
@@ -24,12 +23,10 @@ from rank_model import (
     steps_taken,
     told_apart,
 )
-from rank_places import PLACES, PLAIN
-from rank_programs import Clip, Optimizer, Program
+from rank_pool import RankPool
+from rank_programs import PLACES, PLAIN, Clip, Optimizer, Program
 from rank_strategies import ON_MOVED, RANKS, any_programs, long_programs, moving_programs
-
-from scaler_triton.demo.ranks import RankPool
-from scaler_triton.words import count_of
+from ranks import cases
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -95,7 +92,7 @@ def check_audit(program: Program, traces: list[Trace]) -> None:
     assert said.verdict == ("split" if apart else "agree")
     assert said.compared[:2] == ("scale", "tracker"), said
     copied = copies_compared(program)
-    assert not copied or said.compared[-1] == count_of(copied, "replicated parameter"), said
+    assert not copied or said.compared[-1] == f"{copied} replicated parameter{'s' * (copied != 1)}", said
 
 
 def names_of_steps(program: Program) -> list[str]:

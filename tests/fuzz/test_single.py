@@ -15,7 +15,7 @@ from extras import FullShardedSpecification
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import seed
 from hypothesis.stateful import run_state_machine_as_test
-from single_programs import Programs
+from programs import Programs
 from specification import departures
 
 from scaler_triton import ShardedGradScaler

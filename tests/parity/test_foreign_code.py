@@ -96,28 +96,31 @@ def loss(parameters: Sequence[Tensor], bad: bool = False) -> Tensor:
     return total * math.inf if bad else total
 
 
-ROWS: list[Any] = []
+class Table:
+    """Functions that `add` collects, one row for each, or for each variant of its last argument."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def __call__(self, *variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        def add(function: Callable[..., None]) -> Callable[..., None]:
+            for variant in variants:
+                name = f"{function.__name__}-{getattr(variant, '__name__', variant)}"
+                self.rows.append(pytest.param(partial(function, variant=variant), id=name))
+            if not variants:
+                self.rows.append(pytest.param(function, id=function.__name__))
+            return function
+
+        return add
 
 
-def row(*variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a row of the table, or a row for each variant of its last argument."""
-
-    def add(function: Callable[..., None]) -> Callable[..., None]:
-        for variant in variants:
-            name = getattr(variant, "__name__", str(variant))
-            ROWS.append(pytest.param(partial(function, variant=variant), id=f"{function.__name__}-{name}"))
-        if not variants:
-            ROWS.append(pytest.param(function, id=function.__name__))
-        return function
-
-    return add
+row = Table()
 
 
-@PLACES
-@pytest.mark.parametrize("snippet", ROWS)
-def test_ends_as_with_torch(snippet: Callable[[Run], None], place: Place) -> None:
+def assert_ends_as_with_torch(snippet: Callable[[Run], None], place: Place) -> None:
     theirs, ours = Run(torch.amp.GradScaler, place), Run(GradScaler, place)
     for run in (theirs, ours):
+        torch.manual_seed(0)
         snippet(run)
     assert len(ours.seen) == len(theirs.seen) > 0
     for mine, other in zip(ours.seen, theirs.seen, strict=True):
@@ -567,24 +570,6 @@ def a_container_that_steps_through_the_scaler(run: Run, variant: float) -> None:
     run.look(scaler, [*only(optimizers[0]), *only(optimizers[1])])
 
 
-@row()
-def two_optimizers_skip_each_for_itself_and_back_off_together(run: Run) -> None:
-    good, bad, scaler = run.sgd(), run.sgd(math.nan), run.started()
-    scaler.step(good)
-    run.finish(scaler, bad)
-    run.look(scaler, only(good))
-
-
-@row((), (1,))
-def the_scale_is_the_truth_whoever_writes_it(run: Run, variant: tuple[int, ...]) -> None:
-    scaler, optimizer = run.started(), run.sgd(16.0)
-    scaler._scale = run.full(16.0, variant)
-    scaler.unscale_(optimizer)
-    run.finish(scaler, optimizer)
-    scaler._scale.fill_(2.0)
-    run.finish(scaler, run.sgd(4.0, fused=True))
-
-
 @row(None, 0.0, math.inf)
 def looks_between_the_calls(run: Run, variant: float | None) -> None:
     """Every micro-batch may be checked, and gradients once more after unscaling: a count of tokens may be 0."""
@@ -603,14 +588,6 @@ def looks_between_the_calls(run: Run, variant: float | None) -> None:
     run.note(*found)  # they stay until the update
     scaler.update()
     run.look(scaler, [parameter])
-
-
-@row(False, True)
-def a_check_asked_for_early_does_not_stand_for_the_steps_own(run: Run, variant: bool) -> None:
-    optimizer, scaler = run.sgd(4.0, fused=variant), run.started()
-    run.note(*scaler._check_inf_per_device(optimizer).values())
-    only(optimizer)[0].grad = run.full(math.inf)
-    run.finish(scaler, optimizer)
 
 
 @row(1.0, math.inf)
@@ -642,28 +619,18 @@ class Averaging(torch.optim.SGD):
         return super().step(closure)
 
 
-def three_fused_steps(run: Run, optimizer: Any) -> None:
-    scaler = run.scaler()
-    for _ in range(3):
-        scaler.scale(only(optimizer)[0].sum()).backward()
-        run.finish(scaler, optimizer)
-
-
-@row(*itertools.product((averaging, dropping), ("pre", "post", "global")))
-def a_hook_writes_into_scale_or_flag(run: Run, variant: Any) -> None:
+@row(*itertools.product((averaging, dropping), ("pre", "post", "global")), (None, "own"))
+def a_hook_or_an_optimizer_of_ones_own_writes_into_scale_or_flag(run: Run, variant: Any) -> None:
     hook, way = variant
-    optimizer = run.sgd(fused=True)
+    optimizer = Averaging([run.parameter()], lr=0.5, fused=True) if hook is None else run.sgd(fused=True)
     register = getattr(optimizer, f"register_step_{way}_hook", register_optimizer_step_pre_hook)
-    handle = register(hook)
+    handle, scaler = register(hook or (lambda *args: None)), run.scaler()
     try:
-        three_fused_steps(run, optimizer)
+        for _ in range(3):
+            scaler.scale(only(optimizer)[0].sum()).backward()
+            run.finish(scaler, optimizer)
     finally:
         handle.remove()
-
-
-@row()
-def an_optimizer_of_ones_own_writes_into_the_scale(run: Run) -> None:
-    three_fused_steps(run, Averaging([run.parameter()], lr=0.5, fused=True))
 
 
 @row(False, True)
@@ -725,13 +692,6 @@ class Passing:
         return self.scaler.step(optimizer, self.argument)
 
 
-@row(False, True)
-def a_closure_by_keyword(run: Run, variant: bool) -> None:
-    optimizer, scaler = run.sgd(fused=variant), run.started()
-    run.error(lambda: scaler.step(optimizer, closure=None))
-    run.finish(scaler, optimizer)
-
-
 # Errors.
 
 
@@ -742,19 +702,6 @@ def used_before_scale(run: Run, variant: str) -> None:
         run.error(lambda: getattr(scaler, variant)(*(() if variant == "update" else (optimizer,))))
     scaler.scale(run.full(1.0, ()))
     run.finish(scaler, optimizer)
-
-
-@row(False, True)
-def a_wrong_order(run: Run, variant: bool) -> None:
-    optimizer, scaler = run.sgd(fused=variant), run.started()
-    run.error(scaler.update)
-    scaler.unscale_(optimizer)
-    run.error(lambda: scaler.unscale_(optimizer))
-    scaler.step(optimizer)
-    run.error(lambda: scaler.unscale_(optimizer))
-    run.error(lambda: scaler.step(optimizer))
-    scaler.update()
-    run.note(scaler._per_optimizer_states[id(optimizer)]["stage"])
 
 
 @row()
@@ -998,3 +945,9 @@ def a_subclass_that_allows_only_torchs_attributes(run: Run) -> None:
             super().__setattr__(name, value)
 
     run.finish(run.started(Strict), run.sgd())
+
+
+@PLACES
+@pytest.mark.parametrize("snippet", row.rows)
+def test_ends_as_with_torch(snippet: Callable[[Run], None], place: Place) -> None:
+    assert_ends_as_with_torch(snippet, place)

@@ -18,7 +18,8 @@ from extras import FullSpecification
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from single_strategies import (
+from specification import Refused, parameters_of
+from strategies import (
     INF,
     SHAPE,
     all_dtypes,
@@ -39,7 +40,6 @@ from single_strategies import (
     scales,
     state_dicts,
 )
-from specification import Refused, parameters_of
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from worlds import (
     BucketSpec,
