@@ -13,48 +13,15 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import strategies as draw
 import torch
 from extras import FullSpecification
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from specification import Refused, parameters_of
-from strategies import (
-    INF,
-    SHAPE,
-    all_dtypes,
-    any_backoff_factors,
-    any_growth_factors,
-    any_scales,
-    backwards,
-    buckets,
-    changes_of_limits,
-    clips,
-    defects,
-    indices,
-    intervals,
-    limits,
-    optimizer_specs,
-    parameter_specs,
-    rarely,
-    scales,
-    state_dicts,
-)
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
-from worlds import (
-    BucketSpec,
-    ClipSpec,
-    GradientSpec,
-    OptimizerSpec,
-    ParameterSpec,
-    World,
-    Wrapper,
-    assert_equal,
-    assert_same_worlds,
-    first_line,
-    half_of,
-    outcome,
-)
+from worlds import GradientSpec, World, Wrapper, assert_equal, assert_same_worlds, first_line, half_of, outcome
 
 from scaler_triton import GradScaler
 
@@ -69,14 +36,14 @@ class Programs(RuleBasedStateMachine):
     half = torch.bfloat16
 
     @initialize(
-        specs=st.lists(optimizer_specs(), min_size=1, max_size=3),
-        scale=scales,
+        specs=st.lists(draw.optimizer_specs(), min_size=1, max_size=3),
+        scale=draw.scales,
         growth=st.sampled_from([2.0, 1.1, 4.0]),
         backoff=st.sampled_from([0.5, 0.3]),
-        interval=intervals,
-        enabled=rarely.map(lambda disabled: not disabled),
-        started=rarely.map(lambda not_yet: not not_yet),
-        limits=st.none() | st.none() | limits,
+        interval=draw.intervals,
+        enabled=draw.rarely.map(lambda disabled: not disabled),
+        started=draw.rarely.map(lambda not_yet: not not_yet),
+        limits=st.none() | st.none() | draw.limits,
     )
     def start(
         self,
@@ -125,42 +92,38 @@ class Programs(RuleBasedStateMachine):
 
     # Backward passes.
 
-    @rule(index=indices, gradients=backwards)
+    @rule(index=draw.indices, gradients=draw.backwards)
     def backward(self, index: int, gradients: list[GradientSpec]) -> None:
         self.at(index, lambda _, optimizer: give(optimizer, gradients))
 
-    @rule(index=indices, form=st.sampled_from(["uncoalesced", "piled"]), number=st.integers(0, 20))
+    @rule(index=draw.indices, form=st.sampled_from(["uncoalesced", "piled"]), number=st.integers(0, 20))
     def backward_sparsely(self, index: int, form: str, number: int) -> None:
         self.backward(index, [GradientSpec(form, number)])
 
-    @rule(index=indices, bucket=buckets)
-    def backward_into_bucket(self, index: int, bucket: BucketSpec) -> None:
-        self.at(index, lambda _, optimizer: bucket.give(parameters_of(optimizer)))
-
-    @rule(index=indices, to_none=st.booleans())
+    @rule(index=draw.indices, to_none=st.booleans())
     def zero_grad(self, index: int, to_none: bool) -> None:
         self.at(index, lambda _, optimizer: optimizer.zero_grad(set_to_none=to_none))
 
     # A step, call by call and as a whole.
 
     @rule(
-        value=st.sampled_from([1.0, 2.5, INF]),
-        dtype=all_dtypes,
+        value=st.sampled_from([1.0, 2.5, draw.INF]),
+        dtype=draw.all_dtypes,
         form=st.sampled_from(["tensor", "list", "tuple", "generator", "number"]),
     )
     def scale(self, value: float, dtype: torch.dtype, form: str) -> None:
         self.both(lambda world: scaled(world.scaler, torch.tensor(value, dtype=dtype), form))
 
-    @rule(index=indices, wrapped=rarely)
+    @rule(index=draw.indices, wrapped=draw.rarely)
     def unscale(self, index: int, wrapped: bool = False) -> None:
         self.at(index, lambda world, optimizer: world.scaler.unscale_(optimizer), wrapped)
 
-    @rule(index=indices, closure=rarely, wrapped=rarely)
+    @rule(index=draw.indices, closure=draw.rarely, wrapped=draw.rarely)
     def step(self, index: int, closure: bool = False, wrapped: bool = False) -> None:
         keywords = {"closure": None} if closure else {}
         self.at(index, lambda world, optimizer: world.scaler.step(optimizer, **keywords), wrapped)
 
-    @rule(index=indices, closure=st.sampled_from([None, float]))
+    @rule(index=draw.indices, closure=st.sampled_from([None, float]))
     def step_by_position(self, index: int, closure: Any) -> None:
         self.at(index, lambda world, optimizer: world.scaler.step(optimizer, closure))
 
@@ -169,7 +132,8 @@ class Programs(RuleBasedStateMachine):
         self.both(lambda world: world.scaler.update())
 
     @rule(
-        gradients=st.lists(backwards, min_size=1, max_size=3), explicit=st.lists(st.booleans(), min_size=1, max_size=3)
+        gradients=st.lists(draw.backwards, min_size=1, max_size=3),
+        explicit=st.lists(st.booleans(), min_size=1, max_size=3),
     )
     def train(self, gradients: list[list[GradientSpec]], explicit: list[bool]) -> None:
         self.both(lambda world: world.scaler.scale(torch.ones(())))
@@ -180,8 +144,8 @@ class Programs(RuleBasedStateMachine):
             self.step(index)
         self.update()
 
-    @rule(spec=clips)
-    def clip(self, spec: ClipSpec) -> None:
+    @rule(spec=draw.clips)
+    def clip(self, spec: Any) -> None:
         measured: list[torch.Tensor] = []
 
         def call(world: World) -> torch.Tensor:
@@ -192,8 +156,8 @@ class Programs(RuleBasedStateMachine):
 
         self.both(call)
 
-    @rule(gradients=st.lists(backwards, min_size=1, max_size=3), spec=clips)
-    def train_clipped(self, gradients: list[list[GradientSpec]], spec: ClipSpec) -> None:
+    @rule(gradients=st.lists(draw.backwards, min_size=1, max_size=3), spec=draw.clips)
+    def train_clipped(self, gradients: list[list[GradientSpec]], spec: Any) -> None:
         self.both(lambda world: world.scaler.scale(torch.ones(())))
         for index in range(len(self.ours.optimizers)):
             self.backward(index, gradients[index % len(gradients)])
@@ -203,8 +167,8 @@ class Programs(RuleBasedStateMachine):
         self.ask_skipped(0)
         self.update()
 
-    @rule(index=indices, gradients=backwards, spec=clips)
-    def check_then_clip(self, index: int, gradients: list[GradientSpec], spec: ClipSpec) -> None:
+    @rule(index=draw.indices, gradients=draw.backwards, spec=draw.clips)
+    def check_then_clip(self, index: int, gradients: list[GradientSpec], spec: Any) -> None:
         self.check(index, False)
         self.backward(index, gradients)
         self.clip(spec)
@@ -217,7 +181,9 @@ class Programs(RuleBasedStateMachine):
 
     # Steps out of turn, and flags as frameworks touch them.
 
-    @rule(index=indices, loss=st.booleans(), gradients=st.none() | backwards, zeroed=st.none() | st.booleans())
+    @rule(
+        index=draw.indices, loss=st.booleans(), gradients=st.none() | draw.backwards, zeroed=st.none() | st.booleans()
+    )
     def step_that_fails(
         self, index: int, loss: bool, gradients: list[GradientSpec] | None, zeroed: bool | None
     ) -> None:
@@ -231,7 +197,7 @@ class Programs(RuleBasedStateMachine):
             self.backward(index, gradients)
         self.step(index)
 
-    @rule(index=indices, gradients=backwards, loss=st.booleans(), anew=st.booleans(), looks=rarely)
+    @rule(index=draw.indices, gradients=draw.backwards, loss=st.booleans(), anew=st.booleans(), looks=draw.rarely)
     def step_after_update(self, index: int, gradients: list[GradientSpec], loss: bool, anew: bool, looks: bool) -> None:
         """Unscale, but do not step before the update; perhaps another batch follows."""
         self.backward(index, gradients)
@@ -245,8 +211,8 @@ class Programs(RuleBasedStateMachine):
             self.check(index, False)
         self.step(index)
 
-    @rule(indices=st.lists(indices, min_size=2, max_size=3), gradients=backwards, spec=st.none() | clips)
-    def update_after_each_step(self, indices: list[int], gradients: list[GradientSpec], spec: ClipSpec | None) -> None:
+    @rule(indices=st.lists(draw.indices, min_size=2, max_size=3), gradients=draw.backwards, spec=st.none() | draw.clips)
+    def update_after_each_step(self, indices: list[int], gradients: list[GradientSpec], spec: Any | None) -> None:
         """As Accelerate does with several optimizers."""
         self.scale(1.0, torch.float32, "tensor")
         for index in indices:
@@ -260,25 +226,25 @@ class Programs(RuleBasedStateMachine):
             self.step(index)
             self.update()
 
-    @rule(index=indices, wrapped=rarely)
+    @rule(index=draw.indices, wrapped=draw.rarely)
     def check(self, index: int, wrapped: bool) -> None:
         self.at(index, lambda world, optimizer: numbers(world.scaler._check_inf_per_device(optimizer)), wrapped)
 
-    @rule(index=indices, gradients=backwards)
+    @rule(index=draw.indices, gradients=draw.backwards)
     def check_before_and_after_backward(self, index: int, gradients: list[GradientSpec]) -> None:
         self.check(index, False)
         self.backward(index, gradients)
         self.check(index, False)
 
-    @rule(index=indices, value=st.sampled_from([1.0, 0.0]))
+    @rule(index=draw.indices, value=st.sampled_from([1.0, 0.0]))
     def write_flags(self, index: int, value: float) -> None:
         self.at(index, lambda world, optimizer: fill(world.scaler._found_inf_per_device(optimizer), value))
 
-    @rule(index=indices, value=st.sampled_from([1.0, 0.0]))
+    @rule(index=draw.indices, value=st.sampled_from([1.0, 0.0]))
     def replace_flags(self, index: int, value: float) -> None:
         self.at(index, lambda world, optimizer: put_flags(world.scaler, optimizer, value))
 
-    @rule(index=indices, stage=st.sampled_from([OptState.READY, OptState.READY, OptState.STEPPED]))
+    @rule(index=draw.indices, stage=st.sampled_from([OptState.READY, OptState.READY, OptState.STEPPED]))
     def write_stage(self, index: int, stage: OptState) -> None:
         """As SAM does, and optimizers that step within backward."""
         self.at(index, lambda world, optimizer: put_stage(world.scaler, optimizer, stage))
@@ -290,50 +256,42 @@ class Programs(RuleBasedStateMachine):
 
     # The scale and its rules.
 
-    @rule(value=any_scales)
+    @rule(value=draw.any_scales | st.integers(-1, 5))
     def update_to_number(self, value: float) -> None:
         self.both(lambda world: world.scaler.update(value))
 
-    @rule(value=st.integers(-1, 5))
-    def update_to_int(self, value: int) -> None:
-        self.both(lambda world: world.scaler.update(value))
-
     @rule(
-        value=any_scales,
-        size=st.sampled_from([0, 1, 2]),
+        value=draw.any_scales,
+        shape=st.sampled_from([(), (1,), (2,)]),
         dtype=st.sampled_from([torch.float32, torch.float64]),
         requires_grad=st.booleans(),
     )
-    def update_to_tensor(self, value: float, size: int, dtype: torch.dtype, requires_grad: bool) -> None:
-        self.both(lambda world: world.scaler.update(new_scale_tensor(value, size, dtype, requires_grad)))
+    def update_to_tensor(self, value: float, shape: Any, dtype: torch.dtype, requires_grad: bool) -> None:
+        options = {"dtype": dtype, "requires_grad": requires_grad}
+        self.both(lambda world: world.scaler.update(torch.full(shape, value, **options)))
 
-    @rule(value=any_scales, size=st.sampled_from(SHAPE))
-    def assign_scale(self, value: float, size: int) -> None:
-        self.both(lambda world: assign(world.scaler, value, size))
+    @rule(value=draw.any_scales, shape=st.sampled_from([(), (1,)]))
+    def assign_scale(self, value: float, shape: Any) -> None:
+        self.both(lambda world: setattr(world.scaler, "_scale", torch.full(shape, value)))
 
     @precondition(lambda self: self.ours.scaler._get_scale_async() is not None)
-    @rule(value=any_scales)
+    @rule(value=draw.any_scales)
     def fill_scale(self, value: float) -> None:
         self.both(lambda world: fill({"": world.scaler._scale}, value))
 
-    @rule(value=any_growth_factors)
-    def set_growth_factor(self, value: float) -> None:
-        self.both(lambda world: world.scaler.set_growth_factor(value))
+    @rule(pair=draw.settings)
+    def set_one(self, pair: tuple[str, Any]) -> None:
+        name, value = pair
+        self.both(lambda world: getattr(world.scaler, f"set_{name}")(value))
 
-    @rule(value=any_backoff_factors)
-    def set_backoff_factor(self, value: float) -> None:
-        self.both(lambda world: world.scaler.set_backoff_factor(value))
-
-    @rule(value=st.integers(-1, 5))
-    def set_growth_interval(self, value: int) -> None:
-        self.both(lambda world: world.scaler.set_growth_interval(value))
-
-    @rule(changes=changes_of_limits)
+    @rule(changes=draw.changes_of_limits)
     def set_limits(self, changes: dict[str, Any]) -> None:
         self.both(lambda world: world.scaler.set_limits(**changes))
-        self.ask_limits()
+        self.both(lambda world: tuple(world.scaler.limits))
 
-    @rule(overflows=st.lists(st.booleans(), min_size=1, max_size=8), changes=st.lists(changes_of_limits, max_size=4))
+    @rule(
+        overflows=st.lists(st.booleans(), min_size=1, max_size=8), changes=st.lists(draw.changes_of_limits, max_size=4)
+    )
     def set_while_training(self, overflows: list[bool], changes: list[dict[str, Any]]) -> None:
         half = len(overflows) // 2
         for each in changes[::2]:
@@ -346,15 +304,11 @@ class Programs(RuleBasedStateMachine):
     def train_one(self, overflows: list[bool]) -> None:
         """Step the first optimizer, as often as it takes for a limit of skips, which lags behind."""
         for overflow in overflows:
-            self.backward(0, [GradientSpec("dense", plant=INF if overflow else None)])
+            self.backward(0, [GradientSpec("dense", plant=draw.INF if overflow else None)])
             self.step(0)
             self.update()
 
     set_while_training_again = set_while_training
-
-    @rule()
-    def ask_limits(self) -> None:
-        self.both(lambda world: tuple(world.scaler.limits))
 
     @rule()
     def lazy_init(self) -> None:
@@ -364,7 +318,7 @@ class Programs(RuleBasedStateMachine):
     def ask(self) -> None:
         self.both(lambda world: asked(world.scaler))
 
-    @rule(index=indices, wrapped=rarely)
+    @rule(index=draw.indices, wrapped=draw.rarely)
     def ask_skipped(self, index: int, wrapped: bool = False) -> None:
         self.at(index, lambda world, optimizer: world.scaler.was_skipped(optimizer), wrapped)
 
@@ -379,24 +333,14 @@ class Programs(RuleBasedStateMachine):
 
     # Checkpoints and copies.
 
-    @rule(state=state_dicts)
+    @rule(state=draw.checkpoints())
     def load(self, state: dict[str, Any]) -> None:
-        self.both(lambda world: world.scaler.load_state_dict(state))
+        self.both(lambda world: world.scaler.load_state_dict(dict(state)))
 
-    @rule(state=state_dicts, defect=defects)
-    def load_defective(self, state: dict[str, Any], defect: tuple[str, Any]) -> None:
-        name, value = defect
-        rest = {key: item for key, item in state.items() if key != name}
-        self.both(lambda world: world.scaler.load_state_dict(rest if value is None else {**state, name: value}))
-
-    @rule()
-    def load_empty(self) -> None:
-        self.both(lambda world: world.scaler.load_state_dict({}))
-
-    @rule(growth=any_growth_factors)
+    @rule(growth=draw.any_growth_factors)
     def exchange_checkpoints(self, growth: float) -> None:
         states = [world.scaler.state_dict() for world in (self.theirs, self.ours)]
-        self.both(lambda world: world.scaler.set_growth_factor(growth))
+        self.set_one(("growth_factor", growth))
         self.both(lambda world: world.scaler.load_state_dict(states[world is self.theirs]))
 
     @rule(how=st.sampled_from(["pickle", "deepcopy", "copy"]))
@@ -407,27 +351,21 @@ class Programs(RuleBasedStateMachine):
 
     # Optimizers that change.
 
-    @rule(index=indices, spec=parameter_specs)
-    def add_param_group(self, index: int, spec: ParameterSpec) -> None:
+    @rule(index=draw.indices, spec=draw.parameter_specs)
+    def add_param_group(self, index: int, spec: Any) -> None:
         self.at(index, lambda _, optimizer: extend(optimizer, spec, self.half))
 
-    @rule(index=indices, spec=optimizer_specs())
-    def replace_optimizer(self, index: int, spec: OptimizerSpec) -> None:
+    @rule(index=draw.indices, spec=draw.optimizer_specs())
+    def replace_optimizer(self, index: int, spec: Any) -> None:
         self.both(lambda world: world.replace(index % len(world.optimizers), lambda: spec.build(self.half)))
 
-    @rule(index=indices, whole=st.booleans())
+    @rule(index=draw.indices, whole=st.booleans())
     def rearrange_parameters(self, index: int, whole: bool) -> None:
         self.at(index, lambda _, optimizer: rearrange(optimizer, whole))
 
-    @rule(index=indices, freeze=st.booleans())
+    @rule(index=draw.indices, freeze=st.booleans())
     def freeze(self, index: int, freeze: bool) -> None:
         self.at(index, lambda _, optimizer: parameters_of(optimizer)[0].requires_grad_(not freeze))
-
-
-def new_scale_tensor(value: float, size: int, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    """Return an argument for `update`, legal or not."""
-    shape = () if size == 0 else (size,)
-    return torch.full(shape, value, dtype=dtype, requires_grad=requires_grad)
 
 
 def give(optimizer: torch.optim.Optimizer, gradients: list[GradientSpec]) -> None:
@@ -435,7 +373,7 @@ def give(optimizer: torch.optim.Optimizer, gradients: list[GradientSpec]) -> Non
         gradients[position % len(gradients)].give(parameter)
 
 
-def extend(optimizer: torch.optim.Optimizer, spec: ParameterSpec, half: torch.dtype) -> None:
+def extend(optimizer: torch.optim.Optimizer, spec: Any, half: torch.dtype) -> None:
     group = optimizer.param_groups[0]
     fused_momentum = bool(group["fused"] and group.get("momentum"))
     optimizer.add_param_group({"params": [spec.build(half_of(fused_momentum, half))]})
@@ -479,10 +417,6 @@ def numbers(found: dict[Any, torch.Tensor]) -> list[float]:
 def fill(tensors: dict[Any, torch.Tensor], value: float) -> None:
     for tensor in tensors.values():
         tensor.fill_(value)
-
-
-def assign(scaler: Any, value: float, size: int) -> None:
-    scaler._scale = torch.full((1,) if size else (), value)
 
 
 def asked(scaler: Any) -> list[Any]:

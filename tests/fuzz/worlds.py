@@ -181,27 +181,6 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class BucketSpec:
-    """Gradients that are views of one buffer, as DDP's: how far apart, in which order."""
-
-    seed: int
-    gap: int
-    backwards: bool
-    plant: float | None
-
-    def give(self, parameters: Sequence[Tensor]) -> None:
-        """Set the gradient of every parameter that has the first one's dtype."""
-        chosen = [p for p in parameters if p.dtype == parameters[0].dtype]
-        size = sum(p.numel() + self.gap for p in chosen)
-        buffer = GradientSpec("dense", self.seed, plant=self.plant).values((size,), parameters[0].dtype)
-        begin = 0
-        for parameter in reversed(chosen) if self.backwards else chosen:
-            parameter.grad = None
-            parameter.grad = buffer[begin : begin + parameter.numel()].view(parameter.shape)
-            begin += parameter.numel() + self.gap
-
-
 @dataclass
 class World:
     """One scaler with what it works on."""

@@ -512,30 +512,6 @@ def test_18_after_the_next_loss_gradients_are_scaled_ones(
         assert (values(optimizer), scaler.get_scale()) == (DIVIDED, SCALE)
 
 
-def test_18_unscaling_again_is_obeyed() -> None:
-    for cls in BOTH:
-        optimizer, scaler = optimizer_of(), started_at(cls)
-        carried(scaler, optimizer)
-        scaler.unscale_(optimizer)
-        assert grads(optimizer) == [8.0 / SCALE / SCALE]
-
-
-@KINDS
-def test_18_an_update_or_a_step_that_is_refused_changes_nothing(fused: bool) -> None:
-    early, late, scaler = optimizer_of(), optimizer_of(fused), started_at(GradScaler)
-    carried(scaler, late, early)
-    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-        scaler.update()
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        scaler.step(late, closure=None)
-    scaler.step(early)
-    with pytest.raises(RuntimeError, match=r"after step\(\)"):
-        scaler.clip_grad_norm_([early, late], 1.0)
-    scaler.update()
-    scaler.step(late)
-    assert values(late) == DIVIDED
-
-
 def test_18_a_look_at_a_carried_step_is_heard() -> None:
     early, late, scaler = optimizer_of(), optimizer_of(), started_at(GradScaler)
     carried(scaler, late, early)
@@ -661,28 +637,6 @@ def test_23_a_second_try_before_another_loss_does_not_divide_again(fused: bool) 
     next_batch(scaler, optimizer)
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)\."):
         scaler.step(optimizer)
-
-
-@KINDS
-def test_23_after_an_update_the_same_gradients_are_not_divided_again(fused: bool) -> None:
-    optimizer, scaler = optimizer_of(fused), started_at(GradScaler)
-    fail(scaler, optimizer)
-    scaler.update()
-    scaler.step(optimizer)
-    assert values(optimizer) == ([0.0] if fused else DIVIDED)
-
-
-@pytest.mark.parametrize("name", ["unscale_", "clip_grad_norm_"])
-def test_23_until_the_next_loss_the_calls_before_a_step_raise_torchs_error(name: str) -> None:
-    optimizer, scaler = optimizer_of(), started_at(GradScaler)
-    fail(scaler, optimizer)
-    arguments = (optimizer, 1e9) if name == "clip_grad_norm_" else (optimizer,)
-    with pytest.raises(RuntimeError, match=r"^unscale_\(\) has already been called on this optimizer since"):
-        getattr(scaler, name)(*arguments)
-    next_batch(scaler, optimizer)
-    getattr(scaler, name)(*arguments)
-    scaler.step(optimizer)
-    assert values(optimizer) == DIVIDED
 
 
 def test_23_one_optimizer_that_failed_leaves_another_alone() -> None:
