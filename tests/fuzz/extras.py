@@ -351,17 +351,17 @@ class Seen:
     """What was seen while so many steps had been skipped.
 
     Args:
-        told: must be reported: gradients that held NaN or Inf when they were checked.
+        certain: must be reported: gradients that held NaN or Inf when they were checked.
         doubtful: may be reported, too, of whatever kind: what a check refused, or what overflowed only by unscaling.
     """
 
-    def __init__(self, told: Kinds | None = None, doubtful: set[int] | None = None) -> None:
-        self.told, self.doubtful = told or {}, doubtful or set()
+    def __init__(self, certain: Kinds | None = None, doubtful: set[int] | None = None) -> None:
+        self.certain, self.doubtful = certain or {}, doubtful or set()
 
-    def add(self, told: Kinds) -> None:
+    def add(self, certain: Kinds) -> None:
         """Add what another check saw."""
-        for key, kinds in told.items():
-            self.told[key] = self.told.get(key, 0) | kinds
+        for key, kinds in certain.items():
+            self.certain[key] = self.certain.get(key, 0) | kinds
 
 
 class ReportRules:
@@ -422,7 +422,7 @@ class ReportRules:
         """Leave open what is reported of an optimizer that has changed: nothing, or what was seen."""
         for seen in self._seen.values():
             for parameter, _ in looks:
-                if seen.told.pop(id(parameter), 0):
+                if seen.certain.pop(id(parameter), 0):
                     seen.doubtful.add(id(parameter))
 
     def check_report(self, report: Any, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -436,11 +436,13 @@ class ReportRules:
         seen = self._seen.get(skipped if pending else skipped - 1, Seen())
         named = dict(named)
         bad = {each.name: each for each in report.bad if each.name in named}
-        must = {name for name, parameter in named.items() if id(parameter) in seen.told}
+        must = {name for name, parameter in named.items() if id(parameter) in seen.certain}
         may = {name for name, parameter in named.items() if id(parameter) in seen.doubtful}
         assert must <= set(bad) <= must | may, (report, must, may)
         for name in must - may:
-            assert (bad[name].kinds, bad[name].numel) == (WORDS[seen.told[id(named[name])]], named[name].numel()), name
+            assert (bad[name].kinds, bad[name].numel) == (WORDS[seen.certain[id(named[name])]], named[name].numel()), (
+                name
+            )
 
 
 class FullSpecification(ReportRules, ClippingRules, ExtrasRules, Specification):

@@ -36,14 +36,14 @@ class Trace:
     scales: list[tuple[float, int]] = field(default_factory=list)
     stats: list[ScalerStats] = field(default_factory=list)
     errors: list[str | None] = field(default_factory=list)  # first lines of SkipStreakErrors
-    stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing to tell by
+    stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing shows it
     collectives: list[list[int]] = field(default_factory=list)  # of each optimizer
     update_collectives: list[int] = field(default_factory=list)
     digests: list[list[list[str]]] = field(default_factory=list)  # of each optimizer's parameters
     skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
     norms: list[float | None] = field(default_factory=list)  # None: nothing was clipped
     clip_collectives: list[int | None] = field(default_factory=list)
-    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what ranks tell each other of the last skip
+    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what the ranks report of the last skip
     apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
     step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
     audited: Audited | None = None  # at the end

@@ -96,17 +96,17 @@ def steps_taken(program: Program, rank: int, optimizer: int) -> int:
     return max(sum(Spot(step, rank, optimizer, each) not in program.missing for step in stepped) for each in parameters)
 
 
-def told_apart(program: Program, split: Split) -> tuple[str, str] | None:
-    """Return the call that tells every rank of a split, and how its text begins; None: nothing tells in this step.
+def found_apart(program: Program, split: Split) -> tuple[str, str] | None:
+    """Return the call that raises on every rank after a split, and how its text begins; None: none does in this step.
 
-    A step that reads the flag on the host tells; of one that leaves that to its optimizer, `was_skipped` does.
+    A step that reads the flag on the host does; after one that leaves that to its optimizer, `was_skipped` does.
     """
-    told = {i: text for i in range(len(program.optimizers)) if (text := _compared(program, split, i)) is not None}
-    if not told:
+    expected = {i: text for i in range(len(program.optimizers)) if (text := _compared(program, split, i)) is not None}
+    if not expected:
         return None
-    first = min(told, key=lambda index: program.optimizers[index].takes_flag)
+    first = min(expected, key=lambda index: program.optimizers[index].takes_flag)
     call = "was_skipped" if program.optimizers[first].takes_flag else "step"
-    return f"{call} {first}", f"The ranks hold different scales, {told[first]}: "
+    return f"{call} {first}", f"The ranks hold different scales, {expected[first]}: "
 
 
 def _compared(program: Program, split: Split, optimizer: int) -> str | None:
@@ -125,11 +125,11 @@ def _compared(program: Program, split: Split, optimizer: int) -> str | None:
 def expected_report(program: Program, step: int) -> set[tuple[Spot, str]]:
     """Return what held NaN or Inf, where what a rank held is no term of a sum."""
     values, shown = dict(program.planted), {True: "NaN", False: "Inf"}
-    told = [spot for spot in program.bad(step) if is_told_exactly(program, spot)]
-    return {(spot, shown[math.isnan(values[spot])]) for spot in told}
+    expected = [spot for spot in program.bad(step) if is_reported_exactly(program, spot)]
+    return {(spot, shown[math.isnan(values[spot])]) for spot in expected}
 
 
-def is_told_exactly(program: Program, spot: Spot) -> bool:
+def is_reported_exactly(program: Program, spot: Spot) -> bool:
     """Whether a gradient is a rank's own when it is checked; a sum that is made for a norm is bad on all ranks."""
     return "P" not in program.parameter_of(spot).way(spot.step)
 

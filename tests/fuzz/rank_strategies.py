@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
-from rank_model import told_apart
+from rank_model import found_apart
 from rank_programs import PLACES, PLAIN, SLICES, SQUARE, Clip, Optimizer, Parameter, Program, Setting, Split, Spot
 from ranks.cases import FUSED_ADAGRAD, INIT_SCALE
 
@@ -173,9 +173,9 @@ def clips(draw: Any, program: Program) -> Clip:
 
 @st.composite
 def splits(draw: Any, program: Program) -> Program:
-    """Draw whether a split ends the program, in a step that tells of it."""
+    """Draw whether a split ends the program, in a step that reports it."""
     if program.steps == 1 or draw(st.sampled_from([False] * 3 + [True])) is False:
         return program
     factor = draw(st.sampled_from([0.5, 2.0]))  # what is larger would overflow fp16
     split = Split(draw(st.integers(1, program.steps - 1)), draw(st.sampled_from(RANKS)), factor)
-    return program if told_apart(program, split) is None else replace(program, split=split)
+    return program if found_apart(program, split) is None else replace(program, split=split)

@@ -182,6 +182,6 @@ def test_each_departure_is_on_the_page_and_is_shown() -> None:
     met = {constants[word] if word in constants else int(word) for word in departed}
     assert met == {*SHOWN, 9}  # of which only a GPU knows
     assert {number for number in met if isinstance(number, int)} <= numbers
-    assert all(told in PAGE for told in WORDS.values())
+    assert all(text in PAGE for text in WORDS.values())
     for source in sources:
         assert {int(number) for number in re.findall(r"[Dd]ifferences?,? (\d+)", source)} <= numbers

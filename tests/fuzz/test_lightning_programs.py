@@ -123,7 +123,7 @@ def programs(draw: Any, orders: list[str]) -> Program:
 
 
 class Net(nn.Module):
-    """Two layers whose losses and gradients overflow when they are told to."""
+    """Two layers whose losses and gradients overflow on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Trace:
     steps: list[list[float]] = field(default_factory=list)  # as AdamW counts them
     weights: list[list[float]] = field(default_factory=list)
     unscaled: list[str] = field(default_factory=list)  # a gradient as a hook sees it before the step
-    norms: list[float] = field(default_factory=list)  # as the scaler told them
+    norms: list[float] = field(default_factory=list)  # as the scaler returned them
 
     def add(self, scaler: Any, optimizers: list[Any], net: Net) -> None:
         self.scales.append((scaler.get_scale(), scaler._get_growth_tracker()))
@@ -283,13 +283,13 @@ class ByHand(Loop):
     """The model: torch's scaler, no framework, no checkpoint in between.
 
     Args:
-        told: the norms that the scaler under test told, in order. They must be right; their last bits are taken from
-            it. None: torch's clipping is what is called there, too.
+        returned: the norms that the scaler under test returned, in order. They must be right; their last bits are
+            taken from it. None: torch's clipping is what is called there, too.
     """
 
-    def __init__(self, program: Program, told: list[float] | None) -> None:
+    def __init__(self, program: Program, returned: list[float] | None) -> None:
         self.program, self.trace, self.net = program, Trace(), Net()
-        self.told = None if told is None else iter(told)
+        self.returned = None if returned is None else iter(returned)
         self.optimizers, self.schedulers = self.net.new_optimizers(program)
         self.scaler = Remembering("cpu", init_scale=program.init_scale, growth_interval=2)
         for part in program.parts:
@@ -341,18 +341,18 @@ class ByHand(Loop):
         parameters = optimizer.param_groups[0]["params"]
         if algorithm == "value":
             nn.utils.clip_grad_value_(parameters, bound)
-        elif self.told is None:
+        elif self.returned is None:
             nn.utils.clip_grad_norm_(parameters, bound)
         else:
-            self._clip_by(next(self.told), parameters, bound)
+            self._clip_by(next(self.returned), parameters, bound)
 
-    def _clip_by(self, told: float, parameters: list[Tensor], bound: float) -> None:
+    def _clip_by(self, returned: float, parameters: list[Tensor], bound: float) -> None:
         norm = torch.linalg.vector_norm(torch.cat([p.grad.double().flatten() for p in parameters])).item()
         if math.isfinite(norm):
-            assert math.isclose(told, norm, rel_tol=1e-6)  # its squares are summed in fp32, a few at a time
-            nn.utils.clip_grads_with_norm_(parameters, bound, torch.tensor(told))
+            assert math.isclose(returned, norm, rel_tol=1e-6)  # its squares are summed in fp32, a few at a time
+            nn.utils.clip_grads_with_norm_(parameters, bound, torch.tensor(returned))
         else:
-            assert not math.isfinite(told)
+            assert not math.isfinite(returned)
 
     def _unscale(self, optimizer: Any) -> None:
         if not self.scaler.is_unscaled(optimizer):
@@ -373,16 +373,16 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def norms_told(scaler: Any, trace: Trace) -> Iterator[None]:
-    """Keep the norms that a scaler of ours tells."""
+def norms_kept(scaler: Any, trace: Trace) -> Iterator[None]:
+    """Keep the norms that a scaler of ours returns."""
     clip = scaler.clip_grad_norm_
 
-    def told(*args: Any, **kwargs: Any) -> Tensor:
+    def returned(*args: Any, **kwargs: Any) -> Tensor:
         norm = clip(*args, **kwargs)
         trace.norms.append(norm.item())
         return norm
 
-    with mock.patch.object(scaler, "clip_grad_norm_", told):
+    with mock.patch.object(scaler, "clip_grad_norm_", returned):
         yield
 
 
@@ -406,14 +406,14 @@ def train(program: Program, savers: tuple[str, ...]) -> Trace:
                 **QUIET,
             )
             module = module_of(program, program.data(part), trace)
-            with norms_told(plugin.scaler, trace) if saver == "ours" else nullcontext():
+            with norms_kept(plugin.scaler, trace) if saver == "ours" else nullcontext():
                 trainer.fit(module, ckpt_path=path if number else None)
             trainer.save_checkpoint(path)
     return trace
 
 
 def clipping(program: Program) -> dict[str, Any]:
-    """Return what the Trainer is told of clipping and accumulation."""
+    """Return the arguments of the Trainer for clipping and accumulation."""
     algorithm, bound = program.clip or (None, None)
     return {
         "gradient_clip_val": bound,

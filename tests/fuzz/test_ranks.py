@@ -19,10 +19,10 @@ from rank_model import (
     clip_collectives,
     expected_report,
     expected_updates,
-    is_told_exactly,
+    found_apart,
+    is_reported_exactly,
     norm,
     steps_taken,
-    told_apart,
 )
 from rank_programs import PLACES, PLAIN, Clip, Optimizer, Program
 from rank_strategies import ON_MOVED, RANKS, any_programs, long_programs, moving_programs
@@ -59,19 +59,19 @@ def check_updates(program: Program, trace: Trace, where: str) -> None:
 
 
 def check_apart(program: Program, traces: list[Trace]) -> None:
-    told = None if program.split is None else told_apart(program, program.split)
+    expected = None if program.split is None else found_apart(program, program.split)
     for rank, trace in enumerate(traces):
-        assert (told is None) == (trace.apart is None), f"rank {rank} was told {trace.apart}, not {told}"
-        if told is not None and trace.apart is not None:
-            assert trace.apart[0] == told[0], f"rank {rank}: {trace.apart}, not {told}"
-            assert trace.apart[1].startswith(told[1]), f"rank {rank}: {trace.apart}, not {told}"
+        assert (expected is None) == (trace.apart is None), f"rank {rank} raised {trace.apart}, not {expected}"
+        if expected is not None and trace.apart is not None:
+            assert trace.apart[0] == expected[0], f"rank {rank}: {trace.apart}, not {expected}"
+            assert trace.apart[1].startswith(expected[1]), f"rank {rank}: {trace.apart}, not {expected}"
 
 
 def check_together(program: Program, step: int, traces: list[Trace]) -> None:
     reports = [trace.reports[step] for trace in traces]
     assert all(report == reports[0] for report in reports), f"reports of step {step} differ"
-    told = {(spot, kinds) for spot, kinds in reports[0] if is_told_exactly(program, spot)}
-    assert told == expected_report(program, step), f"report of step {step}"
+    exact = {(spot, kinds) for spot, kinds in reports[0] if is_reported_exactly(program, spot)}
+    assert exact == expected_report(program, step), f"report of step {step}"
     assert len({repr(trace.norms[step]) for trace in traces}) == 1, f"norms of step {step} differ"
     assert len({trace.errors[step] for trace in traces}) == 1, f"errors of step {step} differ"
     for index, optimizer in enumerate(program.optimizers):
@@ -81,7 +81,7 @@ def check_together(program: Program, step: int, traces: list[Trace]) -> None:
 def check_audit(program: Program, traces: list[Trace]) -> None:
     said = traces[0].audited
     assert said is not None
-    assert all(trace.audited == said for trace in traces), "ranks were told different verdicts"
+    assert all(trace.audited == said for trace in traces), "the ranks' reports differ"
     if program.split is not None:
         assert said.verdict == "split"
         assert said.differences[0].startswith("scale: "), said

@@ -27,12 +27,12 @@ from hypothesis import Verbosity, seed, settings
 from hypothesis.reporting import with_reporter
 from hypothesis.stateful import run_state_machine_as_test
 from programs import Programs
-told = []
+shown = []
 for first in (0, 2, 3):
     machine = seed(first)(type("Programs", (Programs,), {{}}))
-    with with_reporter(told.append):
+    with with_reporter(shown.append):
         run_state_machine_as_test(machine, settings=settings(settings_for(60), verbosity=Verbosity.debug))
-print("\\n".join(line for line in told if line.startswith("state.")))
+print("\\n".join(line for line in shown if line.startswith("state.")))
 """
 
 

@@ -49,7 +49,7 @@ class InterpretedShardedPrograms(ShardedPrograms):
 class GpuPrograms(Programs):
     """The same on a GPU, beside torch's class there."""
 
-    backend, device = "triton", "cuda"  # no falling back, of which nothing would tell
+    backend, device = "triton", "cuda"  # no falling back, which nothing would show
 
 
 class GpuShardedPrograms(ShardedPrograms):

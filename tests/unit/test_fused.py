@@ -1,4 +1,4 @@
-"""What a fused optimizer is lent for one step: the scale times a factor of the user's, and the flag."""
+"""What is set on a fused optimizer for one step: the scale times a factor of the user's, and the flag."""
 
 from __future__ import annotations
 

@@ -89,9 +89,9 @@ def test_an_overflow_asks_nothing_of_a_type_that_torch_would_not_ask(place: Plac
     getattr(scaler, method)(optimizer)
     assert flags(scaler, optimizer) == [1.0]
     report = scaler.overflow_report()
-    told = [] if place == Place("cuda", "torch") else ["NaN"]  # torch's op on a GPU tells not which
-    assert [bad.kinds for bad in report.bad] == told
-    assert "gradients on " in str(report)  # that torch's own op serves, which tells not which
+    reported = [] if place == Place("cuda", "torch") else ["NaN"]  # torch's op on a GPU does not say which
+    assert [bad.kinds for bad in report.bad] == reported
+    assert "gradients on " in str(report)  # which torch's own op served
 
 
 @PLACES
