@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Place, assert_same, places
-from test_tensor_subclasses import Pair
+from tensor_pair import Pair
 from torch import Tensor
 
 from scaler_triton import batch as batching

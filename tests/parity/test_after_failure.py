@@ -146,23 +146,28 @@ def test_left_as_in_torch_a_disabled_scaler_takes_anything_in_silence() -> None:
     assert scaler.state_dict() == {}
 
 
-class FailsAtTheSecond(TorchDispatchMode):
-    """Out of memory at the second call of torch's op that unscales."""
+class FailsAt(TorchDispatchMode):
+    """Raises after this many calls of torch's op that unscales."""
 
-    calls = 0
+    def __init__(self, calls: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.calls, self.error = calls, error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-            self.calls += 1
-            if self.calls == 2:
-                raise MemoryError("in the second launch")
-        return func(*args, **(kwargs or {}))
+            self.calls -= 1
+            if not self.calls:
+                raise self.error
+        return result
 
 
-def test_failed_writes_are_skipped() -> None:
-    """One of two dtypes is divided; the other optimizers' ranks skip, too."""
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_failed_writes_are_skipped(calls: int, error: type[BaseException]) -> None:
+    """One of two dtypes is divided, or both; the other ranks skip, too."""
     optimizer, scaler = sgd([torch.full((1,), 8.0), torch.full((1,), 8.0).double()]), started_at(GradScaler)
-    with FailsAtTheSecond(), pytest.raises(MemoryError):
+    with FailsAt(calls, error), pytest.raises(error):
         scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
     assert state["stage"] is OptState.UNSCALED
