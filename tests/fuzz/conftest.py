@@ -1,4 +1,4 @@
-"""Four ranks for the programs that need them, from the pools of the session."""
+"""Four ranks for the programs that need them, from the pools that all tests share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What frameworks, hooks and public loops do to a scaler ends as with torch's class, to the bit.
 
-Each row is a function that is run twice, with torch's class and with ours; what it notes must be equal. It begins with
-`Run.started`: a scaler that has scaled a loss, at scale 4.
+Each row is a function that runs twice, with torch's class and with ours; what it takes down must be equal. Most begin
+with `Run.started`: a scaler at scale 4 that has scaled a loss.
 """
 
 from __future__ import annotations
