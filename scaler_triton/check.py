@@ -109,7 +109,6 @@ def check(
     except BaseException as error:
         fail(scaler, step, optimizer, error, together)
         raise
-    plan.written = False  # every gradient is
     try:
         if together is not None:
             flag.agree(together)
@@ -123,6 +122,7 @@ def check(
             flag.start_copy()
         step.fresh = by_step
         step.began &= by_step  # a fresh check is another attempt
+        plan.written = False
     except BaseException:
         step_failed(scaler, step)
         raise

@@ -4,44 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
 from helpers import Place, flags, places, started
+from tensor_pair import Pair
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from scaler_triton import GradScaler
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
-
-
-class Pair(Tensor):
-    """Two tensors that go through everything together, as a quantized weight and what belongs to it do."""
-
-    left: Tensor
-    right: Tensor
-
-    @staticmethod
-    def __new__(cls, left: Tensor, right: Tensor) -> Pair:
-        made: Pair = Tensor._make_wrapper_subclass(cls, left.shape, dtype=left.dtype, device=left.device)
-        made.left, made.right = left, right
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["left", "right"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], _meta: None, _size: Any, _stride: Any) -> Pair:
-        return Pair(**inner)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sides = [tree_map_only(Pair, attrgetter(side), args) for side in ("left", "right")]
-        left, right = (func(*each, **(kwargs or {})) for each in sides)
-        return cls(left, right) if isinstance(left, Tensor) and left.dim() else left
 
 
 def pair(device: str, right: float) -> tuple[Any, Tensor, Pair]:
@@ -89,9 +62,9 @@ def test_an_overflow_asks_nothing_of_a_type_that_torch_would_not_ask(place: Plac
     getattr(scaler, method)(optimizer)
     assert flags(scaler, optimizer) == [1.0]
     report = scaler.overflow_report()
-    told = [] if place == Place("cuda", "torch") else ["NaN"]  # torch's op on a GPU tells not which
-    assert [bad.kinds for bad in report.bad] == told
-    assert "gradients on " in str(report)  # that torch's own op serves, which tells not which
+    reported = [] if place == Place("cuda", "torch") else ["NaN"]  # torch's op on a GPU does not say which
+    assert [bad.kinds for bad in report.bad] == reported
+    assert "gradients on " in str(report)  # which torch's own op served
 
 
 @PLACES
