@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import sgd, started
-from scaler_triton.limits import KEY
+from scaler_triton.policy import KEY
 
 from scaler_triton import GradScaler, ShardedGradScaler
 
