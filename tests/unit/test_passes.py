@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
 from helpers import Place, assert_same, flags, on_device, parameters, places, started
+from tensor_pair import Pair
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from scaler_triton import GradScaler, passes
 from scaler_triton.flag import Flag
@@ -281,25 +280,6 @@ def test_what_becomes_infinite_by_unscaling_is_neither_flagged_nor_marked(scale:
 
 
 # Tensor subclasses
-
-
-class Pair(Tensor):
-    """Two tensors that go through everything together, as a quantized weight and what belongs to it do."""
-
-    left: Tensor
-    right: Tensor
-
-    @staticmethod
-    def __new__(cls, left: Tensor, right: Tensor) -> Pair:
-        made: Pair = Tensor._make_wrapper_subclass(cls, left.shape, dtype=left.dtype, device=left.device)
-        made.left, made.right = left, right
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sides = [tree_map_only(Pair, attrgetter(side), args) for side in ("left", "right")]
-        left, right = (func(*each, **(kwargs or {})) for each in sides)
-        return cls(left, right) if isinstance(left, Tensor) and left.dim() else left
 
 
 class Unscalable(Pair):
