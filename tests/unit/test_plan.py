@@ -14,7 +14,7 @@ import torch
 from helpers import parameters
 from torch import Tensor
 
-from scaler_triton import dispatch, plan
+from scaler_triton import plan
 from scaler_triton.plan import Batch, GradPlan, choose_backends, group, layout_key
 
 
@@ -38,6 +38,14 @@ def found(batches: list[Batch]) -> list[Any]:
         )
         for batch in batches
     )
+
+
+def outcome(of: GradPlan) -> Any:
+    """Return what a plan collects, or why it does not."""
+    try:
+        return found(of.collect())
+    except RuntimeError as error:
+        return str(error)
 
 
 def collected(of: GradPlan) -> list[int]:
@@ -67,6 +75,7 @@ FORMS: dict[str, Callable[[], Tensor | None]] = {
     "flat": lambda: torch.ones(16),
     "subclass": lambda: torch.ones(4, 4).as_subclass(Own),
     "sparse": lambda: torch.eye(4).to_sparse(),
+    "expanded": lambda: torch.ones(1).expand(4, 4),
     "missing": lambda: None,
 }
 
@@ -88,12 +97,13 @@ def give(parameter: Any, grad: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("before", FORMS)
-@pytest.mark.parametrize("after", FORMS)
-def test_a_new_form_is_noticed_whatever_was_known(before: str, after: str, guards: bool) -> None:
-    planned, params = made(torch.ones(2), torch.ones(4, 4))
-    for form in (before, before, before, after, after, before):
-        give(params[1], FORMS[form]())
-        assert found(planned.collect()) == found(GradPlan(params, "torch").collect())
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_new_form_is_noticed_whatever_was_known(before: str, steps: int, guards: bool) -> None:
+    for after in FORMS:
+        planned, params = made(torch.ones(2), torch.ones(4, 4))
+        for form in (*[before] * steps, after, after, before):
+            give(params[1], FORMS[form]())
+            assert outcome(planned) == outcome(GradPlan(params, "torch"))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -104,7 +114,7 @@ def test_forms_and_absences_that_change_together(seed: int, guards: bool) -> Non
     for _ in range(60):
         for parameter in params:
             give(parameter, FORMS[choose.choice(["dense", "transposed", "gaps", "wider", "missing"])]())
-        assert found(planned.collect()) == found(GradPlan(params, "torch").collect())
+        assert outcome(planned) == outcome(GradPlan(params, "torch"))
 
 
 def test_gradients_that_come_and_go_rebuild_nothing() -> None:
@@ -115,28 +125,6 @@ def test_gradients_that_come_and_go_rebuild_nothing() -> None:
             parameter.grad = torch.ones_like(parameter) if choose.random() < 0.3 else None
         assert collected(planned) == addresses(params)
     assert planned.rebuilds == 0
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_gradient_that_became_illegal_is_found_after_any_number_of_steps(steps: int, missing: bool) -> None:
-    planned, params = made(torch.ones(4), torch.ones(4))
-    if missing:
-        params[1].grad = None
-    for _ in range(steps):
-        planned.collect()
-    params[0].grad = torch.ones(1).expand(4)
-    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
-        planned.collect()
-
-
-def test_a_gradient_that_appears_where_one_was_missing_is_collected() -> None:
-    planned, params = made(torch.ones(4), torch.ones(4))
-    params[1].grad = None
-    for _ in range(3):
-        assert collected(planned) == addresses(params)
-    params[1].grad = torch.ones(4)
-    assert collected(planned) == addresses(params)
 
 
 def events(call: Callable[[], Any]) -> int:
@@ -199,20 +187,16 @@ def test_a_new_form_rebuilds_once_and_is_remembered_while_it_is_away() -> None:
     assert planned.rebuilds == 1
 
 
-@pytest.mark.parametrize("kind", ["frozen", "lazy"])
-def test_what_will_have_no_gradient_has_no_slot_until_it_has_one(kind: str) -> None:
-    params = parameters([None, None], "cpu")
-    if kind == "frozen":
-        params[1].requires_grad_(False)
-    else:
-        params[1] = torch.nn.UninitializedParameter()
+def test_frozen_and_lazy_parameters_have_no_slot_until_they_have_a_gradient() -> None:
+    params: list[Any] = [*parameters([None, None], "cpu"), torch.nn.UninitializedParameter()]
+    params[1].requires_grad_(False)
     planned = GradPlan(params, "torch")
     assert [layout.numels for layout in planned.layouts] == [[3]]
-    if kind == "lazy":
-        params[1].materialize((3,))
-    params[1].grad = torch.ones(3)
-    assert collected(planned) == addresses(params)
-    assert planned.rebuilds == 1
+    params[2].materialize((3,))
+    for parameter in params[1:]:
+        parameter.grad = torch.ones(3)
+        assert collected(planned) == addresses(params)
+    assert planned.rebuilds == 2
 
 
 def test_sparse_gradients_may_have_another_size_in_every_step() -> None:
@@ -224,21 +208,17 @@ def test_sparse_gradients_may_have_another_size_in_every_step() -> None:
     assert planned.rebuilds == 0
 
 
-def test_a_sparse_fp16_gradient_is_replaced_by_its_sum_only_if_it_has_duplicates() -> None:
-    planned, params = made(sparse(3, torch.float16).coalesce(), sparse(3, torch.float16))
+def test_a_sparse_fp16_gradient_with_duplicates_is_replaced_by_its_sum_once_all_are_checked() -> None:
+    planned, params = made(sparse(3, torch.float16).coalesce(), sparse(3, torch.float16), torch.ones(4))
+    params[2].grad = torch.ones(1).expand(4)
     before = [parameter.grad for parameter in params]
-    batches = planned.collect()
-    assert [parameter.grad is grad for parameter, grad in zip(params, before, strict=True)] == [True, False]
-    assert [tensor.tolist() for batch in batches for tensor in batch.present] == [[3.0], [3.0]]
-
-
-def test_all_are_checked_before_one_is_replaced() -> None:
-    planned, params = made(sparse(3, torch.float16), torch.ones(4))
-    params[1].grad = torch.ones(1).expand(4)
-    before = params[0].grad
     with pytest.raises(RuntimeError, match="more than one element"):
         planned.collect()
-    assert params[0].grad is before
+    assert [parameter.grad is grad for parameter, grad in zip(params, before, strict=True)] == [True, True, True]
+    params[2].grad = None
+    batches = planned.collect()
+    assert [parameter.grad is grad for parameter, grad in zip(params, before, strict=True)] == [True, False, False]
+    assert [tensor.tolist() for batch in batches for tensor in batch.present] == [[3.0], [3.0]]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -417,13 +397,3 @@ def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses(monk
     choose_backends(batches, "triton", clips=True)
     assert [batch.layout.clips for batch in batches] == ["triton", "torch"]
     assert asked == [(torch.float32, "triton", False), (torch.float32, "triton", True)]
-
-
-@pytest.mark.usefixtures("undecided")
-def test_kernels_that_do_not_work_fail_when_gradients_are_collected(monkeypatch: Any) -> None:
-    def broken(device: Any, dtype: Any) -> None:
-        raise OSError("read-only file system")
-
-    monkeypatch.setattr(dispatch, "_try_unscaling", broken)
-    with pytest.raises(RuntimeError, match="does not work for float32 on cpu: OSError: read-only file system"):
-        GradPlan(parameters([torch.ones(3)], "cpu"), "triton").collect()
