@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scaler_triton import GradScaler, ShardedGradScaler, clip, ranks
+from scaler_triton import GradScaler, ShardedGradScaler, ranks
 from scaler_triton.ranks import Ranks
 from scaler_triton.step import FAILED, READY, UNSCALED
 
@@ -562,20 +562,20 @@ def among(count: int) -> Ranks:
 )
 def test_each_shard_is_counted_once(names: list[str], count: int, want: list[int], shared: Any) -> None:
     held = [shared[name] for name in names]
-    assert clip.replicas_of(held, among(count), None) == want
-    assert clip.replicas_of(held, None, None) == [1] * len(held)
+    assert ranks.replicas_of(held, among(count), None) == want
+    assert ranks.replicas_of(held, None, None) == [1] * len(held)
 
 
 @pytest.mark.parametrize(("pieces", "count", "want"), [(2, 2, 1), (2, 4, 2), (1, 2, 2)])
 def test_fsdp1s_modules_are_asked(pieces: int, count: int, want: int, shared: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(clip, "_fsdp1_shards", lambda model: {id(shared["fsdp1"]): pieces} if model else {})
-    assert clip.replicas_of([shared["plain"], shared["fsdp1"]], among(count), nn.ReLU()) == [count, want]
+    monkeypatch.setattr(ranks, "_fsdp1_shards", lambda model: {id(shared["fsdp1"]): pieces} if model else {})
+    assert ranks.replicas_of([shared["plain"], shared["fsdp1"]], among(count), nn.ReLU()) == [count, want]
 
 
 def test_more_pieces_than_ranks_need_a_group(shared: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(clip, "_fsdp1_shards", lambda model: {id(shared["fsdp1"]): 2})
+    monkeypatch.setattr(ranks, "_fsdp1_shards", lambda model: {id(shared["fsdp1"]): 2})
     with pytest.raises(ValueError, match="^process_group is needed: parameter 0 .*, cut into 2 pieces, .* that of 1;"):
-        clip.replicas_of([shared["fsdp1"]], None, nn.ReLU())
+        ranks.replicas_of([shared["fsdp1"]], None, nn.ReLU())
 
 
 @pytest.mark.parametrize(
