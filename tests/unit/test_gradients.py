@@ -145,41 +145,6 @@ def test_one_gradient(make: Callable[[], Tensor], error: Any, text: str) -> None
             gradients.check_gradient(gradient, "x")
 
 
-@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
-def test_fp16_is_refused_before_other_faults_are_named(cls: type) -> None:
-    made = [torch.nn.Parameter(torch.zeros(3).to(dtype)) for dtype in (torch.float32, torch.float16)]
-    for parameter in made:
-        parameter.grad = torch.ones(1, dtype=parameter.dtype).expand(3)
-    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
-        started(cls, "cpu").unscale_(torch.optim.SGD(made, lr=0.5))
-
-
-def test_a_parameters_dtype_may_change_from_step_to_step() -> None:
-    (parameter,) = parameters([torch.tensor([4.0]).half()], "cpu")
-    optimizer, scaler = torch.optim.SGD([parameter], lr=0.5), started(GradScaler, "cpu", init_scale=4.0)
-    for dtype in (torch.float16, torch.float32, torch.float16):
-        parameter.grad = None
-        parameter.data = parameter.data.to(dtype)
-        parameter.grad = torch.tensor([4.0], dtype=dtype)
-        if dtype is torch.float16:
-            with pytest.raises(ValueError, match="Attempting to unscale FP16"):
-                scaler.unscale_(optimizer)
-        else:
-            scaler.unscale_(optimizer)
-            assert parameter.grad.item() == 1.0
-            scaler.step(optimizer)
-            scaler.update()
-
-
-def test_torch_itself_divides_the_first_gradient_before_it_raises() -> None:
-    """What validating all of them first guards against is real."""
-    first, second = parameters([torch.ones(2), torch.ones(1).expand(9)], "cpu")
-    second.grad = torch.ones(1).expand(9)
-    with pytest.raises(RuntimeError, match=EXPANDED):
-        started(torch.amp.GradScaler, "cpu").unscale_(torch.optim.SGD([first, second], lr=0.5))
-    assert first.grad.tolist() != [1.0, 1.0]
-
-
 # Sparse fp16
 
 

@@ -24,8 +24,8 @@ def number(value: float, device: str = "cpu") -> Tensor:
     return torch.tensor(value, device=device)
 
 
-def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0, magnitude: float = 1.0) -> Tensor:
-    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * magnitude).to(dtype)
+def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def sparse(tensor: Tensor, **options: Any) -> Tensor:
@@ -143,24 +143,6 @@ def test_the_2_norm_of_any_dtypes_together(place: Place) -> None:
     assert got.item() == pytest.approx(exact(grads) / 4, rel=TOLERANCE)
     for mine, want in zip(ours, grads, strict=True):
         assert_same(mine, want)
-
-
-@PLACES
-@pytest.mark.parametrize("magnitude", [1e38, 1e19, 1e-19, 1e-30, 1e-40])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_no_square_overflows_or_is_lost(place: Place, dtype: torch.dtype, magnitude: float) -> None:
-    grads = [values(700, dtype, magnitude=magnitude).clamp(-3e38, 3e38), torch.zeros(600, dtype=dtype)]
-    flag = number(0.0, place.device)
-    got = ops.grad_norm(there(grads, place), flag, backend=place.backend)
-    assert (got.item(), flag.item()) == (pytest.approx(exact(grads), rel=TOLERANCE, abs=0), 0.0)
-
-
-@PLACES
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_roundings_that_all_go_one_way(place: Place, dtype: torch.dtype) -> None:
-    grad = torch.full((30_000,), 0.7123, dtype=dtype)
-    got = ops.grad_norm(there([grad], place), backend=place.backend)
-    assert got.item() == pytest.approx(abs(grad[0].item()) * math.sqrt(30_000), rel=TOLERANCE)
 
 
 @PLACES

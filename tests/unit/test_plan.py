@@ -155,6 +155,7 @@ def test_a_steady_step_makes_few_calls_however_many_gradients_there_are(grads: l
         for _ in range(3):
             planned.collect()
         counts.append(events(planned.collect))
+        assert [batch.complete for batch in planned.collect()] == [None not in grads] * len(planned.layouts)
     assert counts[0] == counts[1] <= most
 
 

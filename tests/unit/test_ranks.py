@@ -209,6 +209,33 @@ def test_optimizers_on_meshes_over_other_ranks_are_warned_of_once() -> None:
     assert [each.filename for each in warned] == [__file__]
 
 
+# Replicas
+
+
+def test_each_shard_is_counted_once(world: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    world(2)
+    shard = DTensor.from_local(torch.ones(2), mesh_of(2), [Shard(0)], run_check=False)
+    by_ddp: Any = plain()
+    by_ddp._st_info = shard
+    held = [plain(), nn.Parameter(shard), on(mesh_of(2)), by_ddp]
+    for count, want in ((2, [2, 1, 2, 1]), (4, [4, 2, 4, 2]), (1, [1, 1, 1, 1])):
+        assert ranks.replicas_of(held, Ranks((), tuple(range(count))), None) == want
+    assert ranks.replicas_of(held, None, None) == [1] * 4
+
+
+def test_fsdp1s_modules_are_asked(world: Any, monkeypatch: Any) -> None:
+    world(2)
+    flat, model = fsdp1(), nn.ReLU()
+    for pieces, count, want in ((2, 2, 1), (2, 4, 2), (1, 2, 2)):
+        monkeypatch.setattr(ranks, "_fsdp1_shards", {model: {id(flat): pieces}}.get)
+        assert ranks.replicas_of([plain(), flat], Ranks((), tuple(range(count))), model) == [count, want]
+    monkeypatch.setattr(ranks, "_fsdp1_shards", {model: {id(flat): 2}}.get)
+    with pytest.raises(ValueError, match="^process_group is needed: parameter 1 .*, cut into 2 pieces, .* that of 1;"):
+        ranks.replicas_of([plain(), flat], None, model)
+
+
 # What travels
 
 
