@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,8 +49,8 @@ class Run:
         self.scaler.update()
         self.optimizer.zero_grad()
 
-    def told(self, **options: Any) -> list[tuple[str, str]]:
-        return [(each.name, each.kinds) for each in self.scaler.overflow_report(self.model, **options).bad]
+    def found(self) -> list[tuple[str, str]]:
+        return [(each.name, each.kinds) for each in self.scaler.overflow_report(self.model).bad]
 
     @property
     def marks(self) -> Any:
@@ -71,18 +70,18 @@ def test_the_last_skip_is_reported_and_survives_good_steps(place: Place, fused: 
         assert str(run.scaler.overflow_report(run.model)) == "No step was skipped."
     assert not any(table.bits.any() for layout in run.marks.plan.layouts for table in layout.tables.values())
     run.step(how, _0_bias=[math.inf])
-    assert run.told() == [("0.bias", "Inf")]
+    assert run.found() == [("0.bias", "Inf")]
     for _ in range(3):
         run.step(how)
     bad = {"_1_weight": [math.nan, -math.inf], "_1_bias": [math.nan]}
     run.step(how, **bad)
     for _ in range(3):
-        assert run.told() == [("1.weight", "NaN and Inf"), ("1.bias", "NaN")]
+        assert run.found() == [("1.weight", "NaN and Inf"), ("1.bias", "NaN")]
         run.step(how)
     last = run.scaler.overflow_report(run.model)
     assert (last.update, [each.numel for each in last.bad]) == (7, [21, 3])
     run.step(how, _0_weight=[math.nan])
-    assert run.told() == [("0.weight", "NaN")]
+    assert run.found() == [("0.weight", "NaN")]
 
 
 @PLACES
@@ -92,10 +91,10 @@ def test_before_and_after_its_update_it_is_the_current_step(place: Place, new_sc
     run.step(_0_bias=[math.inf])
     run.give(_1_bias=[math.nan])
     run.scaler.step(run.optimizer)
-    assert run.told() == [("1.bias", "NaN")]
+    assert run.found() == [("1.bias", "NaN")]
     assert str(run.scaler.overflow_report(run.model)).startswith("The last skip: 1 bad gradient on rank 0.\n")
     run.scaler.update(new_scale)
-    assert (run.told(), run.scaler.overflow_report().update) == ([("1.bias", "NaN")], 2)
+    assert (run.found(), run.scaler.overflow_report().update) == ([("1.bias", "NaN")], 2)
 
 
 @PLACES
@@ -106,12 +105,12 @@ def test_a_step_that_comes_after_an_update_is_reported_in_both(place: Place) -> 
     run.scaler.unscale_(run.optimizer)
     for _ in range(2):
         run.scaler.update()
-        assert run.told() == [("0.bias", "Inf")]
+        assert run.found() == [("0.bias", "Inf")]
         if run.scaler.stats().updates == 1:
             run.scaler.step(run.optimizer)
     run.step()
     run.step(_1_bias=[math.nan])
-    assert run.told() == [("1.bias", "NaN")]
+    assert run.found() == [("1.bias", "NaN")]
 
 
 @PLACES
@@ -124,7 +123,7 @@ def test_a_skip_by_somebody_elses_flag_is_nothing_here(place: Place) -> None:
         flag.fill_(1.0)
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    assert run.told() == []
+    assert run.found() == []
     assert str(run.scaler.overflow_report()) == "The last skip, at update 2: nothing known on any rank."
 
 
@@ -136,26 +135,16 @@ def test_an_overflow_that_skips_no_step_leaves_the_last_skip(place: Place) -> No
         run.give(_1_bias=[math.nan])
         run.scaler._check_inf_per_device(run.optimizer)
         run.step()  # with other gradients
-        assert run.told() == [("0.bias", "Inf")]
+        assert run.found() == [("0.bias", "Inf")]
 
 
 @PLACES
 @pytest.mark.parametrize("how", ["step", "clip"])
-def test_what_only_unscaling_makes_infinite_is_not_to_blame(place: Place, how: str) -> None:
+def test_what_only_unscaling_makes_infinite_is_not_reported(place: Place, how: str) -> None:
     run = Run(place)
     run.scaler._scale.fill_(2.0**-100)
     run.step(how, _0_bias=[math.inf], _1_bias=[1e30])
-    assert run.told() == [("0.bias", "Inf")]
-
-
-@PLACES
-def test_marks_go_by_the_counters_wherever_these_have_moved(place: Place) -> None:
-    run = Run(place)
-    run.step(_0_bias=[math.inf])
-    run.scaler._ours.counters.set(run.scaler._ours.counters.read())  # as a checkpoint does
-    run.step(_0_bias=[math.inf])
-    run.step(_1_bias=[math.nan])
-    assert run.told() == [("1.bias", "NaN")]
+    assert run.found() == [("0.bias", "Inf")]
 
 
 @PLACES
@@ -172,9 +161,9 @@ def test_after_a_change_of_forms_or_parameters_nothing_is_known_of_earlier_steps
     run.scaler.step(run.optimizer)
     run.scaler.update()
     if place.backend == "triton" or change == "parameters":
-        assert run.told() == []
+        assert run.found() == []
     run.step(_1_bias=[math.nan])
-    assert run.told() == [("1.bias", "NaN")]
+    assert run.found() == [("1.bias", "NaN")]
 
 
 @PLACES
@@ -183,9 +172,9 @@ def test_a_loaded_checkpoint_begins_without_marks(place: Place) -> None:
     saved = run.scaler.state_dict()
     run.step(_0_bias=[math.inf])
     run.scaler.load_state_dict(saved)
-    assert run.told() == []
+    assert run.found() == []
     run.step(_1_bias=[math.nan])
-    assert run.told() == [("1.bias", "NaN")]
+    assert run.found() == [("1.bias", "NaN")]
 
 
 @PLACES
@@ -248,20 +237,13 @@ def test_a_generations_marks_are_told_from_others_in_their_place() -> None:
     assert marks.of(2) == {}
 
 
-@pytest.mark.parametrize(
-    ("device", "backend", "plain", "covered"),
-    [
-        ("cuda", "torch", True, False),
-        ("cuda", "triton", True, True),
-        ("cpu", "torch", True, True),
-        ("cpu", "torch", False, False),
-    ],
-)
-def test_what_torchs_op_checks_on_a_gpu_is_said_not_to_be_covered(
-    device: str, backend: Any, plain: bool, covered: bool
-) -> None:
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_torchs_op_checks_without_marks_is_said(device: str, backend: Any, plain: bool) -> None:
     marks, layout = marked(torch.device(device))
     layout.key, layout.backend = layout.key._replace(plain=plain), backend
+    covered = backend == "triton" or (device == "cpu" and plain)
     assert list(marks.not_covered()) == ([] if covered else [f"gradients on {device} that torch's own op serves"])
 
 
@@ -364,12 +346,6 @@ def test_the_pages_show_a_report_as_it_is() -> None:
         assert f"\n{shown}\n```" in (ROOT / page).read_text()
 
 
-@pytest.mark.parametrize(("thing", "field"), [(BAD, "rank"), (OverflowReport(None, (), True), "update")])
-def test_a_finding_cannot_be_changed(thing: Any, field: str) -> None:
-    with pytest.raises(FrozenInstanceError):
-        setattr(thing, field, 3)
-
-
 # All ranks
 
 
@@ -390,7 +366,7 @@ def peer(two_ranks: None, monkeypatch: Any) -> list[Any]:
 def test_a_gathered_report_is_of_all_ranks(peer: list[Any]) -> None:
     run = Run(Place("cpu", "torch"))
     run.step(_0_bias=[math.inf])
-    assert run.told() == [("0.bias", "Inf")]
+    assert run.found() == [("0.bias", "Inf")]
     assert "on rank 0, the only one asked." in str(run.scaler.overflow_report())
     last = run.scaler.overflow_report(run.model, gather=True)
     assert [(each.name, each.rank) for each in last.bad] == [("0.bias", 0), ("b", 1)]
