@@ -133,14 +133,13 @@ class OptimizerStep(dict[str, Any]):
             raise RuntimeError("step() has already been called since the last update().")
         self.began, self.fresh = True, False
 
-    def checked(self, flag: Flag, flags: Flags) -> None:
+    def checked(self, flag: Flag | None, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are as they were."""
         if flag is not self.flag:
             self.earlier.append(self.flag)
         self.flag, self[_FLAGS] = flag, flags
-        if self.phase is not UNSCALED and self.phase is not CARRIED:
+        if self.phase is READY:
             self.phase = CHECKED
-            self["stage"] = self.stage = OptState.READY
 
     def unscaled(self, flag: Flag, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are divided."""
@@ -273,7 +272,12 @@ class Steps(dict[Any, Any]):
     def loss_scaled(self) -> None:
         """A loss is scaled: what was carried, and what began and did not return, is READY for its gradients."""
         for step in self.all():
-            if step.phase is CARRIED or (step.began and step.phase is not STEPPED):
+            if step.phase is CARRIED:
+                flags = step[_FLAGS]  # of somebody who has looked meanwhile
+                step.reset()
+                if flags:
+                    step.checked(step.flag, flags)
+            elif step.began and step.phase is not STEPPED:
                 step.reset()
         self.unfinished = 0
 
