@@ -134,7 +134,10 @@ class OptimizerStep(dict[str, Any]):
     def checked(self, flag: Flag, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are as they were."""
         self.flag, self[_FLAGS] = flag, flags
-        if self.phase is not UNSCALED:
+        if self.phase is CARRIED:  # divided already: what was found before still counts
+            for device, found in flags.items():
+                self.kept[device] = torch.maximum(found, self.kept.get(device, found))
+        elif self.phase is not UNSCALED:
             self.phase = CHECKED
             self["stage"] = self.stage = OptState.READY
 
