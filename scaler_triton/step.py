@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.flag import Flag, Flags
+from scaler_triton.flag import Flag, Flags, any_flag
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
@@ -350,7 +350,7 @@ class Steps(dict[Any, Any]):
         if isinstance(outcome, Flag):
             return outcome.last_found_inf().clone()
         if isinstance(outcome, list):
-            return torch.stack([flag.to(outcome[0].device) for flag in outcome]).amax()
+            return any_flag(outcome, outcome[0].device) if outcome else False
         return outcome
 
     def _find_or_make(self, optimizer: Any) -> OptimizerStep:
