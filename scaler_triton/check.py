@@ -181,10 +181,14 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
             report_failure(told, scaler._scale.device)
 
 
-def step_failed(scaler: GradScaler, step: OptimizerStep) -> None:
-    """Skip this step. What was recorded into a graph has not been done: such a step begins anew."""
+def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
+    """Skip this step. What was recorded into a graph has not been done: such a step begins anew.
+
+    Args:
+        agreed: whether the ranks have agreed on its flag, which stays then.
+    """
     if not is_captured(scaler._scale):
-        step.failed(scaler._scale.device)
+        step.failed(scaler._scale.device, agreed=agreed)
     elif step.captured:
         step.reset()
 

@@ -62,7 +62,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         result = _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
     except BaseException:
         if divides:  # nobody knows which gradients its kernels have divided
-            step_failed(scaler, step)
+            step_failed(scaler, step, agreed=True)
         raise
     step.stepped([*flags.values()] if flag is None else flag)
     return result
@@ -88,12 +88,12 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
             scaler._check_inf_per_device(optimizer)
     except BaseException as error:
         if divides and step["found_inf_per_device"]:
-            step_failed(scaler, step)  # the other ranks would not join the reduction of a second check
+            step_failed(scaler, step, agreed=True)  # the other ranks would not join the reduction of a second check
         elif divides and isinstance(error, Exception):
             with suppress(Exception):  # the optimizer's error matters more
                 if _must_agree(scaler, step, optimizer):
                     check(scaler, step, optimizer, divide=False)
-                    step_failed(scaler, step)
+                    step_failed(scaler, step, agreed=True)
         raise
     finally:
         step.asks = False

@@ -153,14 +153,18 @@ class OptimizerStep(dict[str, Any]):
         self.flag = None  # the update may have cleared it
         self._enter(UNSCALED)
 
-    def failed(self, home: torch.device) -> None:
+    def failed(self, home: torch.device, *, agreed: bool = False) -> None:
         """Gradients may be half written, or other ranks skip this step: so must this one, on every device.
 
         Args:
             home: where the flag goes if there are no parameters.
+            agreed: leave the flag that the ranks agreed on, so that their scales stay equal: others do not skip.
         """
         self._enter(FAILED)  # first: gradients may have been written, even if no flag can be made below
-        self.flag, self.outcome = None, None
+        self.outcome = None
+        if agreed:
+            return
+        self.flag = None
         self[_FLAGS] = {}
         owner = None if self.owner is None else self.owner()
         held = () if owner is None else parameters_of(owner)
@@ -264,10 +268,11 @@ class Steps(dict[Any, Any]):
         self.unfinished = 0
 
     def keep_unstepped(self) -> None:
-        """Copy the flags of steps that this update will carry, as it may clear them."""
+        """Copy the flags of steps that this update will carry, as it may clear them; those of a FAILED one are set."""
         for step in self.all():
             if step.phase in (UNSCALED, FAILED):
-                step.kept = {device: flag.clone() for device, flag in step[_FLAGS].items()}
+                copied = torch.ones_like if step.phase is FAILED else torch.clone
+                step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items()}
 
     def close(self, captured: bool) -> None:
         """The update is done: each step is READY, or CARRIED if it was unscaled and not stepped.
