@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 SCALE = 4.0
 
 # The gradient is 8, the scale 4, the learning rate 0.5, the weight 0 or, after a step, -1. A cell is the phase after
-# the event, and the gradient if it is neither 8, as it came (READY and CHECKED), nor 2, divided (the others). SKIPPED is
-# STEPPED with the weight where it was. "!": what the event makes fail is raised. One of ERRORS is raised by the scaler,
+# the event, and the gradient if it is neither 8, as it came (READY and CHECKED), nor 2, divided (the others). SKIPPED
+# is STEPPED with the weight where it was. "!": what the event makes fail is raised. One of ERRORS is raised by the scaler,
 # and nothing has changed then.
 TABLE = """
 event                           | READY      | CHECKED    | UNSCALED   | CARRIED      | FAILED  | STEPPED
@@ -307,6 +307,21 @@ def test_whatever_happened_the_next_batch_is_divided_and_stepped(event: str, pha
     renew(optimizer)
     scaler.step(optimizer)
     assert values(optimizer) == [before - 1.0]
+
+
+@OLDER
+@pytest.mark.parametrize("event", [event for event in EVENTS if "optimizer.step" in event or "older step f" in event])
+@pytest.mark.parametrize("carried", [False, True])
+def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, carried: bool, request: Any) -> None:
+    """On other ranks it may not have failed. What a fused one has divided nobody knows, after an update neither."""
+    scaler, optimizer = begin(event, "CHECKED", request)
+    happens(event, scaler, optimizer)
+    failed = scaler._ours.steps.open(optimizer).phase is Phase.FAILED
+    scaler.update()
+    assert scaler.get_scale() == SCALE
+    if carried:
+        scaler.step(optimizer)
+        assert values(optimizer) == [0.0 if failed else -1.0]
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
