@@ -25,8 +25,8 @@ SCALE = 4.0
 
 # The gradient is 8, the scale 4, the learning rate 0.5, the weight 0 or, after a step, -1. A cell is the phase after
 # the event, and the gradient if it is neither 8, as it came (READY and CHECKED), nor 2, divided (the others). SKIPPED
-# is STEPPED with the weight where it was. "!": what the event makes fail is raised. One of ERRORS is raised by the scaler,
-# and nothing has changed then.
+# is STEPPED with the weight where it was. "!": what the event makes fail is raised. One of ERRORS is raised by the
+# scaler, and nothing has changed then.
 TABLE = """
 event                           | READY      | CHECKED    | UNSCALED   | CARRIED      | FAILED  | STEPPED
 unscale_                        | UNSCALED   | UNSCALED   | again      | UNSCALED 0.5 | again   | after
