@@ -9,14 +9,13 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from scaler_triton.check import check, is_replaced, ranks_of, step_failed
-from scaler_triton.dispatch import kernels, stacklevel
+from scaler_triton.check import check, fail, is_replaced, ranks_of, step_failed
+from scaler_triton.dispatch import choose_for_scale, kernels, stacklevel
 from scaler_triton.flag import Flag, any_flag, as_flag
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
 
@@ -52,7 +51,10 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         remove_scale(optimizer, inner)
         step.stepped(True)
         return None
-    if scale.is_cuda and flag is not None and flag.rows is not None and kernels.cache_info().currsize:
+    home = scaler._ours.home
+    if scale.is_cuda and (
+        choose_for_scale(scale, scaler._ours.steps.requested) == "triton" if home is None else home.by_kernel
+    ):
         step.reader = kernels().launch.current_stream(scale.device)
     if getattr(inner, "grad_scale", None) is scale:  # an interrupt came before it was removed
         remove_scale(optimizer, inner)
@@ -88,12 +90,9 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
             scaler._check_inf_per_device(optimizer)
     except BaseException as error:
         if divides and step["found_inf_per_device"]:
-            step_failed(scaler, step, agreed=True)  # the other ranks would not join the reduction of a second check
-        elif divides and isinstance(error, Exception):
-            with suppress(Exception):  # the optimizer's error matters more
-                if _must_agree(scaler, step, optimizer):
-                    check(scaler, step, optimizer, divide=False)
-                    step_failed(scaler, step, agreed=True)
+            step_failed(scaler, step, agreed=True)  # the other ranks would not join a second check's reduction
+        elif divides:
+            fail(scaler, step, optimizer, error, None)
         raise
     finally:
         step.asks = False

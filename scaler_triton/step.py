@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.flag import Flag, Flags, any_flag
+from scaler_triton.flag import Flag, Flags, any_flag, as_flag
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
@@ -149,20 +149,22 @@ class OptimizerStep(dict[str, Any]):
 
     def resume(self) -> None:
         """A step that was CARRIED goes on: its gradients are divided, and its flag is known."""
+        for device, flag in self[_FLAGS].items():  # somebody has looked meanwhile
+            kept = self.kept.get(device)
+            self.kept[device] = flag if kept is None else torch.maximum(kept, as_flag(flag, device))
         self[_FLAGS], self.kept = self.kept, {}
         self.flag = None  # the update may have cleared it
         self._enter(UNSCALED)
 
-    def failed(self, home: torch.device, *, agreed: bool = False) -> None:
+    def failed(self, home: torch.device | None) -> None:
         """Gradients may be half written, or other ranks skip this step: so must this one, on every device.
 
         Args:
-            home: where the flag goes if there are no parameters.
-            agreed: leave the flag that the ranks agreed on, so that their scales stay equal: others do not skip.
+            home: where the flag goes if there are no parameters; None: the ranks have agreed on one, which stays.
         """
         self._enter(FAILED)  # first: gradients may have been written, even if no flag can be made below
         self.outcome = None
-        if agreed:
+        if home is None:
             return
         self.flag = None
         self[_FLAGS] = {}
@@ -270,9 +272,10 @@ class Steps(dict[Any, Any]):
     def keep_unstepped(self) -> None:
         """Copy the flags of steps that this update will carry, as it may clear them; those of a FAILED one are set."""
         for step in self.all():
-            if step.phase in (UNSCALED, FAILED):
-                copied = torch.ones_like if step.phase is FAILED else torch.clone
-                step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items()}
+            if step.phase is UNSCALED:
+                step.kept = {device: flag.clone() for device, flag in step[_FLAGS].items()}
+            elif step.phase is FAILED:
+                step.kept = {device: torch.ones_like(flag) for device, flag in step[_FLAGS].items()}
 
     def close(self, captured: bool) -> None:
         """The update is done: each step is READY, or CARRIED if it was unscaled and not stepped.

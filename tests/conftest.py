@@ -14,9 +14,9 @@ import in_shards
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankPool
 
 from scaler_triton import dispatch
-from scaler_triton.demo.ranks import RankPool
 
 GROUP_LIMIT = 10.0  # Seconds one collective may take.
 SECONDS = float(os.environ.get("TEST_SECONDS", "inf"))

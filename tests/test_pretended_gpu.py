@@ -127,7 +127,7 @@ def test_what_runs_on_every_device_passes_on_it(gpu: dict[str, str]) -> None:
 
 
 def test_what_needs_two_gpus_passes_on_two(gpu: dict[str, str]) -> None:
-    files = ["tests/test_gpu.py", "tests/kernels/test_launcher.py", "tests/test_mixed_devices.py"]
+    files = ["tests/test_gpu.py", "tests/kernels/test_launcher.py", "tests/gpu/test_mixed_devices.py"]
     assert passed(gpu | TWO, "-k", "two_gpus or its_tensors_device or over_all_devices", *files) == 29
 
 

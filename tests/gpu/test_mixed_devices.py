@@ -1,0 +1,92 @@
+"""Optimizers over all GPUs and the CPU at once do what they do on the CPU alone: random programs, run on both."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from scaler_triton import GradScaler
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 8
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
+    "sgd-fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=False),
+    "adamw-fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+}
+EXTRAS: list[dict[str, Any]] = [{}, {}, {"hysteresis": 2}, {"max_scale": 16.0}]
+Trace = list[Any]
+
+
+class Program:
+    """Everything that is drawn comes from the seed: two runs differ by their devices only."""
+
+    def __init__(self, seed: int, devices: list[str]) -> None:
+        self.draw = random.Random(seed)
+        self.extras = self.draw.choice(EXTRAS)
+        self.scaler = GradScaler(devices[0], init_scale=8.0, growth_interval=3, **self.extras)
+        self.scaler.scale(torch.ones((), device=self.draw.choice([devices[0], devices[-2]])))  # where the scale is
+        self.optimizers = [self.optimizer(devices) for _ in range(self.draw.randint(1, 3))]
+
+    def optimizer(self, devices: list[str]) -> torch.optim.Optimizer:
+        kind = self.draw.choice(list(OPTIMIZERS))
+        dtypes = [torch.float32] if "fused" in kind else [torch.float32, torch.float64, torch.bfloat16]
+        params = []
+        for _ in range(self.draw.randint(1, 4)):
+            shape, dtype = self.draw.choice([(5,), (3, 7), (), (129,), (0,)]), self.draw.choice(dtypes)
+            params.append(torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=self.draw.choice(devices))))
+        return OPTIMIZERS[kind](params)
+
+    def run(self) -> Iterator[Trace]:
+        """Yield what each step left."""
+        for _ in range(STEPS):
+            self.backward()
+            how = self.draw.choice(["step", "unscale_", "clip", "clip together"])
+            norms = [float(self.scaler.clip_grad_norm_(self.optimizers, 1.0))] if how == "clip together" else []
+            for optimizer in self.optimizers:
+                norms += self.prepare(optimizer, how)
+                self.scaler.step(optimizer)
+            skipped = [self.scaler.was_skipped(optimizer) for optimizer in self.optimizers]
+            self.scaler.update()
+            yield [skipped, self.scaler.get_scale(), asdict(self.scaler.stats()), norms, self.values()]
+
+    def backward(self) -> None:
+        for parameter in self.parameters():
+            scale = self.draw.choice([1.0, 2.0, -3.0]) * self.scaler.get_scale()
+            parameter.grad = torch.full_like(parameter, scale)
+            if self.draw.random() < 0.08 and parameter.numel():
+                parameter.grad.view(-1)[0] = self.draw.choice([math.inf, math.nan])
+
+    def prepare(self, optimizer: torch.optim.Optimizer, how: str) -> list[float]:
+        if how == "clip":
+            return [float(self.scaler.clip_grad_norm_(optimizer, 1.0))]
+        if how == "unscale_":
+            self.scaler.unscale_(optimizer)
+        return []
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    def values(self) -> list[float]:
+        return torch.cat([p.detach().double().cpu().reshape(-1)[:1] for p in self.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_programs_over_all_devices(seed: int) -> None:
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    with torch.cuda.device(seed % len(gpus)):
+        mixed = list(Program(seed, [*gpus, "cpu"]).run())
+    alone = list(Program(seed, ["cpu"] * (len(gpus) + 1)).run())
+    for step, (here, there) in enumerate(zip(mixed, alone, strict=True)):
+        assert here[:3] == there[:3], step
+        # The clip coefficient is rounded where the norm is, and bf16 parameters have few digits.
+        assert here[3] == pytest.approx(there[3], rel=1e-5, nan_ok=True), step
+        assert here[4] == pytest.approx(there[4], rel=1e-2, nan_ok=True), step

@@ -1,0 +1,83 @@
+"""What only other streams show, and torch's debug mode for waits: neither changes what a scaler does."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from helpers import parameters, started, take_step, waits_raise
+
+from scaler_triton import GradScaler, dispatch
+
+pytestmark = pytest.mark.gpu
+
+LONG = 200_000_000  # cycles, a tenth of a second
+
+
+@pytest.mark.usefixtures("undecided")
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_step_does_not_raise_where_waits_do(how: str, dtype: torch.dtype) -> None:
+    """What is made once is waited for; torch's scaler makes nothing. And kernels on trial are none that fail."""
+    (parameter,) = parameters([torch.full((5,), 8.0, dtype=dtype)], "cuda")
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    with waits_raise():
+        scaler = started(GradScaler, "cuda", init_scale=4.0)
+        take_step(scaler, optimizer, how)
+        scaler.set_growth_factor(3.0)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            scaler.get_scale()
+    assert dispatch.choose(parameter.device, dtype, "auto", clips="clip" in how) == "triton"
+    assert scaler.get_growth_factor() == 3.0
+    assert parameter[0].item() < 0.0
+
+
+def test_an_update_on_another_stream_leaves_a_step_its_flag() -> None:
+    """It clears the flags for the next step, and all that its stream has waited for is the check."""
+    (parameter,) = parameters([torch.full((5,), math.inf)], "cuda")
+    optimizer, other = torch.optim.SGD([parameter], lr=1.0, fused=True), torch.cuda.Stream()
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    take_step(scaler, optimizer, "unscale_")  # what is made once is made
+    scaler.unscale_(optimizer)
+    here = torch.cuda.current_stream()
+    other.wait_stream(here)
+    torch.cuda._sleep(LONG)
+    scaler.step(optimizer)
+    wait = torch.cuda.Stream.wait_stream
+    with torch.cuda.stream(other), mock.patch.object(torch.cuda.Stream, "wait_stream", autospec=True) as waited:
+        waited.side_effect = wait
+        scaler.update()
+    assert waited.mock_calls == [mock.call(other, here)]
+    here.wait_stream(other)
+    assert parameter[0].item() == 0.0
+    assert scaler.get_scale() == 1.0
+
+
+def test_an_update_on_the_steps_own_stream_waits_for_none() -> None:
+    (parameter,) = parameters([torch.full((5,), 8.0)], "cuda")
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    with mock.patch.object(torch.cuda.Stream, "wait_stream") as waited, torch.cuda.stream(torch.cuda.Stream()):
+        take_step(scaler, optimizer, "step")
+    assert not waited.mock_calls
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_setter_leaves_alone_an_update_that_waits_on_another_stream(first: bool) -> None:
+    (parameter,) = parameters([torch.full((5,), 8.0)], "cuda")
+    optimizer, other = torch.optim.SGD([parameter], lr=1.0, fused=True), torch.cuda.Stream()
+    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1 if first else 2)
+    if not first:
+        take_step(scaler, optimizer, "step")
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(LONG)
+        take_step(scaler, optimizer, "step")
+    scaler.set_growth_interval(100)
+    torch.cuda.current_stream().wait_stream(other)
+    assert scaler.get_scale() == 8.0
+    for _ in range(3):
+        take_step(scaler, optimizer, "step")
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 3)

@@ -1,0 +1,126 @@
+"""Where a scaler's state goes: files, torch.distributed.checkpoint, frameworks' dicts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import sgd, started
+from scaler_triton.policy import KEY
+
+from scaler_triton import GradScaler, ShardedGradScaler
+
+KEY = "scaler_triton"
+EXTRAS: dict[str, Any] = {
+    "min_scale": 0.25,
+    "max_scale": 512.0,
+    "hysteresis": 3,
+    "max_consecutive_skips": 50,
+}
+# DCP says once a process that it works alone.
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+EACH_CLASS = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+
+
+@pytest.fixture(autouse=True)
+def ranks(two_ranks: None) -> None:
+    """The sharded class has somebody to agree with."""
+
+
+def trained(cls: type, **extras: Any) -> Any:
+    """Return a scaler after a few updates, of which the last overflowed."""
+    scaler = started(cls, "cpu", init_scale=64.0, growth_interval=2, process_group=None, **extras)
+    for gradient in (1.0, math.inf, 1.0, 1.0, math.nan):
+        scaler.step(sgd([torch.tensor([gradient])]))
+        scaler.update()
+    return scaler
+
+
+@EACH_CLASS
+def test_a_file_is_loaded_safely_with_all_extras(cls: type, tmp_path: Path) -> None:
+    scaler = trained(cls, **EXTRAS)
+    torch.save(scaler.state_dict(), tmp_path / "scaler.pt")
+    other = cls("cpu")
+    other.load_state_dict(torch.load(tmp_path / "scaler.pt", weights_only=True, map_location="cpu"))
+    assert other.state_dict() == scaler.state_dict()
+    assert other.state_dict()[KEY]["counters"] == {
+        "updates": 5,
+        "skipped": 2,
+        "consecutive_skips": 1,
+        "growths": 1,
+        "backoffs": 0,
+        "last_skip": 5,
+        "strikes": 1,
+    }
+    assert other.limits._asdict() == EXTRAS
+
+
+@EACH_CLASS
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+def test_composers_state_is_keyed_by_torchs_class_names(cls: type, extras: dict[str, Any], tmp_path: Path) -> None:
+    theirs = next(base for base in cls.__mro__[1:] if base.__qualname__ == cls.__qualname__)
+    assert theirs.__module__.startswith("torch.")
+    scaler = trained(cls, **extras)
+    torch.save({"state": {"scaler": {type(scaler).__qualname__: scaler.state_dict()}}}, tmp_path / "ep1.pt")
+    state = torch.load(tmp_path / "ep1.pt", weights_only=True)["state"]["scaler"]
+    for each in (cls("cpu"), theirs("cpu")):
+        each.load_state_dict(state[type(each).__qualname__])
+        assert each.get_scale() == scaler.get_scale()
+        assert each._init_growth_tracker == scaler._get_growth_tracker()
+
+
+@pytest.mark.parametrize("tracker", [2, 2.0, torch.tensor(2), torch.tensor(2.0)], ids=repr)
+def test_a_tracker_may_be_any_whole_number(tracker: Any) -> None:
+    """As with torch's class, whose checkpoints somebody has edited."""
+    scaler = started(GradScaler, "cpu")
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": tracker})
+    assert scaler._get_growth_tracker() == 2
+    with pytest.raises(TypeError, match="_growth_tracker must be an int, got"):
+        scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": tracker * 1.25})
+
+
+@ALONE
+@EACH_CLASS
+def test_dcp_brings_back_all_of_a_scaler(cls: type, tmp_path: Path) -> None:
+    """Every number lies there under a name of its own."""
+    scaler = trained(cls, **EXTRAS)
+    dcp.save({"scaler": scaler}, checkpoint_id=tmp_path, no_dist=True)
+    other = cls("cpu", **EXTRAS)
+    dcp.load({"scaler": other}, checkpoint_id=tmp_path, no_dist=True)
+    assert other.state_dict() == scaler.state_dict()
+    names = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert {"scaler.scale", "scaler.scaler_triton.counters.strikes"} <= set(names)
+
+
+@ALONE
+def test_dcp_reads_what_the_new_scaler_would_save(tmp_path: Path) -> None:
+    """As docs/checkpoints.md says."""
+    scaler = trained(GradScaler, **EXTRAS)
+    dcp.save({"scaler": scaler}, checkpoint_id=tmp_path / "extras", no_dist=True)
+    plain = GradScaler("cpu")
+    dcp.load({"scaler": plain}, checkpoint_id=tmp_path / "extras", no_dist=True)
+    assert plain.state_dict() == {name: value for name, value in scaler.state_dict().items() if name != KEY}
+    dcp.save({"scaler": plain}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    before = scaler.state_dict()
+    with pytest.raises(dcp.api.CheckpointException, match="scaler_triton"):
+        dcp.load({"scaler": scaler}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_a_checkpoint_of_version_0_1_is_loaded(consecutive: bool) -> None:
+    """With one warning if it asks for the hysteresis that is gone."""
+    scaler = trained(GradScaler, **EXTRAS)
+    state = scaler.state_dict()
+    state[KEY] = {**state[KEY], "consecutive_hysteresis": consecutive}
+    other = GradScaler("cpu")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        other.load_state_dict(state)
+    assert other.state_dict() == scaler.state_dict()
+    assert ["consecutive_hysteresis" in str(each.message) for each in warned] == [True] * consecutive

@@ -1,0 +1,236 @@
+"""torch.compile around a scaler, in parts or the whole step: it is the uncompiled run, bit by bit."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from compile_cases import (
+    OPTIMIZERS,
+    Compile,
+    Step,
+    clip_by,
+    fresh_compiler,
+    fresh_net,
+    in_parts,
+    nothing_new,
+    ours,
+    run,
+    same,
+    settings,
+    theirs,
+)
+from helpers import Place, assert_same, places
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
+
+from scaler_triton import GradScaler, ShardedGradScaler
+
+# Torch's compiler meets deprecated parts of torch while it is imported.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    # After a graph break Dynamo asks every tensor it meets for `.grad`, the scaled loss, too.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+
+TORCHS_BREAKS = ("torch._dynamo.graph_break()", "trace into fused optimizer")
+EACH_OPTIMIZER = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# Compiled, foreach ops of AdamW round otherwise than torch's own kernels for lists.
+EXACT = pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if "foreach" not in name])
+
+
+def compiling(backend: str, **options: Any) -> Compile:
+    return lambda function: torch.compile(function, backend=backend, **options)
+
+
+def assert_all_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+
+
+@PLACES
+@EXACT
+@pytest.mark.parametrize(("backend", "clip"), [("aot_eager", "ours")])
+def test_compiled_model_and_optimizer(place: Place, optimizer: str, backend: str, clip: str) -> None:
+    with fresh_compiler():
+        uncompiled = in_parts(place, optimizer, clip, same, same)
+        assert not counters["stats"]
+        compiled = in_parts(place, optimizer, clip, compiling(backend), compiling(backend, fullgraph=True))
+        assert counters["stats"]["unique_graphs"] > ("fused" not in optimizer)  # torch itself leaves fused ones out
+    assert_all_same(compiled, uncompiled)
+
+
+@PLACES
+@EACH_OPTIMIZER
+def test_compiled_model_and_optimizer_as_with_torchs_scaler(place: Place, optimizer: str) -> None:
+    results = []
+    for new_scaler in (ours, theirs):
+        with fresh_compiler():
+            whole_graph = compiling("aot_eager", fullgraph=True)
+            results.append(in_parts(place, optimizer, "", compiling("aot_eager"), whole_graph, new_scaler))
+            assert counters["stats"]["unique_graphs"] > ("fused" not in optimizer)
+    assert_all_same(*results)
+
+
+@PLACES
+@EACH_OPTIMIZER
+@pytest.mark.parametrize("clip", ["", "ours"])
+def test_compiled_parts_break_where_they_do_beside_torchs_scaler(place: Place, optimizer: str, clip: str) -> None:
+    """At the head of an optimizer's step and at a fused optimizer's function, both of which torch leaves out."""
+    compiled, whole_graph = compiling("aot_eager"), compiling("aot_eager", fullgraph=True)
+    met = []
+    for new_scaler, clipped_by in ((ours, clip), (theirs, clip and "torch")):
+        with fresh_compiler():
+            in_parts(place, optimizer, clipped_by, compiled, whole_graph, new_scaler)
+            met.append((dict(counters["graph_break"]), dict(counters["stats"]), dict(counters["frames"])))
+    assert met[0] == met[1]
+    reasons = list(met[0][0])
+    assert [reason for reason in reasons if not any(known in reason for known in TORCHS_BREAKS)] == []
+    assert len(reasons) == 1 + ("fused" in optimizer)
+
+
+def whole(place: Place, name: str, clip: str, compiled: Compile) -> list[Tensor]:
+    """Train with one function for all of a step."""
+    net = fresh_net(place.device)
+    optimizer = OPTIMIZERS[name](net.parameters())
+    scaler = GradScaler(place.device, backend=place.backend, **settings())
+    return run(compiled(whole_step(net, optimizer, scaler, clip)), net, scaler)
+
+
+def whole_step(net: nn.Module, optimizer: Any, scaler: Any, clip: str) -> Step:
+    def step(inputs: Tensor, factor: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = net(inputs).square().mean() * factor
+        scaler.scale(loss).backward()
+        clip_by(clip, scaler, optimizer, net)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return step
+
+
+@PLACES
+@pytest.mark.parametrize(
+    ("optimizer", "clip"), [("sgd", "torch"), ("sgd", "ours"), ("adamw-fused", ""), ("adamw-fused", "ours")]
+)
+def test_a_whole_step_compiled(place: Place, optimizer: str, clip: str) -> None:
+    """Dynamo breaks its graph at the scaler's methods and traces nothing in them."""
+    with fresh_compiler():
+        compiled = whole(place, optimizer, clip, compiling("aot_eager"))
+        assert at_the_scaler()
+        traced = [code for code in torch._dynamo.convert_frame.input_codes.seen if is_ours(code())]
+    assert traced == []
+    assert_all_same(compiled, whole(place, optimizer, clip, same))
+
+
+def at_the_scaler() -> list[str]:
+    """Return the graph breaks that our methods made."""
+    return [text for text in counters["graph_break"] if "a scaler runs beside compiled code" in text]
+
+
+def is_ours(code: Any) -> bool:
+    return code is not None and "/scaler_triton/" in code.co_filename
+
+
+class Overriding(GradScaler):
+    """As people write them: around a method, and in place of a private one."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().step(optimizer, *args, **kwargs)
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+
+def test_a_subclass_in_a_whole_step_compiled() -> None:
+    """Its own methods are traced, and break where they call ours."""
+    results = []
+    for compiled in (compiling("eager"), same):
+        with fresh_compiler():
+            net = fresh_net("cpu")
+            optimizer = OPTIMIZERS["sgd"](net.parameters())
+            scaler = Overriding("cpu", **settings())
+            step = whole_step(net, optimizer, scaler, "torch")
+            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+                results.append(run(compiled(step), net, scaler))
+            assert scaler.steps == 8
+    assert_all_same(*results)
+
+
+def test_a_compiled_optimizer_within_a_whole_step_compiled_is_compiled() -> None:
+    """Dynamo is off within `scaler.step`, but for what was compiled by itself."""
+    net = fresh_net("cpu")
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    scaler = GradScaler("cpu", **settings())
+    with fresh_compiler():
+        ran = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            def call(*args: Any) -> Any:
+                ran.append(graph)
+                return graph(*args)
+
+            return call
+
+        optimizer.step = torch.compile(optimizer.step, backend=backend)  # type: ignore[method-assign]
+        run(torch.compile(whole_step(net, optimizer, scaler, ""), backend="eager"), net, scaler)
+        assert len(ran) == 6  # of eight steps two were skipped
+
+
+def test_in_a_full_graph_a_scaler_is_refused_by_its_reason() -> None:
+    scaler = GradScaler("cpu")
+    optimizer = OPTIMIZERS["sgd"]([nn.Parameter(torch.ones(2))])
+    with fresh_compiler():
+        compiled = torch.compile(lambda: scaler.unscale_(optimizer), backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="a scaler runs beside compiled code, not in it"):
+            compiled()
+
+
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+def test_every_method_of_ours_is_left_alone(cls: type) -> None:
+    methods = {
+        name: function
+        for name, function in inspect.getmembers(cls, inspect.isfunction)
+        if function.__module__.startswith("scaler_triton") and not name.startswith("__")
+    }
+    assert {"unscale_", "step", "update", "clip_grad_norm_", "stats", "overflow_report"} < set(methods)
+    assert "scale" in methods
+    for function in {*methods.values()} - {ShardedGradScaler.scale}:  # which torch compiles
+        assert inspect.getattr_static(function, "_torchdynamo_disable")
+        assert not hasattr(function, "__wrapped__")  # it costs nothing
+
+
+def test_a_full_graph_scales_a_loss_as_with_torchs_sharded_scaler() -> None:
+    for cls in (TorchSharded, ShardedGradScaler):
+        scaler: Any = cls("cpu", init_scale=8.0)
+        loss = scaler.scale(torch.ones(()))
+        with fresh_compiler():
+            compiled = torch.compile(scaler.scale, backend="eager", fullgraph=True)
+            assert compiled(torch.ones(())).item() == loss.item() == 8.0
+
+
+def test_setters_within_a_compiled_function() -> None:
+    """They break the graph, too, and take effect."""
+    scaler = GradScaler("cpu", **settings())
+    net = fresh_net("cpu")
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    step = whole_step(net, optimizer, scaler, "")
+
+    def schedule(inputs: Tensor, factor: Tensor) -> Tensor:
+        loss = step(inputs, factor)
+        scaler.set_growth_factor(4.0)
+        return loss + 0
+
+    with fresh_compiler():
+        compiled = torch.compile(schedule, backend="eager")
+        for _ in range(5):
+            compiled(torch.ones(4, 5), torch.ones(()))
+        with nothing_new():
+            compiled(torch.ones(4, 5), torch.ones(()))
+    assert scaler.get_scale() == 8.0 * 4.0**3

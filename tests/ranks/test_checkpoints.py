@@ -1,0 +1,113 @@
+"""torch.distributed.checkpoint with another number of ranks: the scaler comes back to the bit, the run goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+
+from ranks import cases
+
+pytestmark = pytest.mark.distributed
+
+BATCH, WIDTH = 8, 4
+EXTRAS: dict[str, Any] = {"min_scale": 0.5, "max_scale": 64.0, "hysteresis": 2, "max_consecutive_skips": 30}
+BAD_STEPS = (1, 4, 5)
+
+
+class Sum(nn.Module):
+    """Two linear layers side by side: their gradients are sums of inputs, exact whatever the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return each sample's sum."""
+        return self.one(inputs).sum(1) + self.other(inputs).sum(1)
+
+
+class Training(Stateful):
+    """Model, optimizer and scaler, saved and loaded as one."""
+
+    def __init__(self, kind: str, name: str, **extras: Any) -> None:
+        torch.manual_seed(0)
+        self.net = Sum()
+        fully_shard(self.net, mesh=cases.line())
+        self.optimizer = cases.new_optimizer(name, self.net.parameters())
+        self.scaler = cases.new_scaler(kind, **extras)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what DCP saves; every rank's scaler holds the same."""
+        model, optimizer = get_state_dict(self.net, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what DCP loaded."""
+        set_state_dict(self.net, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def step(self, number: int) -> None:
+        """Take one step; every rank works on its share of the same batch."""
+        share = BATCH // torch.distributed.get_world_size()
+        rank = torch.distributed.get_rank()
+        inputs = cases.drawn((BATCH, WIDTH), torch.Generator().manual_seed(number)).round().clamp(-1, 1)
+        self.optimizer.zero_grad()
+        loss = self.net(inputs[rank * share : (rank + 1) * share]).mean()
+        self.scaler.scale(loss * (float("inf") if number in BAD_STEPS and rank == 0 else 1.0)).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def outcome(self) -> dict[str, Any]:
+        """Return the scaler's state and all parameters, whole and on every rank equal, with the optimizer's."""
+        moments = [self.optimizer.state.get(parameter, {}) for parameter in self.net.parameters()]
+        parameters = [*self.net.parameters(), *(each[name] for each in moments for name in sorted(each))]
+        return {
+            "scaler": self.scaler.state_dict(),
+            "parameters": [cases.digest(_whole(parameter)) for parameter in parameters],
+        }
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train(rank: int, kind: str, name: str, steps: range, save: str | None = None, load: str | None = None) -> Any:
+    """Train for `steps`, from a saved state or the beginning; return what there was before and after them."""
+    training = Training(kind, name, **EXTRAS)
+    if load is not None:
+        training.step(BAD_STEPS[0])  # leaves a scale, trackers and counters, all to be replaced
+        dcp.load({"training": training}, checkpoint_id=load)
+    before = training.outcome()
+    for number in steps:
+        training.step(number)
+    if save is not None:
+        dcp.save({"training": training}, checkpoint_id=save)
+    return before, training.outcome()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "stop"), [("sharded", "adamw-fused", 3), ("sharded", "sgd", 5), ("grad", "adamw-fused", 5)]
+)
+def test_from_four_ranks_to_two_and_back(four, two, tmp_path, kind, name, stop):
+    assert_resumes(four, two, tmp_path, kind, name, stop)
+    assert_resumes(two, four, tmp_path, kind, name, stop)
+
+
+def assert_resumes(first, second, tmp_path, kind, name, stop):
+    folder = str(tmp_path / f"{first.world_size}-{second.world_size}")
+    until = first.run(train, kind, name, range(stop), save=folder)
+    after = second.run(train, kind, name, range(stop, 9), load=folder)
+    whole = second.run(train, kind, name, range(9))
+    left = [end for _, end in until]
+    loaded = [start for start, _ in after]
+    assert all(each == left[0] for each in [*left, *loaded])  # scaler, parameters, moments: on every rank of both
+    assert left[0]["scaler"]["scaler_triton"]["counters"]["strikes"] == 1  # which hysteresis forgave
+    assert left[0]["scaler"]["scale"] == (8.0 if stop == 3 else 16.0)
+    assert all(end == whole[0][1] for _, end in [*after, *whole])

@@ -1,0 +1,234 @@
+"""What public training code of several ranks does to a scaler ends as with torch's class, to the bit."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ranks import cases
+from ranks.models import WRAPPERS, Net
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 6
+BAD = {1: 1, 4: 0}  # at which steps which rank's loss is infinite
+Seen = list[str]
+
+
+class Run:
+    """One class of scaler on one rank; takes down what each step leaves."""
+
+    def __init__(self, rank: int, base: Any) -> None:
+        self.rank, self.base = rank, base
+        self.seen: Seen = []
+
+    def scaler(self, cls: Any = None, **options: Any) -> Any:
+        return (cls or self.base)(cases.DEVICE, init_scale=8.0, growth_interval=2, **options)
+
+    def loss(self, model: nn.Module, step: int, seed: int = 0) -> Tensor:
+        """The loss of this rank's own batch."""
+        inputs = cases.drawn((4, 8), torch.Generator().manual_seed(100 * step + 10 * seed + self.rank))
+        loss = (model(inputs) - inputs.sin()).square().mean()
+        return loss * math.inf if BAD.get(step) == self.rank else loss
+
+    def look(self, scaler: Any, parameters: Sequence[Tensor]) -> None:
+        self.seen += [cases.digest(parameter) for parameter in parameters]
+        self.seen += [f"{scaler.get_scale()} {scaler._get_growth_tracker()}"]
+
+    def steps(
+        self, model: nn.Module, scaler: Any, optimizer: torch.optim.Optimizer, count: int = STEPS
+    ) -> Iterator[int]:
+        """Yield each step's number after its backward, and then finish it."""
+        for step in range(count):
+            scaler.scale(self.loss(model, step)).backward()
+            yield step
+            self.finish(scaler, optimizer)
+
+    def train(self, *args: Any) -> None:
+        """Take `steps` with nothing between a backward and its step."""
+        for _ in self.steps(*args):
+            pass
+
+    def finish(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """End a step, and look at what it left."""
+        scaler.step(optimizer)
+        scaler.update()
+        self.look(scaler, cases.params_of(optimizer))
+        optimizer.zero_grad()
+
+
+def sgd(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.125, momentum=0.5)
+
+
+def fsdp1() -> Any:
+    return WRAPPERS["fsdp1-full"](Net())
+
+
+def flags_that_the_loop_reduces(run: Run) -> None:
+    """Gradients differ by rank until the optimizer's step reduces them."""
+    model = Net()
+    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    for step in run.steps(model, scaler, optimizer):
+        scaler.unscale_(optimizer)
+        for flag in scaler._found_inf_per_device(optimizer).values():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX if step % 2 else dist.ReduceOp.SUM)
+
+
+def a_scale_from_the_first_rank(run: Run) -> None:
+    """Without an agreed flag the ranks' scales would part."""
+    model = Net()
+    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    for step in range(STEPS):
+        scaler.scale(run.loss(model, step)).backward()
+        run.finish(scaler, optimizer)
+        dist.broadcast(scaler._scale, src=0)
+        work = dist.all_reduce(scaler._growth_tracker, op=dist.ReduceOp.MIN, async_op=True)
+        work.wait()
+
+
+def a_subclass_that_reduces_flags_in_update(run: Run) -> None:
+    """Hysteresis among tensor-parallel ranks."""
+
+    class Patient(run.base):  # type: ignore[misc, name-defined]
+        spared = 1
+
+        def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            flag = torch.tensor([sum(flag.item() for flag in state["found_inf_per_device"].values())])
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            return None if flag.item() else optimizer.step(*args, **kwargs)
+
+        def update(self, new_scale: Any = None) -> None:
+            scale, tracker = self._check_scale_growth_tracker("update")
+            states = self._per_optimizer_states.values()
+            (flag,) = (flag for state in states for flag in state["found_inf_per_device"].values())
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            if flag and self.spared:
+                self.spared -= 1
+            else:
+                torch._amp_update_scale_(scale, tracker, flag, 2.0, 0.5, 2)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    model = Net()
+    optimizer, scaler = sgd(model.parameters()), run.scaler(Patient)
+    run.train(model, scaler, optimizer)
+
+
+def a_first_rank_that_looks_and_saves(run: Run) -> None:
+    """Whatever it asks for, the others take no part in it."""
+    model = fsdp1()
+    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    for step in range(STEPS):
+        scaler.scale(run.loss(model, step)).backward()
+        if run.rank == 0:
+            scaler.unscale_(optimizer)  # which the others leave to `step`
+            sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())
+            look_around(scaler)
+        run.finish(scaler, optimizer)
+        if run.rank == 0:
+            look_around(scaler)
+
+
+def look_around(scaler: Any) -> None:
+    scaler.get_scale()
+    scaler.state_dict()
+    scaler._get_scale_async().item()
+    if hasattr(scaler, "stats"):  # ours
+        scaler.stats(wait=False)
+        str(scaler.overflow_report())
+
+
+def whole_parameters_between_unscaling_and_step(run: Run) -> None:
+    model = fsdp1()
+    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    for _ in run.steps(model, scaler, optimizer):
+        scaler.unscale_(optimizer)
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            assert all(parameter.numel() for parameter in model.parameters())
+        model.clip_grad_norm_(0.5)
+
+
+def two_passes_for_a_step(run: Run) -> None:
+    """SAM under FSDP1: each pass is unscaled, and checked, by itself."""
+    model = fsdp1()
+    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    for step in range(STEPS):
+        scaler.scale(run.loss(model, step)).backward()
+        scaler.unscale_(optimizer)
+        optimizer.zero_grad()
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+        scaler.scale(run.loss(model, step, seed=1)).backward()
+        run.finish(scaler, optimizer)
+
+
+def two_models_of_which_one_steps_less_often(run: Run) -> None:
+    """A GAN under FSDP1."""
+    models = fsdp1(), fsdp1()
+    optimizers, scaler = [sgd(model.parameters()) for model in models], run.scaler()
+    for step in range(STEPS):
+        scaler.scale(run.loss(models[0], step)).backward()
+        if step % 2 == 0:
+            scaler.scale(run.loss(models[1], step, seed=1)).backward()
+            scaler.unscale_(optimizers[1])
+            models[1].clip_grad_norm_(0.5)
+            scaler.step(optimizers[1])
+        run.finish(scaler, optimizers[0])
+        run.look(scaler, [*models[1].parameters()])
+        optimizers[1].zero_grad()
+
+
+def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
+    """DDP's ranks hold equal gradients, so a scaler needs no other rank, even one that is through."""
+    model = nn.parallel.DistributedDataParallel(Net())
+    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    with model.join():
+        run.train(model, scaler, optimizer, STEPS - 2 * run.rank)
+
+
+PATTERNS: dict[str, list[Callable[[Run], None]]] = {
+    "grad": [
+        flags_that_the_loop_reduces,
+        a_scale_from_the_first_rank,
+        a_subclass_that_reduces_flags_in_update,
+        inputs_that_end_earlier_on_one_rank,
+    ],
+    "sharded": [
+        flags_that_the_loop_reduces,
+        a_subclass_that_reduces_flags_in_update,
+        a_first_rank_that_looks_and_saves,
+        whole_parameters_between_unscaling_and_step,
+        two_passes_for_a_step,
+        two_models_of_which_one_steps_less_often,
+    ],
+}
+
+
+def beside_torch(rank: int, pattern: Callable[[Run], None], kind: str) -> tuple[Seen, Seen]:
+    """What a pattern leaves with torch's class, and with ours."""
+    runs = Run(rank, cases.torch_class(kind)), Run(rank, cases.scaler_class(kind))
+    for run in runs:
+        torch.manual_seed(0)
+        pattern(run)
+    return runs[0].seen, runs[1].seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [(kind, pattern) for kind, patterns in PATTERNS.items() for pattern in patterns],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_pattern_ends_as_with_torch(two, kind, pattern):
+    for theirs, ours in two.run(beside_torch, pattern, kind):
+        assert ours == theirs
+        scales = [float(line.split()[0]) for line in ours if " " in line]
+        assert any(after < before for before, after in pairwise(scales))  # it did back off
