@@ -509,6 +509,7 @@ class GradScaler(torch.amp.GradScaler):
         plan.written = False  # an override that got here has written nothing yet
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf)
+        plan.written = False
         batches = plan.collect(allow_fp16=allow_fp16)
         return passes.check(plan, batches, inv_scale, flag, divide=True, inverse=True)
 
