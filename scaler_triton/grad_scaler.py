@@ -506,7 +506,6 @@ class GradScaler(torch.amp.GradScaler):
         # A call from outside a step, perhaps for a few parameters only, must not begin one.
         step = steps.last(optimizer) or OptimizerStep()
         plan = steps.plan(step, optimizer)
-        plan.written = False  # an override that got here has written nothing yet
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf)
         plan.written = False
