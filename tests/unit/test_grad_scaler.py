@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections import Counter, defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -379,11 +379,12 @@ def test_a_copy_knows_of_no_step(clone: Any) -> None:
 
 
 @COPIES
-@pytest.mark.parametrize("phase", [Phase.CHECKED, Phase.UNSCALED, Phase.CARRIED, Phase.FAILED, Phase.STEPPED])
+@pytest.mark.parametrize("phase", list(Phase))
 def test_in_the_middle_of_a_step_a_copy_is_torchs_error(phase: Phase, clone: Any) -> None:
     scaler, optimizer = started(GradScaler, "cpu"), sgd([torch.ones(1)])
     scaler._ours.steps.open(optimizer)._enter(phase)
-    with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
+    text = "may only be pickled at the beginning of an iteration"
+    with nullcontext() if phase in (Phase.READY, Phase.CARRIED) else pytest.raises(AssertionError, match=text):
         clone(scaler)
 
 
