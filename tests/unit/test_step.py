@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import grads, sgd, started, values
+from helpers import Place, grads, places, sgd, started, values
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, passes, ranks
@@ -94,10 +94,9 @@ class Older(torch.optim.SGD):
             super().step()
 
 
-def optimizer_of(kind: str = "plain", gradient: float = 8.0) -> Any:
-    if kind == "older":
-        return Older(sgd([torch.tensor([gradient])]).param_groups[0]["params"], lr=0.5)
-    return sgd([torch.tensor([gradient])], fused=kind == "fused")
+def optimizer_of(kind: str = "plain", gradient: float = 8.0, device: str = "cpu") -> Any:
+    optimizer = sgd([torch.tensor([gradient])], device, fused=kind == "fused")
+    return Older(optimizer.param_groups[0]["params"], lr=0.5) if kind == "older" else optimizer
 
 
 def renew(optimizer: Any, gradient: float = 8.0) -> None:
@@ -350,11 +349,14 @@ def test_23_one_optimizer_that_failed_leaves_another_alone() -> None:
 
 
 @OLDER
+@pytest.mark.parametrize("place", places(), ids=str)
 @pytest.mark.parametrize("kind", ["plain", "fused", "older"])
 @pytest.mark.parametrize("gradient", [8.0, math.inf])
-def test_18_the_flag_of_a_carried_step_outlives_the_update_and_others_steps(kind: str, gradient: float) -> None:
-    late, early = optimizer_of(kind, gradient), optimizer_of()
-    scaler = started(GradScaler, "cpu", init_scale=SCALE, growth_interval=1)
+def test_18_the_flag_of_a_carried_step_outlives_the_update_and_others_steps(
+    place: Place, kind: str, gradient: float
+) -> None:
+    late, early = optimizer_of(kind, gradient, place.device), optimizer_of(device=place.device)
+    scaler = started(GradScaler, place.device, init_scale=SCALE, growth_interval=1, backend=place.backend)
     scaler.unscale_(late)
     scaler.step(early)
     scaler.update()
@@ -384,10 +386,13 @@ def test_a_failed_step_that_was_carried_is_skipped_even_if_a_check_finds_nothing
     assert values(optimizer) == [0.0]
 
 
-def test_a_check_of_carried_gradients_counts_what_it_finds() -> None:
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_check_of_carried_gradients_counts_what_it_finds(updates: bool) -> None:
     scaler, optimizer = begin("", "CARRIED", None)
     renew(optimizer, math.nan)
     assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [1.0]
+    if updates:
+        scaler.update()
     scaler.step(optimizer)
     assert values(optimizer) == [0.0]
 
@@ -540,25 +545,29 @@ def test_11_the_state_of_a_freed_optimizer_is_not_that_of_one_at_its_id() -> Non
 
 @pytest.mark.parametrize("make", [dict, lambda: defaultdict(_refresh_per_optimizer_state)])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_new_dict_in_place_of_all_states_makes_every_step_ready(make: Any, phase: str) -> None:
+def test_a_new_dict_in_place_of_all_states_makes_every_step_ready_and_keeps_its_plan(make: Any, phase: str) -> None:
     scaler, optimizer = begin("", phase, None)
+    plan = scaler._ours.steps.open(optimizer).plan
     scaler._per_optimizer_states = make()
-    assert scaler._ours.steps.open(optimizer).phase is Phase.READY
+    step = scaler._ours.steps.open(optimizer)
+    assert (step.phase, step.plan) == (Phase.READY, plan)
     renew(optimizer)
     scaler.step(optimizer)
-    assert scaler._ours.steps.open(optimizer).phase is Phase.STEPPED
+    assert step.phase is Phase.STEPPED
 
 
 def test_states_that_were_put_aside_and_put_back_go_on() -> None:
-    scaler, optimizer, other = a_scaler(), optimizer_of(), optimizer_of(gradient=math.inf)
-    scaler.unscale_(optimizer)
+    scaler, optimizer = begin("", "UNSCALED", None)
+    carried, other = optimizer_of(), optimizer_of(gradient=math.inf)
+    bring_to("CARRIED", scaler, carried)  # and the first one with it
     aside, scaler._per_optimizer_states = states(scaler), {}
     scaler.step(other)
     scaler._per_optimizer_states = aside
     scaler.step(optimizer)
-    scaler.update()
-    assert values(optimizer) == [-1.0]
-    assert scaler.get_scale() == SCALE  # the other's flag is where it was
+    scale(scaler)
+    assert scaler._ours.steps.open(carried).phase is Phase.READY
+    scaler.update(SCALE)
+    assert (values(optimizer), scaler.stats().skipped) == ([-1.0], 0)  # the other's flag is where it was
 
 
 def test_states_that_are_assigned_by_id_are_those_of_their_optimizers() -> None:
