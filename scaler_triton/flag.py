@@ -113,7 +113,7 @@ class Flag:
     def share(self, overflows: Tensor) -> None:
         """Set the flag to that of optimizers that are clipped together: 1.0 if `overflows` is not 0, else 0.0."""
         torch.ne(overflows, 0, out=self.found_inf)
-        self.shared = True
+        self.shared, self._copied = True, False  # a copy that has begun is of this optimizer's flag alone
 
     def write_scale(self, scale: Tensor) -> None:
         """Add the scale (one element, on this device) to the status, so that `agree` compares the ranks' scales."""
