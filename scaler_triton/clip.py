@@ -249,7 +249,7 @@ def _clip_by_passes(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | No
         norm, flag = _norm_of_terms(terms, request.norm_type, ranks)
         if len(parts) > 1 or ranks is not None:
             for part in parts:
-                _take_flag(part.step, flag)
+                _take_flag(part.step, flag, scaler._ours.steps.exposed)
         refused = request.error_if_nonfinite and not math.isfinite(norm.item())
         if not refused:
             _multiply_(grads, torch_ops.coefficient(flag, norm, request.max_norm))
@@ -281,12 +281,13 @@ def _unscale_each(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None
         first = None  # else a reference cycle through this frame would keep gradients alive
 
 
-def _take_flag(step: OptimizerStep, shared: Tensor) -> None:
-    """Replace an optimizer's flag by that of all that are clipped together."""
-    flag, flags = step.own_flag(exposed=True), step["found_inf_per_device"]
+def _take_flag(step: OptimizerStep, shared: Tensor, exposed: bool) -> None:
+    """Replace an optimizer's flag by that of all that are clipped together, on every device."""
+    flag, flags = step.own_flag(exposed), step["found_inf_per_device"]
     step.fresh = False
     if flag is not None:
         flag.share(shared)
+        step["found_inf_per_device"] = flag.on_devices([*flags])
     elif flags:
         step["found_inf_per_device"] = {device: shared.to(device, copy=True) for device in flags}
 
