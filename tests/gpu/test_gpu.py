@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers import WAYS, assert_same, flags, parameters, started, take_step, waits_raise
-from scaler_triton.mirror import HostMirror
 
-from perf.trace import record
-from scaler_triton import GradScaler, ops
+from scaler_triton import GradScaler, ShardedGradScaler, ops
+from scaler_triton.flag import HostCopy
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """This process is a group of its own."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def network(fused: bool) -> tuple[Any, Any]:
@@ -66,23 +73,121 @@ def test_ops_never_wait() -> None:
     assert norm.item() == pytest.approx(1003**0.5)
 
 
-def test_mirror_holds_the_value_of_its_moment() -> None:
+def test_a_host_copy_holds_the_value_of_its_moment() -> None:
     source = torch.tensor([1.0, 0.0], device="cuda")
-    mirror = HostMirror(source)
-    mirror.start()
+    copy = HostCopy(source)
+    copy.start()
     source[1] = 3.0
-    assert mirror.read() == [1.0, 0.0]
+    assert copy.read() == [1.0, 0.0]
+    copy.start()
+    assert copy.read() == [1.0, 3.0]
 
 
-def test_a_flag_filled_by_hand_skips_a_plain_step() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_flag_set_by_hand_skips_the_step_and_backs_off(replace: bool, fused: bool) -> None:
     (parameter,) = parameters([torch.full((5,), 8.0)], "cuda")
-    optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
     scaler = started(GradScaler, "cuda", init_scale=4.0)
+    take_step(scaler, optimizer, "step")
+    before = parameter[0].item()
+    parameter.grad.fill_(8.0)
     scaler.unscale_(optimizer)
-    for flag in scaler._found_inf_per_device(optimizer).values():
-        flag.fill_(1.0)
+    flags = scaler._found_inf_per_device(optimizer)
+    for device, flag in flags.items():
+        if replace:
+            flags[device] = torch.ones_like(flag)
+        else:
+            flag.fill_(1.0)
     scaler.step(optimizer)
-    assert parameter[0].item() == 0.0
+    scaler.update()
+    assert (parameter[0].item(), scaler.get_scale()) == (before, 2.0)
+    assert scaler.was_skipped(optimizer)
+    take_step(scaler, optimizer, "step")
+    assert scaler.stats().skipped == 1
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizers_clipped_together_are_skipped_together(fused: bool, norm_type: float) -> None:
+    """Another norm unscales one by one, and each flag is on its way to the host before they become one."""
+    optimizers = [torch.optim.SGD(parameters([torch.ones(5)], "cuda"), lr=1.0, fused=fused) for _ in range(2)]
+    weights = [optimizer.param_groups[0]["params"][0] for optimizer in optimizers]
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    for bad, wanted in ((None, -1.0), (1, -1.0), (0, -1.0), (None, -2.0)):
+        for index, weight in enumerate(weights):
+            weight.grad = torch.full_like(weight, math.inf if index == bad else scaler.get_scale())
+        scaler.clip_grad_norm_(optimizers, 100.0, norm_type)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert [weight[0].item() for weight in weights] == [wanted] * 2
+    assert scaler.get_scale() == 1.0
+
+
+def test_more_optimizers_than_an_update_reads_at_once() -> None:
+    """Flags beyond the rows of the buffer have memory of their own; freed ones leave their rows to others."""
+    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1000)
+    for count in (40, 3, 33):
+        optimizers = [torch.optim.SGD(parameters([torch.ones(2)], "cuda"), lr=1.0, fused=True) for _ in range(count)]
+        for bad in (None, count - 1, 0, None):
+            for index, optimizer in enumerate(optimizers):
+                optimizer.param_groups[0]["params"][0].grad.fill_(math.inf if index == bad else 4.0)
+                scaler.step(optimizer)
+            scale = scaler.get_scale()
+            scaler.update(None if count == 40 else 4.0)
+            assert scaler.get_scale() == (4.0 if count != 40 else scale if bad is None else scale / 2)
+            skipped = [index for index, optimizer in enumerate(optimizers) if scaler.was_skipped(optimizer)]
+            assert skipped == ([] if bad is None else [bad])
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_report_names_what_kernels_marked(fused: bool, how: str) -> None:
+    """Steps without overflow keep it; the marks of a later skip replace it."""
+    optimizer = torch.optim.SGD(parameters([torch.ones(5), torch.ones(3, 7)], "cuda"), lr=1.0, fused=fused)
+    weights = optimizer.param_groups[0]["params"]
+    scaler, found = started(GradScaler, "cuda"), []
+    for values in ([1.0, 1.0], [math.inf, 1.0], [1.0, 1.0], [math.nan, -math.inf], [1.0, 1.0]):
+        for weight, value in zip(weights, values, strict=True):
+            weight.grad = torch.ones_like(weight)
+            weight.grad.view(-1)[-1] = value
+        take_step(scaler, optimizer, how)
+        report = scaler.overflow_report([("first", weights[0]), ("second", weights[1])])
+        found.append([(each.name, each.kinds) for each in report.bad])
+    once, twice = [("first", "Inf")], [("first", "NaN"), ("second", "Inf")]
+    assert found == [[], once, once, twice, twice]
+
+
+@pytest.mark.parametrize("how", ["unscale_", "clip"])
+def test_a_step_that_an_update_overtakes_keeps_its_flag(how: str) -> None:
+    """The update clears the row of the flag that the step has yet to read."""
+    weights = parameters([torch.full((5,), 8.0), torch.full((5,), math.inf)], "cuda")
+    optimizers = [torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights]
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer) if how == "unscale_" else scaler.clip_grad_norm_(optimizer, 100.0)
+    scaler.step(optimizers[0])
+    scaler.update()
+    scaler.step(optimizers[1])
+    scaler.update()
+    assert [weight[0].item() for weight in weights] == [-2.0, 0.0]
+    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [False, True]
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_sharded_scaler_of_one_rank_skips_and_grows_as_the_other(fused: bool, backend: str, one_rank: None) -> None:
+    ours = [started(cls, "cuda", growth_interval=2, backend=backend) for cls in (GradScaler, ShardedGradScaler)]
+    found = []
+    for scaler in ours:
+        optimizer = torch.optim.SGD(parameters([torch.ones(5)], "cuda"), lr=1.0, fused=fused)
+        for value in (1.0, math.nan, 1.0, 1.0, 1.0):
+            optimizer.param_groups[0]["params"][0].grad.fill_(value * scaler.get_scale())
+            take_step(scaler, optimizer, "step")
+        found.append((optimizer.param_groups[0]["params"][0].tolist(), scaler.state_dict(), scaler.stats()))
+    assert found[0] == found[1]
+    assert found[0][0] == [-4.0] * 5
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -113,12 +218,11 @@ def test_offloaded_gradients_beside_device_ones(bad: str | None, clip: bool) -> 
 
 
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("check", [False, True])
-def test_offloaded_gradients_wait_for_the_scale_that_an_update_has_yet_to_set(clip: bool, check: bool) -> None:
+def test_offloaded_gradients_wait_for_the_scale_that_an_update_has_yet_to_set(clip: bool) -> None:
     """The CPU would divide by the scale before it, which a growth doubles."""
     (parameter,) = parameters([torch.full((5,), 8.0)], "cpu")
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1, check_unscaled=check)
+    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1)
     for scale in (4.0, 8.0, 16.0):
         parameter.grad = torch.full_like(parameter, 2 * scale)
         if clip:
@@ -258,15 +362,10 @@ def test_a_step_launches_check_and_update_and_nothing_more(fused: bool) -> None:
     assert device_work(steady_step(fused)) == (Counter(kernel=2) if fused else Counter(kernel=2, copy=1))
 
 
-@pytest.mark.parametrize(("fused", "defer"), [(False, False), (True, False), (True, True)])
-def test_clipping_adds_two_launches_and_no_copy_or_wait(fused: bool, defer: bool) -> None:
-    """In place of the check: squares, their sum, and a pass that clips or, if that is deferred, a single program."""
-    step = steady_step(fused, max_norm=1.0, defer=defer)
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_adds_two_launches_and_no_copy(fused: bool) -> None:
+    """In place of the check: squares, their sum, and a pass that clips."""
+    step = steady_step(fused, max_norm=1.0)
     assert device_work(step) == (Counter(kernel=4) if fused else Counter(kernel=4, copy=1))
 
-    def marked() -> None:
-        with torch.profiler.record_function("scaler"):
-            step()
 
-    reads = 0 if fused else 1  # as without clipping
-    assert record(marked, 4).per_step("scaler") == {"launches": 4, "copies": reads, "waits": reads}

@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=False),
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
 }
-EXTRAS: list[dict[str, Any]] = [{}, {}, {"check_unscaled": True}, {"hysteresis": 2}, {"max_scale": 16.0}]
+EXTRAS: list[dict[str, Any]] = [{}, {}, {"hysteresis": 2}, {"max_scale": 16.0}]
 Trace = list[Any]
 
 
@@ -49,8 +49,9 @@ class Program:
         """Yield what each step left."""
         for _ in range(STEPS):
             self.backward()
-            how = self.draw.choice(["step", "unscale_", "clip", "clip together", "deferred clip"])
-            norms = [float(self.scaler.clip_grad_norm_(self.optimizers, 1.0))] if how == "clip together" else []
+            how = self.draw.choice(["step", "unscale_", "clip", "clip together"])
+            order = self.draw.choice([2.0, math.inf, 3.0])
+            norms = [float(self.scaler.clip_grad_norm_(self.optimizers, 1.0, order))] if how == "clip together" else []
             for optimizer in self.optimizers:
                 norms += self.prepare(optimizer, how)
                 self.scaler.step(optimizer)
@@ -66,9 +67,8 @@ class Program:
                 parameter.grad.view(-1)[0] = self.draw.choice([math.inf, math.nan])
 
     def prepare(self, optimizer: torch.optim.Optimizer, how: str) -> list[float]:
-        defer = how == "deferred clip" and "check_unscaled" not in self.extras and optimizer.defaults["fused"]
-        if how == "clip" or defer:
-            return [float(self.scaler.clip_grad_norm_(optimizer, 1.0, defer=defer))]
+        if how == "clip":
+            return [float(self.scaler.clip_grad_norm_(optimizer, 1.0))]
         if how == "unscale_":
             self.scaler.unscale_(optimizer)
         return []

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import WAYS, assert_same, sgd, started, take_step
-from scaler_triton.stats import Counters
+from helpers import WAYS, assert_same, parameters, started, take_step
 
 from scaler_triton import GradScaler
 
 # torch's optimizers notice steps beside the captured ones, which is what is compared here.
 CAPTURABLE = pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")
-pytestmark = CAPTURABLE
+pytestmark = [pytest.mark.gpu, CAPTURABLE]
 # A capture that is refused, or has nothing left to do.
 MAY_BE_EMPTY = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 
@@ -43,7 +41,7 @@ class Run:
         if self.first == "unscale_":
             self.scaler.unscale_(self.optimizer)
         elif self.first:
-            self.scaler.clip_grad_norm_(self.optimizer, 0.01, defer=self.first == "deferred clipping")
+            self.scaler.clip_grad_norm_(self.optimizer, 0.01)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -90,13 +88,11 @@ def eager_and_captured(first: str = "") -> tuple[Run, Run, Callable[[], None]]:
     return eager, graphed, replay
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("first", ["", "unscale_", "clipping", "deferred clipping"])
+@pytest.mark.parametrize("first", ["", "unscale_", "clipping"])
 def test_replayed_steps_equal_eager_ones_through_overflows(first: str) -> None:
     assert_equal_runs(*eager_and_captured(first), range(3, STEPS))
 
 
-@pytest.mark.gpu
 def test_setters_and_writes_into_the_scale_take_effect_under_replay() -> None:
     eager, graphed, replay = eager_and_captured()
     assert_equal_runs(eager, graphed, replay, range(3, 12))
@@ -108,14 +104,12 @@ def test_setters_and_writes_into_the_scale_take_effect_under_replay() -> None:
     assert_equal_runs(eager, graphed, replay, range(35, 60))
 
 
-@pytest.mark.gpu
 def test_eager_steps_between_replays_use_their_own_gradients() -> None:
     eager, graphed, replay = eager_and_captured("unscale_")
     for step in range(3, 30):
         assert_equal_runs(eager, graphed, replay if step % 3 else graphed.step, range(step, step + 1))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("other_form", [False, True])
 def test_replayed_steps_after_an_update_are_told_of(other_form: bool) -> None:
     weight = torch.nn.Parameter(torch.ones(4, 2, device="cuda"))
@@ -143,7 +137,6 @@ def test_replayed_steps_after_an_update_are_told_of(other_form: bool) -> None:
         assert [(each.name, each.kinds) for each in report.bad] == [("weight", "NaN")]
 
 
-@pytest.mark.gpu
 def test_the_host_waits_for_no_copy_that_a_capture_never_made() -> None:
     """An event that is recorded in a capture cannot be asked later: what copies to the host leaves captures alone."""
     weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
@@ -173,7 +166,6 @@ def test_the_host_waits_for_no_copy_that_a_capture_never_made() -> None:
     assert scaler.stats().updates == 13
 
 
-@pytest.mark.gpu
 def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
     """What it would have left on the device was never done: the steps after it begin anew."""
     eager, refused = Run("unscale_"), Run("unscale_")
@@ -188,7 +180,6 @@ def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
     assert refused.scaler.stats() == eager.scaler.stats()
 
 
-@pytest.mark.gpu
 @MAY_BE_EMPTY
 def test_the_first_scale_is_refused_in_a_capture() -> None:
     """Each replay would set the scale anew."""
@@ -198,7 +189,6 @@ def test_the_first_scale_is_refused_in_a_capture() -> None:
     assert (scaler.scale(loss).item(), scaler._growth_tracker.item()) == (2.0**10, 0)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("how", WAYS)
 def test_what_fails_in_a_capture_has_done_nothing(how: str) -> None:
     """Another optimizer's kernels were compiled: only its own table is missing, once a write has been announced."""
@@ -215,7 +205,6 @@ def test_what_fails_in_a_capture_has_done_nothing(how: str) -> None:
     assert weights[0][0].item() < 1.0
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("replay_before_update", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_that_a_graph_wrote_anew_are_scaled(fused: bool, replay_before_update: bool) -> None:
@@ -253,7 +242,6 @@ def after_a_step() -> tuple[Any, torch.optim.Optimizer, GradScaler]:
     return weight, optimizer, scaler
 
 
-@pytest.mark.gpu
 def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
     """A replay finds other gradients."""
     weight, optimizer, scaler = after_a_step()
@@ -268,7 +256,6 @@ def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
     assert_same(weight.detach(), torch.full((3,), -2.0, device="cuda"))
 
 
-@pytest.mark.gpu
 def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once() -> None:
     weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
@@ -291,7 +278,6 @@ def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once() -> None
     assert_same(weight.detach(), torch.full((3,), -3.0, device="cuda"))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("explicit", [False, True])
 def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it(explicit: bool) -> None:
     weight, optimizer, scaler = after_a_step()
@@ -314,26 +300,6 @@ def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it(explicit
     assert_same(weight.detach(), torch.full((3,), -1.0, device="cuda"))
 
 
-@pytest.mark.gpu
-@MAY_BE_EMPTY
-@pytest.mark.parametrize("how", ["unscale_", "deferred clip"])
-def test_what_was_done_before_a_capture_that_fails_stays(how: str) -> None:
-    weights = [torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
-    for weight in weights:
-        weight.grad = torch.full((3,), 4.0, device="cuda")
-    first, other = (torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights)
-    scaler = started(GradScaler, "cuda", init_scale=4.0)
-    take_step(scaler, first, how)
-    with mock.patch.object(scaler, "step"), mock.patch.object(scaler, "update"):
-        take_step(scaler, other, how)
-    refusing = mock.patch.object(other, "step", side_effect=RuntimeError("not capturable"))
-    with pytest.raises(RuntimeError, match="not capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()), refusing:
-        scaler.step(other)
-    scaler.step(other)
-    assert_same(weights[1].detach(), weights[0].detach())
-
-
-@pytest.mark.gpu
 @MAY_BE_EMPTY
 def test_a_step_that_reads_the_flag_on_the_host_is_refused_in_a_capture() -> None:
     weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
@@ -345,27 +311,153 @@ def test_a_step_that_reads_the_flag_on_the_host_is_refused_in_a_capture() -> Non
     assert_same(weight.detach(), torch.zeros(3, device="cuda"))
 
 
-def test_trackers_are_compared_to_the_bit() -> None:
-    """Without a GPU, too: what compares the runs above must take all of their states."""
-    tracker = torch.tensor(3, dtype=torch.int32)
-    assert_same(tracker, tracker.clone())
-    with pytest.raises(AssertionError):
-        assert_same(tracker, tracker + 1)
+def test_limits_and_checkpoints_take_effect_under_replay_and_replays_are_counted() -> None:
+    eager, graphed = Run(), Run()
+    for run in (eager, graphed):
+        run.scaler.set_limits(hysteresis=2)
+    replay = graphed.captured()
+    for step in range(3):
+        eager.load(step)
+        eager.step()
+    saved = eager.scaler.state_dict()
+    for steps in (range(3, 12), range(35, 50), range(76, 80), range(38, 45)):
+        for step in steps:
+            assert_equal_runs(eager, graphed, replay, range(step, step + 1))
+            assert graphed.scaler.stats() == eager.scaler.stats()
+            assert graphed.scaler.was_skipped(graphed.optimizer) is eager.scaler.was_skipped(eager.optimizer)
+        for run in (eager, graphed):
+            if steps[0] == 3:
+                run.scaler.set_limits(hysteresis=3, max_scale=2.0**11, min_scale=2.0**9)
+            elif steps[0] == 35:
+                run.scaler.load_state_dict(saved)
+    assert graphed.scaler.state_dict() == eager.scaler.state_dict()
 
 
-def test_nothing_is_made_on_the_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hold what was in memory before, and a pinned buffer ends the capture."""
-    gpu = torch.device("cuda", 0)
-    scaler, optimizer, counters = started(GradScaler, "cpu"), sgd([torch.ones(3)]), Counters([1] * 7)
-    for name in ("is_available", "is_current_stream_capturing"):
-        monkeypatch.setattr(torch.cuda, name, lambda: True)
-    monkeypatch.setattr(scaler, "_scale", SimpleNamespace(device=gpu))
-    for first in (lambda: scaler.unscale_(optimizer), lambda: counters.on(gpu)):
-        with pytest.raises(RuntimeError, match="take one step like it before"):
-            first()
-    assert scaler._flag_buffers == {}
-    assert counters.read() == [1] * 7
-    monkeypatch.undo()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.stats().updates == 1
+class Static:
+    """A fused optimizer of one weight whose gradient stays where it is, for a graph; and a scaler, after one step."""
+
+    def __init__(self) -> None:
+        (self.weight,) = parameters([torch.full((3,), 8.0)], "cuda")
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0, fused=True)
+        self.scaler = started(GradScaler, "cuda", init_scale=8.0, growth_interval=1000)
+        self.step()
+
+    def step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[float], None]:
+        """Capture; return a function that replays it with a gradient."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+
+        def replay(value: float) -> None:
+            self.weight.grad.fill_(value)
+            graph.replay()
+
+        return replay
+
+    def eager(self, value: float) -> None:
+        self.weight.grad.fill_(value)
+        self.step()
+
+
+def test_flags_of_replays_and_of_steps_between_them_do_not_mix() -> None:
+    """Each of them clears what the other may have left, and knows whether it was skipped."""
+    it = Static()
+    replay = it.capture(it.step)
+    for value, act in (
+        (8.0, it.eager), (float("inf"), it.eager), (8.0, replay), (float("inf"), replay), (8.0, it.eager),
+        (float("nan"), replay), (8.0, replay), (float("nan"), it.eager), (8.0, it.eager),
+    ):  # fmt: skip
+        before, scale = it.weight[0].item(), it.scaler.get_scale()
+        act(value)
+        bad = value != 8.0
+        assert it.scaler.was_skipped(it.optimizer) is bad
+        assert it.scaler.get_scale() == (scale / 2 if bad else scale)
+        assert it.weight[0].item() == (before if bad else before - 8.0 / scale)
+    assert it.scaler.stats().skipped == 4
+
+
+@pytest.mark.parametrize("bad_at_capture", [False, True])
+def test_an_update_alone_in_a_graph_or_outside_it_clears_what_the_step_wrote(bad_at_capture: bool) -> None:
+    it = Static()
+    in_graph = it.capture(lambda: it.scaler.step(it.optimizer))
+    it.weight.grad.fill_(float("inf") if bad_at_capture else 8.0)
+    it.scaler.update()  # of a step that was captured only: nothing was found
+    assert it.scaler.get_scale() == 8.0
+    in_graph(float("inf"))
+    it.eager(8.0)  # clears the flag that the replay has set
+    assert (it.scaler.get_scale(), it.scaler.was_skipped(it.optimizer)) == (8.0, False)
+    it.weight.grad.fill_(8.0)
+    it.scaler.step(it.optimizer)
+    update = it.capture(it.scaler.update)
+    for bad in (bad_at_capture, False):
+        it.weight.grad.fill_(float("inf") if bad else 8.0)
+        it.scaler._check_inf_per_device(it.optimizer)
+        update(8.0)
+    it.eager(8.0)
+    assert not it.scaler.was_skipped(it.optimizer)
+
+
+def test_the_flag_that_a_replay_writes_never_becomes_another_optimizers() -> None:
+    it = Static()
+    replay = it.capture(it.step)
+    weight, it.optimizer = it.weight, None
+    later = [torch.optim.SGD(parameters([torch.full((3,), 8.0)], "cuda"), lr=1.0, fused=True) for _ in range(3)]
+    for each in later:
+        it.scaler.unscale_(each)
+    scale = it.scaler.get_scale()
+    replay(float("inf"))
+    for each in later:
+        it.scaler.step(each)
+    it.scaler.update()
+    assert [each.param_groups[0]["params"][0][0].item() for each in later] == [-8.0 / scale] * 3
+    assert weight[0].item() == -1.0
+
+
+def test_what_a_graph_marks_is_told_after_gradients_of_another_form() -> None:
+    it = Static()
+    replay = it.capture(it.step)
+    static = it.weight.grad
+    it.weight.grad = torch.ones(6, device="cuda")[::2]
+    with mock.patch.object(it.optimizer, "step"):
+        it.step()
+    it.weight.grad = static
+    replay(float("inf"))
+    assert [each.kinds for each in it.scaler.overflow_report().bad] == ["Inf"]
+
+
+def test_the_rules_numbers_stay_where_a_graph_reads_them() -> None:
+    it = Static()
+    replay = it.capture(it.step)
+    it.scaler.set_backoff_factor(0.25)
+    for _ in range(2):
+        replay(float("inf"))
+        it.eager(8.0)
+    assert it.scaler.get_scale() == 0.5
+    with pytest.raises(ValueError, match="new_factor"):
+        it.scaler.set_backoff_factor(2.0)
+    replay(float("inf"))
+    assert it.scaler.get_scale() == 0.125
+
+
+def test_flags_of_others_are_updated_by_the_scalers_own_numbers() -> None:
+    it = Static()
+
+    def step() -> None:
+        it.scaler.unscale_(it.optimizer)
+        found = it.scaler._found_inf_per_device(it.optimizer)
+        for device in found:
+            found[device] = torch.ones((), device=device)
+        it.scaler.step(it.optimizer)
+        it.scaler.update()
+
+    step()
+    replay = it.capture(step)
+    it.scaler.set_backoff_factor(0.25)
+    before = it.weight[0].item()
+    replay(8.0)
+    assert (it.weight[0].item(), it.scaler.get_scale()) == (before, 1.0)
