@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.check import check, is_replaced, ranks_of, step_failed
-from scaler_triton.dispatch import kernels, stacklevel
+from scaler_triton.dispatch import choose_for_scale, kernels, stacklevel
 from scaler_triton.flag import Flag, any_flag, as_flag
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
 
@@ -52,7 +52,10 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         remove_scale(optimizer, inner)
         step.stepped(True)
         return None
-    if scale.is_cuda and flag is not None and flag.rows is not None and kernels.cache_info().currsize:
+    home = scaler._ours.home
+    if scale.is_cuda and (
+        choose_for_scale(scale, scaler._ours.steps.requested) == "triton" if home is None else home.by_kernel
+    ):
         step.reader = kernels().launch.current_stream(scale.device)
     if getattr(inner, "grad_scale", None) is scale:  # an interrupt came before it was removed
         remove_scale(optimizer, inner)

@@ -154,9 +154,11 @@ class GradScaler(torch.amp.GradScaler):
             ours.steps.loss_scaled()
         if scale is not None and scale.is_cuda and torch.cuda.is_current_stream_capturing():
             ours.steps.replayed = True  # each replay writes gradients, and no call of this method tells
-        if isinstance(outputs, Tensor) and scale is not None and scale.device == outputs.device and not ours.sharded:
-            return outputs * scale  # type: ignore[no-any-return]
-        scaled: Outputs = super().scale(outputs)  # type: ignore[call-overload]
+        if isinstance(outputs, Tensor) and scale is not None and scale.device == outputs.device:
+            product: Any = outputs * scale
+            scaled: Outputs = product.type(outputs.dtype) if ours.sharded else product
+            return scaled
+        scaled = super().scale(outputs)  # type: ignore[call-overload]
         return scaled
 
     def unscale_(self, optimizer: Any) -> None:
@@ -252,10 +254,10 @@ class GradScaler(torch.amp.GradScaler):
         if scale.is_cuda and not is_fused and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         step = steps.open(optimizer)
-        step.begin()
-        steps.unfinished += 1
         if step.phase is CARRIED:
             _resume(self, step)
+        step.begin()
+        steps.unfinished += 1
         if step.phase is FAILED:
             fused.skip_failed(step, optimizer)
             result = None

@@ -15,8 +15,7 @@ MODES = {
     "fsdp2": "fully_shard (default)",
 }
 OTHER_PICTURES = (".gif", ".jpeg", ".jpg", ".pdf", ".svg", ".webp")
-FEWEST_STEPS = 6  # three of them are skipped, and the loss must fall in the others
-MOST_STEPS = 128  # rounding alone drives two long runs apart (demo/checks.py, TOLERANCE)
+FEWEST_STEPS, MOST_STEPS = 6, 128  # three are skipped, the loss must fall in others; rounding drives long runs apart
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scaler", choices=("ours", "torch"), default="ours", help="default: ours")
     modes = parser.add_mutually_exclusive_group()
     for mode, what in MODES.items():
-        modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=what)
-    parser.set_defaults(mode="fsdp2")
+        modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, default="fsdp2", help=what)
     parser.add_argument("--optimizer", choices=("adamw", "adamw-fused", "sgd"), default="adamw", help="default: adamw")
     parser.add_argument("--steps", type=_step_count, default=48, metavar="N", help="6 to 128, default: 48")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="a .png file or a folder, default: demo.png")
@@ -33,13 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo or the proof and return the exit status."""
+    """Run the demo or a proof and return the exit status."""
     if missing := missing_packages(["tabulate"] if arguments.prove else ["matplotlib", "tabulate", "tqdm"]):
         return complain(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if arguments.prove:
-        if ignored := _given_beside(arguments, "prove"):
-            return complain(f"--prove takes no other option, got {', '.join(ignored)}")
-        return _prove(arguments.prove)
+        return _prove(arguments)
     if arguments.out.suffix.lower() in OTHER_PICTURES and not arguments.out.is_dir():
         return complain(f"--out {arguments.out}: must be a .png file or a folder")
     try:
@@ -61,24 +57,23 @@ def picture_path(out: Path) -> Path:
     return picture
 
 
-def _prove(name: str) -> int:
-    from scaler_triton.demo.cases import CASES, list_cases
-    from scaler_triton.demo.prove import prove
-
-    if name == "list":
-        print(list_cases(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-        return 0
-    if name != "all" and name not in CASES:
-        return complain(f"--prove {name}: no such case; one of {', '.join(CASES)}, list, all")
-    return prove(list(CASES.values()) if name == "all" else [CASES[name]])
-
-
-def _given_beside(arguments: argparse.Namespace, name: str) -> list[str]:
-    """Return the demo's options that were given a value of their own, but for one."""
+def _prove(arguments: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    values = {key: getattr(arguments, key) for key in vars(parser.parse_args([])) if key != name}
-    return [f"--{value if key == 'mode' else key}" for key, value in values.items() if value != parser.get_default(key)]
+    defaults = vars(parser.parse_args([]))
+    given = {key: value for key, value in vars(arguments).items() if value != defaults.get(key, value)}
+    name = given.pop("prove")
+    if given:
+        ignored = ", ".join(f"--{value if key == 'mode' else key}" for key, value in given.items())
+        return complain(f"--prove takes no other option, got {ignored}")
+    from scaler_triton.demo import proofs
+
+    if name == "list":
+        print(proofs.list_cases(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+        return 0
+    if name != "all" and name not in proofs.CASES:
+        return complain(f"--prove {name}: no such case; one of {', '.join(proofs.CASES)}, list, all")
+    return proofs.prove(list(proofs.CASES.values()) if name == "all" else [proofs.CASES[name]])
 
 
 def _step_count(word: str) -> int:

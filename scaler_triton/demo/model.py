@@ -1,27 +1,19 @@
 """A character-level transformer, small enough for fp16 on two CPU cores."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """How big the transformer is.
-
-    Args:
-        layers: transformer blocks.
-        width: channels of the residual stream.
-        heads: attention heads; must divide `width`.
-        context: characters that the model sees at once.
-    """
+class ModelSize(NamedTuple):
+    """How big the transformer is."""
 
     layers: int = 2
-    width: int = 64
-    heads: int = 4
-    context: int = 64
+    width: int = 64  # channels of the residual stream
+    heads: int = 4  # must divide `width`
+    context: int = 64  # characters that the model sees at once
 
 
 class Block(nn.Module):
@@ -40,16 +32,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """One block. x: [batch, context, width]."""
-        x = x + self._attend(self.norm_attention(x))
-        x = x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
-        return x
-
-    def _attend(self, x: Tensor) -> Tensor:
-        by_head = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # [batch, context, 3, heads, channels]
+        by_head = self.query_key_value(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = by_head.permute(2, 0, 3, 1, 4)  # each [batch, heads, context, channels]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(-2))
-        return out
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(-2))
+        x = x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
+        return x
 
 
 class CharTransformer(nn.Module):

@@ -1,84 +1,191 @@
-"""One rank of the demo: an ordinary fp16 training loop, with an inf put into a shard now and then."""
+"""What is trained: a small fp16 transformer on every rank, and the same in one process, to compare."""
 
-import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
 from math import inf
+from typing import Any
 
 import torch
-from torch.amp import GradScaler
-from torch.nn import Module
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
 
-from scaler_triton.demo.config import DemoConfig
-from scaler_triton.demo.device import use_device
-from scaler_triton.demo.parallel import spread, whole_parameters
-from scaler_triton.demo.scalers import load_scalers
-from scaler_triton.demo.trace import StepCounter, Trace
-from scaler_triton.demo.workload import Workload, new_optimizer
-from scaler_triton.placement import local_tensor
-
-
-def train_rank(rank: int, config: DemoConfig, feed: str) -> Trace:
-    """Train as one of the ranks and tell what happened.
-
-    Args:
-        rank: this process.
-        config: the run.
-        feed: a file that rank 0 writes a line to after each step.
-    """
-    trainer = Trainer(rank, config)
-    with open(feed if rank == 0 else os.devnull, "a", buffering=1) as progress:
-        for step in range(config.steps):
-            trainer.train_step(step)
-            progress.write(f"loss {trainer.trace.losses[-1]:.3f}, scale {trainer.trace.scales[-1]:g}\n")
-    return trainer.finish()
+from scaler_triton.demo.launch import tell
+from scaler_triton.demo.model import Block, CharTransformer, ModelSize
 
 
-class Trainer:
-    """The model, optimizer and scaler of one rank."""
+@dataclass(frozen=True)
+class Config:
+    """One run, the same on every rank."""
 
-    def __init__(self, rank: int, config: DemoConfig) -> None:
-        self.rank = rank
-        self.config = config
-        device = use_device(config.device_type, rank)
-        self.workload = Workload(config, device)
-        self.model = spread(self.workload.new_model(), config.mode, config.ranks)
-        self.optimizer = new_optimizer(config.optimizer, self.model.parameters())
-        self.counter = StepCounter(self.optimizer)
-        self.scaler = new_scaler(config, device)
-        self.trace = Trace(self.scaler.is_enabled(), start=whole_parameters(self.model).numpy())
+    scaler: str  # "ours" or "torch"
+    mode: str  # "single", "ddp", "fsdp1" or "fsdp2"
+    optimizer: str  # "adamw", "adamw-fused" or "sgd"
+    steps: int
+    ranks: int = 2
+    device_type: str = "cpu"
+    size: ModelSize = field(default_factory=ModelSize)
+    batch_size: int = 8  # snippets of text in one rank's micro-batch
+    init_scale: float = 2.0**10
 
-    def train_step(self, step: int) -> None:
-        """Take one step: forward, backward, maybe an inf, and the scaler decides."""
-        taken = self.counter.counts()
-        self.trace.scales.append(self.scaler.get_scale())
-        loss = self.workload.loss(self.model, step, self.rank)
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if self.config.bad_shards.get(step) == self.rank:
-            spoil_one_element(self.model)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        self.trace.losses.append(loss.item())
-        self.trace.skipped.append(self.counter.counts() == taken)
+    @property
+    def growth_interval(self) -> int:
+        """Good steps before the scale doubles: few, so that a short run shows it."""
+        return max(2, self.steps // 8)
 
-    def finish(self) -> Trace:
-        """Return the trace, completed with what is true at the end."""
-        self.trace.scales.append(self.scaler.get_scale())
-        self.trace.step_counts = self.counter.counts()
-        self.trace.end = whole_parameters(self.model).numpy()
-        report = getattr(self.scaler, "overflow_report", None)  # torch's scaler has none
-        if report is not None:
-            self.trace.why = str(report(self.model, gather=True))
-        return self.trace
+    @property
+    def bad_shards(self) -> dict[int, int]:
+        """The rank whose shard gets an inf, by step."""
+        steps = (self.steps // 5, self.steps // 2, self.steps * 4 // 5)
+        return {step: (nth + 1) % self.ranks for nth, step in enumerate(steps)}
 
 
-def new_scaler(config: DemoConfig, device: torch.device) -> GradScaler:
-    """Return the scaler that is shown, with settings that show growth and backoff in a short run."""
-    scalers = load_scalers(config.scaler)
-    chosen = scalers.plain if config.mode == "single" else scalers.sharded
-    return chosen(device=device.type, init_scale=config.init_scale, growth_interval=config.growth_interval)
+@dataclass
+class Trace:
+    """What happened in one process. The checks see nothing else."""
+
+    enabled: bool  # whether the scaler scaled at all
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # at each step, and after the last update
+    skipped: list[bool] = field(default_factory=list)
+    step_counts: tuple[int, ...] = ()  # the optimizer's own step counters at the end, without repeats
+    start: Any = None  # all parameters, gathered: a numpy vector
+    end: Any = None
+    why: str = ""  # the scaler's report on the last skip, if it has one
 
 
-def spoil_one_element(model: Module) -> None:
+def load_library(name: str) -> tuple[str, Any]:
+    """Return a label for "torch" or "ours", and a module with its GradScaler and ShardedGradScaler."""
+    if name == "torch":
+        from torch.distributed.fsdp import sharded_grad_scaler
+
+        return f"torch {torch.__version__}", sharded_grad_scaler
+    import scaler_triton
+
+    return f"scaler_triton {scaler_triton.__version__}", scaler_triton
+
+
+def train_rank(rank: int, config: Config) -> Trace:
+    """Train as one of the ranks."""
+    _, library = load_library(config.scaler)
+    new_scaler = library.GradScaler if config.mode == "single" else library.ShardedGradScaler
+    return train(config, spread(new_model(rank, config), config), new_scaler, [rank])
+
+
+def train_alone(rank: int, config: Config) -> Trace:
+    """Train on all ranks' micro-batches in this one process, where torch's GradScaler is right."""
+    return train(config, new_model(rank, config), torch.amp.GradScaler, range(config.ranks))
+
+
+def train(config: Config, model: nn.Module, new_scaler: Callable[..., Any], ranks: Sequence[int]) -> Trace:
+    """Train on the micro-batches of `ranks`, and put an inf into their gradients when it is their turn."""
+    scaler = new_scaler(config.device_type, config.init_scale, growth_interval=config.growth_interval)
+    optimizer: Optimizer = AdamW(model.parameters(), lr=5e-3, eps=1e-6, fused=config.optimizer == "adamw-fused")
+    if config.optimizer == "sgd":
+        optimizer = SGD(model.parameters(), lr=0.3, momentum=0.9)
+    steps_taken = count_steps(optimizer)
+    trace = Trace(scaler.is_enabled(), start=whole_parameters(model))
+    for step in range(config.steps):
+        before = steps_taken()
+        trace.scales.append(scaler.get_scale())
+        losses = [loss_of(model, config, step, rank) for rank in ranks]
+        for loss in losses:
+            scaler.scale(loss).backward()
+        if len(ranks) > 1:  # the average, which DDP and FSDP make among themselves
+            torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], len(ranks))
+        if config.bad_shards.get(step) in ranks:
+            put_inf(model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        trace.losses.append(sum(loss.item() for loss in losses) / len(losses))
+        trace.skipped.append(steps_taken() == before)
+        if 0 in ranks:
+            tell(f"loss {trace.losses[-1]:.3f}, scale {trace.scales[-1]:g}")
+    trace.scales.append(scaler.get_scale())
+    trace.step_counts, trace.end = steps_taken(), whole_parameters(model)
+    if hasattr(scaler, "overflow_report"):  # torch's scaler has none
+        trace.why = str(scaler.overflow_report(model, gather=True))
+    return trace
+
+
+def count_steps(optimizer: Optimizer) -> Callable[[], tuple[int, ...]]:
+    """Return a function that returns how many steps the parameters have taken, sorted and without repeats."""
+    # A fused AdamW is called on skipped steps, too, and counts in its state. SGD has no such state, but is only called
+    # to step.
+    calls: list[object] = []
+    optimizer.register_step_post_hook(lambda *args: calls.append(None))
+    return lambda: tuple(sorted({int(s["step"]) for s in optimizer.state.values() if "step" in s})) or (len(calls),)
+
+
+@cache
+def python_topics() -> tuple[Tensor, str]:
+    """Return the help topics of this Python, half a million characters, as numbers into an alphabet; and that."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics))
+    alphabet = "".join(sorted(set(text)))
+    return torch.tensor([*map({character: place for place, character in enumerate(alphabet)}.get, text)]), alphabet
+
+
+def batch_of(config: Config, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and next-character targets of one micro-batch, the same ones in every process."""
+    codes, _ = python_topics()
+    generator = torch.Generator().manual_seed(1_000_003 * step + rank)
+    starts = torch.randint(len(codes) - config.size.context - 1, (config.batch_size, 1), generator=generator)
+    snippets = codes[starts + torch.arange(config.size.context + 1)].to(config.device_type)  # [batch, context + 1]
+    return snippets[:, :-1], snippets[:, 1:]
+
+
+def loss_of(model: nn.Module, config: Config, step: int, rank: int) -> Tensor:
+    """Return the loss of one rank's micro-batch under fp16 autocast, unscaled."""
+    with torch.autocast(config.device_type, dtype=torch.float16):
+        loss: Tensor = model(*batch_of(config, step, rank))
+    return loss
+
+
+def new_model(rank: int, config: Config) -> CharTransformer:
+    """Return a model on this rank's device, with the same starting parameters in every process."""
+    if config.device_type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.manual_seed(0)
+    return CharTransformer(len(python_topics()[1]), config.size).to(config.device_type)
+
+
+def spread(model: CharTransformer, config: Config) -> nn.Module:
+    """Return the model as the mode trains it; FSDP shards each block and the rest."""
+    if config.mode == "ddp":
+        return DistributedDataParallel(model)
+    if config.mode == "fsdp1":
+        device = next(model.parameters()).device
+        return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device)
+    if config.mode == "fsdp2":
+        mesh = init_device_mesh(config.device_type, (config.ranks,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    return model
+
+
+def whole_parameters(model: nn.Module) -> Any:
+    """Return all parameters of a spread model, gathered, as one numpy vector. A collective call."""
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model) if is_fsdp1 else nullcontext():
+        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        return torch.cat([p.flatten().cpu() for p in whole]).numpy()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def put_inf(model: nn.Module) -> None:
     """Set one element of this rank's own gradient shards to inf."""
-    shards = (local_tensor(p.grad) for p in model.parameters() if p.grad is not None)
+    shards = (local_part(p.grad) for p in model.parameters() if p.grad is not None)
     next(shard for shard in shards if shard.numel()).view(-1)[0] = inf

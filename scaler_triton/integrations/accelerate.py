@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,16 +13,16 @@ from accelerate.optimizer import AcceleratedOptimizer as _Original
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from scaler_triton import grad_scaler
+import scaler_triton
+from scaler_triton import GradScaler
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.backwards import refused_between_unscaling_and_step
-from scaler_triton.optimizers import parameters_of
+from scaler_triton.integrations.backwards import Unscaled, parameters_of
 
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)  # scale by themselves
 _STATE_MAKER = "torch.distributed.checkpoint.state_dict"
 
 
-def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMixin:
+def use_scaler_triton(accelerator: Any, **settings: Any) -> GradScaler:
     """Give an `Accelerator` a scaler of ours, before `prepare`.
 
         accelerator = Accelerator(mixed_precision="fp16")
@@ -36,24 +35,23 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
                                                 unless a subclass of `Accelerator` has its own
         optimizer.step_was_skipped              is scaler.was_skipped(optimizer), fused or not
 
-    and a checkpoint that is saved or loaded leaves the scale alone. On a CPU, where Accelerate passes over
-    `mixed_precision="fp16"`, this turns its autocast on, too. May be called again: without `settings` the scaler stays.
+    and saving or loading a checkpoint does not step the scaler. On a CPU, where Accelerate ignores
+    `mixed_precision="fp16"`, this also turns autocast on. May be called again: without `settings` the scaler stays.
 
     Args:
         accelerator: with `mixed_precision="fp16"`, nothing prepared yet; changed. A Trainer's is `trainer.accelerator`.
-        settings: more arguments for the scaler, such as `min_scale=1.0`; they beat `GradScalerKwargs`.
+        settings: more arguments for the scaler, such as `min_scale=1.0`; they override `GradScalerKwargs`.
 
     Returns: the scaler, which is `accelerator.scaler` from now on.
 
-    Raises: TypeError or ValueError naming what is wrong with `accelerator`; the scaler's for `settings`.
-        The accelerator is as before then.
+    Raises: TypeError or ValueError naming what is wrong with `accelerator`; the scaler's own errors for `settings`.
+        The accelerator is unchanged then.
     """
     _check(accelerator)
-    versions.check("accelerate")
-    if "transformers" in sys.modules:
-        versions.check("transformers")
+    for package in ("accelerate", "transformers") if "transformers" in sys.modules else ("accelerate",):
+        versions.check(package, stacklevel=3)
     scaler = accelerator.scaler
-    if settings or not isinstance(scaler, grad_scaler.ScalerMixin):
+    if settings or not isinstance(scaler, GradScaler):
         _check_unprepared(accelerator)
         scaler = _new_scaler(accelerator, settings)
     accelerator.scaler, accelerator.native_amp = scaler, True
@@ -69,7 +67,7 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> grad_scaler.ScalerMi
 
 
 class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
-    """Accelerate's optimizer wrapper with a correct `step_was_skipped`; steps of checkpointing bypass the scaler."""
+    """Accelerate's optimizer wrapper with a correct `step_was_skipped`; checkpointing's steps bypass the scaler."""
 
     _answer: bool | Tensor | None = False  # of `step_was_skipped`; None: nobody has asked since the last step
 
@@ -96,7 +94,7 @@ class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
     def keep_answer(self) -> None:
         """Keep what unscaling makes the scaler forget, without a wait: on the device if it is known only there."""
         if self._answer is None:
-            self._answer = self.scaler._last_flag(self.optimizer)
+            self._answer = self.scaler._ours.steps.outcome(self.optimizer)
 
 
 def _check(accelerator: Any) -> None:
@@ -118,8 +116,8 @@ def _check_unprepared(accelerator: Any) -> None:
         raise ValueError(f"accelerator must have prepared nothing yet, which would keep what it got: {names}")
 
 
-def _new_scaler(accelerator: Any, settings: dict[str, Any]) -> grad_scaler.ScalerMixin:
-    """Return a scaler with the numbers of Accelerate's, or of the one that it leaves out on a CPU."""
+def _new_scaler(accelerator: Any, settings: dict[str, Any]) -> GradScaler:
+    """Return a scaler with the numbers of Accelerate's, or of the one that Accelerate does not make on a CPU."""
     device, theirs = accelerator.device.type, accelerator.scaler
     if theirs is None:
         handler = accelerator.scaler_handler
@@ -127,20 +125,15 @@ def _new_scaler(accelerator: Any, settings: dict[str, Any]) -> grad_scaler.Scale
     numbers: dict[str, Any] = {"enabled": theirs.is_enabled()}
     if theirs.is_enabled():
         numbers["init_scale"] = theirs.get_scale()
-        numbers["growth_factor"] = theirs.get_growth_factor()
-        numbers["backoff_factor"] = theirs.get_backoff_factor()
-        numbers["growth_interval"] = theirs.get_growth_interval()
-    scaler: grad_scaler.ScalerMixin = _scaler_class(accelerator)(device, **{**numbers, **settings})
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            numbers[name] = getattr(theirs, f"get_{name}")()
+    scaler = _scaler_class(accelerator)(device, **{**numbers, **settings})
     scaler._init_growth_tracker = theirs._get_growth_tracker()
     return scaler
 
 
-def _scaler_class(accelerator: Any) -> Any:
-    if not _is_fsdp1(accelerator):
-        return grad_scaler.GradScaler
-    from scaler_triton.sharded import ShardedGradScaler  # imports FSDP
-
-    return ShardedGradScaler
+def _scaler_class(accelerator: Any) -> type[GradScaler]:
+    return scaler_triton.ShardedGradScaler if _is_fsdp1(accelerator) else GradScaler  # that name imports FSDP
 
 
 def _is_fsdp1(accelerator: Any) -> bool:
@@ -148,21 +141,22 @@ def _is_fsdp1(accelerator: Any) -> bool:
 
 
 def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_optimizer` with our wrapper; an interrupted step is abandoned."""
+    """`Accelerator.prepare_optimizer` with our wrapper; a step that was interrupted is forgotten."""
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
     optimizer.__class__ = _AcceleratedOptimizer
-    # The Trainer prepares its optimizer in every run, also after one that was interrupted within a step; or a new one.
-    accelerator.scaler._abandon_steps_of(parameters_of(optimizer))
+    # In every run the Trainer prepares its optimizer or a new one, also after a run that was interrupted in a step.
+    accelerator.scaler._ours.steps.reset(parameters_of(optimizer))
     return optimizer
 
 
 def _backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
-    """`Accelerator.backward`, unless it adds to gradients that were unscaled for a step which is still to come.
+    """`Accelerator.backward`, which raises if it adds to gradients that were unscaled for a step still to come.
 
-    Clipping one part after another may follow unscaling, so that it could not tell.
+    A later clipping of another part of the model could not detect that.
     """
-    with refused_between_unscaling_and_step(accelerator.scaler):
-        type(accelerator).backward(accelerator, loss, **kwargs)
+    unscaled = Unscaled(accelerator.scaler)
+    type(accelerator).backward(accelerator, loss, **kwargs)
+    unscaled.refuse_changes()
 
 
 def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
@@ -177,8 +171,8 @@ def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
 def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
     """`Accelerator.clip_grad_norm_`, by the scaler: the norm is that of the whole model, however it is sharded.
 
-    Only the optimizers that hold some of `parameters` are unscaled, not all; a gradient that no prepared optimizer
-    holds is left alone, because it is still scaled.
+    Only the optimizers that hold some of `parameters` are unscaled. A gradient that no prepared optimizer holds is left
+    alone, because it is still scaled.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     ids = set(map(id, chosen))
@@ -189,25 +183,18 @@ def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_typ
         return norm
     for one in holders:
         one.keep_answer()
-    rest = None if _holds_all(ids, optimizers) else chosen
-    clipped: Tensor = accelerator.scaler.clip_grad_norm_(
-        optimizers, float(max_norm), float(norm_type), model=_fsdp1_model(accelerator), parameters=rest
-    )
-    return clipped
-
-
-def _holds_all(ids: set[int], optimizers: Sequence[Any]) -> bool:
-    """Tell whether `ids` are all that the optimizers train, so that one pass and one reduction do."""
-    parameters: Iterable[Tensor] = (p for optimizer in optimizers for p in parameters_of(optimizer))
-    return all(id(p) in ids or not p.requires_grad for p in parameters)
+    # If these are all that the optimizers train, one pass and one reduction are enough.
+    holds_all = all(id(p) in ids or not p.requires_grad for one in optimizers for p in parameters_of(one))
+    some = {"model": _fsdp1_model(accelerator), "parameters": None if holds_all else chosen}
+    norm = accelerator.scaler.clip_grad_norm_(optimizers, float(max_norm), float(norm_type), **some)
+    return norm
 
 
 def _fsdp1_model(accelerator: Any) -> nn.Module | None:
-    """Return what holds the FSDP1 modules, by which a norm over shards is told from one over copies."""
+    """Return what holds the FSDP1 modules: by them the scaler knows which parameters are sharded."""
     if not _is_fsdp1(accelerator):
         return None
-    models: list[nn.Module] = accelerator._models
-    return models[0] if len(models) == 1 else nn.ModuleList(models)
+    return accelerator._models[0] if len(accelerator._models) == 1 else nn.ModuleList(accelerator._models)
 
 
 def _is_called_from(module: str) -> bool:

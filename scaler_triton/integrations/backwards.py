@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from scaler_triton.left_unscaled import snapshots_of, unchanged_since
+from torch import Tensor
 
 
-@contextmanager
-def refused_between_unscaling_and_step(scaler: Any) -> Iterator[None]:
-    """Run a backward, and raise if it wrote or replaced gradients that are unscaled.
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer or of a wrapper around one, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    Args:
-        scaler: of this package.
 
-    Raises: RuntimeError naming the optimizer that waits for its step; its gradients are written then.
-    """
-    waiting = [(optimizer, snapshots_of(optimizer)) for optimizer in scaler._awaiting_step()]
-    yield
-    for optimizer, snapshots in waiting:
-        if not unchanged_since(snapshots, optimizer):
-            raise RuntimeError(
-                f"backward() has written gradients of {type(optimizer).__name__} between clipping, which unscaled "
-                "them, and the step. Clip right before the step; to leave a step out, call the scaler's update() and "
-                "drop the gradients."
-            )
+class Unscaled:
+    """The gradients that are unscaled for a step still to come. To be made before the loss of a backward is scaled."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._steps = scaler._ours.steps
+        self._gradients = [(optimizer, _gradients_of(optimizer)) for optimizer in self._steps.awaiting()]
+
+    def refuse_changes(self) -> None:
+        """Raise RuntimeError, naming the optimizer, if the backward wrote one or the step can no longer be taken."""
+        if not self._gradients:
+            return
+        waiting = {id(optimizer) for optimizer in self._steps.awaiting()}
+        for optimizer, before in self._gradients:
+            if id(optimizer) in waiting:
+                wrong = not _are_same(before, _gradients_of(optimizer))
+            else:  # update() has run since, and scaling this loss ended the step: its gradients count as scaled now
+                wrong = any(gradient is not None for gradient, _ in before)
+            if wrong:
+                raise RuntimeError(
+                    f"backward() ran between clipping, which unscaled the gradients of {type(optimizer).__name__}, "
+                    "and the step. Clip right before the step; to leave a step out, call the scaler's update() and "
+                    "drop the gradients."
+                )
+
+
+def _gradients_of(optimizer: Any) -> list[tuple[Tensor | None, int]]:
+    """Return the gradients with their version counters, by which writes show; FSDP2 writes into a DTensor's shard."""
+    gradients = [parameter.grad for parameter in parameters_of(optimizer)]
+    return [(grad, 0 if grad is None else getattr(grad, "_local_tensor", grad)._version) for grad in gradients]
+
+
+def _are_same(one: list[tuple[Tensor | None, int]], other: list[tuple[Tensor | None, int]]) -> bool:
+    return len(one) == len(other) and all(a is b and m == n for (a, m), (b, n) in zip(one, other, strict=True))

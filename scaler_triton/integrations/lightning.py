@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from scaler_triton import grad_scaler
+import scaler_triton
+from scaler_triton import GradScaler
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.backwards import refused_between_unscaling_and_step
+from scaler_triton.integrations.backwards import Unscaled
 
 # Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
 _SOURCES = {
@@ -22,7 +23,7 @@ _SOURCES = {
 }
 
 
-def mixed_precision(framework: type, scaler: grad_scaler.ScalerMixin | None = None, *, device: str = "cuda") -> Any:
+def mixed_precision(framework: type, scaler: GradScaler | None = None, *, device: str = "cuda") -> Any:
     """Return Lightning's `MixedPrecision("16-mixed", device, scaler)`, which clips by norm whatever the optimizer.
 
         trainer = Trainer(accelerator="gpu", plugins=mixed_precision(Trainer))
@@ -40,10 +41,10 @@ def mixed_precision(framework: type, scaler: grad_scaler.ScalerMixin | None = No
     Raises: TypeError naming `framework` or `scaler`.
     """
     plugin_class = _plugin_class(framework, "MixedPrecision")
-    return plugin_class("16-mixed", device, _checked(scaler or grad_scaler.GradScaler(device)))
+    return plugin_class("16-mixed", device, _checked(scaler or GradScaler(device)))
 
 
-def fsdp_precision(framework: type, scaler: grad_scaler.ScalerMixin | None = None) -> Any:
+def fsdp_precision(framework: type, scaler: GradScaler | None = None) -> Any:
     """Return Lightning's `FSDPPrecision("16-mixed")` with a scaler of ours, and clipping by norm in the Trainer.
 
         trainer = Trainer(accelerator="gpu", strategy="fsdp", plugins=fsdp_precision(Trainer))
@@ -54,26 +55,23 @@ def fsdp_precision(framework: type, scaler: grad_scaler.ScalerMixin | None = Non
 
     Raises: TypeError naming `framework` or `scaler`.
     """
-    from scaler_triton.sharded import ShardedGradScaler  # imports FSDP
-
     plugin = _plugin_class(framework, "FSDPPrecision")("16-mixed")
-    plugin.scaler = _checked(scaler or ShardedGradScaler())  # the constructor refuses every scaler
+    plugin.scaler = _checked(scaler or scaler_triton.ShardedGradScaler())  # the constructor refuses every scaler
     return plugin
 
 
 class _Plugin:
-    """What the plugins share: gradients are unscaled once per step, by the first call that needs it.
-
-    They stay unscaled when another optimizer's step updates the scale.
-    """
+    """What the plugins share: the first call of a step that needs it unscales, and no other."""
 
     scaler: Any
     _theirs: type  # Lightning's plugin
+    _unscaled: Unscaled | None = None  # before the loss of the next backward was scaled
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward; raise if it wrote gradients that were unscaled for a step which is still to come."""
-        with refused_between_unscaling_and_step(self.scaler):
-            super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
+        """Run backward; raise if it wrote gradients that are unscaled for a step still to come."""
+        unscaled, self._unscaled = self._unscaled or Unscaled(self.scaler), None
+        super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]  # Fabric's scales the loss
+        unscaled.refuse_changes()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by Lightning's class, for launchers that spawn: our class is created at run time."""
@@ -89,13 +87,18 @@ class _TrainerPlugin(_Plugin):
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
         """Start a run; keep the model as the strategy has wrapped it."""
         self._clip_model = model
-        self.scaler._abandon_all_steps()  # a run may have been interrupted in one
+        self.scaler._ours.steps.reset()  # a run may have been interrupted in a step
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
     def teardown(self) -> None:
         """End a run; drop its model, as the plugin may be reused."""
         self._clip_model = None
         super().teardown()  # type: ignore[misc]
+
+    def pre_backward(self, tensor: Any, module: Any) -> Any:
+        """Scale the loss; first note which gradients are unscaled."""
+        self._unscaled = Unscaled(self.scaler)
+        return super().pre_backward(tensor, module)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, call the hooks, clip, step and update: Lightning's order for all optimizers."""
@@ -104,7 +107,7 @@ class _TrainerPlugin(_Plugin):
         result = closure()
         no_backward = result is None and model.automatic_optimization
         if not no_backward:
-            self.scaler._unscale_once(optimizer)
+            grad_scaler.unscale_once(self.scaler, optimizer)
         self._no_backward = no_backward
         try:
             self._after_closure(model, optimizer)  # type: ignore[attr-defined]
@@ -120,7 +123,7 @@ class _TrainerPlugin(_Plugin):
         """Clip by norm or by value, after unscaling; also before `step` in manual optimization."""
         if clip_val <= 0 or self._no_backward:
             return
-        self.scaler._unscale_once(optimizer)
+        grad_scaler.unscale_once(self.scaler, optimizer)
         if gradient_clip_algorithm == "norm":
             self.clip_grad_by_norm(optimizer, clip_val)
         else:
@@ -128,8 +131,7 @@ class _TrainerPlugin(_Plugin):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the whole model, however it is sharded."""
-        # With `parameters`, as gradients are unscaled already. To unscale in this call would save a reduction, but a
-        # rank without gradients cannot know whether they were unscaled before an update.
+        # The gradients are unscaled already, so that hooks saw them unscaled: with `parameters` they are only clipped.
         parameters = self.main_params(optimizer)  # type: ignore[attr-defined]
         self.scaler.clip_grad_norm_(optimizer, clip_val, model=self._clip_model, parameters=parameters)
 
@@ -139,13 +141,13 @@ class _FabricPlugin(_Plugin):
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscale once per step, a fused optimizer's gradients, too."""
-        self.scaler._unscale_once(optimizer)
+        grad_scaler.unscale_once(self.scaler, optimizer)
 
 
 def _plugin_class(framework: type, name: str) -> Any:
     """Return the plugin for a Trainer or a Fabric, derived from its own of that name."""
     package, plugins = _source(framework)
-    versions.check(package)
+    versions.check(package, stacklevel=4)
     return _derived(getattr(import_module(plugins), name))
 
 
@@ -169,7 +171,7 @@ def _restored(theirs: type) -> Any:
     return plugin_class.__new__(plugin_class)
 
 
-def _checked(scaler: Any) -> grad_scaler.ScalerMixin:
-    if not isinstance(scaler, grad_scaler.ScalerMixin):
+def _checked(scaler: Any) -> GradScaler:
+    if not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a GradScaler or ShardedGradScaler of scaler_triton, got {scaler!r}")
     return scaler

@@ -13,35 +13,44 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from rank_pool import RankPool
 
-from scaler_triton.demo.ranks import RankPool
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # spawned ranks import the tests by this path
+CASE_LIMIT = 60.0  # seconds, for a case that imports a framework on a busy machine
 
-# Spawned ranks import the cases of this folder, and those of the ranks' own tests, by these paths.
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "distributed"):
-    sys.path.insert(0, str(folder))
-
-CASE_LIMIT = 60.0  # Seconds, for a case that imports a framework on a busy machine.
-
-# No test asks a hub for anything.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for anything
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the heavy ones to `make test-frameworks`."""
+    """Leave the heavy ones to `make test-frameworks`; ignore what the frameworks warn of."""
+    import jobs
+
     for item in items:
-        if item.get_closest_marker("heavy") and not os.environ.get("HEAVY"):
-            item.add_marker(pytest.mark.skip(reason="runs with make test-frameworks"))
+        if HERE in item.path.parents:
+            for message, category in jobs.WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}:{category}"))
+            if "two" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.distributed)
+            if item.get_closest_marker("heavy") and not os.environ.get("HEAVY"):
+                item.add_marker(pytest.mark.skip(reason="runs with make test-frameworks"))
+
+
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[RankPool]:
+    with RankPool(2, group_timeout=20.0) as pool:
+        yield pool
 
 
 @pytest.fixture
-def two(pools: Callable[..., RankPool]) -> Callable[..., list[Any]]:
+def two(_pool: RankPool) -> Callable[..., list[Any]]:
     """Run `case(rank, *args, **options)` on two ranks with warnings as errors; return one value a rank."""
-    import cases
+    import jobs
 
     def run(case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         # The ranks start within: there may be fewer GPUs than ranks.
         with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
-            results = pools(2, "frameworks").run(cases.strictly, case, args, options, timeout=CASE_LIMIT)
+            results = _pool.run(jobs.strictly, case, args, options, timeout=CASE_LIMIT)
         failures = [f"rank {result.rank}: {result.traceback}" for result in results if not result.ok]
         if failures:
             pytest.fail("\n".join(failures), pytrace=False)
@@ -53,17 +62,8 @@ def two(pools: Callable[..., RankPool]) -> Callable[..., list[Any]]:
 @pytest.fixture
 def first_accelerator() -> Iterator[None]:
     """Start a test without an Accelerator's state, and leave none."""
-    import accelerate_cases
+    from test_accelerate import forget
 
-    accelerate_cases.forget()
+    forget()
     yield
-    accelerate_cases.forget()
-
-
-@pytest.fixture(params=["lightning", "pytorch_lightning"])
-def name(request: pytest.FixtureRequest) -> str:
-    """Each of Lightning's namespaces that is installed."""
-    import lightning_cases
-
-    pytest.importorskip(lightning_cases.NAMESPACES[request.param][0])
-    return request.param
+    forget()

@@ -1,302 +1,529 @@
-"""Accelerate in one process: what the one line changes, what it refuses, what it says of skipped steps."""
+"""Accelerate: what the one line changes and refuses; ranks train, clip, skip, accumulate and resume with our scaler."""
 
 from __future__ import annotations
 
+import os
 import pickle
-import subprocess
-import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import jobs
 import pytest
 import torch
+import torch.distributed as dist
+from jobs import BAD_STEPS, FUSED, SCALES, SKIPPED, STEPS
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer as Original
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, GradScalerKwargs
-from accelerate_cases import backward, linear, new_accelerator, use_torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradScalerKwargs
+from accelerate.utils.modeling import get_grad_scaler
 
-from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton import GradScaler, ShardedGradScaler, patch_torch
 from scaler_triton.integrations import accelerate as integration
 from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton
 
-ROOT = Path(__file__).parents[2]
-
-
 pytestmark = pytest.mark.usefixtures("first_accelerator")
 
+INF, DECAY = float("inf"), 0.9375  # of the learning rate, in each step of the scheduler
+PLAIN_AND_FUSED = pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
 
-# What it gives, and when.
+
+def forget() -> None:
+    """Let the next Accelerator of this process be its first."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
-def test_the_scaler_gets_accelerates_numbers():
+def shard(version: int, *, flat: bool = False, whole: bool = False) -> None:
+    """Do what Accelerate does for an `fsdp_plugin=` on GPUs only: on a CPU it passes over it."""
+    kind = "FULL_STATE_DICT" if whole else "SHARDED_STATE_DICT"
+    options = {"use_orig_params": not flat, "state_dict_type": kind} if version == 1 else {}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False, **options)
+    plugin.set_mixed_precision("fp16")
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def new_accelerator(sharding: str = "ddp", **options: Any) -> Accelerator:
+    """Make an Accelerator for fp16: "ddp", which without ranks is one process, "fsdp1", -flat or -whole, "fsdp2"."""
+    handlers = [GradScalerKwargs(**jobs.SETTINGS)]
+    accelerator = Accelerator(**{"cpu": True, "mixed_precision": "fp16", "kwargs_handlers": handlers} | options)
+    if sharding != "ddp":
+        shard(int(sharding[4]), flat=sharding.endswith("flat"), whole=sharding.endswith("whole"))
+    return accelerator
+
+
+def use_torch(accelerator: Accelerator, **settings: Any) -> Any:
+    """Put torch's scaler where Accelerate does on a GPU."""
+    cls = integration._scaler_class(accelerator)
+    theirs = next(base for base in cls.__mro__ if base.__module__.startswith("torch."))
+    accelerator.scaler, accelerator.native_amp = theirs(accelerator.device.type, **jobs.SETTINGS | settings), True
+    return accelerator.scaler
+
+
+def prepare(accelerator: Accelerator, name: str = "SGD", layers: int = 1, **options: Any) -> tuple[Any, ...]:
+    """Layers of two weights, then their optimizers."""
+    made = [nn.Linear(2, 1, bias=False) for _ in range(layers)]
+    for layer in made:
+        nn.init.constant_(layer.weight, 8.0)
+    optimizers = [getattr(torch.optim, name)(layer.parameters(), lr=0.5, **options) for layer in made]
+    return tuple(accelerator.prepare(*made, *optimizers))
+
+
+def ready(*what: Any, settings: Any = (), **options: Any) -> tuple[Any, ...]:
+    """An accelerator with our scaler, then what it has prepared."""
+    accelerator = new_accelerator()
+    use_scaler_triton(accelerator, **dict(settings))
+    return accelerator, *prepare(accelerator, *what, **options)
+
+
+def backward(accelerator: Accelerator, *layers: nn.Module, value: float = 1.0) -> None:
+    """Leave a gradient of (3, 4) in every layer, scaled; of another size by `value`."""
+    accelerator.backward(sum((layer(torch.tensor([[3.0, 4.0]])) * value).float().sum() for layer in layers))
+
+
+def norm_of(accelerator: Accelerator, *layers: nn.Module) -> float:
+    return float(accelerator.clip_grad_norm_([p for layer in layers for p in layer.parameters()], 1e9))
+
+
+def test_the_scaler_gets_the_numbers_of_accelerates_and_more_settings():
     numbers = {"init_scale": 32.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**numbers)])
+    accelerator = new_accelerator(kwargs_handlers=[GradScalerKwargs(**numbers)])
     scaler = use_scaler_triton(accelerator)
-    assert type(scaler) is GradScaler
     assert accelerator.scaler is scaler
     assert scaler.state_dict() == GradScaler("cpu", **numbers).state_dict()
-
-
-def test_the_scaler_gets_what_the_one_before_it_had():
-    accelerator = new_accelerator()
-    theirs = use_torch(accelerator)
     state = {"scale": 4.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 9, "_growth_tracker": 5}
-    theirs.load_state_dict(state)
-    assert use_scaler_triton(accelerator).state_dict() == state
-
-
-def test_settings_beat_accelerates_numbers():
+    use_torch(accelerator).load_state_dict(state)
+    assert use_scaler_triton(accelerator).state_dict() == state  # of the scaler before it
     scaler = use_scaler_triton(new_accelerator(), init_scale=64.0, min_scale=2.0)
-    assert scaler.get_scale() == 64.0
-    assert scaler.get_min_scale() == 2.0
-    assert scaler.get_growth_interval() == 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "fsdp2", "cls"),
-    [
-        (DistributedType.NO, False, GradScaler),
-        (DistributedType.MULTI_CPU, False, GradScaler),
-        (DistributedType.FSDP, False, ShardedGradScaler),
-        (DistributedType.FSDP, True, GradScaler),  # its DTensors tell who must agree
-    ],
-)
-def test_the_class_that_each_sharding_needs(kind, fsdp2, cls):
-    assert integration._scaler_class(SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2)) is cls
-
-
-@pytest.mark.parametrize("trainer", [False, True])
-def test_versions_are_looked_at(monkeypatch, trainer):
-    accelerator = new_accelerator()
-    monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    if trainer:
-        monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
-    with mock.patch.object(integration.versions, "check") as check:
-        use_scaler_triton(accelerator)
-    assert [call.args for call in check.call_args_list] == [("accelerate",), ("transformers",)][: 1 + trainer]
-
-
-def test_called_again_it_changes_nothing():
-    accelerator = new_accelerator()
-    scaler = use_scaler_triton(accelerator, min_scale=2.0)
-    assert use_scaler_triton(accelerator) is scaler
-    _, optimizer = linear(accelerator)
-    assert use_scaler_triton(accelerator) is scaler
-    assert type(optimizer) is _AcceleratedOptimizer
-    assert optimizer.scaler is scaler
+    assert (scaler.get_scale(), scaler.get_growth_interval(), scaler.limits.min_scale) == (64.0, 2, 2.0)
 
 
 def test_a_scaler_of_ours_stays_with_what_was_prepared():
+    """As it is after `patch_torch()`; called again it changes nothing."""
+    with patch_torch():
+        made = [get_grad_scaler(DistributedType[kind]) for kind in ("FSDP", "MULTI_GPU", "NO")]
+    assert [type(each) for each in made] == [ShardedGradScaler, GradScaler, GradScaler]
     accelerator = new_accelerator()
-    accelerator.scaler, accelerator.native_amp = GradScaler("cpu", init_scale=4.0), True  # as under patch_torch()
-    scaler, (layer, optimizer) = accelerator.scaler, linear(accelerator)
+    accelerator.scaler, accelerator.native_amp = GradScaler("cpu", init_scale=4.0), True
+    scaler, (layer, optimizer) = accelerator.scaler, prepare(accelerator)
     assert type(optimizer) is Original
-    assert use_scaler_triton(accelerator) is scaler
-    assert type(optimizer) is _AcceleratedOptimizer
+    for _ in range(2):
+        assert use_scaler_triton(accelerator) is optimizer.scaler is scaler
+        assert type(optimizer) is _AcceleratedOptimizer
     backward(accelerator, layer)
-    assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
+    assert norm_of(accelerator, layer) == 5.0
 
 
-def test_a_model_that_was_prepared_with_autocast_is_no_reason_to_refuse():
-    accelerator = new_accelerator()
-    accelerator.native_amp = True  # as on a GPU
-    accelerator.prepare(nn.Linear(2, 1))
-    assert use_scaler_triton(accelerator) is accelerator.scaler
-    assert type(accelerator.scaler) is GradScaler
-
-
-def test_autocast_is_on_where_accelerate_leaves_it_out():
-    accelerator, seen = new_accelerator(), []
-    use_scaler_triton(accelerator)
-    model = nn.Sequential(nn.Linear(2, 2))  # what the outermost module returns is made fp32
-    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    accelerator.prepare(model)(torch.ones(1, 2))
-    assert seen == [torch.float16]
-
-
-def test_other_accelerators_stay_as_they_are():
+def test_another_accelerator_or_a_disabled_scaler_is_left_to_accelerate():
     use_scaler_triton(new_accelerator())
-    other = new_accelerator()
+    other, disabled = new_accelerator(), new_accelerator(kwargs_handlers=[GradScalerKwargs(enabled=False)])
     use_torch(other)
-    layer, optimizer = linear(other)
-    assert type(optimizer) is Original
-    backward(other, layer)
-    with mock.patch.object(GradScaler, "clip_grad_norm_", side_effect=AssertionError):
-        assert float(other.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
-
-
-def test_a_disabled_scaler_leaves_all_to_accelerate():
-    handlers = [GradScalerKwargs(enabled=False)]
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
-    assert not use_scaler_triton(accelerator).is_enabled()
-    layer, optimizer = linear(accelerator)
-    backward(accelerator, layer)
-    with mock.patch.object(GradScaler, "clip_grad_norm_", side_effect=AssertionError):
-        assert float(accelerator.clip_grad_norm_(layer.parameters(), 1.0)) == 5.0
-    optimizer.step()
-    assert not optimizer.step_was_skipped
-
-
-# What it refuses.
-
-
-@pytest.mark.parametrize(("precision", "why"), [("no", ""), ("bf16", ": bf16 needs no scaler")])
-def test_refuses_other_precisions(precision, why):
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    with pytest.raises(ValueError, match=f"accelerator must have mixed_precision='fp16', got '{precision}'{why}$"):
-        use_scaler_triton(accelerator)
-
-
-def test_refuses_what_is_no_accelerator():
-    with pytest.raises(TypeError, match=r"^accelerator must be an accelerate\.Accelerator, got Linear$"):
-        use_scaler_triton(nn.Linear(1, 1))
-    trainer = SimpleNamespace(accelerator=new_accelerator())
-    with pytest.raises(TypeError, match=r", got SimpleNamespace; pass its \.accelerator$"):
-        use_scaler_triton(trainer)
-
-
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
-def test_refuses_what_scales_by_itself(kind):
-    accelerator = new_accelerator()
-    AcceleratorState._shared_state["distributed_type"] = DistributedType[kind]
-    with pytest.raises(ValueError, match=f"distributed_type that uses torch's scaler, got {kind}"):
-        use_scaler_triton(accelerator)
-
-
-def test_refuses_what_was_prepared_and_changes_nothing():
-    accelerator = new_accelerator()
-    theirs = use_torch(accelerator)
-    linear(accelerator)
-    with pytest.raises(ValueError, match="accelerator must have prepared nothing yet, .*: SGD"):
-        use_scaler_triton(accelerator)
-    assert accelerator.scaler is theirs
-    assert not {"clip_grad_norm_", "prepare_optimizer"} & vars(accelerator).keys()
-
-
-def test_refuses_a_model_prepared_without_autocast():
-    accelerator = new_accelerator()
-    accelerator.prepare(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="accelerator must have prepared nothing yet, .*: Linear"):
-        use_scaler_triton(accelerator)
-
-
-def test_refuses_settings_once_prepared():
-    accelerator = new_accelerator()
-    use_scaler_triton(accelerator)
-    linear(accelerator)
-    with pytest.raises(ValueError, match="accelerator must have prepared nothing yet"):
-        use_scaler_triton(accelerator, min_scale=1.0)
-
-
-def test_refuses_wrong_settings_and_changes_nothing():
-    accelerator = new_accelerator()
-    with pytest.raises(ValueError, match="min_scale"):
-        use_scaler_triton(accelerator, min_scale=-1.0)
-    assert accelerator.scaler is None
-    assert not accelerator.native_amp
-
-
-# An optimizer of another make.
-
-
-class Offloading(torch.optim.Optimizer):
-    """Has no `state` of its own but an optimizer inside, as torchao's CPUOffloadOptimizer, which skips `__init__`."""
-
-    def __init__(self, inside: torch.optim.Optimizer) -> None:
-        self.inside = inside
-        self.state_dict, self.load_state_dict, self.step = inside.state_dict, inside.load_state_dict, inside.step
-
-    param_groups = property(lambda self: self.inside.param_groups)  # type: ignore[assignment]
-
-
-def test_an_optimizer_without_a_state_is_stepped():
-    accelerator = new_accelerator()
-    use_scaler_triton(accelerator)
-    layer = nn.Linear(2, 1, bias=False)
-    layer, optimizer = accelerator.prepare(layer, Offloading(torch.optim.SGD(layer.parameters(), lr=0.5)))
-    before = layer.weight.detach().clone()
-    backward(accelerator, layer)
-    optimizer.step()
-    assert torch.equal(layer.weight, before - 0.5 * torch.tensor([[3.0, 4.0]]))
-    assert not optimizer.step_was_skipped
-
-
-# What took torch's class before `patch_torch`.
-
-TAKEN = """
-import warnings
-import accelerate, scaler_triton
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    scaler_triton.patch_torch()
-print(*[warning.message for warning in caught])
-"""
-
-
-def test_accelerate_is_named_if_it_is_imported_before_torch_is_patched():
-    printed = subprocess.check_output([sys.executable, "-c", TAKEN], cwd=ROOT, text=True, timeout=120)
-    assert "taken before patch_torch() by accelerate.checkpointing, and stay there" in printed
-
-
-MADE = """
-import scaler_triton
-scaler_triton.patch_torch()
-from accelerate.utils import DistributedType
-from accelerate.utils.modeling import get_grad_scaler
-for kind, cls in {"FSDP": "ShardedGradScaler", "MULTI_GPU": "GradScaler", "NO": "GradScaler"}.items():
-    made = get_grad_scaler(DistributedType[kind], init_scale=4.0)
-    assert type(made) is getattr(scaler_triton, cls), (kind, type(made))
-"""
-
-
-def test_accelerate_makes_ours_after_torch_is_patched():
-    subprocess.run([sys.executable, "-c", MADE], cwd=ROOT, timeout=120, check=True)
-
-
-# Copies.
-
-
-def trained() -> tuple[Accelerator, Any, Any]:
-    """An accelerator, a layer and its optimizer after a good step and a skipped one."""
-    accelerator = new_accelerator()
-    use_scaler_triton(accelerator, min_scale=1.0)
-    layer, optimizer = linear(accelerator, "AdamW", fused=True)
-    for value in (1.0, float("inf")):
-        backward(accelerator, layer, value=value)
+    assert not use_scaler_triton(disabled).is_enabled()
+    for accelerator in (other, disabled):
+        layer, optimizer = prepare(accelerator)
+        assert (type(optimizer) is Original) == (accelerator is other)
+        backward(accelerator, layer)
+        with mock.patch.object(GradScaler, "clip_grad_norm_", side_effect=AssertionError):
+            assert norm_of(accelerator, layer) == 5.0
         optimizer.step()
-        assert optimizer.step_was_skipped == (value != 1.0)
-        optimizer.zero_grad()
-    return accelerator, layer, optimizer
+        assert not optimizer.step_was_skipped
 
 
-def test_optimizers_can_be_pickled():
-    *_, optimizer = trained()
-    clone = pickle.loads(pickle.dumps(optimizer))
+def prepared(use: Any = id, *models: nn.Module, kind: str = "") -> Accelerator:
+    accelerator = new_accelerator()
+    use(accelerator)
+    if kind:
+        AcceleratorState._shared_state["distributed_type"] = DistributedType[kind]
+    else:
+        accelerator.prepare(*models) if models else prepare(accelerator)
+    return accelerator
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "text"),
+    [
+        (lambda: new_accelerator(mixed_precision="no"), {}, "mixed_precision='fp16', got 'no'$"),
+        (lambda: new_accelerator(mixed_precision="bf16"), {}, "mixed_precision='fp16', got 'bf16': bf16 needs no"),
+        (lambda: nn.Linear(1, 1), {}, r"must be an accelerate\.Accelerator, got Linear$"),
+        (lambda: SimpleNamespace(accelerator=1), {}, r"got SimpleNamespace; pass its \.accelerator$"),  # a Trainer
+        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that uses torch's scaler, got DEEPSPEED"),
+        (lambda: prepared(use_torch), {}, "must have prepared nothing yet, .*: SGD"),
+        (lambda: prepared(id, nn.Linear(1, 1)), {}, "must have prepared nothing yet, .*: Linear"),  # without autocast
+        (lambda: prepared(use_scaler_triton), {"min_scale": 1.0}, "must have prepared nothing yet"),
+        (new_accelerator, {"min_scale": -1.0}, "min_scale"),
+    ],
+)
+def test_refuses_and_changes_nothing(make, settings, text):
+    given = make()
+    before = dict(vars(given))
+    with pytest.raises((TypeError, ValueError), match=text):
+        use_scaler_triton(given, **settings)
+    assert vars(given) == before
+
+
+def test_optimizers_and_accelerators_can_be_pickled():
+    accelerator, layer, optimizer = ready("AdamW", fused=True, settings={"min_scale": 1.0})
+    backward(accelerator, layer, value=INF)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    clone, other = pickle.loads(pickle.dumps(optimizer)), pickle.loads(pickle.dumps(accelerator))
     assert type(clone) is _AcceleratedOptimizer
-    assert clone.scaler.state_dict() == optimizer.scaler.state_dict()
     assert clone.step_was_skipped
-    for parameter in clone.param_groups[0]["params"]:
-        parameter.grad = clone.scaler.scale(torch.ones(())) * torch.ones_like(parameter)
+    clone.param_groups[0]["params"][0].grad = clone.scaler.scale(torch.ones(1, 2))
     clone.step()
     assert not clone.step_was_skipped
+    assert other.clip_grad_norm_.args == other.prepare_optimizer.args == (other,)
+    assert other.scaler.stats().skipped == 1
 
 
-def test_an_accelerator_can_be_pickled():
-    clone = pickle.loads(pickle.dumps(trained()[0]))
-    assert clone.clip_grad_norm_.args == clone.prepare_optimizer.args == (clone,)
-    assert clone.scaler.stats().skipped == 1
+def test_clips_by_any_norm_some_parameters_and_by_value():
+    for norm_type, norm in ((2, 5.0), (1.0, 7.0), (INF, 4.0)):
+        accelerator, layer, _ = ready()
+        backward(accelerator, layer)
+        assert float(accelerator.clip_grad_norm_(layer.weight, norm / 2, norm_type)) == norm  # a single tensor, too
+        torch.testing.assert_close(layer.weight.grad, torch.tensor([[1.5, 2.0]]), rtol=1e-6, atol=0)  # norm + 1e-6
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+            norm_of(accelerator, layer)
+    for frozen in (False, True):
+        accelerator, layer = new_accelerator(), nn.Linear(2, 1)
+        scaler = use_scaler_triton(accelerator)
+        layer.bias.requires_grad_(not frozen)
+        layer, _ = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.5))
+        backward(accelerator, layer)
+        with mock.patch.object(scaler, "clip_grad_norm_", wraps=scaler.clip_grad_norm_) as clip:
+            assert float(accelerator.clip_grad_norm_([layer.weight], 2.5)) == 5.0
+        assert (clip.call_args.kwargs["parameters"] is None) is frozen  # what is frozen costs no second pass
+    accelerator, layer, optimizer = ready()
+    backward(accelerator, layer)
+    accelerator.clip_grad_value_(layer.parameters(), 3.5)
+    optimizer.step()
+    assert layer.weight.tolist() == [[8.0 - 1.5, 8.0 - 1.75]]
+    layer.weight.grad = None
+    unheld = nn.Parameter(torch.zeros(2))
+    unheld.grad = torch.tensor([3.0, 4.0])
+    assert float(accelerator.clip_grad_norm_([unheld], 1.0)) == 5.0  # which is Accelerate's affair
 
 
-# The package, and the page.
+def test_a_subclass_keeps_its_own_clipping():
+    class Watched(Accelerator):
+        def clip_grad_norm_(self, *args: Any) -> Any:
+            return super().clip_grad_norm_(*args) * 10
+
+    accelerator = Watched(cpu=True, mixed_precision="fp16")
+    use_scaler_triton(accelerator, init_scale=8.0)
+    layer, _ = prepare(accelerator)
+    backward(accelerator, layer)
+    assert norm_of(accelerator, layer) == 50.0
+    assert layer.weight.grad.tolist() == [[3.0, 4.0]]
 
 
-def test_the_package_does_not_import_accelerate():
-    code = "import sys, scaler_triton; scaler_triton.GradScaler; assert 'accelerate' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=True)
+def test_an_optimizer_that_was_prepared_twice_or_has_no_state_is_clipped_and_stepped_once():
+    """As in a notebook's cell that is run again; and torchao's CPUOffloadOptimizer has no attribute `state`."""
+    accelerator, layer, optimizer = ready()
+    again = accelerator.prepare(optimizer.optimizer)
+    del again.optimizer.state
+    backward(accelerator, layer)
+    assert norm_of(accelerator, layer) == 5.0
+    again.step()
+    assert layer.weight.tolist() == [[8.0 - 1.5, 8.0 - 2.0]]
+
+
+@pytest.mark.parametrize("order", ["together", "in turn", "backward in turn"])
+def test_several_optimizers_are_clipped_then_stepped_in_turn(order):
+    """Each is divided once, though the first one's step has updated the scale."""
+    accelerator, *layers, one, other = ready("SGD", 2, settings={"growth_interval": 1})
+    if order != "backward in turn":
+        backward(accelerator, *layers)
+    if order == "together":
+        assert norm_of(accelerator, *layers) == pytest.approx(50**0.5, rel=1e-6)
+    else:
+        for layer in layers:
+            if order == "backward in turn":  # of another model, which may come between clipping and the step
+                backward(accelerator, layer)
+            assert layer.weight.grad.tolist() == [[24.0, 32.0]]  # scaled still
+            assert norm_of(accelerator, layer) == 5.0
+    for optimizer, layer in zip((one, other), layers, strict=True):
+        optimizer.step()
+        assert layer.weight.tolist() == [[8.0 - 1.5, 8.0 - 2.0]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_backward_between_clipping_and_the_step_is_refused(count):
+    """Also if another's step has updated the scale. Else nobody would check the gradients that it adds."""
+    accelerator, *made = ready("SGD", count)
+    layers, optimizers = made[:count], made[count:]
+    backward(accelerator, *layers)
+    norm_of(accelerator, *layers)
+    for optimizer in optimizers[1:]:
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="ran between clipping, which unscaled the gradients of SGD, and the step"):
+        backward(accelerator, layers[0], value=INF)
+    accelerator.scaler.update(8.0)  # the step is left out
+    optimizers[0].zero_grad()
+    backward(accelerator, layers[0])
+    assert norm_of(accelerator, layers[0]) == 5.0
+
+
+@PLAIN_AND_FUSED
+@pytest.mark.parametrize("when", ["clipped", "unscaled as a wrapper", "stepped", "clipped, then a new optimizer"])
+def test_an_optimizer_that_is_prepared_after_an_interruption_begins_a_new_step(when, options):
+    accelerator, layer, optimizer = ready("AdamW", **options)
+    scaler, kept = accelerator.scaler, optimizer
+    backward(accelerator, layer, value=INF)
+    scaler.unscale_(optimizer) if when == "unscaled as a wrapper" else norm_of(accelerator, layer)
+    if when == "stepped":
+        scaler.step(optimizer.optimizer)  # and no update
+    kept.zero_grad()
+    if when.endswith("new optimizer"):
+        accelerator.free_memory()
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5, **options)
+    optimizer = accelerator.prepare(optimizer)
+    backward(accelerator, layer)
+    assert norm_of(accelerator, layer) == 5.0
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert (scaler.stats().updates, scaler.stats().skipped) == (1, 0)
+
+
+@PLAIN_AND_FUSED
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("by", ["", "norm", "value", "hand"])
+def test_step_was_skipped_stays_until_the_next_step(by, asked, options):
+    """Whether or not somebody asked before the next unscaling, which asks nobody."""
+    accelerator, layer, optimizer = ready("AdamW", **options)
+    told = [optimizer.step_was_skipped]
+    for value in (INF, 1.0, 1.0):
+        optimizer.zero_grad()
+        backward(accelerator, layer, value=value)
+        with mock.patch.object(accelerator.scaler, "was_skipped", side_effect=AssertionError("asked")):
+            if by == "hand":
+                accelerator.unscale_gradients(optimizer)
+            elif by:
+                getattr(accelerator, f"clip_grad_{by}_")(layer.parameters(), 1.0)
+        told.append(optimizer.step_was_skipped)
+        optimizer.step()
+        if asked:
+            assert accelerator.optimizer_step_was_skipped == (value == INF)
+    assert told == [False, False, True, False]
+
+
+def test_accelerate_does_not_see_that_a_fused_optimizer_skips():
+    """If this fails, Accelerate has caught up: say so in docs/accelerate.md."""
+    accelerator = new_accelerator()
+    use_torch(accelerator)
+    layer, optimizer = prepare(accelerator, "AdamW", fused=True)
+    backward(accelerator, layer, value=INF)
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+
+
+# Ranks, one of which overflows.
+
+
+@contextmanager
+def launched(rank: int) -> Iterator[None]:
+    """What `accelerate launch` puts into the environment, and no state of an Accelerator before or after."""
+    size, original = str(dist.get_world_size()), FullyShardedDataParallel.state_dict_type
+    launcher = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    # Without the last one its device would be called cpu:0, which FSDP1 takes for another than cpu.
+    added = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_TORCH_DEVICE": "cpu"}
+
+    def state_dict_type(model: nn.Module, kind: Any, *configs: Any) -> Any:
+        """On a CPU what FSDP1 "offloads" of whole states is the memory that it frees, and saving that crashes."""
+        for config in configs:
+            config.offload_to_cpu &= "Full" not in type(config).__name__
+        return original(model, kind, *configs)
+
+    with (
+        mock.patch.dict(os.environ, launcher | added),
+        # Barriers, and `fully_shard` without a mesh, take what torch is built for, even where there is none.
+        mock.patch.object(torch._C, "_get_accelerator", return_value=torch.device("cpu")),
+        mock.patch.object(FullyShardedDataParallel, "state_dict_type", state_dict_type),
+    ):
+        try:
+            yield
+        finally:
+            forget()
+
+
+Report = dict[str, Any]  # what a run left on one rank; lists run over the optimizer's steps
+AS_TORCHS = ("scales", "trackers", "skipped", "rates", "digests", "step_counts")
+
+
+class Job:
+    """A model, an optimizer and a scheduler that an Accelerator has prepared."""
+
+    def __init__(self, rank: int, sharding: str, name: str, *, ours: bool = True, **options: Any) -> None:
+        self.rank, self.sharding = rank, sharding
+        self.accelerator = new_accelerator(sharding, **options)
+        self.scaler = (use_scaler_triton if ours else use_torch)(self.accelerator)
+        net: nn.Module = jobs.new_net()
+        if sharding == "fsdp1-flat":
+            net = self.accelerator.prepare(net)
+        optimizer = jobs.new_optimizer(name, net.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: DECAY**n)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(net, optimizer, scheduler)
+        self.dtypes: set[str] = set()
+        layer = next(module for module in self.model.modules() if isinstance(module, nn.Linear))
+        layer.register_forward_hook(lambda module, args, output: self.dtypes.add(str(output.dtype)))
+
+    def train(self, steps: range, overflows: Collection[int], max_norm: float = 0.05) -> Report:
+        """Train as Accelerate's documentation shows, each step on this rank's part of its own batch."""
+        report: Report = defaultdict(list)
+        clip = getattr(self.scaler, "clip_grad_norm_", None)
+        with mock.patch.object(self.scaler, "clip_grad_norm_", mock.Mock(side_effect=clip), create=True) as spy:
+            for step in steps:
+                with self.accelerator.accumulate(self.model):
+                    self.backward(step)
+                    # One rank alone sees it; under DDP, which has added up the gradients, all do.
+                    if step in overflows and (self.rank == 1 or self.sharding == "ddp"):
+                        jobs.overflow(self.model.parameters())
+                    if self.accelerator.sync_gradients:
+                        self._step(report, max_norm)
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+        report["clipped_by_scaler"] = [call.kwargs["parameters"] for call in spy.call_args_list]
+        report["digests"] = jobs.digests(self.model)
+        report["step_counts"] = {float(state["step"]) for state in self.optimizer.state.values() if "step" in state}
+        held = (self.model, next(self.model.parameters()), self.scaler)
+        report["kinds"] = (*(type(each).__name__ for each in held), *self.dtypes)
+        return report
+
+    def backward(self, step: int) -> None:
+        x = torch.randn(jobs.BATCH, jobs.WIDTH, generator=torch.Generator().manual_seed(step))
+        part = x.chunk(dist.get_world_size())[self.rank] if dist.is_initialized() else x
+        self.accelerator.backward(jobs.loss_of(self.model, part.to(self.accelerator.device)))
+
+    def _step(self, report: Report, max_norm: float) -> None:
+        with jobs.Collectives() as clipping:
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        with jobs.Collectives() as stepping:
+            self.optimizer.step()
+        report["norms"].append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        report["collectives"].append((clipping.count, stepping.count))
+        report["skipped"].append(self.accelerator.optimizer_step_was_skipped)
+        report["rates"].append(self.scheduler.get_last_lr()[0])
+        report["scales"].append(self.scaler.get_scale())
+        report["trackers"].append(self.scaler._get_growth_tracker())
+
+    def state(self) -> tuple[dict[str, Any], list[str]]:
+        return self.scaler.state_dict(), jobs.digests(self.model)
+
+
+def train(rank: int, sharding: str, name: str, overflows: Collection[int], steps: int, **options: Any) -> Report:
+    """Train a fresh job from the start."""
+    max_norm = options.pop("max_norm", 0.05)
+    with launched(rank):
+        return Job(rank, sharding, name, **options).train(range(steps), overflows, max_norm)
+
+
+def resume(rank: int, sharding: str, name: str, folder: Path, trained: int, first_ours: bool) -> tuple[Any, ...]:
+    """Save in the middle of a run, and load into a job that has taken `trained` steps of its own.
+
+    Returns: the states that were saved and loaded; the reports of the run that went on, and of the other one.
+    """
+    max_norm = 0.05 if first_ours else 1e9  # then nothing is clipped: torch sums norms in fp32
+    with launched(rank):
+        first = Job(rank, sharding, name, ours=first_ours)
+        first.train(range(5), {1}, max_norm)
+        first.accelerator.save_state(str(folder))
+        saved, straight = first.state(), first.train(range(5, 9), {6}, max_norm)
+    with launched(rank):
+        second = Job(rank, sharding, name)
+        second.train(range(20, 20 + trained), ())
+        second.accelerator.load_state(str(folder))
+        return saved, second.state(), straight, second.train(range(5, 9), {6}, max_norm)
+
+
+def save_early(rank: int, sharding: str, folder: Path) -> tuple[Any, ...]:
+    """Save a job that nothing has happened to; save another, or do not, between the first two backwards of a step."""
+    with launched(rank):
+        job = Job(rank, sharding, "adamw")
+        before = job.scaler.state_dict()
+        job.accelerator.save_state(str(folder / "first"))
+        after, reports = job.scaler.state_dict(), []
+    for saves in (True, False):
+        with launched(rank):
+            job = Job(rank, sharding, "adamw", gradient_accumulation_steps=2)
+            job.train(range(1), ())
+            if saves:
+                job.accelerator.save_state(str(folder / "second"))
+            reports.append(job.train(range(1, 6), {3}))
+    return before, after, *reports
+
+
+KINDS = {
+    "ddp": ("DistributedDataParallel", "Parameter", "GradScaler", "torch.float16"),
+    "fsdp1": ("FullyShardedDataParallel", "Parameter", "ShardedGradScaler", "torch.float16"),
+    "fsdp1-flat": ("FullyShardedDataParallel", "Parameter", "ShardedGradScaler", "torch.float16"),
+    "fsdp2": ("FSDPNet", "DTensor", "GradScaler", "torch.float16"),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("sharding", KINDS)
+def test_all_ranks_clip_in_one_reduction_skip_and_say_so_and_the_scheduler_waits(two, sharding, name):
+    before = [SKIPPED[:step].count(False) for step in range(STEPS)]
+    for report in two(train, sharding, name, BAD_STEPS, STEPS):
+        assert report["kinds"] == KINDS[sharding]
+        assert (report["skipped"], report["scales"], report["trackers"]) == (SKIPPED, SCALES, [1, 0, 1, 0, 0, 1])
+        assert report["step_counts"] == {float(SKIPPED.count(False))}
+        # Accelerate steps a scheduler once a rank.
+        assert report["rates"] == [pytest.approx(2.0**-4 * DECAY ** (2 * count), rel=1e-12) for count in before]
+        # None: all parameters, which takes one pass. Under DDP nobody else needs to be asked.
+        assert report["clipped_by_scaler"] == [None] * STEPS
+        assert report["collectives"] == [(0 if sharding == "ddp" else 1, 0)] * STEPS
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("sharding", KINDS)
+def test_equals_torchs_scaler_to_the_bit(two, sharding, every):
+    """Also with gradients added up in several backwards."""
+    overflows = tuple(every * (step + 1) - 1 for step in BAD_STEPS)
+    options = {"max_norm": 1e9, "gradient_accumulation_steps": every}
+    ours, theirs = (two(train, sharding, "adamw", overflows, 6 * every, ours=ours, **options) for ours in (1, 0))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [mine[what] for what in AS_TORCHS] == [other[what] for what in AS_TORCHS]
+        # The sum of squares is taken in fp64, torch's in fp32, shard by shard.
+        assert mine["norms"] == pytest.approx(other["norms"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "name", "trained", "first_ours"),
+    [
+        ("ddp", "adamw-fused", 0, True),
+        ("fsdp1", "adamw-fused", 3, True),  # loads no shards into an optimizer without state, whatever the scaler
+        ("fsdp1-whole", "adamw-fused", 0, True),
+        ("fsdp2", "adamw-fused", 0, True),
+        ("fsdp2", "adamw", 3, True),
+        # torch's scaler before ours
+        ("ddp", "adamw", 0, False),
+        ("fsdp1-whole", "adamw", 0, False),
+        ("fsdp2", "adamw", 0, False),
+    ],
+)
+def test_resumes_to_the_bit(two, tmp_path, sharding, name, trained, first_ours):
+    for saved, loaded, straight, resumed in two(resume, sharding, name, tmp_path, trained, first_ours):
+        assert loaded == saved
+        assert resumed["skipped"] == [False, True, False, False]
+        assert [resumed[what] for what in AS_TORCHS] == [straight[what] for what in AS_TORCHS]
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp1", "fsdp2"])
+def test_saving_before_the_first_step_or_between_its_backwards_changes_nothing(two, tmp_path, sharding):
+    for before, after, saved, straight in two(save_early, sharding, tmp_path):
+        assert before == after
+        assert saved == straight
+        assert True in saved["skipped"]

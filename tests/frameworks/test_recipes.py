@@ -1,148 +1,140 @@
-"""Every recipe of the documentation runs, says what its page promises, and is shown on a page."""
+"""The recipes of the documentation and the blocks of the frameworks' pages run, and do what the pages say."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import STRICT
+from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RANKS = 1 if torch.cuda.is_available() else 2  # NCCL takes one rank a GPU
+SKIPS = [f"rank {rank}, step 10: {who} skipped" for rank in range(RANKS) for who in ("actor", "critic")]
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a recipe needs, and what it prints.
-
-    Args:
-        says: parts of the output.
-        ranks: how many torchrun starts; 0: it runs alone.
-        needs: the packages it imports.
-        ignored: the beginnings of third-party warnings that are no errors here.
-        leaves: what it writes.
-        arguments: of its command line.
-    """
-
-    says: tuple[str, ...]
-    ranks: int = 0
-    needs: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    leaves: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
-
-    @property
-    def python(self) -> list[str]:
-        """The command that runs a file with warnings as errors."""
-        filters = [option for known in self.ignored for option in ("-W", f"ignore:{known}")]
-        if torch.cuda.is_available():  # other packages are there, and what they use may be deprecated
-            filters += ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
-        return [sys.executable, *STRICT, *filters, *(launcher if self.ranks else ())]
-
-    def run(self, name: str, folder: Path, **variables: str) -> str:
-        """Run it in `folder` with warnings as errors; return its output."""
-        for package in self.needs:
-            if find_spec(package) is None:
-                pytest.skip(f"needs {package}")
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
-        done = subprocess.run(
-            [*self.python, str(DOCS / "recipes" / name), *self.arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-
-ON_CPU = ("'pin_memory' argument is set as true but no accelerator is found",)  # the Trainer's data loader
-DYNAMO = ("`torch.jit.script_method` is", "Guards may run slower on Python 3.13.0")  # torch's, about itself
-LIGHTNING = (
-    "The 'train_dataloader' does not have many workers",  # advice
-    "`isinstance(treespec, LeafSpec)` is deprecated",  # torch's, about Lightning
-)
-SKIPS = tuple(f"rank {rank}, step 10: {who} skipped" for rank in range(RANKS) for who in ("actor", "critic"))
-
-RECIPES = {
-    "step.py": Recipe(("step 30 was skipped", "0.weight   Inf")),
-    "with_accelerate.py": Recipe(("step 3 was skipped", "updates=64, "), needs=("accelerate",), leaves=("checkpoint",)),
-    "trainer.py": Recipe(
-        ("ScalerStats(updates=20, ",), needs=("accelerate", "transformers"), ignored=ON_CPU, leaves=("counting",)
-    ),
-    "with_lightning.py": Recipe(("The last skip",), needs=("lightning",), ignored=LIGHTNING),
-    "with_fabric.py": Recipe(("The last skip",), needs=("lightning",), ignored=LIGHTNING),
-    "verl_style.py": Recipe(SKIPS, ranks=RANKS),
-    "dinov2_style.py": Recipe(("step 39: backbone ",), ranks=RANKS),
-    "compile.py": Recipe(("scale 1024.0\n",), ignored=DYNAMO, arguments=("aot_eager",)),
+# recipe -> the ranks that torchrun starts, 0 for none; the package that it needs; what it says; what it leaves
+RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
+    "step.py": (0, "torch", ["step 30 was skipped", "0.weight   Inf"], set()),
+    "with_accelerate.py": (0, "accelerate", ["step 3 was skipped", "updates=64, "], {"checkpoint"}),
+    "trainer.py": (0, "transformers", ["ScalerStats(updates=20, "], {"counting"}),
+    "with_lightning.py": (0, "lightning", ["The last skip"], set()),
+    "with_fabric.py": (0, "lightning", ["The last skip"], set()),
+    "verl_style.py": (RANKS, "torch", SKIPS, set()),
+    "dinov2_style.py": (RANKS, "torch", ["step 39: backbone "], set()),
+    "compile.py": (0, "torch", ["scale 1024.0\n"], set()),
 }
-CHECKPOINT = "checkpoint.py"  # runs twice: the test below
+CHECKPOINT = "checkpoint.py"  # runs twice: a test of its own
+# Beginnings of what others warn of: the Trainer's data loader, Lightning's advice, torch about Lightning and itself.
+IGNORED = [
+    "'pin_memory' argument is set as true but no accelerator is found",
+    "The 'train_dataloader' does not have many workers",
+    "`isinstance(treespec, LeafSpec)` is deprecated",
+    "`torch.jit.script_method` is",
+    "Guards may run slower on Python 3.13.0",
+]
 
 
-@pytest.fixture(autouse=True)
-def temporary_files(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchrun leave its folder for logs among the files of the tests."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
+def run(name: str, folder: Path, ranks: int, *arguments: str, **variables: str) -> str:
+    """Run a recipe in `folder` with warnings as errors; return its output."""
+    filters = [option for known in IGNORED for option in ("-W", f"ignore:{known}")]
+    if torch.cuda.is_available():  # other packages are there, and what they use may be deprecated
+        filters += ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    fixed = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder.parent)}
+    command = [sys.executable, *STRICT, *filters, *torchrun, str(DOCS / "recipes" / name), *arguments]
+    environment, pipes = os.environ | fixed | variables, {"capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=240, check=False, **pipes)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder in one that takes temporary files."""
+    (tmp_path / "recipe").mkdir()
+    return tmp_path / "recipe"
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_does_what_it_says(name: str, tmp_path: Path) -> None:
-    printed = RECIPES[name].run(name, tmp_path)
-    assert [text for text in RECIPES[name].says if text not in printed] == []
-    assert {path.name for path in tmp_path.iterdir()} == set(RECIPES[name].leaves)
+def test_a_recipe_does_what_it_says(name: str, folder: Path) -> None:
+    ranks, package, says, leaves = RECIPES[name]
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    printed = run(name, folder, ranks, *(["aot_eager"] if name == "compile.py" else []))
+    assert [text for text in says if text not in printed] == []
+    assert {path.name for path in folder.iterdir()} == leaves
 
 
 @pytest.mark.heavy
 @pytest.mark.distributed
-def test_accelerates_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
-    """As `accelerate launch` starts it on two GPUs."""
-    recipe = Recipe(("step 3 was skipped", "updates=32, skipped=2,"), ranks=2, needs=("accelerate",))
-    printed = recipe.run("with_accelerate.py", tmp_path, CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
-    assert [text for text in recipe.says if printed.count(text) != 1] == []  # said by one rank only
+def test_accelerates_recipe_trains_on_two_ranks(folder: Path) -> None:
+    """As `accelerate launch` starts it on two GPUs; one rank prints."""
+    printed = run("with_accelerate.py", folder, 2, **ON_CPU)
+    assert [printed.count(text) for text in ("step 3 was skipped", "updates=32, skipped=2,")] == [1, 1]
 
 
 @pytest.mark.distributed
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    on_cpu = {"CUDA_VISIBLE_DEVICES": ""}  # two ranks even where there is one GPU
-    first = Recipe((), ranks=2, arguments=(str(tmp_path),)).run(CHECKPOINT, tmp_path, **on_cpu)
-    assert first == "3 updates, scale 512.0\n" * 2
-    # as torchrun would
-    alone = on_cpu | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    assert Recipe((), arguments=(str(tmp_path),)).run(CHECKPOINT, tmp_path, **alone) == "6 updates, scale 2048.0\n"
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_what_others_call_deprecated_is_no_error_beside_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    program = "import warnings; warnings.warn('an old name', DeprecationWarning)"
-    done = subprocess.run([*Recipe(()).python, "-c", program], capture_output=True, text=True, check=False)
-    assert ("an old name" in done.stderr) is not gpu
-    assert (done.returncode == 0) is gpu
-
-
-@pytest.mark.parametrize("name", ["verl_style.py", "dinov2_style.py", CHECKPOINT])
-def test_a_rank_has_its_gpu_before_anything_is_on_one(name: str) -> None:
-    """FSDP2 moves shards to the current GPU, which a mesh chooses by the rank, but only if no GPU was used before."""
-    source = (DOCS / "recipes" / name).read_text()
-    chosen = [source.find(call) for call in ("cuda.set_device(", "init_device_mesh(") if call in source]
-    used = [source.find(use) for use in (".to(device)", "device=device") if use in source]
-    assert min(chosen) < min(used)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path) -> None:
+    """Two ranks even where there is one GPU; then one, by torchrun's variables."""
+    assert run(CHECKPOINT, folder, 2, str(folder), **ON_CPU) == "3 updates, scale 512.0\n" * 2
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    assert run(CHECKPOINT, folder, 0, str(folder), **ON_CPU, **alone) == "6 updates, scale 2048.0\n"
 
 
 def test_every_recipe_is_run_and_shown() -> None:
-    files = {path.name for path in (DOCS / "recipes").iterdir() if path.suffix == ".py"}
+    files = {path.name for path in (DOCS / "recipes").glob("*.py")}
     assert files == {*RECIPES, CHECKPOINT}
     pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
     assert [name for name in files if f"{{literalinclude}} recipes/{name}\n" not in pages] == []
+
+
+# page -> what it needs, and what holds when its blocks have run
+PAGES = {
+    "accelerate.md": ("accelerate", "'scaler_triton.grad_scaler' == type(accelerator.scaler).__module__"),
+    "lightning.md": (
+        "lightning",
+        "[type(each).__name__ for each in (trainer.scaler, fabric.strategy.precision.scaler)]"
+        " == ['ShardedGradScaler', 'GradScaler']",
+    ),
+    "trainer.md": ("transformers", "trainer.state.global_step == trainer.accelerator.scaler.stats().updates == 3"),
+}
+
+
+class Net(nn.Module):
+    """A model such as the Trainer takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self.layer(x).float(), labels)}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("page", PAGES)
+def test_a_pages_blocks_run(page: str, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, holds = PAGES[page]
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    if package != "lightning":
+        request.getfixturevalue("first_accelerator")
+    elif not torch.cuda.is_available():  # Lightning thinks so: before training starts it does nothing with one
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.chdir(tmp_path)  # the Trainer leaves files
+    names: dict[str, Any] = {"model": Net(), "data": [{"x": torch.ones(4), "labels": torch.ones(2)}] * 8}
+    for block in re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(block, page, "exec"), names)
+    assert eval(holds, names)

@@ -1,0 +1,154 @@
+"""What the frameworks' tests share, and their ranks import: a small model, its sharding, batches, optimizers."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WIDTH, BATCH = 8, 8
+SETTINGS = {"init_scale": 8.0, "growth_interval": 2}
+STEPS, BAD_STEPS = 6, (1, 4)
+SCALES = [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]  # after each step: 1 and 4 overflow, and two good ones in a row double
+SKIPPED = [step in BAD_STEPS for step in range(STEPS)]
+FUSED = ["adamw", "adamw-fused"]
+
+# Warnings of others, as message and category; every other one is an error, here as in the ranks.
+WARNINGS = [
+    (".* is installed. scaler_triton was tested with", "UserWarning"),  # the tests find out whether it works
+    ("The '.*_dataloader' does not have many workers", "UserWarning"),
+    ("The number of training batches", "UserWarning"),
+    ("GPU available but not used", "UserWarning"),
+    (".training_step. returned .None.", "UserWarning"),
+    ("Starting from v1.9.0, `tensorboardX` has been removed", "UserWarning"),
+    ("'pin_memory' argument is set as true but no accelerator is found", "UserWarning"),
+    (".isinstance.treespec, LeafSpec.. is deprecated", "FutureWarning"),  # Lightning 2.6 uses it
+    ("`is_gradient_checkpointing` is deprecated", "FutureWarning"),  # transformers asks its own models for it
+    # Lightning's FSDPPrecision makes a scaler for GPUs first, which is not used.
+    (".*torch.cuda.amp.GradScaler is enabled, but CUDA is not available", "UserWarning"),
+    # torch's FSDP1 warns of itself when its sharded state is saved or loaded.
+    (".*_get_pg_default_device. will be deprecated", "UserWarning"),
+    ("Multiple backends are registered with this ProcessGroup", "UserWarning"),
+    (".load_state_dict. is deprecated and will be removed", "FutureWarning"),
+    ("FSDP.state_dict_type.. and FSDP.set_state_dict_type.. are being deprecated", "FutureWarning"),
+    ("Please use DTensor instead", "FutureWarning"),
+    ("The `NO_SHARD` sharding strategy is deprecated", "FutureWarning"),
+    ("FSDP2-wrapped module .* returned a view tensor", "UserWarning"),
+    # A case before this one may have imported Accelerate.
+    ("torch's gradient scalers were taken before patch_torch", "UserWarning"),
+]
+
+
+def strictly(rank: int, case: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Run a case in a rank, with every other warning an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for message, category in WARNINGS:
+            warnings.filterwarnings("ignore", message, getattr(builtins, category))
+        return case(rank, *args, **options)
+
+
+class Net(nn.Module):
+    """A norm and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def new_net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x).float(), x.flip(1).sin())
+
+
+def batches(part: int = 0, bad: Collection[int] = BAD_STEPS, steps: int = STEPS) -> list[Tensor]:
+    """Return a part's batch for every step; those of the bad steps make gradients overflow."""
+    draws = [torch.Generator().manual_seed(10 * part + step) for step in range(steps)]
+    made = [torch.randn(4, WIDTH, generator=draw) for draw in draws]
+    return [batch * math.inf if step in bad else batch for step, batch in enumerate(made)]
+
+
+def wrap(name: str, net: nn.Module) -> nn.Module:
+    """Wrap a model for all ranks: "ddp", "fsdp1" or "fsdp2"."""
+    if name == "ddp":
+        return nn.parallel.DistributedDataParallel(net)
+    if name == "fsdp1":
+        return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+    return shard(net, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def shard(net: nn.Module, mesh: Any) -> nn.Module:
+    """Shard a model by FSDP2, layer by layer."""
+    for layer in (*net.children(), net):
+        fully_shard(layer, mesh=mesh)
+    return net
+
+
+def new_optimizer(name: str, parameters: Iterable[Tensor], lr: float = 2.0**-4) -> torch.optim.Optimizer:
+    """Make an optimizer from a name such as "adamw" or "sgd-fused"."""
+    kind, _, fused = name.partition("-")
+    cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    return cls(parameters, lr=lr, **({"fused": True} if fused else {}))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor; shares its memory."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def overflow(parameters: Iterable[Tensor]) -> None:
+    """Make one gradient's first element on this rank infinite."""
+    held = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    next(values for values in held if values.numel()).view(-1)[0] = torch.inf
+
+
+def digests(model: nn.Module) -> list[str]:
+    """Return a short name for each parameter's local values, bit by bit."""
+    values = [local(parameter).cpu().reshape(-1).view(torch.uint8).numpy() for parameter in model.parameters()]
+    return [hashlib.sha256(each.tobytes()).hexdigest()[:16] for each in values]
+
+
+def whole(*models: nn.Module) -> Tensor:
+    """Return all parameters of the models in one tensor, copied, on every rank."""
+    found = []
+    for model in models:
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+                found += [p.detach().flatten().clone() for p in model.parameters()]
+        else:
+            full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+            found += [p.detach().flatten().clone() for p in full]
+    return torch.cat(found).float().cpu()
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are started in this thread."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # DTensor runs first, and turns into the collectives that are counted
+        namespace, _, name = func._schema.name.partition("::")
+        is_collective = namespace.removeprefix("_") in ("c10d", "c10d_functional")
+        self.count += is_collective and name not in ("wait_tensor", "_wrap_tensor_autograd")
+        return func(*args, **(kwargs or {}))

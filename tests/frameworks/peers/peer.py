@@ -1,0 +1,41 @@
+"""What the tests with other packages share: their import, and random runs in which some steps overflow."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+OPS = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def imported(module: str) -> Any:
+    """Import a module of theirs, without its warnings; without it the test is left out, but with HEAVY=1 it fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if os.environ.get("HEAVY"):
+            return importlib.import_module(module)
+        return pytest.importorskip(module, reason=f"needs {module}: runs with make test-frameworks")
+
+
+def make_importable() -> None:
+    """Stand in for what Composer and others import and nothing here uses: a client, torchvision's operators."""
+    sys.modules.setdefault("mcli", ModuleType("mcli"))
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:  # built for another torch
+        for name in ("nms", "qnms"):
+            OPS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def trace(draw: random.Random, length: int = 60) -> list[bool]:
+    """Return which steps overflow: few, some or many of them."""
+    share = draw.choice([0.05, 0.2, 0.5])
+    return [draw.random() < share for _ in range(length)]

@@ -1,0 +1,87 @@
+"""The demo's command line: what it refuses, what it needs, what it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaler_triton import cli
+from scaler_triton.demo import command
+
+
+@pytest.fixture
+def packages() -> None:
+    """Skip where the demo's packages are not installed."""
+    for package in ("matplotlib", "tabulate", "tqdm"):
+        pytest.importorskip(package)
+
+
+def test_wrong_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong_steps = [["--steps", steps] for steps in ("5", "0", "-1", "129", "many")]
+    for words in (["--ddp", "--fsdp1"], ["--optimizer", "lbfgs"], *wrong_steps):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["demo", *words])
+        assert stop.value.code == 2
+        assert words[0] in capsys.readouterr().err
+
+
+def test_the_default_is_fsdp2_with_ours(packages: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from scaler_triton.demo import show
+
+    monkeypatch.setattr(show, "show", lambda *asked: shown.append(asked) or 1)
+    shown: list[object] = []
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 1
+    assert shown == [("ours", "fsdp2", "adamw", 48, tmp_path / "demo.png")]
+
+
+def test_an_unknown_case_is_named_with_the_known_ones(packages: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--prove", "no-such"]) == 2
+    said = capsys.readouterr().err
+    assert "no-such: no such case; one of fsdp1-fused, " in said
+
+
+@pytest.mark.parametrize("word", ["list", "fused-clip", "all"])
+def test_prove_runs_what_was_named(word: str, packages: None, monkeypatch: Any, capsys: Any) -> None:
+    from scaler_triton.demo import proofs
+
+    asked: list[str] = []
+    monkeypatch.setattr(proofs, "prove", lambda cases: asked.extend(case.name for case in cases) or 1)
+    assert cli.main(["demo", "--prove", word]) == (0 if word == "list" else 1)
+    assert asked == {"list": [], "all": list(proofs.CASES)}.get(word, [word])
+    assert ("fused-then-plain" in capsys.readouterr().out) is (word == "list")
+
+
+@pytest.mark.parametrize("words", [["--fsdp1"], ["--optimizer", "sgd"], ["--steps", "7"]])
+def test_prove_refuses_what_it_would_ignore(words: list[str], packages: None, capsys: Any) -> None:
+    assert cli.main(["demo", "--prove", "list", *words]) == 2
+    assert capsys.readouterr().err == f"scaler_triton: --prove takes no other option, got {words[0]}\n"
+
+
+@pytest.mark.parametrize(("words", "absent"), [([], "matplotlib"), (["--prove", "list"], "tabulate")])
+def test_a_missing_package_is_named(words: list[str], absent: str, monkeypatch: Any, capsys: Any) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
+    assert cli.main(["demo", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"pip install {absent}" in said
+
+
+def test_a_plot_that_cannot_be_written_is_refused_at_once(packages: None, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["demo", "--out", str(tmp_path / "file" / "plot.png")]) == 2
+    assert "cannot write there" in capsys.readouterr().err
+    assert cli.main(["demo", "--out", str(tmp_path / "plot.jpg")]) == 2
+    assert "plot.jpg: must be a .png file or a folder" in capsys.readouterr().err
+    assert not (tmp_path / "plot.jpg").exists()
+
+
+def test_the_plot_goes_into_a_folder_or_to_a_file_and_an_old_one_stays_until_then(tmp_path: Path) -> None:
+    assert command.picture_path(tmp_path / "new") == tmp_path / "new" / "demo.png"
+    assert command.picture_path(tmp_path / "my.png") == tmp_path / "my.png"
+    assert list(tmp_path.rglob("*.png")) == []
+    (tmp_path / "my.png").write_text("a plot")
+    assert command.picture_path(tmp_path / "my.png").read_text() == "a plot"

@@ -1,0 +1,115 @@
+"""The cases of torch's defects: what counts as right, what is printed, and the README's table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tabulate")
+
+from scaler_triton.demo import proofs
+from scaler_triton.demo.launch import Answer
+from scaler_triton.demo.proofs import CASES, Outcome, list_cases, prove
+
+README = Path(__file__).parents[3] / "README.md"
+SKIP, STEP = CASES["fsdp1-fused"], CASES["fused-then-plain"]  # every rank must skip, or step
+SKIPPED = Outcome(4.0, "skipped", "same unchanged")
+STEPPED = Outcome(8.0, "stepped", "old -> new")
+
+
+def answers(*outcomes: Outcome | str) -> list[Answer]:
+    """Return what ranks answered: outcomes, or errors."""
+    said = [{"error" if isinstance(outcome, str) else "value": outcome} for outcome in outcomes]
+    return [Answer(rank, **each) for rank, each in enumerate(said)]
+
+
+def table() -> str:
+    """Return the cases as the README's table."""
+    rows = ["| case | with torch | with scaler_triton |", "| --- | --- | --- |"]
+    for case in CASES.values():
+        known = f" ([known]({case.issue}))" if case.issue else ""
+        rows.append(f"| `{case.name}`: {case.summary} | {case.torch}{known} | {case.ours} |")
+    return "\n".join(rows)
+
+
+def test_the_readme_holds_the_table() -> None:
+    held = f"<!-- cases -->\n{table()}\n<!-- /cases -->\n"
+    assert held in README.read_text(), f"README.md does not hold the table of the cases:\n{held}"
+
+
+def test_the_cases_are_complete() -> None:
+    assert len(CASES) == 11
+    for name, case in CASES.items():
+        assert name == case.name
+        assert all(text and "\n" not in text and "|" not in text for text in (*case[:2], case.torch, case.ours))
+        assert not case.issue or case.issue.startswith("https://github.com/pytorch/pytorch/issues/")
+
+
+def test_the_list_breaks_between_words_in_a_terminal() -> None:
+    whole, broken = list_cases().splitlines(), list_cases(80).splitlines()
+    assert len(whole) == len(CASES) < len(broken)
+    assert max(map(len, broken)) <= 80
+    assert " ".join(" ".join(broken).split()) == " ".join(" ".join(whole).split())
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        ([SKIPPED, SKIPPED], ""),
+        ([SKIPPED, SKIPPED._replace(did="no grads")], ""),
+        ([SKIPPED, STEPPED], "the ranks split"),
+        ([SKIPPED, SKIPPED._replace(scale=8.0)], "the ranks split"),
+        ([SKIPPED, SKIPPED._replace(did="stepped")], "the ranks split"),
+        ([SKIPPED, SKIPPED._replace(finite=False)], "NaN or Inf in the weights of rank 1"),
+        ([STEPPED, STEPPED], "the scale is 8 instead of 4"),
+        ([STEPPED._replace(scale=4.0)] * 2, "the step was taken"),
+        ([SKIPPED._replace(scale=2.0**127)] * 2, "the scale is 2^127 instead of 4"),
+        ([SKIPPED, "ValueError: no"], "rank 1 raises ValueError"),
+        (["RankTimeout: no answer", "RankDied: exit code -9"], "rank 0 hangs in a collective; rank 1 raises RankDied"),
+    ],
+)
+def test_what_is_right(outcomes: list[Outcome | str], said: str) -> None:
+    assert SKIP.wrong(answers(*outcomes)) == said
+
+
+def test_a_step_that_had_to_be_taken_is_missed() -> None:
+    assert STEP.wrong(answers(*[SKIPPED._replace(scale=8.0)] * 2)) == "the step was skipped"
+    assert STEP.wrong(answers(STEPPED, STEPPED)) == ""
+
+
+def script(monkeypatch: pytest.MonkeyPatch, **said: Outcome | str) -> None:
+    """Have every rank end with the same outcome, or error, of each library."""
+    monkeypatch.setattr(proofs, "run_ranks", lambda run, name, library: answers(said[library], said[library]))
+
+
+@pytest.mark.parametrize(
+    ("torch", "ours", "status", "last"),
+    [
+        (STEPPED, SKIPPED, 0, "As expected: torch wrong, ours right."),
+        (SKIPPED, SKIPPED, 1, "UNEXPECTED: fsdp1-fused: torch is no longer wrong"),
+        (STEPPED, STEPPED, 1, "UNEXPECTED: fsdp1-fused: scaler_triton is wrong: the scale is 8 instead of 4"),
+    ],
+)
+def test_the_exit_status_says_whether_all_is_as_expected(
+    torch: Outcome, ours: Outcome, status: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    script(monkeypatch, torch=torch, ours=ours)
+    assert prove([SKIP]) == status
+    assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+def test_a_proof_fits_into_a_terminal_and_an_error_is_one_line(monkeypatch: Any, capsys: Any) -> None:
+    error = "RuntimeError: aten._amp_foreach_non_finite_check_and_unscale_.default: got mixed torch.Tensor and DTensor"
+    script(monkeypatch, torch=f"{error}\nmore", ours=SKIPPED)
+    for columns in (80, None):
+        if columns:
+            monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: bool(columns))  # noqa: B023
+        assert prove([CASES["rank-without-grads-dtensor"]]) == 0
+        said = capsys.readouterr().out
+        assert (max(map(len, said.splitlines())) <= 80) is bool(columns)
+        assert "RuntimeError: aten._amp_foreach" in said
+        assert "more" not in said

@@ -1,0 +1,116 @@
+"""What is trained in one process, and that the tolerance lies between rounding and one step too many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
+
+from scaler_triton.demo.model import CharTransformer, ModelSize
+from scaler_triton.demo.show import judge
+from scaler_triton.demo.train import Config, Trace, batch_of, new_model, python_topics, train, train_alone, train_rank
+
+SMALL = ModelSize(layers=2, width=16, heads=2, context=16)
+
+
+SINGLE = Config("ours", "single", "adamw", 24, 1, size=SMALL)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Have this process sum in the order of a rank."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def reference_of(config: Config) -> Trace:
+    """Return what the single process goes through."""
+    return train_alone(0, replace(config, scaler="torch"))
+
+
+def failures(trace: Trace, config: Config) -> list[str]:
+    """Return the checks that fail."""
+    return [text for ok, text in judge([trace], reference_of(config)) if not ok]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "sgd"])
+@pytest.mark.parametrize("scaler", ["ours", "torch"])
+def test_one_process_passes(scaler: str, optimizer: str) -> None:
+    config = replace(SINGLE, scaler=scaler, optimizer=optimizer)
+    assert failures(train_rank(0, config), config) == []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_tolerance_lies_between_noise_in_the_last_bits_and_one_step_too_many(optimizer: str) -> None:
+    config = replace(SINGLE, optimizer=optimizer, ranks=2)
+    last_bad, reference = max(config.bad_shards), reference_of(config)
+    assert {b / a for a, b in pairwise(reference.scales)} == {0.5, 1.0, 2.0}
+
+    class Noisy(torch.amp.GradScaler):
+        def step(self, optimizer: torch.optim.Optimizer, *args: Any) -> float | None:
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad.mul_(1 + 1e-7 * torch.randn(parameter.shape))
+            return super().step(optimizer, *args)
+
+    class OneTooMany(torch.amp.GradScaler):
+        steps = 0
+
+        def step(self, optimizer: torch.optim.Optimizer, *args: Any) -> float | None:
+            for parameter in optimizer.param_groups[0]["params"] if self.steps == last_bad else ():
+                parameter.grad.nan_to_num_(posinf=0.0)
+            self.steps += 1
+            return super().step(optimizer, *args)
+
+    noisy, one_too_many = (train(config, new_model(0, config), each, range(2)) for each in (Noisy, OneTooMany))
+    assert failures(noisy, config) == []
+    assert any("relative distance" in text for _, text in judge([noisy], reference))
+    assert any("parameters do NOT match" in text for text in failures(one_too_many, config))
+
+
+def test_a_disabled_scaler_is_found() -> None:
+    config = replace(SINGLE, steps=6)
+    trace = train(config, new_model(0, config), lambda *_, **__: torch.amp.GradScaler("cpu", enabled=False), [0])
+    assert "the scaler is disabled on rank 0" in failures(trace, config)
+
+
+@pytest.mark.parametrize("steps", [*range(6, 60), 128])
+def test_three_steps_are_bad_and_not_on_one_rank_only(steps: int) -> None:
+    bad = Config("ours", "fsdp2", "adamw", steps).bad_shards
+    assert len(bad) == 3
+    assert set(bad.values()) == {0, 1}
+    assert 0 < min(bad) <= max(bad) < steps - 1
+
+
+def test_the_text_is_real_and_its_batches_are_repeatable() -> None:
+    inputs, targets = batch_of(SINGLE, 3, 1)
+    assert inputs.shape == targets.shape == (8, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(batch_of(SINGLE, 3, 1)[0], inputs)
+    assert not torch.equal(batch_of(SINGLE, 3, 0)[0], inputs)
+    codes, alphabet = python_topics()
+    assert "statement" in "".join(alphabet[code] for code in codes[:50_000])
+
+
+def test_the_model_does_not_look_ahead() -> None:
+    model = CharTransformer(5, SMALL)
+    torch.nn.init.normal_(model.positions)
+    inputs = torch.zeros(1, 16, dtype=torch.int64)
+    changed = inputs.clone()
+    changed[0, 9] = 1
+    seen: list[torch.Tensor] = []
+    model.norm.register_forward_hook(lambda module, args, out: seen.append(out))
+    for tokens in (inputs, changed):
+        model(tokens, tokens)
+    assert torch.equal(seen[0][:, :9], seen[1][:, :9])
+    assert not torch.equal(seen[0][:, 9:], seen[1][:, 9:])
