@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankPool
 
 from scaler_triton import dispatch
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import scaler_triton
-from scaler_triton import GradScaler
+from scaler_triton import GradScaler, grad_scaler
 from scaler_triton.integrations import versions
 from scaler_triton.integrations.backwards import Unscaled
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankPool
 
+from ranks import cases
 from scaler_triton import dispatch
-from scaler_triton.demo.ranks import RankPool
-
-# The ranks import `cases` by this path: a spawned process starts with its parent's sys.path.
-sys.path.insert(0, str(Path(__file__).parent))
 
 CASE_LIMIT = 30.0  # Seconds; a case takes milliseconds, and a hang is a failure.
 
 
 class Ranks:
-    """The pool of one world size, as the tests use it: a case returns everywhere or the test fails."""
+    """The pool of one world size: a case returns on every rank or the test fails."""
 
     def __init__(self, pool: RankPool) -> None:
         self.pool = pool
@@ -28,8 +24,6 @@ class Ranks:
 
     def run(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Run `case(rank, *args, **options)` with warnings as errors; return one value a rank."""
-        import cases
-
         results = self.pool.run(cases.strictly, case, args, options, timeout=CASE_LIMIT)
         failures = [f"rank {result.rank}: {result.traceback}" for result in results if not result.ok]
         if failures:

@@ -1,16 +1,20 @@
-"""Train under FSDP2, save with torch.distributed.checkpoint, go on in a world of another size."""
+"""torch.distributed.checkpoint with another number of ranks: the scaler comes back to the bit, the run goes on."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import cases
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
+
+from ranks import cases
+
+pytestmark = pytest.mark.distributed
 
 BATCH, WIDTH = 8, 4
 EXTRAS: dict[str, Any] = {"min_scale": 0.5, "max_scale": 64.0, "hysteresis": 2, "max_consecutive_skips": 30}
@@ -86,3 +90,24 @@ def train(rank: int, kind: str, name: str, steps: range, save: str | None = None
     if save is not None:
         dcp.save({"training": training}, checkpoint_id=save)
     return before, training.outcome()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "stop"), [("sharded", "adamw-fused", 3), ("sharded", "sgd", 5), ("grad", "adamw-fused", 5)]
+)
+def test_from_four_ranks_to_two_and_back(four, two, tmp_path, kind, name, stop):
+    assert_resumes(four, two, tmp_path, kind, name, stop)
+    assert_resumes(two, four, tmp_path, kind, name, stop)
+
+
+def assert_resumes(first, second, tmp_path, kind, name, stop):
+    folder = str(tmp_path / f"{first.world_size}-{second.world_size}")
+    until = first.run(train, kind, name, range(stop), save=folder)
+    after = second.run(train, kind, name, range(stop, 9), load=folder)
+    whole = second.run(train, kind, name, range(9))
+    left = [end for _, end in until]
+    loaded = [start for start, _ in after]
+    assert all(each == left[0] for each in [*left, *loaded])  # scaler, parameters, moments: on every rank of both
+    assert left[0]["scaler"]["scaler_triton"]["counters"]["strikes"] == 1  # which hysteresis forgave
+    assert left[0]["scaler"]["scale"] == (8.0 if stop == 3 else 16.0)
+    assert all(end == whole[0][1] for _, end in [*after, *whole])

@@ -1,4 +1,4 @@
-"""A whole step under FSDP2 compiled, on every rank, beside the same step uncompiled."""
+"""A whole step under FSDP2 compiled: every rank does what it does uncompiled, one rank's overflow is everybody's."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import math
 import warnings
 from typing import Any
 
-import cases
+import pytest
 import torch
-from cases import Fault
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from ranks import cases
+from ranks.cases import KINDS, Fault
 from scaler_triton import ops
+
+pytestmark = pytest.mark.distributed
 
 STEPS, WARM_UP = 6, 3
 
@@ -69,3 +72,20 @@ def _compiled(step: Any) -> Any:
     # After a graph break Dynamo asks every tensor it meets for `.grad`, the scaled loss, too.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     return torch.compile(step, backend="aot_eager")
+
+
+FAULTS = [Fault(1, 1), Fault(4, 0)]  # while compiling, and after
+
+
+@KINDS
+def test_a_whole_step_compiled(two, kind):
+    compiled = two.run(whole_step, kind, "adamw-fused", FAULTS, compiled=True)
+    assert compiled == two.run(whole_step, kind, "adamw-fused", FAULTS, compiled=False)
+    for steps in compiled:
+        assert [scale for scale, *_ in steps] == [float(scale).hex() for scale in (8, 4, 4, 8, 4, 4)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_ops_take_this_ranks_shard(two, compiled):
+    expected = [([3.0, 4.0], 0.0, 5.0), ([3.0, math.inf], 1.0, math.inf)]
+    assert two.run(ops_on_shards, compiled=compiled) == expected

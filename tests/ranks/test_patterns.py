@@ -1,20 +1,24 @@
-"""What public training code of several ranks does to a scaler, with torch's class and then with ours."""
+"""What public training code of several ranks does to a scaler ends as with torch's class, to the bit."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
-import cases
+import pytest
 import torch
 import torch.distributed as dist
-from matrix_cases import our_class, torch_class
-from model_cases import WRAPPERS, Net
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ranks import cases
+from ranks.models import WRAPPERS, Net
+
+pytestmark = pytest.mark.distributed
 
 STEPS = 6
 BAD = {1: 1, 4: 0}  # at which steps which rank's loss is infinite
@@ -68,7 +72,7 @@ def sgd(parameters: Any) -> torch.optim.SGD:
 
 
 def fsdp1() -> Any:
-    return WRAPPERS["fsdp1-full"](Net(), False)
+    return WRAPPERS["fsdp1-full"](Net())
 
 
 def flags_that_the_loop_reduces(run: Run) -> None:
@@ -79,18 +83,6 @@ def flags_that_the_loop_reduces(run: Run) -> None:
         scaler.unscale_(optimizer)
         for flag in scaler._found_inf_per_device(optimizer).values():
             dist.all_reduce(flag, op=dist.ReduceOp.MAX if step % 2 else dist.ReduceOp.SUM)
-
-
-def flags_that_the_loop_fills_in(run: Run) -> None:
-    model = Net()
-    optimizer, scaler = sgd(model.parameters()), run.scaler()
-    for _ in run.steps(model, scaler, optimizer):
-        scaler.unscale_(optimizer)
-        flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        any_rank = torch.tensor(sum(flag.item() for flag in flags.values()))
-        dist.all_reduce(any_rank, op=dist.ReduceOp.MAX)
-        for device in flags:
-            flags[device].fill_(any_rank.item())
 
 
 def a_scale_from_the_first_rank(run: Run) -> None:
@@ -195,21 +187,6 @@ def two_models_of_which_one_steps_less_often(run: Run) -> None:
         optimizers[1].zero_grad()
 
 
-def an_optimizer_that_averages_parameters(run: Run) -> None:
-    """Its step waits for all ranks, so all must skip or none."""
-
-    class Averaging(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            for parameter in cases.params_of(self):
-                dist.all_reduce(parameter.data)
-                parameter.data /= dist.get_world_size()
-
-    model = Net()
-    optimizer, scaler = Averaging(model.parameters(), lr=0.125), run.scaler()
-    run.train(model, scaler, optimizer)
-
-
 def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
     """DDP's ranks hold equal gradients, so a scaler needs no other rank, even one that is through."""
     model = nn.parallel.DistributedDataParallel(Net())
@@ -218,22 +195,9 @@ def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
         run.train(model, scaler, optimizer, STEPS - 2 * run.rank)
 
 
-def nothing_to_train_on_one_rank(run: Run) -> None:
-    """A stage that is frozen: its optimizer has a group without parameters."""
-    parameters = [nn.Parameter(torch.ones(3))] if run.rank == 0 else []
-    optimizer = sgd([{"params": parameters}])
-    scaler = run.scaler()
-    for step in range(STEPS):
-        loss = scaler.scale(torch.ones(()))
-        for parameter in parameters:
-            parameter.grad = loss * (math.inf if step in BAD else 1.0) * torch.ones(3)
-        run.finish(scaler, optimizer)
-
-
 PATTERNS: dict[str, list[Callable[[Run], None]]] = {
     "grad": [
         flags_that_the_loop_reduces,
-        flags_that_the_loop_fills_in,
         a_scale_from_the_first_rank,
         a_subclass_that_reduces_flags_in_update,
         inputs_that_end_earlier_on_one_rank,
@@ -245,16 +209,26 @@ PATTERNS: dict[str, list[Callable[[Run], None]]] = {
         whole_parameters_between_unscaling_and_step,
         two_passes_for_a_step,
         two_models_of_which_one_steps_less_often,
-        an_optimizer_that_averages_parameters,
-        nothing_to_train_on_one_rank,
     ],
 }
 
 
 def beside_torch(rank: int, pattern: Callable[[Run], None], kind: str) -> tuple[Seen, Seen]:
     """What a pattern leaves with torch's class, and with ours."""
-    runs = Run(rank, torch_class(kind)), Run(rank, our_class(kind))
+    runs = Run(rank, cases.torch_class(kind)), Run(rank, cases.scaler_class(kind))
     for run in runs:
         torch.manual_seed(0)
         pattern(run)
     return runs[0].seen, runs[1].seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [(kind, pattern) for kind, patterns in PATTERNS.items() for pattern in patterns],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_pattern_ends_as_with_torch(two, kind, pattern):
+    for theirs, ours in two.run(beside_torch, pattern, kind):
+        assert ours == theirs
+        scales = [float(line.split()[0]) for line in ours if " " in line]
+        assert any(after < before for before, after in pairwise(scales))  # it did back off

@@ -1,0 +1,556 @@
+"""What the cases of several ranks are made of: meshes, parameters, gradients, a training loop, and its report.
+
+A case is a function of a rank that stands in the file of its tests. The pool's ranks import that file by its name. Set
+SCALER_UNDER_TEST=torch to run the cases with torch's own classes and see which of them torch gets wrong; RANKS_ON=cuda
+to run them on the GPU, which the ranks share, or on a GPU each where there are as many.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = os.environ.get("RANKS_ON", "cpu")
+# Before 2.13 torch has it on the CPU only.
+FUSED_ADAGRAD = ["adagrad-fused"] if DEVICE == "cpu" or torch.__version__ >= "2.13" else []
+
+INIT_SCALE = 8.0
+GROWTH_INTERVAL = 2
+LEARNING_RATE = 2.0**-4
+STEPS = 4
+
+KINDS = pytest.mark.parametrize("kind", ["grad", "sharded"])
+METHODS = pytest.mark.parametrize("method", ["unscale_", "step"])
+NAMES = pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+SGDS = pytest.mark.parametrize("name", ["sgd", "sgd-fused"])
+UNSCALE = pytest.mark.parametrize("unscale", [False, True], ids=["implicit", "unscale_"])
+
+# Warnings of others that a case may meet; everything else is an error, in the ranks as in the tests.
+IGNORED_WARNINGS = [
+    # torch announces that FSDP1's NO_SHARD goes away in favour of DDP; it is tested as long as it exists.
+    (r"The `NO_SHARD` sharding strategy is deprecated", FutureWarning),
+    # An in-place op on the view that a tensor-parallel layer returns would hurt; there is none here.
+    (r"FSDP2-wrapped module .* returned a view tensor", UserWarning),
+    # Of the first CSR tensor in a process; the scaler refuses it.
+    (r"Sparse CSR tensor support is in beta", UserWarning),
+    # torch 2.11 says once that it trusts a sparse tensor's indices.
+    (r"Sparse invariant checks are implicitly disabled", UserWarning),
+    # torch's step() announces the end of optimizers that take the scaler (apex, TransformerEngine).
+    (r"GradScaler is going to stop passing itself", FutureWarning),
+    # torch's autograd says so of FSDP1's NO_SHARD on a GPU.
+    (r"The AccumulateGrad node's stream does not match", UserWarning),
+    # torch.compile says so on the very first release of Python 3.13.
+    (r"Guards may run slower on Python 3\.13\.0", RuntimeWarning),
+]
+
+
+def strictly(rank: int, case: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Run a case with every warning an error, except for those listed above; its tensors are on DEVICE."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.init()  # else meshes warn that no device was chosen
+        _gather_on_gpu()
+    with warnings.catch_warnings(), torch.device(DEVICE):
+        warnings.simplefilter("error")
+        for message, category in IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message, category=category)
+        return case(rank, *args, **options)
+
+
+@functools.cache
+def _gather_on_gpu() -> torch.library.Library:
+    """Have DTensors gathered by a collective that gloo has for a GPU: with the usual one it reads the host's memory."""
+
+    def gather(local: Tensor, world_size: int, group: str) -> Tensor:
+        whole = local.new_empty(local.shape[0] * world_size, *local.shape[1:])
+        _resolve_process_group(group)._allgather_base(whole, local.contiguous()).wait()
+        return whole
+
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", gather, "CUDA")
+    return library  # which holds for as long as it is kept
+
+
+# Scalers, optimizers, and what they hold.
+
+
+def new_scaler(kind: str, **options: Any) -> Any:
+    """Make a scaler with the tests' settings: "sharded", "grad", or "world", which is "grad" for everybody."""
+    if kind == "world":
+        kind, options = "grad", {"process_group": dist.group.WORLD} | options
+    options = {"device": DEVICE, "init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL} | options
+    return scaler_class(kind)(**options)
+
+
+def torch_scaler(kind: str) -> Any:
+    """Make a scaler of torch's class with the tests' settings."""
+    return torch_class(kind)(DEVICE, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+
+
+def scaler_class(kind: str) -> Any:
+    """Our class, or torch's when the environment asks for it."""
+    if os.environ.get("SCALER_UNDER_TEST") == "torch":
+        return torch_class(kind)
+    from scaler_triton import GradScaler, ShardedGradScaler
+
+    return {"sharded": ShardedGradScaler, "grad": GradScaler}[kind]
+
+
+def torch_class(kind: str) -> Any:
+    """torch's own class."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return {"sharded": ShardedGradScaler, "grad": torch.amp.GradScaler}[kind]
+
+
+def new_optimizer(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Make an optimizer from a name such as "adamw" or "sgd-fused"."""
+    kind, _, variant = name.partition("-")
+    classes = {each.__name__.lower(): each for each in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)}
+    classes["adagrad"] = torch.optim.Adagrad
+    return classes[kind](list(params), lr=LEARNING_RATE, **({variant: True} if variant else {}))
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """What this rank stores of a tensor, whatever its layout; shares its memory."""
+    local = local_of(tensor.detach())
+    if local.layout is torch.sparse_coo:
+        return local._values()
+    return local.values() if local.layout is torch.sparse_csr else local
+
+
+def numbers(tensor: Tensor) -> list[float]:
+    """The local elements, in a list."""
+    return values_of(tensor).flatten().tolist()
+
+
+def digest(tensor: Tensor) -> str:
+    """A short name for the local values, bit by bit."""
+    flat = values_of(tensor).cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+def digests(tensors: Iterable[Tensor]) -> list[str]:
+    """The names of several tensors' values."""
+    return [digest(tensor) for tensor in tensors]
+
+
+def drawn(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal numbers by a generator of the CPU, on DEVICE: the same on each."""
+    return torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(DEVICE)
+
+
+def this_device() -> torch.device:
+    """The device of this rank, with its index."""
+    return torch.ones(()).device
+
+
+# Meshes and parameters by hand: exact, and without a model.
+
+
+@functools.cache
+def mesh(shape: tuple[int, ...], names: tuple[str, ...], order: tuple[int, ...] | None = None) -> DeviceMesh:
+    """A mesh over the whole world, made once a process: making one costs process groups."""
+    if order is None:
+        return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
+    # torch 2.11 takes ranks from the CPU only, and the default device may be the GPU.
+    return DeviceMesh(DEVICE, torch.tensor(order, device="cpu").reshape(shape), mesh_dim_names=names)
+
+
+def square() -> DeviceMesh:
+    """The 2 x 2 mesh of the tests with four ranks."""
+    return mesh((2, 2), ("dp", "tp"))
+
+
+def line() -> DeviceMesh:
+    """The 1-D mesh over everybody."""
+    return mesh((dist.get_world_size(),), ("dp",))
+
+
+def _experts() -> DeviceMesh:
+    return mesh((2, 2), ("ep", "efsdp"), (0, 2, 1, 3))
+
+
+def plain_param(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An ordinary parameter."""
+    return nn.Parameter(torch.ones(shape, dtype=dtype))
+
+
+def dtensor_param(on: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A distributed parameter whose local part is 2 x 3 on every rank."""
+    return nn.Parameter(placed(torch.ones(2, 3, dtype=dtype), *placements, on=on))
+
+
+def placed(local: Tensor, *placements: Placement, on: DeviceMesh | None = None) -> DTensor:
+    """A DTensor of this local part, on the line unless another mesh is given."""
+    return DTensor.from_local(local, on or line(), list(placements), run_check=False)
+
+
+def sharded_param() -> Tensor:
+    """A parameter sharded over everybody."""
+    return dtensor_param(line(), [_S0])
+
+
+def agreeing_params(kind: str) -> list[Tensor]:
+    """Parameters that make the ranks agree: any for the sharded scaler, DTensors for the other."""
+    return [plain_param(3)] if kind == "sharded" else [sharded_param(), sharded_param()]
+
+
+_R, _S0, _S1 = Replicate(), Shard(0), Shard(1)
+
+LAYOUTS: dict[str, Callable[[], list[Tensor]]] = {
+    "plain": lambda: [plain_param(3), plain_param(2, 2)],
+    "line-shards": lambda: [sharded_param(), sharded_param()],
+    "line-replicated-first": lambda: [dtensor_param(line(), [_R]), sharded_param()],
+    "line-replicated-last": lambda: [sharded_param(), dtensor_param(line(), [_R])],
+    "line-dtypes": lambda: [
+        dtensor_param(line(), [_S0], dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    ],
+    "line-beside-plain": lambda: [sharded_param(), plain_param(3)],
+    "plain-beside-line": lambda: [plain_param(3), sharded_param()],
+    "line-beside-plain-double": lambda: [sharded_param(), plain_param(3, dtype=torch.float64)],
+    "square-shards": lambda: [dtensor_param(square(), [_S0, _S1]) for _ in range(2)],
+    "square-replicated-first": lambda: [dtensor_param(square(), each) for each in ([_R, _R], [_S0, _S1])],
+    "square-half-replicated-first": lambda: [dtensor_param(square(), each) for each in ([_S0, _R], [_S0, _S1])],
+    "hsdp": lambda: [dtensor_param(square(), [_R, _S0]) for _ in range(2)],
+    # A norm is sharded over dp alone, a linear layer over dp and tp: two meshes of one root.
+    "fsdp-then-tp": lambda: [dtensor_param(square()["dp"], [_S0]), dtensor_param(square(), [_S0, _S1])],
+    "two-slices": lambda: [dtensor_param(square()["dp"], [_S0]), dtensor_param(square()["tp"], [_S0])],
+    # Dense layers over a line, experts over another mesh of the same ranks.
+    "expert-parallel": lambda: [sharded_param(), dtensor_param(_experts(), [_S0, _S1])],
+    # The experts know only their own fsdp dim: a 1-D slice of another root.
+    "expert-parallel-slice": lambda: [dtensor_param(_experts()["efsdp"], [_S0]), sharded_param()],
+}
+
+
+# Gradients and faults.
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At one step, after backward, one element of one rank's local gradient becomes `value`."""
+
+    step: int
+    rank: int
+    param: int = 0
+    value: float = float("inf")
+
+
+def give_grads(scaler: Any, params: Sequence[Tensor], step: int, without: Iterable[int] = ()) -> None:
+    """Set gradients as a backward pass of a scaled loss would: powers of two, so that all is exact."""
+    factor = scaler.scale(torch.ones(())).item()
+    for index, param in enumerate(params):
+        param.grad = None if index in without else grad_like(param, 2.0 ** (step - index - 3) * factor)
+
+
+def giving(scaler: Any, params: Sequence[Tensor], without: Iterable[int] = ()) -> Callable[[int], None]:
+    """Return a backward pass that is `give_grads`."""
+    return lambda step: give_grads(scaler, params, step, without)
+
+
+def grad_like(param: Tensor, value: float) -> Tensor:
+    """Return a gradient of one value."""
+    grad = torch.full_like(local_of(param).detach(), value)
+    return placed(grad, *param.placements, on=param.device_mesh) if isinstance(param, DTensor) else grad
+
+
+def plant(faults: Iterable[Fault], rank: int, step: int, params: Sequence[Tensor]) -> None:
+    """Write this step's faults into this rank's gradients, those that have local elements."""
+    held = [v for param in params if param.grad is not None and (v := values_of(param.grad)).numel() > 0]
+    for fault in faults:
+        if (fault.rank, fault.step) == (rank, step):
+            held[fault.param].view(-1)[0] = fault.value
+
+
+# What a call does, seen from outside.
+
+
+class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the collectives that reach torch's dispatcher, plain (c10d) and functional, in this thread."""
+
+    NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+    NOT_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[str] = []
+
+    @property
+    def count(self) -> int:
+        """How many collectives were started since this object was made."""
+        return len(self.calls)
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # DTensor runs first and turns into the collectives that we count
+        name = func._schema.name
+        namespace, _, op = name.partition("::")
+        if namespace in self.NAMESPACES and op not in self.NOT_COLLECTIVES:
+            self.calls.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class FirstOpFails(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises an error instead of running the first op of a call; the ops after it run."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.error = error or torch.OutOfMemoryError("out of memory")
+        self.raised = False
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if not self.raised:
+            self.raised = True
+            raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+def counted(fn: Callable[..., Any], *args: Any) -> tuple[int, Exception | None]:
+    """Call `fn`; how many collectives it cost, and what it raised."""
+    with CollectiveCounter() as counter:
+        try:
+            fn(*args)
+        except Exception as error:
+            return counter.count, error
+    return counter.count, None
+
+
+def collectives_of(fn: Callable[..., Any], *args: Any) -> int:
+    """Call `fn`; how many collectives it cost."""
+    count, error = counted(fn, *args)
+    if error is not None:
+        raise error
+    return count
+
+
+def described(error: BaseException) -> str:
+    """An exception as the reports hold it."""
+    return f"{type(error).__name__}: {error}"
+
+
+def said(fn: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Call `fn`; the error that it raised, "" if none."""
+    try:
+        fn(*args, **options)
+    except Exception as error:
+        return described(error)
+    return ""
+
+
+class Attempt(NamedTuple):
+    """One call: what it raised, what it cost, what became of gradients, parameters and stage."""
+
+    error: str | None
+    collectives: int
+    grads_changed: bool
+    params_changed: bool
+    stage: str
+
+
+def attempt(scaler: Any, method: str, optimizer: torch.optim.Optimizer) -> Attempt:
+    """Call a method of the scaler and look at everything it must leave alone when it raises."""
+    params = params_of(optimizer)
+    before = digests(params), digests(p.grad for p in params if p.grad is not None)
+    count, error = counted(getattr(scaler, method), optimizer)
+    return Attempt(
+        error=None if error is None else described(error),
+        collectives=count,
+        grads_changed=digests(p.grad for p in params if p.grad is not None) != before[1],
+        params_changed=digests(params) != before[0],
+        stage=scaler._per_optimizer_states[id(optimizer)]["stage"].name,
+    )
+
+
+# The training loop.
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run left on one rank; lists run over the steps, inner tuples over the optimizers."""
+
+    scales: list[str] = field(default_factory=list)  # as hex: compared bit by bit
+    trackers: list[int] = field(default_factory=list)
+    stepped: list[tuple[bool | None, ...]] = field(default_factory=list)  # None: no local gradient to tell by
+    collectives: list[tuple[int, ...]] = field(default_factory=list)
+    update_collectives: list[int] = field(default_factory=list)
+    errors: list[tuple[str | None, ...]] = field(default_factory=list)  # of a tolerant run, as "Type: text"
+    step_counts: list[list[float]] = field(default_factory=list)  # of each optimizer's parameters
+    digests: list[str] = field(default_factory=list)  # of each parameter's local values
+    finite: bool = True
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a loop uses its scaler."""
+
+    unscale: bool = False  # calls unscale_ itself
+    max_norm: float | None = None  # calls clip_grad_norm_ with it
+    after_unscale: Callable[[], None] = lambda: None  # then clips, say
+    tolerant: bool = False  # writes an exception down and goes on
+    retry: bool = False  # after an exception, calls step() once more
+
+
+def train(
+    rank: int,
+    scaler: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+    backward: Callable[[int], None],
+    faults: Iterable[Fault] = (),
+    *,
+    steps: int = STEPS,
+    habits: Habits | None = None,
+) -> Report:
+    """Train as a user would and report; `backward(step)` leaves scaled gradients behind."""
+    report = Report()
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(step)
+        plant(faults, rank, step, params)
+        before = [_snapshot(optimizer) for optimizer in optimizers]
+        collectives, errors = _scaler_steps(scaler, optimizers, habits or Habits())
+        report.collectives.append(collectives)
+        report.errors.append(errors)
+        report.update_collectives.append(collectives_of(scaler.update))
+        report.stepped.append(tuple(map(_changed, optimizers, before)))
+        report.scales.append(float(scaler.get_scale()).hex())
+        report.trackers.append(int(scaler._growth_tracker))
+    report.step_counts.extend(map(step_counts, optimizers))
+    report.digests.extend(map(digest, params))
+    return Report(**vars(report) | {"finite": all(bool(values_of(p).isfinite().all()) for p in params)})
+
+
+def laid_out(
+    rank: int,
+    kind: str,
+    layout: str,
+    names: str | Sequence[str],
+    faults: Iterable[Fault] = (),
+    *,
+    unscale: bool = False,
+    gradless: Sequence[int] = (),
+) -> Report:
+    """Train parameters in a named layout, all of them by each named optimizer; `gradless` ranks have no gradients."""
+    scaler = new_scaler(kind)
+    optimizers = []
+    for name in [names] if isinstance(names, str) else names:
+        # A param group each: fused kernels refuse a DTensor beside a plain parameter.
+        optimizers.append(new_optimizer(name, [{"params": [param]} for param in LAYOUTS[layout]()]))
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    backward = giving(scaler, params, range(len(params)) if rank in gradless else ())
+    return train(rank, scaler, optimizers, backward, faults, habits=Habits(unscale=unscale))
+
+
+def step_counts(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The different step counts that an optimizer's state holds."""
+    states = [optimizer.state[param] for param in params_of(optimizer) if param in optimizer.state]
+    return sorted({float(state["step"]) for state in states if "step" in state})
+
+
+def _scaler_steps(
+    scaler: Any, optimizers: Sequence[Any], habits: Habits
+) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+    """Take one step with every optimizer; how many collectives each cost, and what each raised."""
+    counts, errors = [0] * len(optimizers), [None] * len(optimizers)
+    for method in _calls(scaler, habits):
+        for index, optimizer in enumerate(optimizers):
+            if errors[index] is None:
+                count, error = counted(method, optimizer)
+                counts[index] += count
+                errors[index] = _handled(error, scaler, optimizer, habits)
+        if method == scaler.unscale_:
+            habits.after_unscale()
+    return tuple(counts), tuple(errors)
+
+
+def _calls(scaler: Any, habits: Habits) -> list[Callable[..., Any]]:
+    """Return what a step calls for each optimizer, in order."""
+    if habits.max_norm is not None:
+        return [functools.partial(scaler.clip_grad_norm_, max_norm=habits.max_norm), scaler.step]
+    return [scaler.unscale_, scaler.step] if habits.unscale else [scaler.step]
+
+
+def _handled(error: Exception | None, scaler: Any, optimizer: Any, habits: Habits) -> str | None:
+    if error is None:
+        return None
+    if not habits.tolerant:
+        raise error
+    if habits.retry:
+        scaler.step(optimizer)
+    return described(error)
+
+
+def _snapshot(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The parameters, bit by bit, that have something local to update."""
+    return [digest(p) for p in params_of(optimizer) if p.grad is not None and local_of(p.grad).numel() > 0]
+
+
+def _changed(optimizer: torch.optim.Optimizer, before: list[str]) -> bool | None:
+    """Whether a step was taken, or None where no local gradient could tell."""
+    return _snapshot(optimizer) != before if before else None
+
+
+# What must hold of the reports of all ranks.
+
+
+def scale_model(bad_steps: Iterable[int], steps: int = STEPS) -> tuple[list[str], list[int]]:
+    """Scales (as hex) and trackers after each update, from the definition."""
+    scale, tracker, scales, trackers = INIT_SCALE, 0, [], []
+    for step in range(steps):
+        if step in bad_steps:
+            scale, tracker = scale * 0.5, 0
+        else:
+            tracker += 1
+            if tracker >= GROWTH_INTERVAL:
+                scale, tracker = scale * 2.0, 0
+        scales.append(scale.hex())
+        trackers.append(tracker)
+    return scales, trackers
+
+
+def assert_agreed(
+    reports: Sequence[Report], *bad_steps: Iterable[int], collectives: int = 1, steps: int = STEPS
+) -> None:
+    """Every rank took and skipped the right steps, at the right scale, for `collectives` a step and optimizer.
+
+    Args:
+        bad_steps: for each optimizer, the steps it has to skip.
+    """
+    scales, trackers = scale_model({step for each in bad_steps for step in each}, steps)
+    for rank, report in enumerate(reports):
+        assert report.scales == scales, f"scale on rank {rank}"
+        assert report.trackers == trackers, f"tracker on rank {rank}"
+        assert report.finite, f"a parameter on rank {rank} is not finite"
+        for index, bad in enumerate(bad_steps):
+            for step, stepped in enumerate(report.stepped):
+                assert stepped[index] in (None, step not in bad), f"rank {rank}, optimizer {index}, step {step}"
+            good = steps - len(list(bad))
+            assert report.step_counts[index] in ([], [good]), f"step count on rank {rank}, optimizer {index}"
+        assert report.collectives == [(collectives,) * len(bad_steps)] * steps, f"collectives on rank {rank}"
+        assert report.update_collectives == [0] * steps, f"update() on rank {rank} communicates"

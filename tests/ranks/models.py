@@ -1,0 +1,184 @@
+"""A small model under DDP, FSDP1, FSDP2, HSDP and TP, its batches, and how it is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ranks import cases
+from ranks.cases import Fault, Habits, Report
+
+STEPS = 8
+WIDTH = 8
+BATCH = 8  # over all ranks together
+MAX_NORM = 0.05  # small enough to clip at every step
+
+Wrap = Callable[..., nn.Module]
+
+
+class Net(nn.Module):
+    """A norm and two linear layers: under TP they live on different meshes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layers."""
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def _fsdp1(strategy: ShardingStrategy, orig: bool) -> Wrap:
+    def wrap(net: nn.Module, half: bool = False) -> nn.Module:
+        hybrid = strategy is ShardingStrategy.HYBRID_SHARD
+        return FullyShardedDataParallel(
+            net,
+            sharding_strategy=strategy,
+            use_orig_params=orig,
+            device_id=cases.this_device(),
+            device_mesh=cases.square() if hybrid else None,
+            mixed_precision=MixedPrecision(param_dtype=torch.float16) if half else None,
+        )
+
+    return wrap
+
+
+def _fsdp2(mesh: Callable[[], Any]) -> Wrap:
+    def wrap(net: nn.Module, half: bool = False) -> nn.Module:
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+        options = {"mesh": mesh(), "mp_policy": policy if half else MixedPrecisionPolicy()}
+        for layer in net.children():
+            fully_shard(layer, **options)
+        return fully_shard(net, **options)
+
+    return wrap
+
+
+def cut_by_tensor_parallel(net: nn.Module) -> nn.Module:
+    """Cut a net's linear layers along the second dimension of the square."""
+    return parallelize_module(net, cases.square()["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _fsdp2_over_tp(net: nn.Module, half: bool = False) -> nn.Module:
+    return _fsdp2(lambda: cases.square()["dp"])(cut_by_tensor_parallel(net), half)
+
+
+WRAPPERS: dict[str, Wrap] = {
+    "ddp": lambda net, half=False: nn.parallel.DistributedDataParallel(net),
+    "fsdp1-full": _fsdp1(ShardingStrategy.FULL_SHARD, orig=True),
+    "fsdp1-full-flat": _fsdp1(ShardingStrategy.FULL_SHARD, orig=False),
+    "fsdp1-grad-op": _fsdp1(ShardingStrategy.SHARD_GRAD_OP, orig=True),
+    "fsdp1-grad-op-flat": _fsdp1(ShardingStrategy.SHARD_GRAD_OP, orig=False),
+    "fsdp1-no-shard": _fsdp1(ShardingStrategy.NO_SHARD, orig=True),
+    "fsdp1-no-shard-flat": _fsdp1(ShardingStrategy.NO_SHARD, orig=False),
+    "fsdp1-hybrid": _fsdp1(ShardingStrategy.HYBRID_SHARD, orig=True),
+    "fsdp1-hybrid-flat": _fsdp1(ShardingStrategy.HYBRID_SHARD, orig=False),
+    "fsdp2": _fsdp2(cases.line),
+    "hsdp2": _fsdp2(cases.square),
+    "fsdp2-tp": _fsdp2_over_tp,
+}
+
+
+def part_of(wrapper: str, rank: int) -> tuple[int, int]:
+    """Which of how many parts of a batch a rank works on: tensor-parallel peers see the same data."""
+    return (rank // 2, 2) if wrapper == "fsdp2-tp" else (rank, dist.get_world_size())
+
+
+def batch(step: int, part: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
+    """The part's share of a batch: inputs and what to make of them."""
+    index, parts = part
+    x = cases.drawn((BATCH, WIDTH), torch.Generator().manual_seed(step))
+    rows = slice(index * BATCH // parts, (index + 1) * BATCH // parts)
+    return x[rows], x.flip(1).sin()[rows]
+
+
+def backward(model: nn.Module, step: int, part: tuple[int, int], scaler: Any = None) -> None:
+    """Run a model forward and backward on a part of a batch."""
+    x, y = batch(step, part)
+    loss = nn.functional.mse_loss(model(x).float(), y)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def train(
+    rank: int,
+    model: nn.Module,
+    scaler: Any,
+    name: str,
+    faults: Sequence[Fault],
+    *,
+    clip: bool = False,
+    part: tuple[int, int] = (0, 1),
+) -> Report:
+    """Train a model on a part of each batch."""
+    optimizer = cases.new_optimizer(name, model.parameters())
+    habits = Habits(unscale=clip, after_unscale=lambda: _clip(model) if clip else None)
+    step = lambda number: backward(model, number, part, scaler)  # noqa: E731
+    return cases.train(rank, scaler, [optimizer], step, faults, steps=STEPS, habits=habits)
+
+
+def _clip(model: nn.Module) -> None:
+    if isinstance(model, FullyShardedDataParallel):
+        model.clip_grad_norm_(MAX_NORM)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+
+
+def full_params(model: nn.Module) -> list[Tensor]:
+    """Every parameter, whole."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return [param.detach().clone() for param in model.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
+def distance(model: nn.Module, bare: nn.Module) -> float:
+    """How far apart the parameters of a wrapped and a bare model are."""
+    pairs = zip(full_params(model), bare.parameters(), strict=True)
+    return max(float((full - one).detach().abs().max()) for full, one in pairs)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run, the single-process run beside it, and how far apart their parameters ended."""
+
+    report: Report
+    reference: Report
+    distance: float
+
+
+def against_one_process(
+    rank: int,
+    kind: str,
+    wrapper: str,
+    name: str,
+    faults: Sequence[Fault],
+    *,
+    half: bool = False,
+    clip: bool = False,
+) -> Outcome:
+    """Train a wrapped model on this rank's part of each batch, and the bare one on all of it."""
+    net = Net()
+    bare = copy.deepcopy(net)
+    model = WRAPPERS[wrapper](net, half)
+    scaler = cases.new_scaler(kind)
+    report = train(rank, model, scaler, name, faults, clip=clip, part=part_of(wrapper, rank))
+    skipped = [Fault(step, rank) for step in {fault.step for fault in faults}]
+    reference = train(rank, bare, cases.torch_scaler("grad"), name, skipped, clip=clip)
+    return Outcome(report, reference, distance(model, bare))

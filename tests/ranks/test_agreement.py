@@ -1,0 +1,223 @@
+"""Ranks with parameters of their own (FSDP1 shards, pipeline stages): one bad gradient, and nobody steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from ranks import cases
+from ranks.cases import NAMES, SGDS, UNSCALE, Fault, assert_agreed, laid_out, new_optimizer, new_scaler, plain_param
+
+pytestmark = pytest.mark.distributed
+
+OPTIMIZERS = ["sgd", "adam", "adamw", "adagrad", "adamw-foreach"]
+FUSED = ["sgd-fused", "adam-fused", "adamw-fused", *cases.FUSED_ADAGRAD]
+
+
+def last(ranks):
+    """The highest rank: a bug that listens to rank 0 alone must not pass."""
+    return ranks.world_size - 1
+
+
+@UNSCALE
+@pytest.mark.parametrize("name", OPTIMIZERS + FUSED)
+def test_one_overflow_skips_everywhere(ranks, name, unscale):
+    reports = ranks.run(laid_out, "sharded", "plain", name, [Fault(1, last(ranks))], unscale=unscale)
+    assert_agreed(reports, [1])
+
+
+@UNSCALE
+@pytest.mark.parametrize("name", ["sgd", "adamw", *FUSED])
+def test_several_overflows_at_once_are_one(ranks, name, unscale):
+    faults = [Fault(2, rank, param=rank % 2) for rank in range(ranks.world_size)]
+    assert_agreed(ranks.run(laid_out, "sharded", "plain", name, faults, unscale=unscale), [2])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_every_nonfinite_value_counts(two, value):
+    assert_agreed(two.run(laid_out, "sharded", "plain", "adamw-fused", [Fault(1, 1, value=value)]), [1])
+
+
+@SGDS
+def test_without_overflow_all_step(ranks, name):
+    assert_agreed(ranks.run(laid_out, "sharded", "plain", name, []), [])
+
+
+@UNSCALE
+@pytest.mark.parametrize("names", [("sgd", "adamw-fused"), ("adamw-fused", "sgd"), ("adam", "adamw")])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_several_optimizers_skip_each_for_itself(ranks, names, bad, unscale):
+    faults = [Fault(1, last(ranks), param=2 * bad)]
+    reports = ranks.run(laid_out, "sharded", "plain", names, faults, unscale=unscale)
+    assert_agreed(reports, *([1] if index == bad else [] for index in range(2)))
+
+
+@UNSCALE
+@NAMES
+@pytest.mark.parametrize("gradless", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("sharded", "plain"), ("sharded", "line-shards"), ("grad", "line-shards")]
+)
+def test_a_rank_without_gradients_follows(ranks, kind, layout, name, gradless, unscale):
+    faults = [Fault(1, 1 - gradless)]
+    reports = ranks.run(laid_out, kind, layout, name, faults, unscale=unscale, gradless=[gradless])
+    assert_agreed(reports, [1])
+    assert reports[gradless].stepped == [(None,)] * cases.STEPS
+
+
+@NAMES
+def test_nobody_with_gradients_is_a_good_step(two, name):
+    assert_agreed(two.run(laid_out, "sharded", "plain", name, [], gradless=[0, 1]), [])
+
+
+@SGDS
+def test_a_grad_scaler_with_a_process_group_agrees(ranks, name):
+    assert_agreed(ranks.run(laid_out, "world", "plain", name, [Fault(1, last(ranks))]), [1])
+
+
+@UNSCALE
+@NAMES
+def test_a_plain_grad_scaler_asks_nobody(two, name, unscale):
+    # Equal faults on all ranks, as DDP's reduced gradients have: right without a collective.
+    reports = two.run(laid_out, "grad", "plain", name, [Fault(1, 0), Fault(1, 1)], unscale=unscale)
+    assert_agreed(reports, [1], collectives=0)
+
+
+# Ranks that differ from each other.
+
+
+def differing(rank: int, what: str, name: str, faults: Sequence[Fault]) -> cases.Report:
+    """Ranks that share nothing but the flag, each with an optimizer of its own."""
+    scaler = new_scaler("sharded")
+    params, without, habits = [plain_param(3), plain_param(2, 2)], [], cases.Habits()
+    if what == "fused on one":
+        name = ["adamw", "adamw-fused"][rank]
+    if what == "unscale_ on some":
+        habits = cases.Habits(unscale=rank % 2 == 0)
+    if what == "stages":  # another number of parameters, other shapes, other dtypes
+        dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+        params = [plain_param(rank + 2, dtype=dtypes[(rank + i) % 4]) for i in range(rank + 1)]
+    if what == "frozen and empty":
+        params = [plain_param(3).requires_grad_(rank % 2 == 0), plain_param(0)]
+        without = [0] if rank % 2 else []
+    if what == "patched":  # as kohya-ss wraps it to allow fp16
+        inner = scaler._unscale_grads_
+        scaler._unscale_grads_ = lambda optimizer, inv, found, allow_fp16: inner(optimizer, inv, found, True)
+    if what == "come and go":  # as in a mixture of experts
+        params = [plain_param(2) for _ in range(4)]
+
+    def backward(step: int) -> None:
+        cases.give_grads(scaler, params, step, [1 + (rank + step) % 3] if what == "come and go" else without)
+        if what == "sparse" and rank % 2:
+            rows = params[1].grad.clone() / 2
+            params[1].grad = torch.sparse_coo_tensor([[1, 1]], rows, params[1].shape, check_invariants=True)
+
+    return cases.train(rank, scaler, [new_optimizer(name, params)], backward, faults, habits=habits)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_fused_on_one_rank_and_plain_on_another(two, bad):
+    assert_agreed(two.run(differing, "fused on one", "", [Fault(1, bad)]), [1])
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("unscale_ on some", "adamw"),
+        ("stages", "adamw"),
+        ("frozen and empty", "adamw"),
+        ("come and go", "sgd"),
+        ("patched", "sgd"),
+    ],
+)
+def test_ranks_share_nothing_but_the_flag(ranks, what, name, fused):
+    bad = 0 if what == "frozen and empty" else last(ranks)
+    assert_agreed(ranks.run(differing, what, name + "-fused" * fused, [Fault(1, bad)]), [1])
+
+
+def test_sparse_gradients_on_some_ranks(ranks):
+    assert_agreed(ranks.run(differing, "sparse", "sgd", [Fault(1, 1, param=1)]), [1])
+
+
+# torch's pipelines.
+
+
+def pipeline(rank: int, name: str, faults: Sequence[Fault]) -> tuple[cases.Report, float]:
+    """A layer a rank under torch's 1F1B, one step bad; what it reports, and how far from one process it ends.
+
+    Only the last stage has a loss; each of the others scales a zero once per batch, and so enters each step as it does.
+    """
+    layers = [nn.Linear(6, 6) for _ in range(dist.get_world_size())]
+    bare = copy.deepcopy(nn.Sequential(*layers))
+    stage = PipelineStage(layers[rank], rank, len(layers), cases.this_device())
+    scaler, optimizer = new_scaler("sharded"), new_optimizer(name, layers[rank].parameters())
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, y: scaler.scale(nn.functional.mse_loss(output, y)))
+
+    def backward(step: int) -> None:
+        x, y = _pipeline_batch(step)
+        if not stage.is_last:
+            scaler.scale(torch.zeros(()))
+        schedule.step(*[x] * stage.is_first, **({"target": y, "losses": []} if stage.is_last else {}))
+
+    report = cases.train(rank, scaler, [optimizer], backward, faults)
+    reference, bad = new_optimizer(name, bare.parameters()), {fault.step for fault in faults}
+    for step in sorted({*range(cases.STEPS)} - bad):
+        x, y = _pipeline_batch(step)
+        reference.zero_grad()
+        nn.functional.mse_loss(bare(x), y).backward()
+        reference.step()
+    pairs = zip(layers[rank].parameters(), bare[rank].parameters(), strict=True)
+    return report, max(float((ours - one).detach().abs().max()) for ours, one in pairs)
+
+
+def _pipeline_batch(step: int) -> tuple[Tensor, Tensor]:
+    x = cases.drawn((8, 6), torch.Generator().manual_seed(step))
+    return x, x.sin()
+
+
+@pytest.mark.skipif(cases.DEVICE == "cuda", reason="gloo sends no GPU's tensors from rank to rank")
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_a_pipeline_whose_last_stage_alone_has_a_loss_trains_as_one_process_does(ranks, name):
+    outcomes = ranks.run(pipeline, name, [Fault(1, 0)])
+    assert_agreed([report for report, _ in outcomes], [1])
+    for _, distance in outcomes:
+        assert distance <= 1e-6  # sums of four microbatches in another order
+
+
+# Scalers of a class of the user's.
+
+
+def subclass_of_both(rank: int, name: str, faults: Sequence[Fault]) -> tuple[cases.Report, int]:
+    """A class for one process and the same for several, made of it and ShardedGradScaler, as with torch's classes."""
+    from scaler_triton import GradScaler, ShardedGradScaler
+
+    calls = []
+
+    class Own(GradScaler):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return super().step(*args, **kwargs)
+
+    class OwnSharded(Own, ShardedGradScaler):
+        pass
+
+    scaler, param = (
+        OwnSharded(cases.DEVICE, init_scale=cases.INIT_SCALE, growth_interval=cases.GROWTH_INTERVAL),
+        plain_param(3),
+    )
+    return cases.train(rank, scaler, [new_optimizer(name, [param])], cases.giving(scaler, [param]), faults), len(calls)
+
+
+@NAMES
+def test_a_subclass_that_becomes_sharded_by_a_second_base_agrees(two, name):
+    results = two.run(subclass_of_both, name, [Fault(1, 1)])
+    assert_agreed([report for report, _ in results], [1])
+    assert [calls for _, calls in results] == [cases.STEPS] * 2

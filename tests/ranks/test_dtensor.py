@@ -1,0 +1,283 @@
+"""DTensor parameters in every layout: who must agree follows from the meshes, and costs one collective."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from ranks import cases
+from ranks.cases import KINDS, LAYOUTS, UNSCALE, Fault, assert_agreed, laid_out, line, new_optimizer, new_scaler, placed
+
+pytestmark = pytest.mark.distributed
+
+FUSED = pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+# Fused SGD and Adagrad have no DTensor rule in torch itself.
+WAYS = pytest.mark.parametrize(
+    ("name", "unscale"),
+    [("sgd", False), ("adamw", True), ("adamw-fused", False), ("adamw-fused", True)],
+    ids=["sgd", "adamw-unscale_", "fused", "fused-unscale_"],
+)
+LINES = [name for name in LAYOUTS if "line" in name]
+SQUARES = [name for name in LAYOUTS if "line" not in name and name != "plain"]
+
+
+@KINDS
+@WAYS
+@pytest.mark.parametrize("layout", LINES)
+def test_on_a_line(two, kind, layout, name, unscale):
+    # An inf in the parameter that is sharded the most hits one rank alone.
+    most = 0 if layout in ("line-replicated-last", "line-beside-plain") else -1
+    assert_agreed(two.run(laid_out, kind, layout, name, [Fault(1, 1, most)], unscale=unscale), [1])
+
+
+@KINDS
+@WAYS
+@pytest.mark.parametrize("layout", SQUARES)
+def test_on_a_square(four, kind, layout, name, unscale):
+    assert_agreed(four.run(laid_out, kind, layout, name, [Fault(1, 3, -1)], unscale=unscale), [1])
+
+
+@KINDS
+@pytest.mark.parametrize("layout", ["line-shards", "plain-beside-line", "line-dtypes"])
+def test_on_a_line_of_four(four, kind, layout):
+    assert_agreed(four.run(laid_out, kind, layout, "adamw-fused", [Fault(1, 2)]), [1])
+
+
+@KINDS
+@pytest.mark.parametrize("layout", ["line-beside-plain", "line-beside-plain-double"])
+def test_an_inf_in_the_plain_parameter_beside_dtensors(two, kind, layout):
+    assert_agreed(two.run(laid_out, kind, layout, "adamw", [Fault(1, 1, param=1)]), [1])
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("layout", ["square-half-replicated-first", "two-slices", "expert-parallel-slice"])
+def test_an_inf_on_any_rank_of_a_square(four, layout, rank):
+    for param in (0, 1):
+        assert_agreed(four.run(laid_out, "grad", layout, "adamw", [Fault(1, rank, param)]), [1])
+
+
+@KINDS
+def test_ranks_without_gradients_on_a_square(four, kind):
+    assert_agreed(four.run(laid_out, kind, "fsdp-then-tp", "adamw", [Fault(1, 2)], gradless=[0, 1, 3]), [1])
+
+
+# Which ranks the meshes name.
+
+
+def on_meshes(rank: int, kind: str, what: str, name: str, faults: Sequence[Fault], unscale: bool = False) -> Any:
+    """Parameters of one optimizer on a mesh that is not the world's, or on several."""
+    scaler, habits = new_scaler(kind), cases.Habits(unscale=unscale)
+    if what == "a slice":
+        params = [cases.dtensor_param(cases.square()["tp"], [Shard(0)])]
+    if what.startswith("the world beside a pair"):  # dense layers, and experts on a mesh that knows no larger one
+        pairs = [cases.mesh((2,), ("pair",), order) for order in ((0, 2), (1, 3))]
+        params = [cases.dtensor_param(on, [Shard(0)]) for on in (pairs[rank % 2], line())]
+        params = params if rank % 2 == 0 or not what.endswith("on some") else params[1:]
+    if what == "a part":  # the other ranks have no scaler at all
+        pair = cases.mesh((1, 2), ("replica", "shard"), (0, 1))
+        if rank > 1:
+            return None
+        params = [cases.dtensor_param(pair, [Replicate(), Shard(0)])]
+    return cases.train(rank, scaler, [new_optimizer(name, params)], cases.giving(scaler, params), faults, habits=habits)
+
+
+@FUSED
+def test_one_1d_mesh_asks_its_own_group_only(four, name):
+    reports = four.run(on_meshes, "grad", "a slice", name, [Fault(1, 1)])
+    assert_agreed(reports[:2], [1])
+    assert_agreed(reports[2:], [])
+
+
+@FUSED
+def test_process_group_overrides_the_mesh(four, name):
+    assert_agreed(four.run(on_meshes, "world", "a slice", name, [Fault(1, 1)]), [1])
+
+
+@UNSCALE
+@FUSED
+@pytest.mark.parametrize("what", ["the world beside a pair", "the world beside a pair on some"])
+def test_a_mesh_of_all_ranks_decides_for_a_smaller_one_beside_it(four, name, what, unscale):
+    assert_agreed(four.run(on_meshes, "grad", what, name, [Fault(1, 2, -1)], unscale), [1])
+
+
+@FUSED
+def test_a_mesh_over_a_part_of_the_world_leaves_the_rest_alone(four, name):
+    reports = four.run(on_meshes, "grad", "a part", name, [Fault(1, 1)])
+    assert_agreed(reports[:2], [1])
+    assert reports[2:] == [None, None]
+
+
+def part_beside_uneven_groups(rank: int, faults: Sequence[Fault]) -> tuple[cases.Report | None, float]:
+    """A part of the world, after a group that rank 0 has to itself; how many ranks a later group reaches."""
+    dist.new_group([0])
+    report = on_meshes(rank, "grad", "a part", "adamw-fused", faults)
+    dist.all_reduce(ranks := torch.ones(()), group=dist.new_group())
+    return report, ranks.item()
+
+
+def test_groups_that_only_some_ranks_are_in_keep_nobody_waiting(four):
+    """torch names groups by counting: one that not all ranks made, or are in, may leave the names apart."""
+    results = four.run(part_beside_uneven_groups, [Fault(1, 1)])
+    assert_agreed([report for report, _ in results[:2]], [1])
+    assert [ranks for _, ranks in results] == [4.0] * 4
+
+
+@contextmanager
+def in_a_larger_world() -> Iterator[None]:
+    """Pretend that the world has more ranks: only a mesh's own groups reach just those that must agree."""
+    size = dist.get_world_size
+    with mock.patch.object(dist, "get_world_size", lambda group=None: 8 if group is None else size(group)):
+        yield
+
+
+def square_in_a_larger_world(rank: int, name: str, faults: Sequence[Fault], unscale: bool) -> cases.Report:
+    """Shards on a 2 x 2 mesh that is a part of the world."""
+    cases.square()
+    with in_a_larger_world():
+        return laid_out(rank, "grad", "square-shards", name, faults, unscale=unscale)
+
+
+def norm_in_a_larger_world(rank: int, order: float) -> float:
+    """The norm of such shards, two of 2 x 3 elements a rank; those of rank n hold n + 1."""
+    scaler, params = new_scaler("grad"), LAYOUTS["square-shards"]()
+    for param in params:
+        param.grad = placed(scaler.scale(torch.full((2, 3), rank + 1.0)), Shard(0), Shard(1), on=cases.square())
+    with in_a_larger_world():
+        return scaler.clip_grad_norm_(new_optimizer("sgd", params), 1e6, order).item()
+
+
+@pytest.mark.parametrize("rank", range(4))
+@WAYS
+def test_a_square_mesh_over_a_part_of_the_world_reduces_along_both_sides(four, name, unscale, rank):
+    reports = four.run(square_in_a_larger_world, name, [Fault(1, rank)], unscale)
+    assert_agreed(reports, [1], collectives=2)
+
+
+@pytest.mark.parametrize(("order", "norm"), [(2.0, 360.0**0.5), (float("inf"), 4.0), (1.0, 120.0)])
+def test_a_norm_is_summed_along_both_sides(four, order, norm):
+    assert four.run(norm_in_a_larger_world, order) == pytest.approx([norm] * 4, rel=1e-6)
+
+
+def an_optimizer_each(rank: int, kind: str, layout: str) -> list[str]:
+    """Two steps with two optimizers for each parameter of a layout; the warnings."""
+    scaler = new_scaler(kind)
+    optimizers = [new_optimizer("sgd", [param]) for _ in range(2) for param in LAYOUTS[layout]()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            for optimizer in optimizers:
+                cases.give_grads(scaler, cases.params_of(optimizer), step)
+                scaler.step(optimizer)
+            scaler.update()
+    return [str(each.message) for each in caught]
+
+
+def test_optimizers_that_agree_over_other_ranks_are_warned_of_once(four):
+    for rank, texts in enumerate(four.run(an_optimizer_each, "grad", "expert-parallel-slice")):
+        (text,) = texts
+        assert "Use scaler_triton.ShardedGradScaler, or pass process_group=" in text
+        assert f"here {[[0, 2], [1, 3]][rank % 2]} and [0, 1, 2, 3]:" in text
+    for kind, layout in (("sharded", "expert-parallel-slice"), ("world", "two-slices"), ("grad", "expert-parallel")):
+        assert four.run(an_optimizer_each, kind, layout) == [[]] * 4
+
+
+def placed_anew(rank: int, bad: bool) -> tuple[float, bool, float]:
+    """A step after loading, in place, shards over all ranks where those of a slice were: norm, skip, scale."""
+    scaler, whole = new_scaler("grad", init_scale=4.0), torch.ones(4, 4)
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(whole, cases.square()["tp"], [Shard(0)]))
+    optimizer = new_optimizer("sgd", [layer.weight])
+    cases.give_grads(scaler, [layer.weight], 0)
+    scaler.step(optimizer)
+    scaler.update()
+    swapping = torch.__future__.set_swap_module_params_on_conversion  # the parameter stays the same object
+    swapping(True)
+    try:
+        layer.load_state_dict({"weight": distribute_tensor(whole, cases.square(), [Shard(0), Shard(1)])}, assign=True)
+    finally:
+        swapping(False)
+    optimizer.zero_grad()
+    gradient = placed(torch.full((2, 2), scaler.get_scale()), Shard(0), Shard(1), on=cases.square())
+    if bad and rank == 0:
+        gradient.to_local()[0, 0] = torch.inf
+    layer.weight.grad = gradient
+    norm = scaler.clip_grad_norm_(optimizer, 100.0).item()
+    scaler.step(optimizer)
+    skipped = scaler.was_skipped(optimizer)
+    scaler.update()
+    return norm, skipped, scaler.get_scale()
+
+
+def test_parameters_that_are_placed_anew_ask_their_new_mesh(four):
+    """Unseen, the norm would be that of a slice, and an inf on one rank would split the slices."""
+    assert four.run(placed_anew, False) == [(4.0, False, 8.0)] * 4
+    assert [result[1:] for result in four.run(placed_anew, True)] == [(True, 2.0)] * 4
+
+
+# Gradients that are not placed as their parameter is.
+
+
+def _under_way(local: Tensor) -> Tensor:
+    return placed(local, Partial()).redistribute(placements=[Replicate()], async_op=True)
+
+
+def one_step(
+    rank: int, kind: str, name: str, what: str, scale: float = 8.0, value: float = 1.0, unscale: bool = False
+) -> tuple[cases.Report, list[float]]:
+    """A replicated parameter whose gradient, `value` on every rank, is a sum to be taken, or one under way."""
+    scaler, param = new_scaler(kind, init_scale=scale), cases.dtensor_param(line(), [Replicate()])
+
+    def backward(_step: int) -> None:
+        local = scaler.scale(torch.ones(2, 3)) * value
+        param.grad = placed(local, Partial()) if what == "partial" else _under_way(local)
+
+    habits = cases.Habits(unscale=unscale)
+    report = cases.train(rank, scaler, [new_optimizer(name, [param])], backward, steps=1, habits=habits)
+    return report, cases.numbers(param)
+
+
+@KINDS
+@UNSCALE
+@pytest.mark.parametrize("what", ["partial", "under way"])
+def test_sums_of_gradients_are_waited_for(two, kind, what, unscale):
+    for report, values in two.run(one_step, kind, "sgd", what, unscale=unscale):
+        assert report.stepped == [(True,)]
+        assert values == [1.0 - 2 * cases.LEARNING_RATE] * 6
+
+
+@KINDS
+@UNSCALE
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
+def test_partial_gradients_whose_sum_overflows_spare_the_weights(two, kind, name, unscale):
+    """Difference 17 from torch."""
+    # 2^127 on every rank is finite, their sum is not: it must be skipped, or unscaled before it is summed.
+    results = two.run(one_step, kind, name, "partial", scale=2.0**100, value=2.0**27, unscale=unscale)
+    assert all(report.finite for report, _ in results)
+    (first, weights), (second, same_weights) = results
+    assert (first.scales, first.stepped, weights) == (second.scales, second.stepped, same_weights)
+
+
+def plain_grads(rank: int, kind: str) -> tuple[list[list[float]], list[float]]:
+    """A replicated parameter with plain gradients, as an optimizer of one's own may want them; rank 1's is bad once."""
+    scaler, param = new_scaler(kind), cases.dtensor_param(line(), [Replicate()])
+    optimizer, flags = new_optimizer("sgd", [param]), []
+    for value in (torch.inf if rank else 3.0, 3.0):
+        param.grad = scaler.scale(torch.full((2, 3), value))
+        scaler.unscale_(optimizer)
+        flags.append([flag.item() for flag in scaler._found_inf_per_device(optimizer).values()])
+        scaler.update()
+    return flags, param.grad.flatten().tolist()
+
+
+@KINDS
+def test_plain_gradients_of_a_distributed_parameter_are_what_this_rank_holds(two, kind):
+    assert two.run(plain_grads, kind) == [([[1.0], [0.0]], [3.0] * 6)] * 2

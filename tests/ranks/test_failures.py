@@ -1,0 +1,242 @@
+"""Trouble on one rank, or on all: nothing hangs, the ranks stay equal, and the next step is right."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ranks import cases
+from ranks.cases import KINDS, NAMES, STEPS, UNSCALE, Habits, Report, new_optimizer, new_scaler, scale_model, train
+
+pytestmark = pytest.mark.distributed
+
+BAD_STEP = 1
+TOLD = "RuntimeError: Another rank failed to check its gradients"
+
+
+def is_last(rank: int) -> bool:
+    return rank == dist.get_world_size() - 1
+
+
+def assert_skipped_once(reports: Sequence[Report]) -> None:
+    """Everybody skipped the bad step and no other, for one collective a step, whoever raised."""
+    scales, trackers = scale_model([BAD_STEP])
+    for report in reports:
+        assert report.scales == scales
+        assert report.trackers == trackers
+        assert report.stepped == [(step != BAD_STEP,) for step in range(STEPS)]
+        assert report.step_counts in ([[]], [[STEPS - 1.0]])  # SGD counts nothing
+        assert report.collectives == [(1,)] * STEPS
+        assert report.update_collectives == [0] * STEPS
+
+
+def error_of(report: Report) -> str:
+    """The error of the bad step; there are none at any other."""
+    assert all(error == (None,) for step, error in enumerate(report.errors) if step != BAD_STEP)
+    return report.errors[BAD_STEP][0] or ""
+
+
+# A check that fails.
+
+FLAWS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor | None]], str]] = {  # a parameter and its gradient; the error
+    "expanded": (
+        lambda: (torch.ones(2, 2), torch.ones(()).expand(2, 2)),
+        "RuntimeError: unsupported operation: more than one element",
+    ),
+    "csr": (
+        lambda: (torch.ones(2, 2).to_sparse_csr(), torch.ones(2, 2).to_sparse_csr()),
+        "NotImplementedError: the gradient of parameter .* torch.sparse_csr",
+    ),
+    "complex": (
+        lambda: (torch.ones(2, 2, dtype=torch.complex64), torch.ones(2, 2, dtype=torch.complex64)),
+        "NotImplementedError: the gradient of parameter .* torch.complex64",
+    ),
+    "no memory": (lambda: (torch.ones(2, 2), None), "OutOfMemoryError: out of memory"),  # for the first op
+}
+
+
+def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool, bad_ranks: Sequence[int]) -> Report:
+    """At one step, some ranks cannot check their gradients; all write errors down and go on."""
+    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
+    data, grad = FLAWS[flaw][0]() if rank in bad_ranks else (torch.ones(2, 2), None)
+    odd_one = nn.Parameter(data)
+    groups = [{"params": [param]} for param in (*params, odd_one)]
+    optimizer = OldStyle(groups) if name == "old style" else new_optimizer(name, groups)
+    method = "unscale_" if unscale else "step"
+    call = getattr(scaler, method)
+
+    def backward(step: int) -> None:
+        cases.give_grads(scaler, params, step)
+        odd_one.grad = grad if step == BAD_STEP else None
+        fails = flaw == "no memory" and rank in bad_ranks and step == BAD_STEP
+        setattr(scaler, method, without_memory if fails else call)
+
+    def without_memory(*args: Any) -> None:
+        with cases.FirstOpFails():
+            call(*args)
+
+    return train(rank, scaler, [optimizer], backward, habits=Habits(unscale=unscale, tolerant=True))
+
+
+@KINDS
+@UNSCALE
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "old style"])
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_rank_alone_with_a_check_that_fails(two, kind, name, flaw, unscale):
+    reports = two.run(flawed, kind, name, flaw, unscale, [1])
+    assert_skipped_once(reports)
+    assert re.match(FLAWS[flaw][1], error_of(reports[1]))
+    assert error_of(reports[0]).startswith(TOLD if name == "adamw" else "")
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-fused"])
+def test_a_bad_gradient_on_several_ranks(four, name):
+    reports = four.run(flawed, "sharded", name, "expanded", False, [0, 3])
+    assert_skipped_once(reports)
+    for rank in (0, 3):
+        assert re.match(FLAWS["expanded"][1], error_of(reports[rank]))
+
+
+# A rank that never scaled, or calls in a wrong order.
+
+
+def scaled_too_late(rank: int, kind: str, name: str, unscale: bool) -> Report:
+    """The last rank forgets scale() in the first step, writes the error down, and goes on like the others."""
+    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
+
+    def backward(step: int) -> None:
+        cases.give_grads(new_scaler(kind) if step == 0 and is_last(rank) else scaler, params, step)
+
+    habits = Habits(unscale=unscale, tolerant=True)
+    return train(rank, scaler, [new_optimizer(name, params)], backward, habits=habits)
+
+
+@KINDS
+@NAMES
+@UNSCALE
+def test_a_rank_that_scales_too_late_makes_all_skip_and_keeps_up(ranks, kind, name, unscale):
+    *peers, forgetful = reports = ranks.run(scaled_too_late, kind, name, unscale)
+    cases.assert_agreed(reports, [0])
+    method = "unscale_" if unscale else "step"
+    assert forgetful.errors[0][0].startswith(f"AssertionError: Attempted {method} but _scale is None.")
+    for peer in peers:
+        assert (peer.errors[0][0] or "").startswith(TOLD if name == "adamw" else "")
+
+
+def wrong_order(rank: int, kind: str, name: str) -> list[cases.Attempt]:
+    """Each method at the wrong moment as well as at the right one, on every rank."""
+    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
+    optimizer = new_optimizer(name, params)
+    cases.give_grads(scaler, params, 0)
+    return [cases.attempt(scaler, method, optimizer) for method in ("unscale_", "unscale_", "step", "step", "unscale_")]
+
+
+@KINDS
+@NAMES
+def test_a_wrong_order_raises_before_any_collective(two, kind, name):
+    already = "RuntimeError: unscale_() has already been called on this optimizer since the last update()."
+    stepped = "RuntimeError: step() has already been called since the last update()."
+    late = "RuntimeError: unscale_() is being called after step()."
+    for attempts in two.run(wrong_order, kind, name):
+        assert [each.error for each in attempts] == [None, already, None, stepped, late]
+        assert [each.collectives for each in attempts] == [1, 0, 0, 0, 0]
+        assert [each.grads_changed for each in attempts] == [True, False, False, False, False]
+        assert [each.params_changed for each in attempts] == [False, False, True, False, False]
+
+
+# An optimizer that raises.
+
+
+def raising_optimizer(rank: int, kind: str, name: str) -> Report:
+    """The optimizer of the last rank raises once, having written nothing; the loop tries again."""
+    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
+    optimizer = OldStyle(params) if name == "old style" else new_optimizer(name, params)
+    step, calls = optimizer.step, []
+
+    @functools.wraps(step)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        fails = len(calls) == BAD_STEP + 1 and is_last(rank)
+        result = step(*args, **kwargs) if name == "old style" or not fails else None
+        if fails:
+            raise MemoryError("no room")
+        return result
+
+    optimizer.step = failing
+    habits = Habits(tolerant=True, retry=True)
+    return train(rank, scaler, [optimizer], cases.giving(scaler, params), habits=habits)
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "old style"])
+def test_an_optimizer_that_raises_on_one_rank_leaves_the_scales_equal(two, kind, name):
+    reports = two.run(raising_optimizer, kind, name)
+    assert [error_of(report) for report in reports] == ["", "MemoryError: no room"]
+    for report in reports:  # What was agreed stands: nothing overflowed, on any rank.
+        assert (report.scales, report.trackers) == scale_model([])
+        assert report.collectives == [(1,)] * STEPS
+    if name == "adamw":  # a plain one can be retried
+        assert [report.stepped for report in reports] == [[(True,)] * STEPS] * 2
+        assert [report.step_counts for report in reports] == [[[float(STEPS)]]] * 2
+        assert reports[0].digests == reports[1].digests
+
+
+# Optimizers that ask the scaler themselves.
+
+
+class OldStyle(torch.optim.Optimizer):
+    """SGD that takes the scaler as an argument, as apex's and TransformerEngine's fused optimizers do."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any, *, only_with_gradients: bool = False) -> None:
+        super().__init__(params, {"lr": cases.LEARNING_RATE})
+        self.only_with_gradients = only_with_gradients
+        self.asked: list[dict[str, float]] = []
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, grad_scaler: Any = None) -> None:
+        """Ask for the flag once per param group, as apex does, and unscale unless somebody has."""
+        ready = grad_scaler._per_optimizer_states[id(self)]["stage"].name == "READY"
+        for group in self.param_groups:
+            if self.only_with_gradients and all(param.grad is None for param in group["params"]):
+                continue
+            flags = grad_scaler._check_inf_per_device(self)
+            self.asked.append({device.type: flag.item() for device, flag in flags.items()})
+            found_inf = flags[group["params"][0].device]
+            scale = grad_scaler._get_scale_async() if ready else 1.0
+            if not found_inf.item():
+                for param in group["params"]:
+                    if param.grad is not None:
+                        cases.local_of(param).sub_(cases.local_of(param.grad) / scale, alpha=group["lr"])
+
+
+def old_style(rank: int, kind: str, unscale: bool, gradless: Sequence[int], always: bool) -> tuple[Report, Any]:
+    """An old-style optimizer with three param groups, one step bad; the report, and all the flags that it was told."""
+    scaler = new_scaler(kind)
+    params = [*cases.agreeing_params(kind), cases.plain_param(2), cases.plain_param(4)]
+    optimizer = OldStyle([{"params": [param]} for param in params], only_with_gradients=not always)
+    backward = cases.giving(scaler, params, range(len(params)) if rank in gradless else ())
+    habits = Habits(unscale=unscale)
+    return train(rank, scaler, [optimizer], backward, [cases.Fault(BAD_STEP, 1, -1)], habits=habits), optimizer.asked
+
+
+@KINDS
+@UNSCALE
+@pytest.mark.parametrize(("gradless", "always"), [((), True), ((0,), True), ((0,), False)])
+def test_old_style_optimizers_ask_often_or_never_and_cost_one_collective(two, kind, unscale, gradless, always):
+    for rank, (report, asked) in enumerate(two.run(old_style, kind, unscale, gradless, always)):
+        assert report.scales == scale_model([BAD_STEP])[0]
+        assert report.collectives == [(1,)] * STEPS
+        groups = len(asked) // STEPS
+        assert groups >= 3 or rank in gradless
+        assert asked == [{cases.DEVICE: float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
+        if rank not in gradless:
+            assert report.stepped == [(step != BAD_STEP,) for step in range(STEPS)]

@@ -1,0 +1,272 @@
+"""The process_group argument: whom it binds, what it refuses, how it is copied, and when it is looked up."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch.distributed.tensor import Shard
+
+from ranks import cases
+from ranks.cases import KINDS, METHODS, NAMES, Fault, Report, assert_agreed, new_optimizer, new_scaler, plain_param
+
+pytestmark = pytest.mark.distributed
+
+
+@functools.cache
+def _pair(rank: int) -> dist.ProcessGroup:
+    """The group of ranks 0 and 1, or of 2 and 3: the one this rank is in."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return groups[rank // 2]
+
+
+@functools.cache
+def _first_only() -> Any:
+    """The group of rank 0 alone, as every rank gets it."""
+    return dist.new_group([0])
+
+
+def test_a_group_of_one_rank_needs_no_reduction():
+    with RankPool(1) as pool:
+        for kind, layout in (("sharded", "plain"), ("grad", "line-shards")):
+            (result,) = pool.run(cases.laid_out, kind, layout, "adamw", [Fault(1, 0)])
+            assert result.error is None, result.traceback
+            assert_agreed([result.value], [1], collectives=0)
+
+
+# What is refused.
+
+
+def try_group(rank: int, what: str, kind: str, name: str, method: str, layout: str = "") -> cases.Attempt:
+    """One call with a process group that is wrong."""
+    params = cases.LAYOUTS[layout]() if layout else [plain_param(3)]
+    if what == "two meshes":  # of two ranks, this one's row and column: neither tells who must agree
+        rows = [cases.mesh((2,), ("row",), order) for order in ((0, 1), (2, 3))]
+        columns = [cases.mesh((2,), ("column",), order) for order in ((0, 2), (1, 3))]
+        params = [cases.dtensor_param(on, [Shard(0)]) for on in (rows[rank // 2], columns[rank % 2])]
+        scaler = new_scaler(kind)
+    else:
+        groups = {"stranger": _first_only, "mesh": cases.line, "list": lambda: [0, 1], "pickled": lambda: _pair(rank)}
+        scaler = new_scaler(kind, process_group=groups.get(what, lambda: _pair(rank))())
+    if what == "pickled":
+        scaler = pickle.loads(pickle.dumps(scaler))
+    cases.give_grads(scaler, params, 0)
+    return cases.attempt(scaler, method, new_optimizer(name, params))
+
+
+def assert_refused(tried: cases.Attempt, *words: str, error: str = "ValueError: process_group") -> None:
+    """An error that names the argument and its value, with nothing sent and nothing written."""
+    assert tried.error is not None
+    assert tried.error.startswith(error)
+    for word in words:
+        assert word in tried.error
+    assert (tried.collectives, tried.grads_changed, tried.params_changed) == (0, False, False)
+    assert tried.stage == "READY"
+
+
+@KINDS
+@METHODS
+@NAMES
+def test_a_group_that_this_rank_is_not_in(two, kind, method, name):
+    member, stranger = two.run(try_group, "stranger", kind, name, method)
+    assert_refused(stranger, "this rank, 1")
+    assert member.error is None
+
+
+@KINDS
+@METHODS
+@NAMES
+@pytest.mark.parametrize(("what", "word"), [("mesh", "DeviceMesh"), ("list", "list")])
+def test_what_is_no_group(two, kind, method, name, what, word):
+    for each in two.run(try_group, what, kind, name, method):
+        assert_refused(each, error=f"TypeError: process_group must be a torch.distributed.ProcessGroup, got {word}")
+
+
+@KINDS
+@METHODS
+@NAMES
+@pytest.mark.parametrize("layout", ["hsdp", "line-shards", "fsdp-then-tp", "line-beside-plain"])
+def test_a_group_that_misses_ranks_of_a_mesh(four, kind, method, name, layout):
+    for rank, each in enumerate(four.run(try_group, "too small", kind, name, method, layout)):
+        assert_refused(each, f"ranks {[0, 1] if rank < 2 else [2, 3]} without [")
+
+
+@METHODS
+@NAMES
+def test_meshes_that_do_not_tell_need_a_group(four, method, name):
+    for rank, each in enumerate(four.run(try_group, "two meshes", "grad", name, method)):
+        assert_refused(each, "process_group is needed", str([[0, 1], [2, 3]][rank // 2]), f"[{rank % 2}, ")
+    for each in four.run(try_group, "two meshes", "world", name, method):
+        assert (each.error, each.collectives) == (None, 1)
+
+
+@METHODS
+def test_without_a_default_group_torchs_error_and_untouched_gradients(method):
+    assert not dist.is_initialized()
+    scaler, param = new_scaler("sharded"), plain_param(3)
+    param.grad = scaler.scale(torch.ones(3))
+    optimizer = new_optimizer("sgd", [param])
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        getattr(scaler, method)(optimizer)
+    assert param.grad.tolist() == [8.0] * 3
+
+
+# Whom a group binds.
+
+
+def in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], copied: str) -> tuple[Report, bool]:
+    """Ranks agree within pairs only, with a scaler or a copy of it; whether the copy has the very same group."""
+    scaler = new_scaler(kind, process_group=_pair(rank))
+    if copied == "deepcopy":
+        scaler = copy.deepcopy(scaler)
+    if copied == "pickle":
+        scaler = pickle.loads(pickle.dumps(scaler))
+        scaler.process_group = _pair(rank)
+    optimizer = new_optimizer(name, params := [plain_param(3)])
+    report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+    return report, scaler.process_group is _pair(rank)
+
+
+@KINDS
+@NAMES
+@pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])
+def test_a_group_binds_its_own_ranks_only(four, kind, name, copied):
+    results = four.run(in_pairs, kind, name, [Fault(1, 3)], copied)
+    reports = [report for report, _ in results]
+    assert_agreed(reports[:2], [])
+    assert_agreed(reports[2:], [1])
+    assert all(same_group for _, same_group in results)
+
+
+def unlisted(rank: int, made: str, store: str, kind: str, name: str, faults: Sequence[Fault]) -> tuple[Report, str]:
+    """Ranks agree over a group that was made without `init_process_group` or `new_group`; the report of all."""
+    group: Any = dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2)
+    if made == "group":
+        backend, group = group, dist.ProcessGroup(dist.FileStore(store, 2), rank, 2)
+        group._register_backend(torch.device(cases.DEVICE), dist.ProcessGroup.BackendType.GLOO, backend)
+    if made == "registered":
+        group = Managed(group, rank).registered()
+    scaler = new_scaler(kind, process_group=group)
+    optimizer = new_optimizer(name, params := [plain_param(3)])
+    report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+    return report, str(scaler.overflow_report(gather=True))
+
+
+class Managed(dist.ProcessGroup):
+    """A group of processes that torch does not count, but for this one."""
+
+    def __init__(self, inner: Any, rank: int) -> None:
+        super().__init__(rank, 2)
+        self._inner = inner
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        return self._inner.allreduce(tensors, options)
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        return self._inner.allgather(outputs, inputs, options)
+
+    def registered(self) -> Any:
+        """As torchft's `ManagedProcessGroup.register` does it."""
+        name = f"managed{len(dist.Backend.backend_list)}"
+        dist.Backend.register_backend(name, lambda *args: self, devices=[cases.DEVICE])
+        return dist.new_group([dist.get_rank()], backend=name, use_local_synchronization=True)
+
+
+@KINDS
+@NAMES
+@pytest.mark.parametrize(("made", "counted"), [("backend", 0), ("group", 1), ("registered", 0)])
+def test_a_group_that_torch_keeps_no_list_of_is_used_as_it_is(two, tmp_path, made, counted, kind, name):
+    """As torchft makes them. Two of them pass by torch's dispatcher, where collectives are counted."""
+    outcomes = two.run(unlisted, made, str(tmp_path / "store"), kind, name, [Fault(1, 1)])
+    assert_agreed([report for report, _ in outcomes], [1], collectives=counted)
+    for _, text in outcomes:
+        assert "1 bad gradient on rank 1" in text
+
+
+def another_group_later(rank: int, kind: str, optimizers: int, how: str) -> list[tuple[list[bool], float]]:
+    """Two steps in which rank 0 overflows, the second with a group of two ranks: who skipped, and the scale."""
+    scaler, params = new_scaler(kind, process_group=dist.group.WORLD), [plain_param(3) for _ in range(optimizers)]
+    each, ends = [new_optimizer("sgd", [param]) for param in params], []
+    for step in range(2):
+        cases.give_grads(scaler, params, step)
+        cases.plant([Fault(step, 0)], rank, step, params)
+        if how == "clipped":
+            scaler.clip_grad_norm_(each, 1.0)
+        for optimizer in each:
+            if how == "unscaled":
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+        ends.append(([scaler.was_skipped(optimizer) for optimizer in each], scaler.get_scale()))
+        scaler.process_group = _pair(rank)
+    return ends
+
+
+@KINDS
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("how", ["unscaled", "clipped"])
+def test_another_group_binds_from_the_next_step_on(four, kind, optimizers, how):
+    others = [how == "clipped"] * (optimizers - 1)  # clipped together, they are skipped together
+    reports = four.run(another_group_later, kind, optimizers, how)
+    assert [first for first, _ in reports] == [([True, *others], 4.0)] * 4
+    assert [second for _, second in reports[:2]] == [([True, *others], 2.0)] * 2
+    assert [second for _, second in reports[2:]] == [([False] * optimizers, 4.0)] * 2
+
+
+def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
+    """Train, destroy the default group, make another, and go on with the same scaler and optimizer."""
+    scaler, params = new_scaler(kind), [plain_param(3)]
+    optimizer, world_size = new_optimizer(name, params), dist.get_world_size()
+    reports = [cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), steps=2)]
+    dist.destroy_process_group()
+    for cached in (cases.mesh, _pair, _first_only):
+        cached.cache_clear()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    return [*reports, cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), [Fault(0, 1)], steps=2)]
+
+
+@NAMES
+def test_the_default_group_is_looked_up_when_used(two, tmp_path, name):
+    for first, second in two.run(reborn_group, str(tmp_path / "store"), "sharded", name):
+        assert first.scales == cases.scale_model([], 2)[0]
+        assert [float.fromhex(scale) for scale in second.scales] == [8.0, 8.0]
+        assert second.stepped == [(False,), (True,)]
+        assert first.collectives == second.collectives == [(1,), (1,)]
+
+
+# Difference 7: copies.
+
+
+@KINDS
+@METHODS
+def test_a_pickled_group_is_refused_until_set(four, kind, method):
+    for rank, each in enumerate(four.run(try_group, "pickled", kind, "sgd", method)):
+        assert_refused(each, "[0, 1]" if rank < 2 else "[2, 3]", "set scaler.process_group")
+
+
+def unpickled_default(rank: int, kind: str, explicit: bool) -> Report:
+    """A pickled scaler with the default group, named or not, is a scaler with the default group."""
+    group = {"process_group": dist.group.WORLD} if explicit else {}
+    scaler, params = pickle.loads(pickle.dumps(new_scaler(kind, **group))), [plain_param(3)]
+    return cases.train(
+        rank, scaler, [new_optimizer("adamw-fused", params)], cases.giving(scaler, params), [Fault(1, 1)]
+    )
+
+
+@pytest.mark.parametrize(("kind", "explicit"), [("sharded", False), ("sharded", True), ("grad", True)])
+def test_a_pickled_default_group_stays_the_default(two, kind, explicit):
+    reports = two.run(unpickled_default, kind, explicit)
+    if kind == "sharded":
+        assert_agreed(reports, [1])
+    else:  # None tells a GradScaler to look at the parameters: plain ones bind nobody.
+        assert [report.collectives for report in reports] == [[(0,)] * 4] * 2

@@ -1,0 +1,248 @@
+"""A rank that raises, dies or is cut off: the others get torch's error in time, and nothing of theirs is touched."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from rank_pool import RankPool, RankResult, limit_collectives
+from torch import Tensor
+
+from ranks import cases
+from ranks.cases import INIT_SCALE, new_optimizer, new_scaler, plain_param
+
+pytestmark = pytest.mark.distributed
+
+LIMIT = 0.5  # Seconds that a collective may take here before torch gives up.
+LATE = 3.0  # Seconds that a busy machine may add to that.
+# What gloo says, in every version: its own words, not ours.
+TORCHS_ERROR = re.compile(r"^(RuntimeError|DistBackendError|DistNetworkError): .*(gloo|imed out|closed|reset)", re.S)
+
+
+class Variant(NamedTuple):
+    """A scaler and an optimizer, and how they are used."""
+
+    kind: str
+    name: str
+    unscale: bool
+
+    def call(self, scaler: Any) -> Callable[[Any], Any]:
+        """What this variant calls first."""
+        return scaler.unscale_ if self.unscale else scaler.step
+
+
+VARIANTS = [
+    Variant("sharded", "adamw", False),
+    Variant("sharded", "adamw", True),
+    Variant("sharded", "adamw-fused", False),
+    Variant("grad", "sgd", False),
+    Variant("grad", "adamw-fused", True),
+]
+EACH = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks of their own: these tests break them."""
+    with RankPool(2, group_timeout=10.0) as opened:
+        yield opened
+
+
+def run(pool: RankPool, case: Callable[..., Any], *args: Any) -> list[RankResult]:
+    return pool.run(cases.strictly, case, args, {})
+
+
+def values(results: list[RankResult]) -> list[Any]:
+    """Return what the ranks returned; all had to."""
+    assert [result.error for result in results] == [None] * len(results), results
+    return [result.value for result in results]
+
+
+class Outcome(NamedTuple):
+    """One call of one rank: what it raised and how long it took, and what is left."""
+
+    error: str
+    seconds: float
+    params_changed: bool
+    stage: str
+    left: tuple[Any, ...]  # scale, tracker, flags, whether scale or flag is left behind on the optimizer
+
+
+def assert_untouched(outcome: Outcome) -> None:
+    """Assert torch's own error in time, and parameters, scale and tracker as they were; the step is to be skipped."""
+    assert TORCHS_ERROR.match(outcome.error), outcome.error
+    assert outcome.seconds < LIMIT + LATE
+    assert outcome.stage == "UNSCALED"
+    assert_skips(outcome)
+
+
+def assert_skips(outcome: Outcome) -> None:
+    assert not outcome.params_changed
+    assert outcome.left == (INIT_SCALE, 1, (1.0,), False)
+
+
+def _set_up(variant: Variant, group: Any = None) -> tuple[Any, Any]:
+    """Return a scaler over `group` and an optimizer that has taken one good step."""
+    scaler = new_scaler(variant.kind, process_group=group or dist.group.WORLD)
+    optimizer = new_optimizer(variant.name, [plain_param(3), plain_param(2, 2)])
+    _give(scaler, optimizer, 0)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler, optimizer
+
+
+def _give(scaler: Any, optimizer: Any, step: int) -> None:
+    cases.give_grads(scaler, cases.params_of(optimizer), step)
+
+
+def _attempt(call: Callable[[Any], Any], scaler: Any, optimizer: Any) -> Outcome:
+    """Call a method of the scaler with the optimizer and look at what is left."""
+    params = cases.params_of(optimizer)
+    before, start = cases.digests(params), time.monotonic()
+    error = cases.said(call, optimizer)
+    seconds = time.monotonic() - start
+    state = scaler._per_optimizer_states[id(optimizer)]
+    flags = tuple(flag.item() for flag in state["found_inf_per_device"].values())
+    lent = hasattr(optimizer, "found_inf") or hasattr(optimizer, "grad_scale")
+    left = scaler.get_scale(), int(scaler._growth_tracker), flags, lent
+    return Outcome(error, seconds, cases.digests(params) != before, state["stage"].name, left)
+
+
+def _is_last(rank: int) -> bool:
+    return rank == dist.get_world_size() - 1
+
+
+# A rank raises, or hangs, between scale and step.
+
+
+def raises_between(rank: int, variant: Variant) -> list[Outcome]:
+    """The last rank raises once it has scaled; the others step alone: in a failed step, and once more."""
+    dist.barrier()
+    group = dist.new_group()
+    scaler, optimizer = _set_up(variant, group)
+    limit_collectives(LIMIT, group)  # now that they have met: busy machines are late for a first meeting
+    _give(scaler, optimizer, 1)
+    outcomes: list[Outcome] = []
+    if not _is_last(rank):  # which lives on, writing a log, say
+        outcomes = [_attempt(call, scaler, optimizer) for call in (variant.call(scaler), scaler.step)]
+    dist.barrier()  # of the default group, which nothing has happened to
+    return outcomes
+
+
+@EACH
+def test_a_rank_raises_between_scale_and_step(pool, variant):
+    (failed, again), nothing = values(run(pool, raises_between, variant))
+    assert nothing == []
+    assert_untouched(failed)
+    assert again.error == ""
+    assert_skips(again)
+
+
+# The reduction fails half-way.
+
+GARBAGE = [0.0, 1.0, float("nan"), float("inf"), 1e-30]
+
+
+def fails_half_way(rank: int, variant: Variant, lone: bool) -> list[tuple[list[Outcome], float]]:
+    """The reduction raises on all ranks (or the last alone), having written garbage; then an update and a good step."""
+    return [_fails_half_way(variant, value, not lone or _is_last(rank)) for value in GARBAGE]
+
+
+def _fails_half_way(variant: Variant, value: float, hit: bool) -> tuple[list[Outcome], float]:
+    scaler, optimizer = _set_up(variant)
+    _give(scaler, optimizer, 1)
+    reduce = dist.all_reduce
+
+    def failing(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        reduce(tensor, *args, **kwargs)
+        tensor.fill_(value)
+        raise ConnectionError("link lost")
+
+    with mock.patch.object(dist, "all_reduce", failing if hit else reduce):
+        outcomes = [_attempt(variant.call(scaler), scaler, optimizer)]
+    if hit or variant.unscale:
+        outcomes.append(_attempt(scaler.step, scaler, optimizer))
+    scaler.update()
+    scale = scaler.get_scale()
+    _give(scaler, optimizer, 2)
+    outcomes.append(_attempt(scaler.step, scaler, optimizer))
+    return outcomes, scale
+
+
+@EACH
+def test_the_reduction_fails_half_way_on_all_ranks(pool, variant):
+    """Whatever it left in the tensor: every rank skips and backs off alike, and the next step is right."""
+    for runs in values(run(pool, fails_half_way, variant, False)):
+        for (failed, again, good), scale in runs:
+            assert (failed.error, failed.stage, again.error) == ("ConnectionError: link lost", "UNSCALED", "")
+            assert_skips(failed)
+            assert_skips(again)
+            assert scale == INIT_SCALE / 2
+            assert (good.error, good.params_changed, good.left[2]) == ("", True, (0.0,))
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda variant: "-".join(map(str, variant)))
+def test_the_reduction_fails_half_way_on_one_rank(pool, variant):
+    """That rank never steps on what it cannot know, the others hang on nothing, and at the next step all are told."""
+    sound, hit = values(run(pool, fails_half_way, variant, True))
+    for (failed, again, good), scale in hit:
+        assert failed.error == "ConnectionError: link lost"
+        assert_skips(failed)
+        assert_skips(again)
+        assert scale == INIT_SCALE / 2
+        assert_told(good, variant)
+    for (*before, good), scale in sound:
+        assert [outcome.error for outcome in before] == [""] * len(before)
+        assert scale == INIT_SCALE * 2
+        assert_told(good, variant)
+
+
+def assert_told(outcome: Outcome, variant: Variant) -> None:
+    """Assert that the ranks' scales were found to differ, unless the step, a fused one, reads no flag on the host."""
+    if variant.name.endswith("fused"):
+        assert outcome.error == ""
+        return
+    assert outcome.error.startswith("RuntimeError: The ranks hold different scales, from 4.0 to 16.0")
+    assert not outcome.params_changed
+
+
+# A rank is killed in the reduction.
+
+
+def killed(rank: int, variant: Variant, on_its_way: bool) -> list[Outcome]:
+    """The last rank dies before it joins the reduction, or with it on its way."""
+    scaler, optimizer = _set_up(variant)
+    limit_collectives(LIMIT)
+    _give(scaler, optimizer, 1)
+    reduce = dist.all_reduce
+
+    def dying(*args: Any, **kwargs: Any) -> None:
+        if on_its_way:
+            reduce(*args, **kwargs, async_op=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if _is_last(rank):
+        with mock.patch.object(dist, "all_reduce", dying):
+            scaler.step(optimizer)
+    return [_attempt(call, scaler, optimizer) for call in (variant.call(scaler), scaler.step)]
+
+
+@pytest.mark.parametrize(("variant", "on_its_way"), [(VARIANTS[2], False), (VARIANTS[0], True)], ids=["before", "amid"])
+def test_a_rank_dies_in_the_reduction(pool, variant, on_its_way):
+    survivor, dead = run(pool, killed, variant, on_its_way)
+    assert dead.error == "RankDied: exit code -9"
+    failed, again = survivor.value
+    if on_its_way and not failed.error:
+        assert failed.params_changed  # all had been sent: the step was agreed
+        assert failed.left[2] == (0.0,)
+    else:
+        assert_untouched(failed)
+        assert again.error == ""
+        assert_skips(again)
