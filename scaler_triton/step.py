@@ -147,6 +147,8 @@ class OptimizerStep(dict[str, Any]):
     def resume(self) -> None:
         """A step that was CARRIED goes on: its gradients are divided, and its flag is known."""
         self[_FLAGS], self.kept = self.kept, {}
+        if self.plan is not None:
+            self.plan.marks.resumed = self[_FLAGS]
         self.flag = None  # the update may have cleared it
         self._enter(UNSCALED)
 
