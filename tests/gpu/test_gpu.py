@@ -367,5 +367,3 @@ def test_clipping_adds_two_launches_and_no_copy(fused: bool) -> None:
     """In place of the check: squares, their sum, and a pass that clips."""
     step = steady_step(fused, max_norm=1.0)
     assert device_work(step) == (Counter(kernel=4) if fused else Counter(kernel=4, copy=1))
-
-

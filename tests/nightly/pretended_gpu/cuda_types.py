@@ -15,12 +15,13 @@ def install(C):
 class Stream(TorchStream):
     """A number: work is done in the order in which it is given, whatever the stream."""
 
-    def __new__(cls, priority=0, stream_id=None, device_index=None, **kwargs):
-        number = gpu.new_stream() if stream_id is None else stream_id
+    def __new__(cls, priority=0, stream_id=None, device_index=None, stream_ptr=None, **kwargs):
+        number = stream_ptr if stream_id is None else stream_id  # the first of `torch.cuda.ExternalStream`
+        number = gpu.new_stream() if number is None else number
         index = gpu.current_gpu() if device_index is None else device_index
         return super().__new__(cls, stream_id=number, device_index=index, device_type=1)
 
-    def __init__(self, **kwargs):
+    def __init__(self, *args, **kwargs):
         pass
 
     @property
