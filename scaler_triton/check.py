@@ -121,6 +121,8 @@ def check(
         if copy and not flag.is_on_host and not step.captured:
             flag.start_copy()
         step.fresh = by_step
+        step.began &= by_step  # a fresh check is another attempt
+        plan.written = False
     except BaseException:
         step_failed(scaler, step)
         raise
@@ -181,10 +183,14 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
             report_failure(told, scaler._scale.device)
 
 
-def step_failed(scaler: GradScaler, step: OptimizerStep) -> None:
-    """Skip this step. What was recorded into a graph has not been done: such a step begins anew."""
+def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
+    """Skip this step. What was recorded into a graph has not been done: such a step begins anew.
+
+    Args:
+        agreed: whether the ranks have agreed on a flag, which then counts in the update, so that scales stay equal.
+    """
     if not is_captured(scaler._scale):
-        step.failed(scaler._scale.device)
+        step.failed(None if agreed else scaler._scale.device)
     elif step.captured:
         step.reset()
 

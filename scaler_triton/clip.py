@@ -187,7 +187,8 @@ def _clip_at_once(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None
 
 def _measure(scaler: GradScaler, part: Part) -> Measured:
     """Check one optimizer's gradients and sum their squares, each divided by the number of its replicas."""
-    part.step.outcome, part.step.fresh, part.plan.marks.resumed = None, False, {}
+    part.step.outcome, part.step.fresh, part.step.began = None, False, False
+    part.plan.marks.resumed = {}
     flag = new_flag(scaler, part.step)
     flags: Flags = {}
     totals: list[Tensor] = []

@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from scaler_triton.check import check, is_replaced, ranks_of, step_failed
+from scaler_triton.check import check, fail, is_replaced, ranks_of, step_failed
 from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, stacklevel
 from scaler_triton.flag import Flag, any_flag, as_flag
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
@@ -66,7 +65,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     except BaseException:
         # Nobody knows which gradients its kernels have divided; and what was captured has not been done.
         if divides or (step.captured and is_captured(scale)):
-            step_failed(scaler, step)
+            step_failed(scaler, step, agreed=True)
         raise
     step.stepped([*flags.values()] if flag is None else flag)
     return result
@@ -92,12 +91,9 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
             scaler._check_inf_per_device(optimizer)
     except BaseException as error:
         if divides and step["found_inf_per_device"]:
-            step_failed(scaler, step)  # the other ranks would not join the reduction of a second check
-        elif divides and isinstance(error, Exception):
-            with suppress(Exception):  # the optimizer's error matters more
-                if _must_agree(scaler, step, optimizer):
-                    check(scaler, step, optimizer, divide=False)
-                    step_failed(scaler, step)
+            step_failed(scaler, step, agreed=True)  # the other ranks would not join a second check's reduction
+        elif divides:
+            fail(scaler, step, optimizer, error, None)
         raise
     finally:
         step.asks = False

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.flag import Flag, Flags
+from scaler_triton.flag import Flag, Flags, as_flag
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
@@ -134,7 +134,7 @@ class OptimizerStep(dict[str, Any]):
     def checked(self, flag: Flag, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are as they were."""
         self.flag, self[_FLAGS] = flag, flags
-        if self.phase is not UNSCALED:
+        if self.phase is not UNSCALED and self.phase is not CARRIED:
             self.phase = CHECKED
             self["stage"] = self.stage = OptState.READY
 
@@ -146,20 +146,26 @@ class OptimizerStep(dict[str, Any]):
 
     def resume(self) -> None:
         """A step that was CARRIED goes on: its gradients are divided, and its flag is known."""
+        for device, flag in self[_FLAGS].items():  # somebody has looked meanwhile
+            kept = self.kept.get(device)
+            self.kept[device] = flag if kept is None else torch.maximum(kept, as_flag(flag, device))
         self[_FLAGS], self.kept = self.kept, {}
         if self.plan is not None:
             self.plan.marks.resumed = self[_FLAGS]
         self.flag = None  # the update may have cleared it
         self._enter(UNSCALED)
 
-    def failed(self, home: torch.device) -> None:
+    def failed(self, home: torch.device | None) -> None:
         """Gradients may be half written, or other ranks skip this step: so must this one, on every device.
 
         Args:
-            home: where the flag goes if there are no parameters.
+            home: where the flag goes if there are no parameters; None: the ranks have agreed on one, which stays.
         """
         self._enter(FAILED)  # first: gradients may have been written, even if no flag can be made below
-        self.flag, self.outcome = None, None
+        self.outcome = None
+        if home is None:
+            return
+        self.flag = None
         self[_FLAGS] = {}
         owner = None if self.owner is None else self.owner()
         held = () if owner is None else parameters_of(owner)
@@ -265,8 +271,10 @@ class Steps(dict[Any, Any]):
     def keep_unstepped(self) -> None:
         """Copy the flags of steps that this update will carry, as it may clear them."""
         for step in self.all():
-            if step.phase in (UNSCALED, FAILED):
+            if step.phase is UNSCALED:
                 step.kept = {device: flag.clone() for device, flag in step[_FLAGS].items()}
+            elif step.phase is FAILED:
+                step.kept = {device: torch.ones_like(flag) for device, flag in step[_FLAGS].items()}
 
     def close(self, captured: bool) -> None:
         """The update is done: each step is READY, or CARRIED if it was unscaled and not stepped.

@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Pages whose blocks another test runs, with its own values.
 ELSEWHERE = {
     "docs/checkpoints.md": "tests/test_migration.py",
-    "docs/compile.md": "tests/test_compile_ops.py",
+    "docs/compile.md": "tests/unit/test_ops_compiled.py",
 }
 # page -> what holds when its blocks have run
 AFTER = {

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import cases
 import pytest
 import torch
-from cases import LEARNING_RATE
-from rank_gradients import backward, distributed, piece
 from rank_model import norm
-from rank_places import DTYPES, PLACES, Parameter, cut
-from rank_programs import Clip, Optimizer, Program, Spot
+from rank_programs import DTYPES, PLACES, Clip, Optimizer, Parameter, Program, Spot, backward, cut, distributed, piece
+from ranks import cases
+from ranks.cases import LEARNING_RATE
 from torch import Tensor
 
 from scaler_triton import ScalerStats, SkipStreakError, audit
@@ -38,14 +36,14 @@ class Trace:
     scales: list[tuple[float, int]] = field(default_factory=list)
     stats: list[ScalerStats] = field(default_factory=list)
     errors: list[str | None] = field(default_factory=list)  # first lines of SkipStreakErrors
-    stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing to tell by
+    stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing shows it
     collectives: list[list[int]] = field(default_factory=list)  # of each optimizer
     update_collectives: list[int] = field(default_factory=list)
     digests: list[list[list[str]]] = field(default_factory=list)  # of each optimizer's parameters
     skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
     norms: list[float | None] = field(default_factory=list)  # None: nothing was clipped
     clip_collectives: list[int | None] = field(default_factory=list)
-    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what ranks tell each other of the last skip
+    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what the ranks report of the last skip
     apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
     step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
     audited: Audited | None = None  # at the end
@@ -70,15 +68,14 @@ class Run:
 
     def __init__(self, rank: int, program: Program) -> None:
         self.rank, self.program, self.trace = rank, program, Trace()
-        self.scaler = cases.new_scaler(program.kind, check_unscaled=program.check_unscaled, **program.limits)
+        self.scaler = cases.new_scaler(program.kind, **program.limits)
         self.optimizers = [_built(optimizer) for optimizer in program.optimizers]
         self.kept: dict[Any, Tensor] = {}
         self.call = ""  # the last one
 
     def give_gradients(self, step: int) -> None:
-        """Call the setters, and do what backward does."""
-        for name, value in self.program.settings_of(step).items():
-            getattr(self.scaler, f"set_{name}")(value)
+        """Set limits, and do what backward does."""
+        self.scaler.set_limits(**self.program.settings_of(step))
         scale = self.scaler.scale(torch.ones(())).item()
         for index, optimizer in enumerate(self.optimizers):
             backward(self.program, Spot(step, self.rank, index, 0), optimizer, scale, self.kept)
@@ -142,7 +139,7 @@ class Run:
         program, trace, norms = self.program, self.trace, []
         parameters = [cases.params_of(self.optimizers[o])[p] for o, p in clip.members(program)]
         chosen = [self.optimizers[index] for index in clip.optimizers]
-        options = {"parameters": None if clip.subset is None else parameters, "defer": clip.defer}
+        options = {"parameters": None if clip.subset is None else parameters}
         max_norm = clip.fraction * norm(program, step, clip)
         refused = clip.refuses and not program.clip_is_clean(step, clip)
 
@@ -154,7 +151,7 @@ class Run:
         trace.clip_collectives[-1] = cases.collectives_of(call)
         trace.norms[-1] = norms[0].item() if norms else math.inf
         bad = any(program.overflows(step, index) for index in clip.optimizers)
-        if not bad and not clip.defer and step < program.finished:
+        if not bad and step < program.finished:
             self._check_clipped(clip, step, parameters, (max_norm / (norms[0] + 1e-6)).clamp(max=1.0))
 
     def _check_clipped(self, clip: Clip, step: int, parameters: Sequence[Tensor], coefficient: Tensor) -> None:

@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from cases import GROWTH_INTERVAL, INIT_SCALE
-from rank_gradients import whole
-from rank_places import PLACES
-from rank_programs import Clip, Program, Split, Spot
+from rank_programs import PLACES, Clip, Program, Split, Spot, whole
+from ranks.cases import GROWTH_INTERVAL, INIT_SCALE
 from torch import Tensor
 
 from scaler_triton import ScalerStats
@@ -56,8 +54,6 @@ class Rule:
             self.scale, self.tracker = self.scale / 2 if self.strikes >= self.limits["hysteresis"] else self.scale, 0
         elif self.tracker >= GROWTH_INTERVAL:
             self.scale, self.tracker, self.strikes = self.scale * 2, 0, 0
-        elif self.limits["consecutive_hysteresis"]:
-            self.strikes = 0
         self.scale = min(max(self.scale, self.limits["min_scale"]), self.limits["max_scale"])
 
     def _count(self, bad: bool, before: float) -> None:
@@ -100,17 +96,17 @@ def steps_taken(program: Program, rank: int, optimizer: int) -> int:
     return max(sum(Spot(step, rank, optimizer, each) not in program.missing for step in stepped) for each in parameters)
 
 
-def told_apart(program: Program, split: Split) -> tuple[str, str] | None:
-    """Return the call that tells every rank of a split, and how its text begins; None: nothing tells in this step.
+def found_apart(program: Program, split: Split) -> tuple[str, str] | None:
+    """Return the call that raises on every rank after a split, and how its text begins; None: none does in this step.
 
-    A step that reads the flag on the host tells; of one that leaves that to its optimizer, `was_skipped` does.
+    A step that reads the flag on the host does; after one that leaves that to its optimizer, `was_skipped` does.
     """
-    told = {i: text for i in range(len(program.optimizers)) if (text := _compared(program, split, i)) is not None}
-    if not told:
+    expected = {i: text for i in range(len(program.optimizers)) if (text := _compared(program, split, i)) is not None}
+    if not expected:
         return None
-    first = min(told, key=lambda index: program.optimizers[index].takes_flag)
+    first = min(expected, key=lambda index: program.optimizers[index].takes_flag)
     call = "was_skipped" if program.optimizers[first].takes_flag else "step"
-    return f"{call} {first}", f"The ranks hold different scales, {told[first]}: "
+    return f"{call} {first}", f"The ranks hold different scales, {expected[first]}: "
 
 
 def _compared(program: Program, split: Split, optimizer: int) -> str | None:
@@ -120,8 +116,7 @@ def _compared(program: Program, split: Split, optimizer: int) -> str | None:
     clip = program.clip_of(split.step, optimizer)
     if clip is None or not program.clips_at_once(clip):
         return f"from {min(one, other)} to {max(one, other)}" if program.agrees(optimizer) else None
-    given_up = clip.defer and clip.refuses and not program.clip_is_clean(split.step, clip)  # skips whatever the flag
-    if given_up or not program.clip_agrees(clip):
+    if not program.clip_agrees(clip):
         return None
     mean, harmonic = (3 * one + other) / 4, 4 / (3 / one + 1 / other)
     return f"some below {harmonic:g}, some above {mean:g}"
@@ -130,11 +125,11 @@ def _compared(program: Program, split: Split, optimizer: int) -> str | None:
 def expected_report(program: Program, step: int) -> set[tuple[Spot, str]]:
     """Return what held NaN or Inf, where what a rank held is no term of a sum."""
     values, shown = dict(program.planted), {True: "NaN", False: "Inf"}
-    told = [spot for spot in program.bad(step) if is_told_exactly(program, spot)]
-    return {(spot, shown[math.isnan(values[spot])]) for spot in told}
+    expected = [spot for spot in program.bad(step) if is_reported_exactly(program, spot)]
+    return {(spot, shown[math.isnan(values[spot])]) for spot in expected}
 
 
-def is_told_exactly(program: Program, spot: Spot) -> bool:
+def is_reported_exactly(program: Program, spot: Spot) -> bool:
     """Whether a gradient is a rank's own when it is checked; a sum that is made for a norm is bad on all ranks."""
     return "P" not in program.parameter_of(spot).way(spot.step)
 
@@ -170,7 +165,7 @@ def norm(program: Program, step: int, clip: Clip) -> float:
 
 
 def _is_there(program: Program, spot: Spot) -> Tensor:
-    """Tell which elements of the whole gradient, that a rank holds a piece of, some rank has."""
+    """Return which elements of the whole gradient, that a rank holds a piece of, some rank has."""
     parameter = program.parameter_of(spot)
     own, there = PLACES[parameter.place].own, torch.zeros(parameter.rows * 3, dtype=torch.bool)
     for rank, held in enumerate(parameter.held(spot.step)):

@@ -1,12 +1,142 @@
-"""A program for four ranks as plain data, and what its parts mean for each other."""
+"""A program for four ranks as plain data: where parameters live, what is called, and what each rank's gradients are."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rank_places import PLAIN, Parameter
+from ranks import cases
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# A tensor's placements are a word of these, a letter for each dim of its mesh. "s" is FSDP2's beside TP's "0".
+LETTERS = {"R": Replicate(), "0": Shard(0), "1": Shard(1), "P": Partial(), "s": _StridedShard(0, split_factor=2)}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Dims of ranks 0 to 3, each as (size, stride): along it `rank` stands at rank // stride % size."""
+
+    dims: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """How many places there are."""
+        return math.prod(size for size, _ in self.dims)
+
+    def where(self, rank: int) -> tuple[int, ...]:
+        """Return where a rank stands."""
+        return tuple(rank // stride % size for size, stride in self.dims)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lives.
+
+    Args:
+        mesh: makes its mesh, None for a plain tensor.
+        axes: of the mesh.
+        letters: its placements.
+        own: along these, ranks hold shards of different tensors.
+    """
+
+    mesh: Callable[[], DeviceMesh] | None
+    axes: Axes
+    letters: str
+    own: Axes = Axes(())
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether some ranks hold the same piece."""
+        cut = math.prod(size for (size, _), letter in zip(self.axes.dims, self.letters, strict=True) if letter != "R")
+        return self.own.size * cut < 4
+
+
+def _dp() -> DeviceMesh:
+    return cases.square()["dp"]
+
+
+def _tp() -> DeviceMesh:
+    return cases.square()["tp"]
+
+
+def _one_replica() -> DeviceMesh:
+    return cases.mesh((1, 4), ("replica", "shard"))
+
+
+NOTHING, LINE, SQUARE, ROWS, COLUMNS = (Axes(d) for d in ((), ((4, 1),), ((2, 2), (2, 1)), ((2, 2),), ((2, 1),)))
+
+PLACES = {
+    "plain": Place(None, NOTHING, ""),
+    "own": Place(None, NOTHING, "", LINE),  # plain, but every rank's is another: FSDP1's shards, pipeline stages
+    "line-replicated": Place(cases.line, LINE, "R"),
+    "line-sharded": Place(cases.line, LINE, "0"),
+    "square-sharded": Place(cases.square, SQUARE, "01"),
+    "square-replicated": Place(cases.square, SQUARE, "RR"),
+    "hsdp": Place(cases.square, SQUARE, "R0"),
+    "one-replica": Place(_one_replica, Axes(((1, 4), (4, 1))), "R0"),
+    "square-half": Place(cases.square, SQUARE, "0R"),
+    "fsdp-tp": Place(cases.square, SQUARE, "s0"),
+    "dp-slice": Place(_dp, ROWS, "0", COLUMNS),
+    "tp-slice": Place(_tp, COLUMNS, "0", ROWS),
+}
+SLICES = ("dp-slice", "tp-slice")
+PLAIN = ("plain", "own")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, of three columns.
+
+    Args:
+        rows: 4 are even shards, of 5 the last of four ranks has none, of 1 only the first has one.
+        grads: how backward places its gradients, step for step and over again: words of `LETTERS`, or "plain" for the
+            local tensor alone; none: as the parameter.
+    """
+
+    place: str
+    dtype: str = "fp32"
+    rows: int = 4
+    grads: tuple[str, ...] = ()
+
+    def way(self, step: int) -> str:
+        """Return how a step's gradient is placed."""
+        return self.grads[step % len(self.grads)] if self.grads else PLACES[self.place].letters
+
+    def held(self, step: int) -> tuple[Tensor, ...]:
+        """Return which elements of a step's gradient each rank holds, by their positions in the whole."""
+        return _held(self.place, self.way(step), self.rows)
+
+    @property
+    def moves(self) -> bool:
+        """Whether gradients may be placed otherwise than the parameter."""
+        return bool(self.grads)
+
+
+@functools.cache
+def _held(place: str, way: str, rows: int) -> tuple[Tensor, ...]:
+    whole = torch.arange(rows * 3).view(rows, 3)
+    return tuple(cut(whole, way, PLACES[place].axes, rank) for rank in range(4))
+
+
+def cut(piece: Tensor, way: str, axes: Axes, rank: int) -> Tensor:
+    """Return what a rank holds of a tensor that is placed this way."""
+    dims = [] if way == "plain" else [*zip(way, axes.dims, axes.where(rank), strict=True)]
+    for letter, (size, _), index in reversed(dims) if "s" in way else dims:  # TP cuts first
+        if letter not in "RP":
+            dim = int(letter == "1")
+            parts = piece.chunk(size, dim)  # as many as there are elements for
+            piece = parts[index] if index < len(parts) else piece.narrow(dim, 0, 0)
+    return piece.contiguous()
+
 
 # In torch 2.11 it does not.
 ADAGRAD_TAKES_FLAG = hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_amp_scaling")
@@ -60,7 +190,6 @@ class Clip:
     fraction: float
     order: float = 2.0
     subset: frozenset[int] | None = None
-    defer: bool = False
     refuses: bool = False
 
     def members(self, program: Program) -> list[tuple[int, int]]:
@@ -71,7 +200,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Setting:
-    """A call of one of the scaler's setters on all ranks, as a step begins."""
+    """A limit that is set on all ranks, as a step begins."""
 
     step: int
     name: str
@@ -100,9 +229,7 @@ class Program:
         clips: what is clipped in each step, before anything is stepped.
         keeps: whether gradients that are placed alike stay the same tensors, written anew step for step.
         hysteresis: the scaler's at first.
-        check_unscaled: the scaler's; its scale is too large for it to find anything.
         settings: what is set on the way; a later one counts.
-        consecutive: the scaler's `consecutive_hysteresis` at first.
         max_skips: the scaler's `max_consecutive_skips` at first.
         given_up: (step, optimizer) pairs: before this step comes a batch whose step fails on all ranks, without update.
         split: what makes the ranks disagree, if anything does.
@@ -117,9 +244,7 @@ class Program:
     clips: tuple[Clip | None, ...] = ()
     keeps: bool = False
     hysteresis: int = 1
-    check_unscaled: bool = False
     settings: tuple[Setting, ...] = ()
-    consecutive: bool = False
     max_skips: int | None = None
     given_up: frozenset[tuple[int, int]] = frozenset()
     split: Split | None = None
@@ -127,11 +252,7 @@ class Program:
     @property
     def limits(self) -> dict[str, Any]:
         """The scaler's limits at first, by the names of its arguments."""
-        return {
-            "hysteresis": self.hysteresis,
-            "consecutive_hysteresis": self.consecutive,
-            "max_consecutive_skips": self.max_skips,
-        }
+        return {"hysteresis": self.hysteresis, "max_consecutive_skips": self.max_skips}
 
     @property
     def finished(self) -> int:
@@ -148,13 +269,12 @@ class Program:
         return clip if clip is None or optimizer is None or optimizer in clip.optimizers else None
 
     def gives_up(self, step: int, optimizer: int) -> bool:
-        """Whether a batch fails before; not where `unscale_` or a clip follows, which refuse what follows one."""
-        unscales = any(index == optimizer for _, index in self.explicit)
-        return (step, optimizer) in self.given_up and not unscales and self.clip_of(step, optimizer) is None
+        """Whether a batch fails before."""
+        return (step, optimizer) in self.given_up
 
     def clips_at_once(self, clip: Clip) -> bool:
         """Whether one reduction carries norm, flags and scales."""
-        return clip.order == 2.0 and clip.subset is None and not self.check_unscaled
+        return clip.order == 2.0 and clip.subset is None
 
     def clip_agrees(self, clip: Clip) -> bool:
         """Whether ranks reduce the norm."""
@@ -188,3 +308,52 @@ class Program:
         clip = self.clip_of(step, optimizer)
         together = (optimizer,) if clip is None else clip.optimizers
         return any(spot.optimizer in together for spot in self.bad(step))
+
+
+def whole(described: Parameter, spot: Spot) -> Tensor:
+    """Return all of a gradient: exact in every dtype, a term of a sum too, and so large that a step shows in bf16."""
+    own = sum(PLACES[described.place].own.where(spot.rank))
+    # Another one than in the step before, and with the largest scale not too large for fp16.
+    value = (1 + spot.parameter + 4 * own) * 2.0 ** (spot.step % 3)
+    return value * torch.arange(1, described.rows * 3 + 1).view(-1, 3).to(DTYPES[described.dtype])
+
+
+def piece(described: Parameter, spot: Spot) -> Tensor:
+    """Return what a rank holds of a gradient."""
+    return cut(whole(described, spot), described.way(spot.step), PLACES[described.place].axes, spot.rank)
+
+
+def distributed(described: Parameter, local: Tensor, way: str) -> Tensor:
+    """Return the DTensor of which `local` is this rank's part."""
+    mesh, placements = PLACES[described.place].mesh, [LETTERS[letter] for letter in way]
+    assert mesh is not None
+    size = {"shape": torch.Size((described.rows, 3)), "stride": (3, 1)}
+    return DTensor.from_local(local, mesh(), placements, run_check=False, **size)
+
+
+def backward(
+    program: Program, spot: Spot, optimizer: torch.optim.Optimizer, scale: float, kept: dict[Any, Tensor]
+) -> None:
+    """Give all parameters of an optimizer their gradients; `kept` holds those of earlier steps."""
+    planted = dict(program.planted)
+    for index, parameter in enumerate(cases.params_of(optimizer)):
+        here = replace(spot, parameter=index)
+        described, parameter.grad = program.parameter_of(here), None
+        if here not in program.missing:
+            gradient = _gradient(described, here, scale, planted.get(here))
+            if program.keeps:
+                old = kept.setdefault((spot.optimizer, index, described.way(spot.step)), gradient)
+                cases.local_of(old).copy_(cases.local_of(gradient))
+                gradient = old
+            parameter.grad = gradient
+
+
+def _gradient(described: Parameter, spot: Spot, scale: float, planted: float | None) -> Tensor:
+    local, way = piece(described, spot) * scale, described.way(spot.step)
+    if planted is not None and local.numel():
+        local.view(-1)[spot.rank % local.numel()] = planted
+    if way in ("", "plain"):
+        return local
+    for letter, (size, _) in zip(way, PLACES[described.place].axes.dims, strict=True):
+        local /= size if letter == "P" else 1  # a term of the sum
+    return distributed(described, local, way)

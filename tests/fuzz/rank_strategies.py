@@ -7,11 +7,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from cases import FUSED_ADAGRAD, INIT_SCALE
 from hypothesis import strategies as st
-from rank_model import told_apart
-from rank_places import PLACES, PLAIN, SLICES, SQUARE, Parameter
-from rank_programs import Clip, Optimizer, Program, Setting, Split, Spot
+from rank_model import found_apart
+from rank_programs import PLACES, PLAIN, SLICES, SQUARE, Clip, Optimizer, Parameter, Program, Setting, Split, Spot
+from ranks.cases import FUSED_ADAGRAD, INIT_SCALE
 
 RANKS = range(4)
 NONFINITE = [float("inf"), float("-inf"), float("nan")]
@@ -46,7 +45,7 @@ def long_programs(draw: Any) -> Program:
     kind = draw(kinds)
     chosen = tuple(draw(st.lists(optimizers(kind, False, members=2), min_size=1, max_size=2)))
     bare = draw(habits(Program(kind, chosen, draw(st.integers(4, 8)))))
-    limits = {"hysteresis": [2, 3, 1], "consecutive": [True, False], "max_skips": [0, 1, 2, None]}
+    limits = {"hysteresis": [2, 3, 1], "max_skips": [0, 1, 2, None]}
     drawn = {name: draw(st.sampled_from(values)) for name, values in limits.items()}
     bare = replace(bare, planted=draw(overflows_in_most_steps(bare)), **drawn)
     return draw(splits(draw(clipped(bare, st.none() | st.none() | st.none() | clips(bare)))))
@@ -104,7 +103,6 @@ def habits(draw: Any, bare: Program) -> Program:
         planted=tuple((each, value) for spot, value in bad for each in spread(bare, spot, missing=False)),
         keeps=draw(st.booleans()),
         hysteresis=draw(st.sampled_from([1, 1, 2, 3])),
-        check_unscaled=draw(st.integers(0, 3)) == 0,
         settings=tuple(draw(st.lists(settings_on_the_way(bare.steps), max_size=3))),
         given_up=draw(st.frozensets(st.tuples(st.integers(0, bare.steps - 1), st.integers(0, len(chosen) - 1)))),
     )
@@ -123,7 +121,6 @@ def settings_on_the_way(steps: int) -> st.SearchStrategy[Setting]:
         "min_scale": st.sampled_from([1.0, INIT_SCALE]),
         "max_scale": st.sampled_from([INIT_SCALE, 64.0]),
         "hysteresis": st.integers(1, 3),
-        "consecutive_hysteresis": st.booleans(),
         "max_consecutive_skips": st.none() | st.integers(0, 2),
     }
     each = [st.builds(Setting, st.integers(0, steps - 1), st.just(name), drawn) for name, drawn in values.items()]
@@ -167,20 +164,18 @@ def clipped(draw: Any, program: Program, clip: st.SearchStrategy[Clip | None]) -
 def clips(draw: Any, program: Program) -> Clip:
     chosen = program.optimizers
     taken = tuple(draw(st.permutations(range(len(chosen)))))[: draw(st.integers(1, len(chosen)))]
-    defer = not program.check_unscaled and draw(st.booleans()) and all(chosen[index].takes_flag for index in taken)
     subset = draw(st.none() | st.none() | st.frozensets(st.integers(0, 8)))
     order = draw(st.sampled_from([2.0, 2.0, math.inf, 1.0, 3.0]))
     # Half the norm: what is clipped to less would not show in bf16.
     fraction = draw(st.sampled_from([0.5, 2.0]))
-    how = (2.0, None, True) if defer else (order, subset, False)
-    return Clip(taken, fraction, *how, draw(st.booleans()))
+    return Clip(taken, fraction, order, subset, draw(st.booleans()))
 
 
 @st.composite
 def splits(draw: Any, program: Program) -> Program:
-    """Draw whether a split ends the program, in a step that tells of it."""
+    """Draw whether a split ends the program, in a step that reports it."""
     if program.steps == 1 or draw(st.sampled_from([False] * 3 + [True])) is False:
         return program
     factor = draw(st.sampled_from([0.5, 2.0]))  # what is larger would overflow fp16
     split = Split(draw(st.integers(1, program.steps - 1)), draw(st.sampled_from(RANKS)), factor)
-    return program if told_apart(program, split) is None else replace(program, split=split)
+    return program if found_apart(program, split) is None else replace(program, split=split)

@@ -1,28 +1,21 @@
 """What the scalers must do on one process: torch's classes, but for the numbered ones in docs/differences.md.
 
 Every place where it departs from torch calls `departs(number)`; what is not departed from is torch itself.
+
+torch's three stages become these phases. A state is one of torch's dicts; two more keys and one dict are all there is:
+- FAILED: stage UNSCALED and `failed` in the state. The step is skipped whatever the flag.
+- stage UNSCALED and `began` in the state: its step() raised. The next `scale` makes it READY (difference 23).
+- CARRIED: stage READY and an entry in `_carried`, the flag. The next `scale` makes it READY (difference 18).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from optimizer_contents import (
-    first_gradient,
-    first_write_of,
-    gradients_of,
-    is_coalesced_fp16,
-    is_fp16,
-    lacks_momentum,
-    overlaps,
-    parameters_of,
-    same_writes,
-    values_of,
-    writes_of,
-)
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
@@ -45,6 +38,46 @@ def departs(number: int | str) -> None:
     departures[number] += 1
 
 
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return an optimizer's parameters."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradients_of(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the gradients that there are."""
+    return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
+
+
+def is_fp16(gradient: Tensor) -> bool:
+    """Return whether GradScaler refuses to unscale it."""
+    return gradient.dtype is torch.float16
+
+
+def overlaps(gradient: Tensor) -> bool:
+    """Return whether elements share memory."""
+    if gradient.layout is not torch.strided or not gradient.numel():
+        return False
+    return any(stride == 0 < size - 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
+
+
+def lacks_momentum(optimizer: Any) -> bool:
+    """Return whether it is an SGD whose momentum its next step will make."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return any(
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
+
+
+def any_set(flags: dict[Any, Tensor]) -> bool:
+    """Return whether a flag among these is set."""
+    return any(flag.item() for flag in flags.values())
+
+
 class Refused(ValueError):
     """Difference 2: a ValueError whose text begins with the field and ends with the value."""
 
@@ -56,7 +89,7 @@ class Refused(ValueError):
         self.begin, self.end = field, f"got {value!r}"
 
     def is_met_by(self, error: BaseException) -> bool:
-        """Tell whether `error` is such an error."""
+        """Return whether `error` is such an error."""
         return type(error) is self.error and str(error).startswith(self.begin) and str(error).endswith(self.end)
 
 
@@ -122,11 +155,10 @@ class Specification(torch.amp.GradScaler):
             self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
             self._growth_interval = growth_interval
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._optimizers: dict[int, Any] = {}
-        self._left_unscaled: dict[int, tuple[Tensor, list[Any]] | None] = {}
+        self._carried: dict[int, bool] = {}  # whether the flag was set, by the optimizer's id
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_optimizers": {}, "_left_unscaled": {}}
+        state = {**super().__getstate__(), "_carried": {}}
         if not self._enabled:
             departs(6)  # a disabled one has states at all; they name optimizers by id, which a copy cannot keep
             state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
@@ -163,51 +195,41 @@ class Specification(torch.amp.GradScaler):
             super()._lazy_init_scale_growth_tracker(dev)
 
     def scale(self, outputs: Any) -> Any:
-        for key, state in self._per_optimizer_states.items() if self._enabled else ():
-            if state["stage"] is OptState.UNSCALED:
-                state["left_behind"] = state.get("step_began", False)
-                state.setdefault("before_loss", first_write_of(self._optimizers[key]))
+        self._carried.clear()
+        for state in self._per_optimizer_states.values() if self._enabled else ():
+            if state["stage"] is OptState.UNSCALED and state.get("began"):
+                departs(23)  # torch takes the gradients of a later loss for those that it has unscaled
+                state.clear()
+                state.update(_refresh_per_optimizer_state())
         return super().scale(outputs)
 
     def update(self, new_scale: Any = None) -> None:
         if not self._enabled:
             return
-        unstepped = self._now_unstepped()
+        self._check_scale_growth_tracker("update")
+        states, unstepped = self._per_optimizer_states, self._unstepped()
         if new_scale is None:
             self._update_by_flags()
         else:
             self._update_by_value(new_scale)
-        self._left_unscaled |= unstepped
+        carried = {k: flag for k, flag in self._carried.items() if k not in states or is_ready(states[k])}
+        self._carried = carried | unstepped
 
-    def _now_unstepped(self) -> dict[int, Any]:
-        kept = {}  # made before the update, which adds up the flags in one of them
-        for key, state in self._per_optimizer_states.items():
-            if state["stage"] is OptState.READY:  # asked about, or refused: its gradients are as they were
-                continue
-            kept[key] = None
-            if state["stage"] is not OptState.UNSCALED:
-                continue
-            optimizer = self._optimizers[key]
-            if "before_loss" in state and not same_writes(state["before_loss"], first_write_of(optimizer)):
-                continue  # by the backward of a later loss
-            if first_gradient(optimizer) is state["first"] is not None:
-                bad = any(flag.item() for flag in state["found_inf_per_device"].values())
-                found = bad or state.get("must_skip", False)
-                kept[key] = (torch.tensor(float(found)), writes_of(optimizer))
-        return kept
+    def _unstepped(self) -> dict[int, bool]:
+        """Return the flags to carry: before the update, which adds up the flags in one of them."""
+        unscaled = {k: s for k, s in self._per_optimizer_states.items() if s["stage"] is OptState.UNSCALED}
+        failed = {key for key, state in unscaled.items() if state.get("failed")}
+        checked = {key for key, state in unscaled.items() if state["found_inf_per_device"]}  # else nothing was divided
+        return {key: key in failed or any_set(unscaled[key]["found_inf_per_device"]) for key in failed | checked}
 
-    def _recall(self, optimizer: Any) -> None:
+    def _resume(self, optimizer: Any) -> None:
+        """Make a carried step an unscaled one, with the flag of its check or of a later look."""
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY and (kept := self._left_unscaled.pop(id(optimizer), None)):
-            flag, writes = kept
-            if same_writes(writes, writes_of(optimizer)):
-                departs(18)  # torch unscales them a second time
-                if any(map(overlaps, gradients_of(optimizer))):
-                    self._left_unscaled[id(optimizer)] = kept
-                    raise RuntimeError(OVERLAP)
-                bad = not all(values.isfinite().all() for values in values_of(optimizer))
-                flags = {flag.device: torch.maximum(flag, torch.tensor(float(bad)))}
-                state.update(stage=OptState.UNSCALED, found_inf_per_device=flags, first=first_gradient(optimizer))
+        if is_ready(state) and id(optimizer) in self._carried:
+            departs(18)  # torch unscales the gradients a second time
+            flag = self._carried.pop(id(optimizer)) or any_set(state["found_inf_per_device"])
+            found_inf = {self._scale.device: torch.tensor(float(flag))}
+            state.update(stage=OptState.UNSCALED, found_inf_per_device=found_inf)
 
     def _update_by_flags(self) -> None:
         tracker, interval = self._growth_tracker, self._growth_interval
@@ -232,7 +254,6 @@ class Specification(torch.amp.GradScaler):
             self._scale.fill_(bounded)
 
     def _update_by_value(self, new_scale: Any) -> None:
-        self._check_scale_growth_tracker("update")
         one = isinstance(new_scale, Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
         if one or not isinstance(new_scale, Tensor):  # torch refuses the others
             demand("scale", new_scale, "new_scale")
@@ -259,78 +280,69 @@ class Specification(torch.amp.GradScaler):
             return super()._unscale_grads_(*args)
 
     def unscale_(self, optimizer: Any) -> None:
-        optimizer = self._unwrapped(optimizer)
+        optimizer = unwrapped(optimizer)
         super().unscale_(optimizer)
         if self._enabled:
-            self._per_optimizer_states[id(optimizer)]["first"] = first_gradient(optimizer)
+            state = self._per_optimizer_states[id(optimizer)]
+            for word in ("began", "failed", "stays"):
+                state.pop(word, None)
+            self._carried.pop(id(optimizer), None)
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
-        optimizer = self._unwrapped(optimizer)
+        optimizer = unwrapped(optimizer)
         self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
         known = state["found_inf_per_device"]
-        if known and (state["stage"] is OptState.STEPPED or state.get("must_skip") or state.get("stays")):
+        stays = state["stage"] is OptState.UNSCALED and (state.get("failed") or state.get("stays"))
+        if known and (state["stage"] is OptState.STEPPED or stays):
             departs(1)
             return known
         return super()._check_inf_per_device(optimizer)
 
-    def _unwrapped(self, optimizer: Any) -> Any:
-        optimizer = unwrapped(optimizer)
-        self._optimizers[id(optimizer)] = optimizer
-        return optimizer
-
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = self._unwrapped(optimizer)
-        if not self._enabled:
+        optimizer = unwrapped(optimizer)
+        if not self._enabled or "closure" in kwargs or self._scale is None or self._growth_tracker is None:
             return super().step(optimizer, *args, **kwargs)
-        if args and callable(args[0]):
-            departs(8)
-            return super().step(optimizer, closure=args[0])
-        if "closure" in kwargs or self._scale is None or self._growth_tracker is None:
-            return super().step(optimizer, *args, **kwargs)  # raises
         self._begin_step(optimizer)
-        self._recall(optimizer)
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return super().step(optimizer, *args, **kwargs)
-        return self._fused_step(optimizer, *args, **kwargs)
-
-    def _begin_step(self, optimizer: Any) -> None:
-        key = id(optimizer)
-        if self._per_optimizer_states[key].get("left_behind"):
-            departs(23)  # torch takes the gradients of a later loss for those that it has unscaled
-            self._left_unscaled[key] = self._now_unstepped()[key]
-            del self._per_optimizer_states[key]
-        self._per_optimizer_states[key]["step_began"] = True
-
-    def _fused_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            return super().step(optimizer)  # raises
-        if state.get("must_skip"):
+        if has_failed(state):
             departs(FAILURE)
             state["stage"] = OptState.STEPPED
             return None
-        ready = state["stage"] is OptState.READY
-        if ready:
+        try:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                return self._fused_step(optimizer, state, *args, **kwargs)
+            return super().step(optimizer, *args, **kwargs)
+        except Exception:
+            if state["stage"] is OptState.UNSCALED:
+                state["began"] = True
+            raise
+
+    def _begin_step(self, optimizer: Any) -> None:
+        self._resume(optimizer)
+
+    def _fused_step(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if state["stage"] is OptState.STEPPED:
+            return super().step(optimizer)  # raises
+        scaled = is_ready(state)
+        if scaled:
             self._check_inf_per_device(optimizer)
-        if lacks_momentum(optimizer) and any(flag.item() for flag in state["found_inf_per_device"].values()):
+        if lacks_momentum(optimizer) and any_set(state["found_inf_per_device"]):
             departs(14)
             state["stage"] = OptState.STEPPED
             return None
         try:
             return self._step_with_flag(optimizer, state, *args, **kwargs)
         except Exception:
-            departs(FAILURE)  # nobody knows what it wrote: it can only be skipped now
+            departs(FAILURE)  # nobody knows what it divided: it can only be skipped now
             del optimizer.grad_scale, optimizer.found_inf
-            must_skip = ready or "deferred" in state
-            state.update(stage=OptState.UNSCALED, must_skip=must_skip, first=first_gradient(optimizer))
+            state.update(stage=OptState.UNSCALED, failed=scaled)
             raise
 
     def _step_with_flag(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if state["found_inf_per_device"]:
             return super().step(optimizer, *args, **kwargs)
-        departs(1)  # torch lends the int 0 where no gradient was checked, and fails if there are some by now
+        departs(1)  # torch passes the int 0 where no gradient was checked, and fails if there are some by now
         state["found_inf_per_device"] = {self._scale.device: torch.zeros(())}
         try:
             return super().step(optimizer, *args, **kwargs)
@@ -346,19 +358,19 @@ class ShardedSpecification(Specification, TorchShardedGradScaler):
             departs(1)  # fused Adam takes a flag of shape () only
         return super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(()), allow_fp16)
 
-    def _unscale_as_torch(self, optimizer: Any, *args: Any) -> Any:
-        coalesced = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None and is_coalesced_fp16(p.grad)]
-        flags = super()._unscale_as_torch(optimizer, *args)
-        for parameter, gradient in coalesced:
-            if parameter.grad is not gradient:
-                departs(18)  # torch's ShardedGradScaler puts another object there, as if it were new
-                gradient._values().data.copy_(parameter.grad._values())  # torch's op counts as no write
-                parameter.grad = gradient
-        return flags
-
     def _update_as_torch(self) -> None:
         departs(4)  # on the CPU torch's class rounds the factor, too, and grows to infinity
         torch.amp.GradScaler.update(self)
+
+
+def is_ready(state: dict[str, Any]) -> bool:
+    """Return whether a step has not begun."""
+    return state["stage"] is OptState.READY
+
+
+def has_failed(state: dict[str, Any]) -> bool:
+    """Return whether a step can only be skipped."""
+    return state["stage"] is OptState.UNSCALED and state.get("failed", False)
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -370,7 +382,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _sum_in_fp32(optimizer: Any) -> None:
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in parameters_of(optimizer):
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse and is_fp16(gradient) and not gradient.is_coalesced():
             departs(FP16_SUMS)

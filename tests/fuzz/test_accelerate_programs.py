@@ -16,16 +16,26 @@ from torch import Tensor
 
 pytest.importorskip("accelerate")
 
-from accelerate_cases import DECAY, GROWTH_INTERVAL, INIT_SCALE, forget, new_accelerator
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradScalerKwargs
 
 from scaler_triton.integrations.accelerate import use_scaler_triton
 
 INPUT = (3.0, 4.0)
+INIT_SCALE, GROWTH_INTERVAL = 8.0, 2
+DECAY = 0.9375  # of the learning rate, in each step of the scheduler
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.25),
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=0.25, fused=True),
 }
+
+
+def forget() -> None:
+    """Let the next Accelerator of this process be its first."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 class Plain:
@@ -85,7 +95,9 @@ class Accelerated(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(sorted(OPTIMIZERS)), micro_batches=st.sampled_from([1, 2, 4]))
     def start(self, name: str, micro_batches: int) -> None:
         self.plain, self.turn = Plain(name, micro_batches), 0
-        self.accelerator = new_accelerator(gradient_accumulation_steps=micro_batches)
+        handlers = [GradScalerKwargs(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)]
+        options = {"cpu": True, "mixed_precision": "fp16", "kwargs_handlers": handlers}
+        self.accelerator = Accelerator(**options, gradient_accumulation_steps=micro_batches)
         self.scaler = use_scaler_triton(self.accelerator)
         layer = torch.nn.Linear(2, 1, bias=False)
         torch.nn.init.zeros_(layer.weight)

@@ -11,11 +11,11 @@ pytest.importorskip("hypothesis")
 
 import torch
 import torch.distributed as dist
-from beyond_torch import FullShardedSpecification
+from extras import FullShardedSpecification
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import seed
 from hypothesis.stateful import run_state_machine_as_test
-from single_programs import Programs
+from programs import Programs
 from specification import departures
 
 from scaler_triton import ShardedGradScaler
@@ -49,7 +49,7 @@ class InterpretedShardedPrograms(ShardedPrograms):
 class GpuPrograms(Programs):
     """The same on a GPU, beside torch's class there."""
 
-    backend, device = "triton", "cuda"  # no falling back, of which nothing would tell
+    backend, device = "triton", "cuda"  # no falling back, which nothing would show
 
 
 class GpuShardedPrograms(ShardedPrograms):

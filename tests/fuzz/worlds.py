@@ -1,15 +1,15 @@
-"""A scaler with its optimizers, twice: plain descriptions that hypothesis draws and shrinks, built in two worlds."""
+"""A scaler with its optimizers, twice: what programs are made of, built in two worlds, which must stay equal."""
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from helpers import bits
+from specification import parameters_of
 from torch import Tensor
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -181,27 +181,6 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class BucketSpec:
-    """Gradients that are views of one buffer, as DDP's: how far apart, in which order."""
-
-    seed: int
-    gap: int
-    backwards: bool
-    plant: float | None
-
-    def give(self, parameters: Sequence[Tensor]) -> None:
-        """Set the gradient of every parameter that has the first one's dtype."""
-        chosen = [p for p in parameters if p.dtype == parameters[0].dtype]
-        size = sum(p.numel() + self.gap for p in chosen)
-        buffer = GradientSpec("dense", self.seed, plant=self.plant).values((size,), parameters[0].dtype)
-        begin = 0
-        for parameter in reversed(chosen) if self.backwards else chosen:
-            parameter.grad = None
-            parameter.grad = buffer[begin : begin + parameter.numel()].view(parameter.shape)
-            begin += parameter.numel() + self.gap
-
-
 @dataclass
 class World:
     """One scaler with what it works on."""
@@ -214,13 +193,13 @@ class World:
         """Exchange an optimizer for a new one."""
         if self.buried is not None:  # difference 11
             self.buried.append(self.optimizers[index])
-            self.buried[-1].is_gone = True
         del self.optimizers[index]
         self.optimizers.insert(index, new())
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Every parameter of every optimizer."""
-        return (p for o in self.optimizers for group in o.param_groups for p in group["params"])
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return every parameter of every optimizer."""
+        pairs = enumerate(self.optimizers)
+        return [(f"{i}.{j}", p) for i, optimizer in pairs for j, p in enumerate(parameters_of(optimizer))]
 
 
 @dataclass(frozen=True)
@@ -230,7 +209,6 @@ class ClipSpec:
     Args:
         indices: of the optimizers, in this order.
         subset: positions among their parameters; None: `parameters=` is not given.
-        defer: only optimizers that take it then, if there are any.
     """
 
     indices: tuple[int, ...]
@@ -238,17 +216,13 @@ class ClipSpec:
     norm_type: Any = 2.0
     error_if_nonfinite: bool = False
     subset: frozenset[int] | None = None
-    defer: bool = False
     wrapped: bool = False
 
     def clip(self, world: World, **options: Any) -> Tensor:
         """Make the call."""
         chosen = [world.optimizers[i] for i in dict.fromkeys(i % len(world.optimizers) for i in self.indices)]
-        if self.defer:
-            options["defer"] = True
-            chosen = [each for each in chosen if hasattr(each, "_step_supports_amp_scaling")] or chosen
-        elif self.subset is not None:
-            parameters = [p for optimizer in chosen for group in optimizer.param_groups for p in group["params"]]
+        if self.subset is not None:
+            parameters = [parameter for optimizer in chosen for parameter in parameters_of(optimizer)]
             options["parameters"] = [p for i, p in enumerate(parameters) if i in self.subset]
         passed = [Wrapper(each) for each in chosen] if self.wrapped else chosen
         return world.scaler.clip_grad_norm_(passed, self.max_norm, self.norm_type, self.error_if_nonfinite, **options)
@@ -308,14 +282,14 @@ def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what can be seen of an optimizer, and of what a scaler knows of it."""
     known = getattr(scaler, "_per_optimizer_states", {})
     state = known.get(id(optimizer), {})
-    if state.get("owner", lambda: optimizer)() is not optimizer:
-        state = {}  # a dead optimizer's at the same id: looked at once more when the new one is used
-    lists = [group["params"] for group in optimizer.param_groups]
-    parameters = list(itertools.chain.from_iterable(lists))
+    owner = getattr(state, "owner", None) or state.get("owner", lambda: optimizer)
+    if owner() is not optimizer:
+        state = {}  # of a dead optimizer at the same id, until the new one is used
+    parameters = parameters_of(optimizer)
     return {
         "stage": state["stage"].name if state else "READY",
         "flags": [flag.item() for flag in state["found_inf_per_device"].values()] if state else [],
-        "lent": [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)],
+        "set on it": [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)],
         "parameters": parameters,
         "gradients": [parameter.grad for parameter in parameters],
         "state": [dict(optimizer.state.get(parameter, {})) for parameter in parameters],

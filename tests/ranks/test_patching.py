@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from collective_counter import CollectiveCounter
+from ranks.cases import CollectiveCounter
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 

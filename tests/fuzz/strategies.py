@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from extras import LARGEST_INT
 from hypothesis import strategies as st
 from specification import FP32_MAX, SMALLEST
 from worlds import (
@@ -12,7 +13,6 @@ from worlds import (
     OPTIMIZERS,
     SHAPES,
     VARIANTS,
-    BucketSpec,
     ClipSpec,
     GradientSpec,
     OptimizerSpec,
@@ -20,7 +20,6 @@ from worlds import (
 )
 
 INF, NAN = float("inf"), float("nan")
-SHAPE = (0, 1)  # which shape an assigned scale has: () or (1,)
 
 # Mostly what training meets; what ends a step early stays rare, so that programs get far.
 FORM_NAMES = ["dense", "accumulate", "accumulate-inplace", "keep", "none"] * 2
@@ -62,7 +61,11 @@ gradient_specs = st.builds(
     st.sampled_from(PLANTS),
 )
 backwards = st.lists(gradient_specs, min_size=1, max_size=6)
-buckets = st.builds(BucketSpec, st.integers(0, 20), st.sampled_from([0, 0, 1]), st.booleans(), st.sampled_from(PLANTS))
+settings = st.one_of(
+    st.tuples(st.just("growth_factor"), any_growth_factors),
+    st.tuples(st.just("backoff_factor"), any_backoff_factors),
+    st.tuples(st.just("growth_interval"), st.integers(-1, 5)),
+)
 state_dicts = st.fixed_dictionaries(
     {
         "scale": scales,
@@ -72,17 +75,17 @@ state_dicts = st.fixed_dictionaries(
         "_growth_tracker": trackers,
     }
 )
-defects = st.sampled_from(
-    [
-        ("scale", 0.0),
-        ("scale", INF),
-        ("growth_factor", 0.5),
-        ("backoff_factor", 1.5),
-        ("growth_interval", 0),
-        ("_growth_tracker", -1),
-        *((name, None) for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")),
-    ]
-)
+DEFECTS = {"scale": 0.0, "growth_factor": 0.5, "backoff_factor": 1.5, "growth_interval": 0, "_growth_tracker": -1}
+
+
+@st.composite
+def checkpoints(draw: Any) -> dict[str, Any]:
+    """Draw what `load_state_dict` is given: mostly legal, else without a field, with a wrong one, or empty."""
+    state, name = draw(state_dicts), draw(st.sampled_from(list(DEFECTS)))
+    lacking = {key: value for key, value in state.items() if key != name}
+    return draw(st.sampled_from([state, state, state, lacking, {**state, name: DEFECTS[name]}, {}]))
+
+
 clips = st.builds(
     ClipSpec,
     st.lists(indices, min_size=1, max_size=3).map(tuple),
@@ -90,7 +93,6 @@ clips = st.builds(
     st.sampled_from([2.0] * 6 + [2, INF, "inf", 1.0, 3, 0.5]),
     rarely,
     st.none() | st.none() | st.frozensets(st.integers(0, 5)),
-    st.integers(0, 3).map(lambda number: number == 3),
     rarely,
 )
 limits = st.fixed_dictionaries(
@@ -98,7 +100,16 @@ limits = st.fixed_dictionaries(
         "min_scale": st.sampled_from([SMALLEST, 2.0**-10, 4.0]),
         "max_scale": st.sampled_from([FP32_MAX, 2.0**20, 4.0]),
         "hysteresis": st.integers(1, 3),
-        "consecutive_hysteresis": st.booleans(),
         "max_consecutive_skips": st.none() | st.integers(0, 2),
     }
+)
+bounds = st.sampled_from([SMALLEST, 2.0**-10, 1.0, 4, 2.0**20, FP32_MAX]) | any_scales | st.sampled_from(["4", None])
+changes_of_limits = st.fixed_dictionaries(
+    {},
+    optional={
+        "min_scale": bounds,
+        "max_scale": bounds,
+        "hysteresis": st.integers(0, 4) | st.sampled_from([-1, LARGEST_INT + 1, 2.0, "2", None]),
+        "max_consecutive_skips": st.none() | st.integers(0, 2) | st.sampled_from([-1, 1.0, "1"]),
+    },
 )

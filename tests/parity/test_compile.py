@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
-from scaler_triton import GradScaler, ShardedGradScaler, untraced
+from scaler_triton import GradScaler, ShardedGradScaler
 
 # Torch's compiler meets deprecated parts of torch while it is imported.
 pytestmark = [
@@ -234,17 +234,3 @@ def test_setters_within_a_compiled_function() -> None:
         with nothing_new():
             compiled(torch.ones(4, 5), torch.ones(()))
     assert scaler.get_scale() == 8.0 * 4.0**3
-
-
-def test_without_torchs_private_names_nothing_is_missing_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch._C._dynamo.eval_frame.set_code_exec_strategy")
-
-    class Another(GradScaler):
-        __module__ = "scaler_triton.another"
-
-        def double(self) -> float:
-            return 2 * self.get_scale()
-
-    untraced.skip_tracing(Another)
-    assert Another("cpu", init_scale=4.0).double() == 8.0
-    assert vars(Another.double)["_torchdynamo_disable"]

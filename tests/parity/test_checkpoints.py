@@ -1,8 +1,9 @@
-"""Where a scaler's state goes: files, torch.distributed.checkpoint, frameworks' dicts; and the recipes that do it."""
+"""Where a scaler's state goes: files, torch.distributed.checkpoint, frameworks' dicts."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import sgd, started
-from scaler_triton.limits import KEY
+from scaler_triton.policy import KEY
 
 from scaler_triton import GradScaler, ShardedGradScaler
 
-RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
+KEY = "scaler_triton"
 EXTRAS: dict[str, Any] = {
     "min_scale": 0.25,
     "max_scale": 512.0,
     "hysteresis": 3,
-    "consecutive_hysteresis": True,
     "max_consecutive_skips": 50,
 }
 # DCP says once a process that it works alone.
@@ -27,10 +27,14 @@ ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavai
 EACH_CLASS = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
 
 
+@pytest.fixture(autouse=True)
+def ranks(two_ranks: None) -> None:
+    """The sharded class has somebody to agree with."""
+
+
 def trained(cls: type, **extras: Any) -> Any:
     """Return a scaler after a few updates, of which the last overflowed."""
     scaler = started(cls, "cpu", init_scale=64.0, growth_interval=2, process_group=None, **extras)
-    scaler._is_sharded = False  # nobody else is here to agree with
     for gradient in (1.0, math.inf, 1.0, 1.0, math.nan):
         scaler.step(sgd([torch.tensor([gradient])]))
         scaler.update()
@@ -53,7 +57,7 @@ def test_a_file_is_loaded_safely_with_all_extras(cls: type, tmp_path: Path) -> N
         "last_skip": 5,
         "strikes": 1,
     }
-    assert {name: getattr(other, f"get_{name}")() for name in EXTRAS} == EXTRAS
+    assert other.limits._asdict() == EXTRAS
 
 
 @EACH_CLASS
@@ -106,3 +110,17 @@ def test_dcp_reads_what_the_new_scaler_would_save(tmp_path: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException, match="scaler_triton"):
         dcp.load({"scaler": scaler}, checkpoint_id=tmp_path / "plain", no_dist=True)
     assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_a_checkpoint_of_version_0_1_is_loaded(consecutive: bool) -> None:
+    """With one warning if it asks for the hysteresis that is gone."""
+    scaler = trained(GradScaler, **EXTRAS)
+    state = scaler.state_dict()
+    state[KEY] = {**state[KEY], "consecutive_hysteresis": consecutive}
+    other = GradScaler("cpu")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        other.load_state_dict(state)
+    assert other.state_dict() == scaler.state_dict()
+    assert ["consecutive_hysteresis" in str(each.message) for each in warned] == [True] * consecutive

@@ -1,0 +1,450 @@
+"""A random program on one process: each rule is one call that a user can make, made in two worlds.
+
+One world has our scaler, the other the specification; results, errors and all that is left behind must be equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import strategies as draw
+import torch
+from extras import FullSpecification
+from hypothesis import note
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from specification import Refused, parameters_of
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from worlds import GradientSpec, World, Wrapper, assert_equal, assert_same_worlds, first_line, half_of, outcome
+
+from scaler_triton import GradScaler
+
+
+class Programs(RuleBasedStateMachine):
+    """Each rule is one call that a user can make, made in both worlds."""
+
+    ours_class: type = GradScaler
+    theirs_class: type = FullSpecification
+    backend = "torch"
+    device = "cpu"  # tensors are made on the default device, which must be this one
+    half = torch.bfloat16
+
+    @initialize(
+        specs=st.lists(draw.optimizer_specs(), min_size=1, max_size=3),
+        scale=draw.scales,
+        growth=st.sampled_from([2.0, 1.1, 4.0]),
+        backoff=st.sampled_from([0.5, 0.3]),
+        interval=draw.intervals,
+        enabled=draw.rarely.map(lambda disabled: not disabled),
+        started=draw.rarely.map(lambda not_yet: not not_yet),
+        limits=st.none() | st.none() | draw.limits,
+    )
+    def start(
+        self,
+        specs: list[Any],
+        scale: float,
+        growth: float,
+        backoff: float,
+        interval: int,
+        enabled: bool,
+        started: bool,
+        limits: dict[str, Any] | None,
+    ) -> None:
+        options = {"device": self.device, "init_scale": scale, "growth_factor": growth, "backoff_factor": backoff}
+        options |= {"growth_interval": interval, "enabled": enabled}
+        ours = self.ours_class(**options, backend=self.backend, **(limits or {}))
+        theirs = self.theirs_class(**options, limits=limits)
+        self.ours = World(ours, [spec.build(self.half) for spec in specs])
+        self.theirs = World(theirs, [spec.build(self.half) for spec in specs], buried=[])
+        theirs.tells_sparse = self.backend == "torch"
+        if started:
+            self.both(lambda world: world.scaler.scale(torch.ones(())))
+
+    def both(self, call: Callable[[World], Any]) -> None:
+        """Make a call in both worlds."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours, theirs = outcome(call, self.ours), outcome(call, self.theirs)
+        if isinstance(theirs, Refused):
+            assert theirs.is_met_by(ours), (ours, theirs)
+        elif isinstance(theirs, BaseException):
+            note(f"raises {theirs!r}")
+            assert type(ours) is type(theirs), (ours, theirs)
+            assert first_line(ours) == first_line(theirs)
+        else:
+            assert_equal(ours, theirs, "result")
+        assert_same_worlds(self.ours, self.theirs)
+
+    def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
+        """Make a call about one optimizer in both worlds."""
+
+        def on_one(world: World) -> Any:
+            optimizer = world.optimizers[index % len(world.optimizers)]
+            return call(world, Wrapper(optimizer) if wrapped else optimizer)
+
+        self.both(on_one)
+
+    # Backward passes.
+
+    @rule(index=draw.indices, gradients=draw.backwards)
+    def backward(self, index: int, gradients: list[GradientSpec]) -> None:
+        self.at(index, lambda _, optimizer: give(optimizer, gradients))
+
+    @rule(index=draw.indices, form=st.sampled_from(["uncoalesced", "piled"]), number=st.integers(0, 20))
+    def backward_sparsely(self, index: int, form: str, number: int) -> None:
+        self.backward(index, [GradientSpec(form, number)])
+
+    @rule(index=draw.indices, to_none=st.booleans())
+    def zero_grad(self, index: int, to_none: bool) -> None:
+        self.at(index, lambda _, optimizer: optimizer.zero_grad(set_to_none=to_none))
+
+    # A step, call by call and as a whole.
+
+    @rule(
+        value=st.sampled_from([1.0, 2.5, draw.INF]),
+        dtype=draw.all_dtypes,
+        form=st.sampled_from(["tensor", "list", "tuple", "generator", "number"]),
+    )
+    def scale(self, value: float, dtype: torch.dtype, form: str) -> None:
+        self.both(lambda world: scaled(world.scaler, torch.tensor(value, dtype=dtype), form))
+
+    @rule(index=draw.indices, wrapped=draw.rarely)
+    def unscale(self, index: int, wrapped: bool = False) -> None:
+        self.at(index, lambda world, optimizer: world.scaler.unscale_(optimizer), wrapped)
+
+    @rule(index=draw.indices, closure=draw.rarely, wrapped=draw.rarely)
+    def step(self, index: int, closure: bool = False, wrapped: bool = False) -> None:
+        keywords = {"closure": None} if closure else {}
+        self.at(index, lambda world, optimizer: world.scaler.step(optimizer, **keywords), wrapped)
+
+    @rule(index=draw.indices, closure=st.sampled_from([None, float]))
+    def step_by_position(self, index: int, closure: Any) -> None:
+        self.at(index, lambda world, optimizer: world.scaler.step(optimizer, closure))
+
+    @rule()
+    def update(self) -> None:
+        self.both(lambda world: world.scaler.update())
+
+    @rule(
+        gradients=st.lists(draw.backwards, min_size=1, max_size=3),
+        explicit=st.lists(st.booleans(), min_size=1, max_size=3),
+    )
+    def train(self, gradients: list[list[GradientSpec]], explicit: list[bool]) -> None:
+        self.both(lambda world: world.scaler.scale(torch.ones(())))
+        for index in range(len(self.ours.optimizers)):
+            self.backward(index, gradients[index % len(gradients)])
+            if explicit[index % len(explicit)]:
+                self.unscale(index)
+            self.step(index)
+        self.update()
+
+    @rule(spec=draw.clips)
+    def clip(self, spec: Any) -> None:
+        measured: list[torch.Tensor] = []
+
+        def call(world: World) -> torch.Tensor:
+            if world is self.theirs:
+                return spec.clip(world, measured=measured)
+            measured.append(spec.clip(world))
+            return measured[0]
+
+        self.both(call)
+
+    @rule(gradients=st.lists(draw.backwards, min_size=1, max_size=3), spec=draw.clips)
+    def train_clipped(self, gradients: list[list[GradientSpec]], spec: Any) -> None:
+        self.both(lambda world: world.scaler.scale(torch.ones(())))
+        for index in range(len(self.ours.optimizers)):
+            self.backward(index, gradients[index % len(gradients)])
+        self.clip(spec)
+        for index in range(len(self.ours.optimizers)):
+            self.step(index)
+        self.ask_skipped(0)
+        self.update()
+
+    @rule(index=draw.indices, gradients=draw.backwards, spec=draw.clips)
+    def check_then_clip(self, index: int, gradients: list[GradientSpec], spec: Any) -> None:
+        self.check(index, False)
+        self.backward(index, gradients)
+        self.clip(spec)
+
+    train_clipped_again = train_clipped_on = train_clipped
+
+    # The more often drawn, the deeper a program gets.
+    train_again = train_on = train_further = train
+    backward_again, step_again, update_again = backward, step, update
+
+    # Steps out of turn, and flags as frameworks touch them.
+
+    @rule(
+        index=draw.indices, loss=st.booleans(), gradients=st.none() | draw.backwards, zeroed=st.none() | st.booleans()
+    )
+    def step_that_fails(
+        self, index: int, loss: bool, gradients: list[GradientSpec] | None, zeroed: bool | None
+    ) -> None:
+        """And is tried again, or another batch follows without an update."""
+        self.at(index, failing_step)
+        if zeroed is not None:
+            self.zero_grad(index, to_none=zeroed)
+        if loss:
+            self.scale(1.0, torch.float32, "tensor")
+        if gradients is not None:
+            self.backward(index, gradients)
+        self.step(index)
+
+    @rule(index=draw.indices, gradients=draw.backwards, loss=st.booleans(), anew=st.booleans(), looks=draw.rarely)
+    def step_after_update(self, index: int, gradients: list[GradientSpec], loss: bool, anew: bool, looks: bool) -> None:
+        """Unscale, but do not step before the update; perhaps another batch follows."""
+        self.backward(index, gradients)
+        self.unscale(index)
+        self.update()
+        if loss:
+            self.scale(1.0, torch.float32, "tensor")
+        if anew:
+            self.backward(index, gradients[::-1])
+        if looks:
+            self.check(index, False)
+        self.step(index)
+
+    @rule(indices=st.lists(draw.indices, min_size=2, max_size=3), gradients=draw.backwards, spec=st.none() | draw.clips)
+    def update_after_each_step(self, indices: list[int], gradients: list[GradientSpec], spec: Any | None) -> None:
+        """As Accelerate does with several optimizers."""
+        self.scale(1.0, torch.float32, "tensor")
+        for index in indices:
+            self.backward(index, gradients)
+        if spec is None:
+            for index in indices:
+                self.unscale(index)
+        else:
+            self.clip(spec)
+        for index in indices:
+            self.step(index)
+            self.update()
+
+    @rule(index=draw.indices, wrapped=draw.rarely)
+    def check(self, index: int, wrapped: bool) -> None:
+        self.at(index, lambda world, optimizer: numbers(world.scaler._check_inf_per_device(optimizer)), wrapped)
+
+    @rule(index=draw.indices, gradients=draw.backwards)
+    def check_before_and_after_backward(self, index: int, gradients: list[GradientSpec]) -> None:
+        self.check(index, False)
+        self.backward(index, gradients)
+        self.check(index, False)
+
+    @rule(index=draw.indices, value=st.sampled_from([1.0, 0.0]))
+    def write_flags(self, index: int, value: float) -> None:
+        self.at(index, lambda world, optimizer: fill(world.scaler._found_inf_per_device(optimizer), value))
+
+    @rule(index=draw.indices, value=st.sampled_from([1.0, 0.0]))
+    def replace_flags(self, index: int, value: float) -> None:
+        self.at(index, lambda world, optimizer: put_flags(world.scaler, optimizer, value))
+
+    @rule(index=draw.indices, stage=st.sampled_from([OptState.READY, OptState.READY, OptState.STEPPED]))
+    def write_stage(self, index: int, stage: OptState) -> None:
+        """As SAM does, and optimizers that step within backward."""
+        self.at(index, lambda world, optimizer: put_stage(world.scaler, optimizer, stage))
+
+    @rule()
+    def forget_steps(self) -> None:
+        """As Composer does after it ran out of memory."""
+        self.both(lambda world: forget_steps(world.scaler))
+
+    # The scale and its rules.
+
+    @rule(value=draw.any_scales | st.integers(-1, 5))
+    def update_to_number(self, value: float) -> None:
+        self.both(lambda world: world.scaler.update(value))
+
+    @rule(
+        value=draw.any_scales,
+        shape=st.sampled_from([(), (1,), (2,)]),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+        requires_grad=st.booleans(),
+    )
+    def update_to_tensor(self, value: float, shape: Any, dtype: torch.dtype, requires_grad: bool) -> None:
+        options = {"dtype": dtype, "requires_grad": requires_grad}
+        self.both(lambda world: world.scaler.update(torch.full(shape, value, **options)))
+
+    @rule(value=draw.any_scales, shape=st.sampled_from([(), (1,)]))
+    def assign_scale(self, value: float, shape: Any) -> None:
+        self.both(lambda world: setattr(world.scaler, "_scale", torch.full(shape, value)))
+
+    @precondition(lambda self: self.ours.scaler._get_scale_async() is not None)
+    @rule(value=draw.any_scales)
+    def fill_scale(self, value: float) -> None:
+        self.both(lambda world: fill({"": world.scaler._scale}, value))
+
+    @rule(pair=draw.settings)
+    def set_one(self, pair: tuple[str, Any]) -> None:
+        name, value = pair
+        self.both(lambda world: getattr(world.scaler, f"set_{name}")(value))
+
+    @rule(changes=draw.changes_of_limits)
+    def set_limits(self, changes: dict[str, Any]) -> None:
+        self.both(lambda world: world.scaler.set_limits(**changes))
+        self.both(lambda world: tuple(world.scaler.limits))
+
+    @rule(
+        overflows=st.lists(st.booleans(), min_size=1, max_size=8), changes=st.lists(draw.changes_of_limits, max_size=4)
+    )
+    def set_while_training(self, overflows: list[bool], changes: list[dict[str, Any]]) -> None:
+        half = len(overflows) // 2
+        for each in changes[::2]:
+            self.set_limits(each)
+        self.train_one(overflows[:half])
+        for each in changes[1::2]:
+            self.set_limits(each)
+        self.train_one(overflows[half:])
+
+    def train_one(self, overflows: list[bool]) -> None:
+        """Step the first optimizer, as often as it takes for a limit of skips, which lags behind."""
+        for overflow in overflows:
+            self.backward(0, [GradientSpec("dense", plant=draw.INF if overflow else None)])
+            self.step(0)
+            self.update()
+
+    set_while_training_again = set_while_training
+
+    @rule()
+    def lazy_init(self) -> None:
+        self.both(lambda world: world.scaler._lazy_init_scale_growth_tracker(torch.device(self.device)))
+
+    @rule()
+    def ask(self) -> None:
+        self.both(lambda world: asked(world.scaler))
+
+    @rule(index=draw.indices, wrapped=draw.rarely)
+    def ask_skipped(self, index: int, wrapped: bool = False) -> None:
+        self.at(index, lambda world, optimizer: world.scaler.was_skipped(optimizer), wrapped)
+
+    @rule()
+    def ask_stats(self) -> None:
+        self.both(lambda world: vars(world.scaler.stats()))
+
+    @invariant()
+    def a_report_says_what_was_seen(self) -> None:
+        report = self.ours.scaler.overflow_report(self.ours.named_parameters())
+        self.theirs.scaler.check_report(report, self.theirs.named_parameters())
+
+    # Checkpoints and copies.
+
+    @rule(state=draw.checkpoints())
+    def load(self, state: dict[str, Any]) -> None:
+        self.both(lambda world: world.scaler.load_state_dict(dict(state)))
+
+    @rule(growth=draw.any_growth_factors)
+    def exchange_checkpoints(self, growth: float) -> None:
+        states = [world.scaler.state_dict() for world in (self.theirs, self.ours)]
+        self.set_one(("growth_factor", growth))
+        self.both(lambda world: world.scaler.load_state_dict(states[world is self.theirs]))
+
+    @rule(how=st.sampled_from(["pickle", "deepcopy", "copy"]))
+    def become_a_copy(self, how: str) -> None:
+        states = self.theirs.scaler._per_optimizer_states.values()
+        if not any(each["stage"] is OptState.READY and not each["found_inf_per_device"] for each in states):
+            self.both(lambda world: replace_scaler(world, how))  # torch refuses where somebody only asked
+
+    # Optimizers that change.
+
+    @rule(index=draw.indices, spec=draw.parameter_specs)
+    def add_param_group(self, index: int, spec: Any) -> None:
+        self.at(index, lambda _, optimizer: extend(optimizer, spec, self.half))
+
+    @rule(index=draw.indices, spec=draw.optimizer_specs())
+    def replace_optimizer(self, index: int, spec: Any) -> None:
+        self.both(lambda world: world.replace(index % len(world.optimizers), lambda: spec.build(self.half)))
+
+    @rule(index=draw.indices, whole=st.booleans())
+    def rearrange_parameters(self, index: int, whole: bool) -> None:
+        self.at(index, lambda _, optimizer: rearrange(optimizer, whole))
+
+    @rule(index=draw.indices, freeze=st.booleans())
+    def freeze(self, index: int, freeze: bool) -> None:
+        self.at(index, lambda _, optimizer: parameters_of(optimizer)[0].requires_grad_(not freeze))
+
+
+def give(optimizer: torch.optim.Optimizer, gradients: list[GradientSpec]) -> None:
+    for position, parameter in enumerate(parameters_of(optimizer)):
+        gradients[position % len(gradients)].give(parameter)
+
+
+def extend(optimizer: torch.optim.Optimizer, spec: Any, half: torch.dtype) -> None:
+    group = optimizer.param_groups[0]
+    fused_momentum = bool(group["fused"] and group.get("momentum"))
+    optimizer.add_param_group({"params": [spec.build(half_of(fused_momentum, half))]})
+
+
+def failing_step(world: World, optimizer: torch.optim.Optimizer) -> Any:
+    """Step, but for the optimizer's own step, which raises at its begin."""
+
+    def raising(*args: Any, **kwargs: Any) -> None:
+        raise OSError("out of order")
+
+    with mock.patch.object(optimizer, "step", raising):
+        return world.scaler.step(optimizer)
+
+
+def rearrange(optimizer: torch.optim.Optimizer, whole: bool) -> None:
+    """Reverse the order of an optimizer's parameters; where they are not to stay whole the first one leaves."""
+    first = optimizer.param_groups[0]["params"]
+    if not whole and len(first) > 1:
+        del first[0]
+    first.reverse()
+    optimizer.param_groups.reverse()
+
+
+def scaled(scaler: Any, loss: torch.Tensor, form: str) -> Any:
+    losses = {
+        "tensor": loss,
+        "list": [loss, loss.reshape(1)],
+        "tuple": (loss, [loss]),
+        "generator": (each for each in [loss]),
+        "number": 3,
+    }
+    result = scaler.scale(losses[form])
+    return list(result) if form == "generator" else result
+
+
+def numbers(found: dict[Any, torch.Tensor]) -> list[float]:
+    return [flag.item() for flag in found.values()]
+
+
+def fill(tensors: dict[Any, torch.Tensor], value: float) -> None:
+    for tensor in tensors.values():
+        tensor.fill_(value)
+
+
+def asked(scaler: Any) -> list[Any]:
+    getters = (scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval)
+    return [scaler.is_enabled(), scaler.get_scale(), scaler._get_growth_tracker(), *(getter() for getter in getters)]
+
+
+def replace_scaler(world: World, how: str) -> None:
+    copies = {"pickle": lambda s: pickle.loads(pickle.dumps(s)), "deepcopy": copy.deepcopy, "copy": copy.copy}
+    world.scaler = copies[how](world.scaler)
+
+
+def put_flags(scaler: Any, optimizer: Any, value: float) -> None:
+    """Replace the flags of a step to be taken by tensors of one's own; there may be none."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    flags = state["found_inf_per_device"]
+    for device in list(flags) if state["stage"] is not OptState.STEPPED else ():
+        flags[device] = torch.full((), value)
+
+
+def put_stage(scaler: Any, optimizer: Any, stage: OptState) -> None:
+    """Write a stage that torch's class would take up."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["found_inf_per_device"]:
+        state["stage"] = stage
+
+
+def forget_steps(scaler: Any) -> None:
+    """Assign fresh states, which torch's class has from its first step on."""
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+    getattr(scaler, "_carried", {}).clear()

@@ -1,0 +1,953 @@
+"""What frameworks, hooks and public loops do to a scaler ends as with torch's class, to the bit.
+
+Each row is a function that runs twice, with torch's class and with ours; what it takes down must be equal. Most begin
+with `Run.started`: a scaler at scale 4 that has scaled a loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, assert_same, places
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from scaler_triton import GradScaler
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+BAD_STEPS = (False, True, False, False, True, False)
+NONE_RECORDED = "No inf checks were recorded for this optimizer."
+
+
+class Run:
+    """One class of scaler at one place; takes down what a row notes."""
+
+    def __init__(self, base: Any, place: Place) -> None:
+        self.base, self.device = base, place.device
+        self.options = {"backend": place.backend} if issubclass(base, GradScaler) else {}
+        self.seen: list[Any] = []
+
+    def scaler(self, cls: Any = None, init_scale: float = 8.0) -> Any:
+        return (cls or self.base)(self.device, init_scale=init_scale, growth_interval=2, **self.options)
+
+    def started(self, cls: Any = None) -> Any:
+        scaler = self.scaler(cls, init_scale=4.0)
+        scaler.scale(self.full(1.0, ()))
+        return scaler
+
+    def full(self, value: float, shape: Any = (2,), dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def parameter(self, grad: float | None = None) -> Any:
+        """Return a parameter of zeros whose gradient is `grad` everywhere."""
+        made = nn.Parameter(self.full(0.0))
+        made.grad = None if grad is None else self.full(grad)
+        return made
+
+    def parameters(self, count: int = 3, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+        made = [torch.linspace(-1, 1, 4 + i, dtype=dtype, device=self.device) for i in range(count)]
+        return [nn.Parameter(values) for values in made]
+
+    def sgd(self, grad: float | None = 8.0, **options: Any) -> Any:
+        return torch.optim.SGD([self.parameter(grad)], lr=0.5, **options)
+
+    def note(self, *things: Any) -> None:
+        self.seen += [each.detach().clone() if isinstance(each, Tensor) else each for each in things]
+
+    def error(self, call: Callable[[], Any], known: str | None = None) -> None:
+        """Note the error that a call raises, whose text is `known` if it is given."""
+        with pytest.raises(Exception) as raised:  # noqa: PT011
+            call()
+        assert known is None or str(raised.value) == known
+        self.note(type(raised.value), str(raised.value).splitlines()[0])
+
+    def look(self, scaler: Any, parameters: Sequence[Tensor]) -> None:
+        self.note(*parameters, *(p.grad for p in parameters if p.grad is not None))
+        self.note(scaler.get_scale(), scaler._get_growth_tracker())
+
+    def finish(self, scaler: Any, optimizer: Any, parameters: Sequence[Tensor] | None = None) -> None:
+        """End a step, and look at what it left."""
+        scaler.step(optimizer)
+        scaler.update()
+        self.look(scaler, only(optimizer) if parameters is None else parameters)
+        if hasattr(optimizer, "zero_grad"):
+            optimizer.zero_grad()
+
+
+def only(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def sgd(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.125, momentum=0.5)
+
+
+def loss(parameters: Sequence[Tensor], bad: bool = False) -> Tensor:
+    total = torch.stack([p.float().square().sum() for p in parameters]).sum()
+    return total * math.inf if bad else total
+
+
+class Table:
+    """Functions that `add` collects, one row for each, or for each variant of its last argument."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def __call__(self, *variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        def add(function: Callable[..., None]) -> Callable[..., None]:
+            for variant in variants:
+                name = f"{function.__name__}-{getattr(variant, '__name__', variant)}"
+                self.rows.append(pytest.param(partial(function, variant=variant), id=name))
+            if not variants:
+                self.rows.append(pytest.param(function, id=function.__name__))
+            return function
+
+        return add
+
+
+row = Table()
+
+
+def assert_ends_as_with_torch(snippet: Callable[[Run], None], place: Place) -> None:
+    theirs, ours = Run(torch.amp.GradScaler, place), Run(GradScaler, place)
+    for run in (theirs, ours):
+        torch.manual_seed(0)
+        snippet(run)
+    assert len(ours.seen) == len(theirs.seen) > 0
+    for mine, other in zip(ours.seen, theirs.seen, strict=True):
+        if isinstance(other, Tensor):
+            assert_same(mine, other)
+        else:
+            assert mine == other or (mine != mine and other != other)
+
+
+# Loops of public training code.
+
+
+def climbed(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Take a step up the gradients, as SAM does; return it."""
+    steps = [p.grad.nan_to_num(posinf=0, neginf=0) / 16 for p in parameters if p.grad is not None]
+    with torch.no_grad():
+        torch._foreach_add_(list(parameters), steps)
+    return steps
+
+
+@row("ready again", "ready again, memory kept", "update")
+def sam(run: Run, variant: str) -> None:
+    """Two passes a step: the optimizer is unscaled in the first, and made READY by hand or by an update."""
+    parameters = run.parameters()
+    optimizer, scaler = sgd(parameters), run.scaler()
+    for step, bad in enumerate(BAD_STEPS):
+        scaler.scale(loss(parameters, bad and step == 1)).backward()
+        scaler.unscale_(optimizer)
+        climb = climbed(parameters)
+        optimizer.zero_grad(set_to_none="kept" not in variant and step % 2 == 0)
+        if variant == "update":
+            scaler.update()
+        else:
+            scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+        scaler.scale(loss(parameters, bad and step == 4)).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, climb)
+        run.finish(scaler, optimizer)
+
+
+@row()
+def two_kinds_of_loss_each_clipped_by_itself(run: Run) -> None:
+    parameters = run.parameters()
+    optimizer, scaler = sgd(parameters), run.scaler()
+    for step, bad in enumerate(BAD_STEPS):
+        scaler.scale(loss(parameters, bad and step == 1)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        clipped = [p.grad for p in parameters]
+        optimizer.zero_grad()
+        scaler._per_optimizer_states.pop(id(optimizer))
+        scaler.scale(loss(parameters, bad and step == 4)).backward()
+        scaler.unscale_(optimizer)
+        for parameter, gradient in zip(parameters, clipped, strict=True):
+            parameter.grad += gradient
+        run.finish(scaler, optimizer)
+
+
+@row()
+def a_subclass_with_an_update_of_its_own(run: Run) -> None:
+    """Hysteresis, as where a model is split: torch's `update` copied, with a condition in its middle."""
+
+    class Patient(run.base):  # type: ignore[misc, name-defined]
+        spared = 1
+
+        def update(self, new_scale: Any = None) -> None:
+            scale, tracker = self._check_scale_growth_tracker("update")
+            states = self._per_optimizer_states.values()
+            found_inf = sum(flag for state in states for flag in state["found_inf_per_device"].values())
+            if found_inf and self.spared:
+                self.spared -= 1
+            else:
+                torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    parameters, others = run.parameters(), run.parameters(2)
+    optimizers, scaler = [sgd(parameters), sgd(others)], run.scaler(Patient)
+    for bad in BAD_STEPS:
+        scaler.scale(loss([*parameters, *others], bad)).backward()
+        scaler.unscale_(optimizers[0])
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        run.look(scaler, [*parameters, *others])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+class Holding:
+    """Parameters that look like an optimizer's."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+
+def unscaled_parts(scaler: Any, optimizer: Any, *parts: Any) -> None:
+    """Unscale only some parameters, some in fp16, and store the flags for the optimizer."""
+    inverse, found_inf = scaler._scale.double().reciprocal().float(), torch.zeros_like(scaler._scale)
+    state, merged = scaler._per_optimizer_states[id(optimizer)], dict[torch.device, Tensor]()
+    for part, allow_fp16 in parts:
+        for device, flag in scaler._unscale_grads_(part, inverse, found_inf, allow_fp16).items():
+            merged[device] = merged[device].add_(flag) if device in merged else flag
+    state["found_inf_per_device"], state["stage"] = merged, OptState.UNSCALED
+
+
+@row()
+def parameters_stepped_in_backward_one_by_one(run: Run) -> None:
+    parameters = run.parameters()
+    optimizer, scaler = sgd(parameters), run.scaler()
+
+    def step(parameter: Any) -> None:
+        unscaled_parts(scaler, optimizer, (Holding([parameter]), False))
+        if not sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values()):
+            with torch.no_grad():
+                parameter -= parameter.grad / 8
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(step)
+    for bad in BAD_STEPS:
+        scaler.scale(loss(parameters, bad)).backward()
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        scaler.update()
+        run.look(scaler, parameters)
+
+
+@row()
+def an_optimizer_for_each_parameter_stepped_in_backward(run: Run) -> None:
+    parameters, scaler = run.parameters(), run.scaler()
+    optimizers = {parameter: sgd([parameter]) for parameter in parameters}
+
+    def step(parameter: Any) -> None:
+        scaler.step(optimizers[parameter])
+        optimizers[parameter].zero_grad()
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(step)
+    for bad in BAD_STEPS:
+        scaler.scale(loss(parameters) + loss(parameters[1:2], bad)).backward()
+        scaler.update()
+        run.look(scaler, parameters)
+
+
+@row()
+def fp16_allowed_in_one_group(run: Run) -> None:
+    parameters, halves = run.parameters(2), run.parameters(2, torch.float16)
+    optimizer, scaler = sgd([{"params": parameters}, {"params": halves}]), run.scaler()
+    for bad in BAD_STEPS:
+        scaler.scale(loss(parameters) + loss(halves, bad)).backward()
+        unscaled_parts(scaler, optimizer, (Holding(parameters), False), (Holding(halves), True))
+        run.finish(scaler, optimizer)
+
+
+@row()
+def an_optimizer_that_unscales_itself(run: Run) -> None:
+    """Adaptive clipping within the step, which older optimizers are passed the scaler for."""
+
+    class Adaptive(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+            state = grad_scaler._per_optimizer_states[id(self)]
+            assert state["stage"] is OptState.READY
+            grad_scaler.unscale_(self)
+            nn.utils.clip_grad_value_(parameters, 0.5)
+            if not sum(flag.item() for flag in state["found_inf_per_device"].values()):
+                super().step()
+
+    parameters = run.parameters()
+    optimizer, scaler = Adaptive(parameters, lr=0.125), run.scaler()
+    for bad in BAD_STEPS:
+        scaler.scale(loss(parameters, bad)).backward()
+        with pytest.warns(FutureWarning, match="stop passing itself"):
+            run.finish(scaler, optimizer)
+
+
+@row()
+def a_step_that_was_taken_elsewhere(run: Run) -> None:
+    """Overlapped with backward, say: the scaler is given only its flag."""
+    parameters = run.parameters()
+    optimizer, scaler = sgd(parameters), run.scaler()
+    for bad in BAD_STEPS:
+        scaler.scale(loss(parameters, bad)).backward()
+        flag = run.full(0.0, ())
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [p.grad for p in parameters if p.grad is not None], flag, 1 / scaler._get_scale_async()
+        )
+        if not flag:
+            optimizer.step()
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["stage"], state["found_inf_per_device"] = OptState.STEPPED, {flag.device: flag}
+        scaler.update()
+        run.look(scaler, parameters)
+        optimizer.zero_grad()
+
+
+@row()
+def a_scale_that_two_scalers_share(run: Run) -> None:
+    """A backbone and a head with a scaler each, of which one must follow the other."""
+    models, scalers = [run.parameters(), run.parameters(2)], [run.scaler(), run.scaler()]
+    optimizers = [sgd(parameters) for parameters in models]
+    for bad in BAD_STEPS:
+        for scaler, parameters in zip(scalers, models, strict=True):
+            scaler.scale(loss(parameters, bad and parameters is models[0])).backward()
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler._scale, scaler._growth_tracker = scalers[0]._scale, scalers[0]._growth_tracker
+            run.finish(scaler, optimizer)
+
+
+@row()
+def a_scale_that_takes_effect_one_step_late(run: Run) -> None:
+    """Another thread steps the optimizer: the loss is scaled by what was the scale an update ago."""
+    parameters = run.parameters()
+    optimizer, scaler = sgd(parameters), run.scaler()
+    used, newest = run.full(8.0, ()), run.full(8.0, ())
+    scaler._lazy_init_scale_growth_tracker(used.device)
+    for bad in BAD_STEPS:
+        scaler._scale.copy_(used)
+        scaler.scale(loss(parameters, bad)).backward()
+        scaler.step(optimizer)
+        scaler._scale.copy_(newest)
+        scaler.update()
+        used.copy_(newest)
+        newest.copy_(scaler._scale)
+        run.look(scaler, parameters)
+        optimizer.zero_grad()
+
+
+@row()
+def a_scale_with_a_ceiling_by_its_growth_factor(run: Run) -> None:
+    parameters = run.parameters()
+    optimizer, scaler = sgd(parameters), run.scaler()
+    for bad in BAD_STEPS * 2:
+        scaler.set_growth_factor(1 if scaler.get_scale() >= 12.0 else 2)
+        if scaler.get_scale() > 12.0:
+            scaler._scale.fill_(12.0)
+        scaler.scale(loss(parameters, bad)).backward()
+        run.finish(scaler, optimizer)
+
+
+@row()
+def parameters_replaced_after_every_step(run: Run) -> None:
+    """As the splats of a scene are split and pruned."""
+    parameters = run.parameters()
+    optimizer, scaler = sgd([{"params": [p]} for p in parameters]), run.scaler()
+    for bad in BAD_STEPS:
+        scaler.scale(loss(parameters, bad)).backward()
+        run.finish(scaler, optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            (before,) = group["params"]
+            parameters[index] = nn.Parameter(torch.cat([before.detach(), before.detach()[:1]]))
+            optimizer.state.pop(before, None)
+            group["params"] = [parameters[index]]
+
+
+@row()
+def a_step_tried_again_with_a_flag_of_ones_own(run: Run) -> None:
+    parameters = run.parameters()
+    optimizer, scaler = sgd(parameters), run.scaler()
+    for step, bad in enumerate(BAD_STEPS):
+        scaler.scale(loss(parameters, bad))  # without backward there are no gradients
+        if step % 2:
+            scaler.scale(loss(parameters, bad)).backward()
+            scaler.step(optimizer)
+        else:
+            run.error(lambda: scaler.step(optimizer), NONE_RECORDED)
+            flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            flags[torch.device(run.device)] = run.full(0.0, (1,))
+            scaler.step(optimizer)
+        scaler.update()
+        run.note(*scaler._found_inf_per_device(optimizer).values())  # none: the step is over
+        run.look(scaler, parameters)
+        optimizer.zero_grad()
+
+
+@row((math.inf, 1.0), (1.0, math.inf), (1.0, 1.0))
+def states_set_aside_for_another_pass(run: Run, variant: tuple[float, float]) -> None:
+    """As a trainer does that looks at other gradients in between: its flags must not become the step's."""
+    (parameter,) = only(run.sgd())
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.5), run.scaler()
+    outer, inner = variant
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum() * outer).backward()
+        scaler.unscale_(optimizer)
+        kept, states = parameter.grad, scaler._per_optimizer_states
+        parameter.grad, scaler._per_optimizer_states = None, defaultdict(_refresh_per_optimizer_state)
+        scaler.scale(parameter.sum() * inner).backward()
+        scaler.unscale_(optimizer)
+        parameter.grad, scaler._per_optimizer_states = kept, states
+        run.finish(scaler, optimizer)
+
+
+# Flags and states that others read and write.
+
+
+@row()
+def fresh_states_after_running_out_of_memory(run: Run) -> None:
+    """Composer."""
+    optimizer, scaler = run.sgd(math.inf), run.started()
+    scaler.unscale_(optimizer)
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+    only(optimizer)[0].grad = run.full(4.0)
+    run.finish(scaler, optimizer)
+
+
+@row("dict", "item", "fill", "element")
+def flags_of_others(run: Run, variant: str) -> None:
+    """apex's optimizers write a dict of flags of shape (1,) and beyond 1."""
+    optimizer, scaler = run.sgd(), run.started()
+    scaler.unscale_(optimizer)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    run.note(state["stage"] is torch.cuda.amp.grad_scaler.OptState.UNSCALED)
+    flags, (device,) = state["found_inf_per_device"], state["found_inf_per_device"]
+    if variant == "dict":
+        state["found_inf_per_device"] = {device: run.full(2.0, (1,))}
+    elif variant == "item":
+        flags[device] = run.full(1.0, ())
+    elif variant == "fill":
+        flags[device].fill_(1.0)
+    else:
+        scaler._found_inf_per_device(optimizer)[device] += 1.0
+    run.finish(scaler, optimizer)
+
+
+@row()
+def a_replaced_method_that_allows_fp16(run: Run) -> None:
+    """kohya-ss/sd-scripts replaces it on the instance."""
+    optimizer = torch.optim.SGD([nn.Parameter(run.full(1.0, dtype=torch.float16))], lr=0.5)
+    only(optimizer)[0].grad = run.full(6.0, dtype=torch.float16)
+    scaler = run.started()
+    original = scaler._unscale_grads_
+
+    def replaced(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        run.note(inv_scale, found_inf, allow_fp16)
+        return original(optimizer, inv_scale, found_inf, True)
+
+    scaler._unscale_grads_ = replaced
+    scaler.unscale_(optimizer)
+    run.finish(scaler, optimizer)
+
+
+@row()
+def a_flag_that_is_passed_is_not_written(run: Run) -> None:
+    """One for several optimizers, say, each with its own result; and no step begins."""
+    scaler = run.started()
+    inverse, flag = run.full(0.25, ()), run.full(0.0, ())
+    for value in (math.inf, 4.0):
+        optimizer = run.sgd(value)
+        found = scaler._unscale_grads_(optimizer, inverse, flag, False)
+        run.note(*found.values(), *(p.grad for p in only(optimizer)))
+    run.note(flag, len(scaler._per_optimizer_states))
+    copy.deepcopy(scaler)  # torch refuses within a step
+
+
+@row(False, True)
+def an_override_of_unscaling_serves_the_check_of_fused_optimizers(run: Run, variant: bool) -> None:
+    class Own(run.base):  # type: ignore[misc, name-defined]
+        def _unscale_grads_(self, optimizer: Any, *args: Any) -> Any:
+            run.note(args[0])
+            return super()._unscale_grads_(optimizer, *args)
+
+    optimizer, scaler = run.sgd(fused=variant), run.started(Own)
+    run.finish(scaler, optimizer)
+
+
+@row()
+def an_override_that_returns_flags_of_its_own(run: Run) -> None:
+    class Own(run.base):  # type: ignore[misc, name-defined]
+        def _unscale_grads_(self, *args: Any) -> Any:
+            return {device: flag + 1 for device, flag in super()._unscale_grads_(*args).items()}
+
+    run.finish(run.started(Own), run.sgd())
+
+
+@row(False, True)
+def a_subclass_is_asked_as_often_and_in_the_same_order(run: Run, variant: bool) -> None:
+    def overriding(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            run.note(name)
+            return getattr(run.base, name)(self, *args, **kwargs)
+
+        return method
+
+    names = [name for name, value in vars(torch.amp.GradScaler).items() if callable(value) and name[:2] != "__"]
+    scaler = run.scaler(type("Overriding", (run.base,), {name: overriding(name) for name in names}))
+    parameters = run.parameters(1)
+    optimizer = torch.optim.AdamW(parameters, fused=variant)
+    for _ in range(2):
+        scaler.scale(loss(parameters)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+class OldStyle(torch.optim.SGD):
+    """Asks the scaler itself, once a parameter group, as apex's and Transformer Engine's optimizers do."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+        scale = grad_scaler._get_scale_async()
+        for group in self.param_groups:
+            found = grad_scaler._check_inf_per_device(self)[group["params"][0].device]
+            for parameter in group["params"]:
+                if not found.item() and parameter.grad is not None:
+                    parameter.data -= group["lr"] * parameter.grad / scale
+
+
+@row(8.0, math.inf)
+def an_optimizer_that_asks_for_the_flag(run: Run, variant: float) -> None:
+    optimizer = OldStyle([{"params": [run.parameter(4.0)]}, {"params": [run.parameter(variant)]}], lr=1.0)
+    scaler = run.started()
+    with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
+        run.finish(scaler, optimizer)
+
+
+@row()
+def a_keyword_that_the_older_step_gets_from_the_scaler(run: Run) -> None:
+    class Older(OldStyle):
+        def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+            run.note(grad_scaler is scaler)
+
+    scaler = run.started()
+    with pytest.warns(FutureWarning, match="stop passing itself"):
+        scaler.step(Older([run.parameter(8.0)], lr=0.5), grad_scaler="mine")
+
+
+class ChainedOptimizer:
+    """A container of the older kind: no `param_groups`, and its step goes through the scaler."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self.optimizers = optimizers
+
+    def step(self, grad_scaler: Any = None) -> None:
+        for optimizer in self.optimizers:
+            grad_scaler.step(optimizer)
+
+
+@row(8.0, math.inf)
+def a_container_that_steps_through_the_scaler(run: Run, variant: float) -> None:
+    optimizers, scaler = [run.sgd(), run.sgd(variant)], run.started()
+    with pytest.warns(FutureWarning, match="stop passing itself"):
+        scaler.step(ChainedOptimizer(optimizers))
+    scaler.update()
+    run.look(scaler, [*only(optimizers[0]), *only(optimizers[1])])
+
+
+@row(None, 0.0, math.inf)
+def looks_between_the_calls(run: Run, variant: float | None) -> None:
+    """Every micro-batch may be checked, and gradients once more after unscaling: a count of tokens may be 0."""
+    optimizer, scaler = run.sgd(None), run.started()
+    (parameter,) = only(optimizer)
+    found = []
+    for factor in (math.inf, 1.0, 1.0, math.inf, 1.0):
+        parameter.grad = None
+        scaler.scale(parameter.sum() * factor).backward()
+        found += scaler._check_inf_per_device(optimizer).values()
+    if variant is not None:
+        scaler.unscale_(optimizer)
+        parameter.grad.div_(variant)
+        found += scaler._check_inf_per_device(optimizer).values()
+    scaler.step(optimizer)
+    run.note(*found)  # they stay until the update
+    scaler.update()
+    run.look(scaler, [parameter])
+
+
+@row(1.0, math.inf)
+def a_state_put_under_another_optimizers_id(run: Run, variant: float) -> None:
+    """hivemind unscales an outer optimizer and steps the one within."""
+    outer, scaler = run.sgd(variant), run.started()
+    inner = torch.optim.SGD(only(outer), lr=0.5)
+    scaler.unscale_(outer)
+    scaler._per_optimizer_states[id(inner)] = copy.deepcopy(scaler._per_optimizer_states[id(outer)])
+    run.finish(scaler, inner)
+
+
+# What is set on an optimizer that takes scale and flag.
+
+
+def averaging(optimizer: Any, *args: Any) -> None:
+    optimizer.grad_scale *= 4
+
+
+def dropping(optimizer: Any, *args: Any) -> None:
+    optimizer.found_inf.fill_(1.0)
+
+
+class Averaging(torch.optim.SGD):
+    """A fused optimizer of somebody's own."""
+
+    def step(self, closure: Any = None) -> Any:
+        averaging(self)
+        return super().step(closure)
+
+
+@row(*itertools.product((averaging, dropping), ("pre", "post", "global")), (None, "own"))
+def a_hook_or_an_optimizer_of_ones_own_writes_into_scale_or_flag(run: Run, variant: Any) -> None:
+    hook, way = variant
+    optimizer = Averaging([run.parameter()], lr=0.5, fused=True) if hook is None else run.sgd(fused=True)
+    register = getattr(optimizer, f"register_step_{way}_hook", register_optimizer_step_pre_hook)
+    handle, scaler = register(hook or (lambda *args: None)), run.scaler()
+    try:
+        for _ in range(3):
+            scaler.scale(only(optimizer)[0].sum()).backward()
+            run.finish(scaler, optimizer)
+    finally:
+        handle.remove()
+
+
+@row(False, True)
+def a_number_as_grad_scale(run: Run, variant: bool) -> None:
+    class Taking(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            run.note(float(self.grad_scale))  # type: ignore[attr-defined]
+
+    optimizer, scaler = Taking([run.parameter(8.0)], lr=0.5), run.started()
+    optimizer.grad_scale = 3.0  # type: ignore[attr-defined]
+    if variant:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+@row(False, True)
+def a_grad_scale_of_the_users(run: Run, variant: bool) -> None:
+    optimizer, scaler = run.sgd(32.0, fused=True), run.started()
+    optimizer.grad_scale = run.full(2.0, ())
+    if variant:
+        scaler.unscale_(optimizer)
+    run.finish(scaler, optimizer)
+    run.note(hasattr(optimizer, "grad_scale"), hasattr(optimizer, "found_inf"))
+
+
+# What is passed to `step`.
+
+
+@row("function", "module", "none", "argument")
+def arguments_by_position(run: Run, variant: str) -> None:
+    """Accelerate passes None; optimizers that want the loss' value are passed a function, or a module."""
+
+    class Told(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            run.note(type(closure).__name__, closure() if callable(closure) else closure)
+            return super().step()
+
+    class Loss(nn.Module):
+        def forward(self) -> float:
+            return 2.0
+
+    passed = {"function": lambda: 1.0, "module": Loss(), "none": None, "argument": 3.0}[variant]
+    for options in ({}, {"fused": True}):
+        run.finish(Passing(run.started(), passed), Told([run.parameter(8.0)], lr=0.5, **options))
+
+
+class Passing:
+    """A scaler whose `step` is passed one more argument."""
+
+    def __init__(self, scaler: Any, argument: Any) -> None:
+        self.scaler, self.argument = scaler, argument
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scaler, name)
+
+    def step(self, optimizer: Any) -> Any:
+        return self.scaler.step(optimizer, self.argument)
+
+
+# Errors.
+
+
+@row("unscale_", "step", "update")
+def used_before_scale(run: Run, variant: str) -> None:
+    scaler, optimizer = run.scaler(), run.sgd()
+    for _ in range(2):
+        run.error(lambda: getattr(scaler, variant)(*(() if variant == "update" else (optimizer,))))
+    scaler.scale(run.full(1.0, ()))
+    run.finish(scaler, optimizer)
+
+
+@row()
+def parameters_that_are_no_tensors(run: Run) -> None:
+    class Odd:
+        param_groups = [{"params": [3]}]  # noqa: RUF012
+
+        def step(self) -> None: ...
+
+    run.error(lambda: run.started().step(Odd()), "expected param to be torch.Tensor, got int")
+
+
+@row(False, True)
+def what_a_look_found_outlives_a_step_that_cannot_check(run: Run, variant: bool) -> None:
+    optimizer, scaler = run.sgd(math.inf, fused=True), run.started()
+    (parameter,) = only(optimizer)
+    run.note(*scaler._check_inf_per_device(optimizer).values())
+    parameter.grad = run.full(1.0, (1,)).expand(2)  # no op writes it
+    run.error(lambda: scaler.step(optimizer))
+    scaler.update()
+    run.note(scaler.get_scale(), parameter)
+
+
+@row()
+def a_tracker_that_is_no_tensor(run: Run) -> None:
+    optimizer, scaler = run.sgd(), run.started()
+    scaler.step(optimizer)
+    scaler._growth_tracker = 0
+    with pytest.raises(TypeError, match="growth_tracker"):
+        scaler.update()
+    run.note(scaler.get_scale())
+
+
+@row()
+def a_backward_after_the_update(run: Run) -> None:
+    """The scale was written since: torch refuses whether its value changed or not."""
+    optimizer, scaler = run.sgd(), run.started()
+    weight = nn.Parameter(run.full(1.0, ()))
+    late = scaler.scale(weight.square())
+    for _ in range(2):
+        scaler.step(optimizer)
+        scaler.update()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward(retain_graph=True)
+        run.note(scaler.get_scale())
+
+
+# Wrappers and containers.
+
+
+class Wrapper:
+    """As frameworks wrap an optimizer: its own step, everything else the inner one's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optimizer.step(*args, **kwargs)
+
+
+class Lookahead:
+    """As its many implementations are: the optimizer inside is `.optimizer`, and its groups are shared."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def by_its_flags(scaler: Any, wrapper: Lookahead) -> None:
+    scaler.unscale_(wrapper)
+    state = scaler._per_optimizer_states[id(wrapper)]
+    scaler._maybe_opt_step(wrapper, state)
+    state["stage"] = OptState.STEPPED
+
+
+def by_torchs_step(scaler: Any, wrapper: Lookahead) -> None:
+    """As a subclass does that has copied it, or a profiler that wraps what it found."""
+    torch.amp.GradScaler.step(scaler, wrapper)
+
+
+def after_another_look(scaler: Any, wrapper: Lookahead) -> None:
+    scaler.unscale_(wrapper)
+    scaler._per_optimizer_states[id(wrapper)] = _refresh_per_optimizer_state()
+    scaler.unscale_(wrapper)
+    scaler.step(wrapper)
+
+
+def with_flags_of_ones_own(scaler: Any, wrapper: Lookahead) -> None:
+    state = scaler._per_optimizer_states[id(wrapper)]
+    flag = torch.zeros((), device=scaler._scale.device)
+    state["found_inf_per_device"] = scaler._unscale_grads_(wrapper, flag + 1, flag, False)
+    state["stage"] = OptState.UNSCALED
+    scaler._check_inf_per_device(wrapper)
+    scaler.step(wrapper)
+
+
+@row(*itertools.product((by_its_flags, by_torchs_step, after_another_look, with_flags_of_ones_own), (1.0, math.inf)))
+def a_wrappers_state_under_its_own_id(run: Run, variant: Any) -> None:
+    step, bad = variant
+    (parameter,) = run.parameters(1)
+    wrapper, scaler = Lookahead(torch.optim.SGD([parameter], lr=0.5)), run.scaler()
+    for factor in (bad, 1.0):
+        parameter.grad = None
+        scaler.scale(parameter.sum() * factor).backward()
+        step(scaler, wrapper)
+        run.note(scaler._per_optimizer_states[id(wrapper)]["stage"])
+        scaler.update()
+        run.look(scaler, [parameter])
+
+
+class Container:
+    """Several optimizers stepped as one, without weak references to itself."""
+
+    __slots__ = ("optimizers",)
+
+    def __init__(self, optimizers: list[Any]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+class Chained(Container):
+    """The same, whose groups can only be iterated over."""
+
+    __slots__ = ()
+
+    @property
+    def param_groups(self) -> Any:
+        return itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+
+
+@row(*itertools.product((Container, Chained), (8.0, math.inf)))
+def a_container_of_optimizers_steps_as_one(run: Run, variant: Any) -> None:
+    container, value = variant
+    run.finish(run.started(), container([run.sgd(), run.sgd(value)]))
+
+
+@row()
+def a_wrapper_that_takes_scale_and_flag_itself(run: Run) -> None:
+    class Looking(Wrapper):
+        def step(self) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data -= (1 - self.found_inf) * parameter.grad / self.grad_scale
+
+    wrapper = Looking(run.sgd(fused=True))
+    run.finish(run.started(), wrapper)
+    run.note(*({"grad_scale", "found_inf"} & set(vars(wrapper))))
+
+
+@row("itself", "its wrapper", "another", "raises")
+def an_attribute_optimizer_that_means_something_else(run: Run, variant: str) -> None:
+    class Odd(torch.optim.SGD):
+        @property
+        def optimizer(self) -> Any:
+            raise RuntimeError("not built yet")
+
+    optimizer: Any = Odd([run.parameter(8.0)], lr=0.5) if variant == "raises" else run.sgd()
+    others = {"itself": optimizer, "its wrapper": Wrapper(optimizer), "another": run.sgd(math.inf)}
+    if variant in others:
+        optimizer.optimizer = others[variant]
+    run.finish(run.started(), optimizer)
+
+
+# Subclasses that do not call our `__init__`.
+
+
+def own_init(base: Any) -> Any:
+    """Return a subclass of `base` that sets what torch's class has; OTX's for XPUs is one."""
+
+    class Own(base):
+        def __init__(self, device: str, **options: Any) -> None:
+            self._enabled, self._device = True, device
+            self._init_scale, self._scale = 8.0, None
+            self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2
+            self._init_growth_tracker, self._growth_tracker = 0, None
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    return Own
+
+
+@row(False, True)
+def a_subclass_with_an_init_of_its_own(run: Run, variant: bool) -> None:
+    parameters, scaler = run.parameters(), run.scaler(own_init(run.base))
+    optimizer = torch.optim.SGD(parameters, lr=0.125, fused=variant)
+    for bad in BAD_STEPS:
+        scaler.scale(loss(parameters, bad)).backward()
+        if not variant:
+            scaler.unscale_(optimizer)
+        run.finish(scaler, optimizer)
+    run.note(*scaler.state_dict().items())
+
+
+@row()
+def a_subclass_that_only_passes_through(run: Run) -> None:
+    class PassThrough(run.base):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self._enabled = False
+
+    scaler = PassThrough()
+    scaler.load_state_dict({})
+    run.note(scaler.state_dict())
+
+
+# Attributes that people name as we might have named ours.
+NAMES = (
+    "state flag flags limits counters records run backend step steps plan plans ranks phase policy report group verdict"
+)
+
+
+@row(*NAMES.split())
+def a_subclass_with_an_attribute_of_that_name(run: Run, variant: str) -> None:
+    parameters, scaler = run.parameters(), run.scaler(type("Own", (run.base,), {}))
+    setattr(scaler, f"_{variant}", "mine")
+    optimizer = sgd(parameters)
+    for bad in BAD_STEPS:
+        scaler.scale(loss(parameters, bad)).backward()
+        run.finish(scaler, optimizer)
+    run.note(getattr(scaler, f"_{variant}"))
+
+
+@row()
+def a_subclass_that_allows_only_torchs_attributes(run: Run) -> None:
+    allowed = set(vars(torch.amp.GradScaler("cpu")))
+
+    class Strict(run.base):  # type: ignore[misc, name-defined]
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in allowed:
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    run.finish(run.started(Strict), run.sgd())
+
+
+@PLACES
+@pytest.mark.parametrize("snippet", row.rows)
+def test_ends_as_with_torch(snippet: Callable[[Run], None], place: Place) -> None:
+    assert_ends_as_with_torch(snippet, place)

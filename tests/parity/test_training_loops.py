@@ -1,0 +1,227 @@
+"""Training loops as people write them leave the same scales, gradients and parameters as with torch's, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compile_cases import fresh_compiler
+from helpers import Place, places
+from test_foreign_code import PLACES, Run, Table, assert_ends_as_with_torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+STEPS, BAD_STEPS = 6, (1, 4)
+SCALES = [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]  # after each step: 1 and 4 overflow, and two good ones in a row double
+row, compiling, capturable = Table(), Table(), Table()
+
+
+def network(run: Run, out: int = 2) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, out)).to(run.device)
+
+
+def batch(run: Run) -> Tensor:
+    return torch.randn(4, 5, device=run.device)
+
+
+def spoiled(loss: Tensor, step: int) -> Tensor:
+    """Return the loss, infinite where the gradients have to overflow."""
+    return loss * math.inf if step in BAD_STEPS else loss
+
+
+def adamw(*modules: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=0.1, **options)
+
+
+def train(run: Run, optimizers: Any, modules: Any, backward: Callable[[Any, int], None], clip: float = 0.0) -> None:
+    """Train; `backward` does that, and may take steps."""
+    scaler, scales = run.scaler(), []
+    before = [p.detach().clone() for module in modules for p in module.parameters()]
+    for step in range(STEPS):
+        backward(scaler, step)
+        for optimizer in optimizers:
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(modules[0].parameters(), clip)
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        run.look(scaler, [p for module in modules for p in module.parameters()])
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    after = [p for module in modules for p in module.parameters()]
+    assert scales == SCALES
+    assert not all(map(torch.equal, before, after))  # it did train
+
+
+def train_one(run: Run, model: nn.Module, optimizer: Any, forward: Callable[[Tensor], Tensor] | None = None) -> None:
+    def backward(scaler: Any, step: int) -> None:
+        output = (forward or model)(batch(run))
+        scaler.scale(spoiled(output.square().mean(), step)).backward()
+
+    train(run, [optimizer], [model], backward)
+
+
+@row(0.0, 0.01)
+def gradient_accumulation(run: Run, variant: float) -> None:
+    """The first of three micro-batches overflows, the scale stays until the last."""
+    model = network(run)
+
+    def backward(scaler: Any, step: int) -> None:
+        for micro in range(3):
+            loss = model(batch(run)).square().mean() / 3
+            scaler.scale(spoiled(loss, step) if micro == 0 else loss).backward()
+
+    train(run, [adamw(model)], [model], backward, clip=variant)
+
+
+@row(False, True)
+def activation_checkpointing(run: Run, variant: bool) -> None:
+    model = network(run)
+
+    def forward(inputs: Tensor) -> Tensor:
+        return model[2](checkpoint(model[:2], inputs.requires_grad_(), use_reentrant=variant))
+
+    train_one(run, model, adamw(model), forward)
+
+
+@row()
+def frozen_parameters(run: Run) -> None:
+    """Frozen ones are in the optimizer; the first layer thaws and another freezes half-way."""
+    model, steps = network(run), itertools.count()
+    model[0].requires_grad_(False)
+
+    def forward(inputs: Tensor) -> Tensor:
+        if next(steps) == 3:
+            model[0].requires_grad_(True)
+            model[2].bias.requires_grad_(False)
+        return model(inputs)
+
+    train_one(run, model, adamw(model), forward)
+
+
+@row("group", "append")
+def parameters_added_in_mid_training(run: Run, variant: str) -> None:
+    """From the third step on there is another layer, in a group of its own or appended to the first."""
+    model, later, steps = network(run), nn.Linear(2, 2).to(run.device), itertools.count()
+    optimizer = adamw(model)
+
+    def forward(inputs: Tensor) -> Tensor:
+        if (step := next(steps)) == 2 and variant == "group":
+            optimizer.add_param_group({"params": later.parameters(), "lr": 0.01})
+        elif step == 2:
+            optimizer.param_groups[0]["params"].extend(later.parameters())
+        return later(model(inputs)) if step >= 2 else model(inputs)
+
+    train_one(run, nn.ModuleList([model, later]), optimizer, forward)
+
+
+def optimizers_of_torch() -> list[tuple[Any, dict[str, Any]]]:
+    """All of this torch, but for LBFGS, which needs a closure, and one for sparse gradients only."""
+    found = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    others = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+    return [(each, {}) for each in found if issubclass(each, torch.optim.Optimizer) and each not in others]
+
+
+@row(
+    *optimizers_of_torch(),
+    (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+)
+def optimizers(run: Run, variant: Any) -> None:
+    cls, options = variant
+    model = network(run)
+    matrices = [p for p in model.parameters() if p.dim() == 2]  # Muon takes no others
+    train_one(run, model, cls(matrices, lr=0.05, **options))
+
+
+@row(False, True)
+def a_gan(run: Run, variant: bool) -> None:
+    """Two optimizers, two losses, one scaler; only the generator's loss overflows, both share the backoff."""
+    generator, critic = network(run, 5), network(run, 1)
+    optimizers = [adamw(critic, fused=variant), adamw(generator)]
+
+    def backward(scaler: Any, step: int) -> None:
+        optimizers[0].zero_grad()
+        fake = generator(batch(run))
+        scaler.scale(critic(fake.detach()).mean() - critic(batch(run)).mean()).backward()
+        scaler.step(optimizers[0])
+        optimizers[1].zero_grad()
+        scaler.scale(spoiled(-critic(fake).square().mean(), step)).backward()
+
+    train(run, optimizers[1:], [generator, critic], backward)
+
+
+@row(0, 1)
+def losses_that_share_parameters(run: Run, variant: int) -> None:
+    """Torch's example of several losses: one backward after another into shared layers, two optimizers."""
+    trunk, heads = nn.Linear(5, 5).to(run.device), [network(run), network(run)]
+
+    def backward(scaler: Any, step: int) -> None:
+        hidden = trunk(batch(run))
+        losses = [head(hidden).square().mean() for head in heads]
+        losses[variant] = spoiled(losses[variant], step)
+        scaler.scale(losses[0]).backward(retain_graph=True)
+        scaler.scale(losses[1]).backward()
+
+    train(run, [adamw(trunk, heads[0]), adamw(heads[1])], [trunk, *heads], backward)
+
+
+@row(False, True)
+def a_gradient_penalty(run: Run, variant: bool) -> None:
+    """Torch's AMP example: scaled gradients with a graph, unscaled by hand, their norm in the loss."""
+    model = network(run)
+
+    def backward(scaler: Any, step: int) -> None:
+        with torch.autocast(run.device, dtype=torch.float16, enabled=variant):
+            loss = model(batch(run)).float().square().mean()
+        grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
+        norm = torch.stack([(grad / scaler.get_scale()).square().sum() for grad in grads]).sum().sqrt()
+        scaler.scale(spoiled(loss + norm, step)).backward()
+
+    train(run, [adamw(model)], [model], backward)
+
+
+@compiling(("eager", {"foreach": True}), ("aot_eager", {"capturable": True}), ("aot_eager", {"foreach": False}))
+def a_compiled_optimizer(run: Run, variant: Any) -> None:
+    """`capturable` works on the CPU only when compiled."""
+    backend, options = variant
+    model = network(run)
+    optimizer = adamw(model, **options)
+    optimizer.step = torch.compile(optimizer.step, backend=backend)  # type: ignore[method-assign]
+    train_one(run, model, optimizer)
+
+
+@capturable({"foreach": True}, {"fused": True}, {"foreach": False})
+def a_capturable_optimizer(run: Run, variant: dict[str, Any]) -> None:
+    model = network(run)
+    train_one(run, model, adamw(model, capturable=True, **variant))
+
+
+@PLACES
+@pytest.mark.parametrize("loop", row.rows)
+def test_ends_as_with_torch(loop: Callable[[Run], None], place: Place) -> None:
+    assert_ends_as_with_torch(loop, place)
+
+
+# Torch's compiler meets deprecated parts of torch while it is imported.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("place", [place for place in places() if str(place) != "cpu-triton"], ids=str)
+@pytest.mark.parametrize("loop", compiling.rows)
+def test_compiled_ends_as_with_torch(loop: Callable[[Run], None], place: Place) -> None:
+    with fresh_compiler():
+        assert_ends_as_with_torch(loop, place)
+
+
+@pytest.mark.gpu
+# torch asks whether that is meant where nothing is captured.
+@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")
+@pytest.mark.parametrize("loop", capturable.rows)
+def test_capturable_ends_as_with_torch(loop: Callable[[Run], None]) -> None:
+    assert_ends_as_with_torch(loop, Place("cuda", "triton"))
