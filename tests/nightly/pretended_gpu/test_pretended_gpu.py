@@ -20,7 +20,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 TESTS = ["tests/unit", "tests/parity", "tests/gpu", "tests/nightly/faults"]
 # Timed for minutes where a launch takes milliseconds; and Inductor's own kernels, of which the simulator knows little.
 LEFT_OUT = ["tests/unit/cli/test_tune.py", "tests/gpu/test_compile_inductor.py"]
@@ -67,7 +67,7 @@ def passed(gpu: dict[str, str], *options: str) -> int:
 def test_it_is_as_strict_as_a_gpu(gpu: dict[str, str]) -> None:
     # torch 2.11 says once that it trusts a sparse tensor's indices, also where it is told to check them.
     quiet = ["-W", "error", "-W", "ignore:Sparse invariant checks are implicitly disabled"]
-    found = json.loads(run(gpu | TWO, *quiet, str(HERE / "pretended_gpu/properties.py"), timeout=60))
+    found = json.loads(run(gpu | TWO, *quiet, str(HERE / "properties.py"), timeout=60))
     waits, captures = "called a synchronizing CUDA operation", "CUDA error"
     assert found == {
         "device": "cuda:0",
@@ -103,7 +103,7 @@ def test_it_is_as_strict_as_a_gpu(gpu: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_a_kernel_touches_nothing_but_its_gpus_memory(gpu: dict[str, str], device: str) -> None:
-    done = ended(gpu | TWO, str(HERE / "pretended_gpu/stray.py"), device, timeout=60)
+    done = ended(gpu | TWO, str(HERE / "stray.py"), device, timeout=60)
     assert done.returncode != 0
     assert done.stdout.splitlines() == ["launched"] * 2
     assert "belong to no tensor of the launch" in done.stderr

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CASES = HERE.parent / "unit" / "kernels"
+ROOT = HERE.parents[2]
+CASES = ROOT / "tests" / "unit" / "kernels"
 sys.path.insert(0, str(CASES))
 
 
@@ -20,7 +21,7 @@ def run_compiled(tmp_path_factory):
     def run(script, variables=()):
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | dict(variables)
         env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parents[1]), str(CASES), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(CASES), env.get("PYTHONPATH")]))
         done = subprocess.run([sys.executable, HERE / script], env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -12,36 +12,27 @@ import torch
 HERE = Path(__file__).parent
 # The oldest, whose PTX has least, and what most tuning is for; `make simulate` takes all of them.
 TARGETS = os.environ.get("SIMULATE", "sm_70 sm_90").split()
+ROOT = HERE.parents[2]
+CASES = ROOT / "tests" / "unit" / "kernels"
 SUITE = [HERE / "test_traffic.py"]
-SUITE += [HERE.parent / "unit" / "kernels" / f"test_{name}.py" for name in (
+SUITE += [CASES / f"test_{name}.py" for name in (
     "table", "unscale", "any_tensors", "norm", "clip", "update_scale",
 )]  # fmt: skip
 LEAST = 450  # tests in it
 
 pytestmark = [
     pytest.mark.host_only,
-    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels run natively"),
 ]
 
 
 def start(target, folder):
     variables = {"SCALER_TRITON_SIMULATE": target, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "triton")}
-    paths = [HERE, HERE.parent / "unit" / "kernels", HERE.parents[1], os.environ.get("PYTHONPATH", "")]
+    paths = [HERE, CASES, ROOT, os.environ.get("PYTHONPATH", "")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-qx",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "simulated_launches",
-        *map(str, SUITE),
-    ]
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-p", "simulated_launches"]
     with (folder / "log").open("w") as log:
-        return subprocess.Popen(command, cwd=HERE.parents[1], env=os.environ | variables, stdout=log)
+        return subprocess.Popen([*command, *map(str, SUITE)], cwd=ROOT, env=os.environ | variables, stdout=log)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 # Runs the kernel tests under compute-sanitizer: memcheck (out of bounds, misaligned), then racecheck (shared memory).
 # Needs a GPU and the CUDA toolkit. OUT names a folder for the logs; PYTHON the interpreter; more arguments go to pytest.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../../.."
 
 OUT=${OUT:-out}
 PYTHON=${PYTHON:-python3}
