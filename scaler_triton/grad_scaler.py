@@ -508,6 +508,7 @@ class GradScaler(torch.amp.GradScaler):
         plan = steps.plan(step, optimizer)
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf)
+        plan.written = False
         batches = plan.collect(allow_fp16=allow_fp16)
         return passes.check(plan, batches, inv_scale, flag, divide=True, inverse=True)
 

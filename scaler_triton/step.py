@@ -77,6 +77,7 @@ class OptimizerStep(dict[str, Any]):
         handles: by id, what returns the optimizer and each wrapper around it that was passed, None once it is freed.
         plan: of its gradients; None before the first check.
         flag: of the last check; None before it.
+        earlier: of earlier checks in this step: whoever asked for one may still read it.
         fresh: whether that check was made by the `step` that is running, so that nobody can have written its flag.
         captured: whether it was recorded into a graph.
         began: whether `step` was entered and has not returned.
@@ -88,8 +89,8 @@ class OptimizerStep(dict[str, Any]):
     """
 
     __slots__ = (
-        "asks", "began", "captured", "flag", "fresh", "function", "handles", "kept", "outcome", "owner", "phase",
-        "plan", "reader", "stage", "takes_scaler",
+        "asks", "began", "captured", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
+        "phase", "plan", "reader", "stage", "takes_scaler",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -100,6 +101,7 @@ class OptimizerStep(dict[str, Any]):
         self.handles: dict[int, Callable[[], Any]] = {}
         self.plan: GradPlan | None = None
         self.flag: Flag | None = None
+        self.earlier: list[Flag | None] = []
         self.kept: Flags = {}
         self.outcome: bool | Flag | list[Tensor] | None = None
         self.reader: int | None = None
@@ -133,6 +135,8 @@ class OptimizerStep(dict[str, Any]):
 
     def checked(self, flag: Flag, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are as they were."""
+        if flag is not self.flag:
+            self.earlier.append(self.flag)
         self.flag, self[_FLAGS] = flag, flags
         if self.phase is not UNSCALED and self.phase is not CARRIED:
             self.phase = CHECKED
@@ -140,6 +144,8 @@ class OptimizerStep(dict[str, Any]):
 
     def unscaled(self, flag: Flag, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are divided."""
+        if flag is not self.flag:
+            self.earlier.append(self.flag)
         self.flag, self[_FLAGS] = flag, flags
         self.phase = UNSCALED
         self["stage"] = self.stage = OptState.UNSCALED
@@ -184,6 +190,8 @@ class OptimizerStep(dict[str, Any]):
         self.phase = READY
         self["stage"] = self.stage = OptState.READY
         self[_FLAGS] = {}
+        if self.earlier:
+            self.earlier = []
         self.kept, self.reader, self.began, self.fresh = {}, None, False, False
 
     def adopt(self) -> None:
@@ -216,12 +224,13 @@ class Steps(dict[Any, Any]):
         replayed: whether graphs may write gradients, so that no call of `scale` tells of new ones.
     """
 
-    __slots__ = ("__weakref__", "counters", "exposed", "replayed", "requested", "unfinished")
+    __slots__ = ("__weakref__", "_held", "counters", "exposed", "replayed", "requested", "unfinished")
 
     def __init__(self, counters: Counters, requested: str) -> None:
         self.counters, self.requested = counters, requested
         self.unfinished = 0
         self.exposed = self.replayed = False
+        self._held: set[int] = set()  # ids of objects without weak references, which their steps keep alive
 
     def __missing__(self, key: Any) -> OptimizerStep:
         step = self[key] = OptimizerStep()
@@ -293,8 +302,6 @@ class Steps(dict[Any, Any]):
             carries = step.phase is CARRIED or (step.phase in (UNSCALED, FAILED) and is_told and step.kept)
             if not carries:
                 step.reset()
-                if not isinstance(step.owner, weakref.ref):
-                    del self[key]  # it cannot tell when its optimizer is freed
                 continue
             kept = step.kept
             step.reset()
@@ -393,10 +400,16 @@ class Steps(dict[Any, Any]):
 
     def _add_handle(self, step: OptimizerStep, optimizer: Any, *, owns: bool = False) -> None:
         key = id(optimizer)
+        for other in [*self._held]:  # until the next one comes
+            held = self[other]
+            if held is not step and held.phase is READY:
+                self._held.remove(other)
+                del held.handles[other], self[other]
         try:
             handle: Callable[[], Any] = weakref.ref(optimizer, functools.partial(_forget, weakref.ref(self), key))
         except TypeError:  # an object without weak references
             handle = lambda: optimizer  # noqa: E731
+            self._held.add(key)
         step.handles[key] = handle
         if owns:
             step.owner = handle

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import sgd, started
-from scaler_triton.policy import KEY
 
 from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton.policy import KEY
 
-KEY = "scaler_triton"
 EXTRAS: dict[str, Any] = {
     "min_scale": 0.25,
     "max_scale": 512.0,

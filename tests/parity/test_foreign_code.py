@@ -506,6 +506,7 @@ def a_subclass_is_asked_as_often_and_in_the_same_order(run: Run, variant: bool) 
         return method
 
     names = [name for name, value in vars(torch.amp.GradScaler).items() if callable(value) and name[:2] != "__"]
+    names.remove("_check_scale_growth_tracker")  # difference 22
     scaler = run.scaler(type("Overriding", (run.base,), {name: overriding(name) for name in names}))
     parameters = run.parameters(1)
     optimizer = torch.optim.AdamW(parameters, fused=variant)

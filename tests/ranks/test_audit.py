@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks.cases import CollectiveCounter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -20,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 import scaler_triton
+from ranks.cases import CollectiveCounter
 from scaler_triton import GradScaler, ShardedGradScaler
 
 pytestmark = pytest.mark.distributed

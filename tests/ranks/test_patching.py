@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks.cases import CollectiveCounter
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from ranks.cases import CollectiveCounter
 from scaler_triton import patch_torch
 
 pytestmark = pytest.mark.distributed

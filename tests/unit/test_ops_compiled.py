@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,25 +217,3 @@ def test_schemas_of_custom_ops_say_what_they_write(custom_ops: Any) -> None:
         ("update_scale_", (scalar(8.0), tracker, clean, 2.0, 0.5, 2, None)),
     ):
         torch.library.opcheck(getattr(custom_ops, name).default, args, test_utils=checks)
-
-
-UNCOMPILED = """
-import torch
-from scaler_triton import GradScaler, ops
-parameter = torch.nn.Parameter(torch.ones(3))
-optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), GradScaler("cpu")
-scaler.scale(parameter.sum()).backward()
-scaler.step(optimizer)
-scaler.update()
-found_inf = torch.zeros(())
-ops.unscale_([parameter.grad], torch.ones(()), found_inf)
-ops.check_nonfinite([parameter.grad], found_inf)
-ops.grad_norm([parameter.grad])
-ops.update_scale_(torch.ones(()), torch.zeros((), dtype=torch.int32), found_inf, 2.0, 0.5, 2)
-print(hasattr(torch.ops.scaler_triton, "unscale_"))
-"""
-
-
-def test_who_does_not_compile_registers_nothing() -> None:
-    run = [sys.executable, "-c", UNCOMPILED]
-    assert subprocess.check_output(run, cwd=Path(__file__).parents[2], timeout=120, text=True) == "False\n"
