@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scaler_triton import GradScaler, dispatch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # The child goes on with the parent's scaler and optimizer; both end with the same bits.
 FORK = """
@@ -62,10 +62,9 @@ import os, signal, threading, warnings
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 import torch
 from scaler_triton import dispatch
-from scaler_triton.kernels import probe
 
 trying, over = threading.Event(), threading.Event()
-probe.probe = lambda device, dtype: (trying.set(), over.wait(60))
+dispatch._try_unscaling = lambda device, dtype: (trying.set(), over.wait(60))
 place = torch.device("cuda", 0), torch.float32, "auto"
 thread = threading.Thread(target=dispatch.choose, args=place)
 thread.start()
@@ -73,7 +72,7 @@ assert trying.wait(60)
 child = os.fork()
 if child == 0:
     signal.alarm(10)  # ends a child that waits for ever
-    probe.probe = lambda device, dtype: None
+    dispatch._try_unscaling = lambda device, dtype: None
     print(dispatch.choose(torch.device("cpu"), torch.float32, "triton"), flush=True)
     os._exit(0)
 status = os.waitpid(child, 0)[1]
@@ -156,11 +155,9 @@ def test_scalers_in_threads_on_a_gpu(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("outcome", ["triton", "torch"])
 def test_threads_that_meet_a_new_device_try_it_once(outcome: str, monkeypatch: Any) -> None:
-    from scaler_triton.kernels import probe as probe_module
-
     calls, chosen, meet = [], [], threading.Barrier(4)
 
-    def probe(device: torch.device, dtype: torch.dtype) -> None:
+    def try_out(device: torch.device, dtype: torch.dtype) -> None:
         calls.append(device)
         threading.Event().wait(0.05)  # the others arrive
         if outcome == "torch":
@@ -168,7 +165,7 @@ def test_threads_that_meet_a_new_device_try_it_once(outcome: str, monkeypatch: A
 
     monkeypatch.setattr(dispatch, "_chosen", {})
     monkeypatch.setattr(dispatch, "_warned", {torch.device("cuda", 0)})
-    monkeypatch.setattr(probe_module, "probe", probe)
+    monkeypatch.setattr(dispatch, "_try_unscaling", try_out)
 
     def work() -> None:
         meet.wait()
