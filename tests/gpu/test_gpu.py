@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import WAYS, assert_same, flags, parameters, started, take_step, waits_raise
+from helpers import WAYS, flags, parameters, started, take_step, waits_raise
 
-from scaler_triton import GradScaler, ShardedGradScaler, ops
+from scaler_triton import GradScaler, ops
 from scaler_triton.flag import HostCopy
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """This process is a group of its own."""
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def network(fused: bool) -> tuple[Any, Any]:
@@ -83,30 +75,6 @@ def test_a_host_copy_holds_the_value_of_its_moment() -> None:
     assert copy.read() == [1.0, 3.0]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("replace", [False, True])
-def test_a_flag_set_by_hand_skips_the_step_and_backs_off(replace: bool, fused: bool) -> None:
-    (parameter,) = parameters([torch.full((5,), 8.0)], "cuda")
-    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
-    scaler = started(GradScaler, "cuda", init_scale=4.0)
-    take_step(scaler, optimizer, "step")
-    before = parameter[0].item()
-    parameter.grad.fill_(8.0)
-    scaler.unscale_(optimizer)
-    flags = scaler._found_inf_per_device(optimizer)
-    for device, flag in flags.items():
-        if replace:
-            flags[device] = torch.ones_like(flag)
-        else:
-            flag.fill_(1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert (parameter[0].item(), scaler.get_scale()) == (before, 2.0)
-    assert scaler.was_skipped(optimizer)
-    take_step(scaler, optimizer, "step")
-    assert scaler.stats().skipped == 1
-
-
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("fused", [False, True])
 def test_optimizers_clipped_together_are_skipped_together(fused: bool, norm_type: float) -> None:
@@ -139,55 +107,6 @@ def test_more_optimizers_than_an_update_reads_at_once() -> None:
             assert scaler.get_scale() == (4.0 if count != 40 else scale if bad is None else scale / 2)
             skipped = [index for index, optimizer in enumerate(optimizers) if scaler.was_skipped(optimizer)]
             assert skipped == ([] if bad is None else [bad])
-
-
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_report_names_what_kernels_marked(fused: bool, how: str) -> None:
-    """Steps without overflow keep it; the marks of a later skip replace it."""
-    optimizer = torch.optim.SGD(parameters([torch.ones(5), torch.ones(3, 7)], "cuda"), lr=1.0, fused=fused)
-    weights = optimizer.param_groups[0]["params"]
-    scaler, found = started(GradScaler, "cuda"), []
-    for values in ([1.0, 1.0], [math.inf, 1.0], [1.0, 1.0], [math.nan, -math.inf], [1.0, 1.0]):
-        for weight, value in zip(weights, values, strict=True):
-            weight.grad = torch.ones_like(weight)
-            weight.grad.view(-1)[-1] = value
-        take_step(scaler, optimizer, how)
-        report = scaler.overflow_report([("first", weights[0]), ("second", weights[1])])
-        found.append([(each.name, each.kinds) for each in report.bad])
-    once, twice = [("first", "Inf")], [("first", "NaN"), ("second", "Inf")]
-    assert found == [[], once, once, twice, twice]
-
-
-@pytest.mark.parametrize("how", ["unscale_", "clip"])
-def test_a_step_that_an_update_overtakes_keeps_its_flag(how: str) -> None:
-    """The update clears the row of the flag that the step has yet to read."""
-    weights = parameters([torch.full((5,), 8.0), torch.full((5,), math.inf)], "cuda")
-    optimizers = [torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights]
-    scaler = started(GradScaler, "cuda", init_scale=4.0)
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer) if how == "unscale_" else scaler.clip_grad_norm_(optimizer, 100.0)
-    scaler.step(optimizers[0])
-    scaler.update()
-    scaler.step(optimizers[1])
-    scaler.update()
-    assert [weight[0].item() for weight in weights] == [-2.0, 0.0]
-    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [False, True]
-
-
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_sharded_scaler_of_one_rank_skips_and_grows_as_the_other(fused: bool, backend: str, one_rank: None) -> None:
-    ours = [started(cls, "cuda", growth_interval=2, backend=backend) for cls in (GradScaler, ShardedGradScaler)]
-    found = []
-    for scaler in ours:
-        optimizer = torch.optim.SGD(parameters([torch.ones(5)], "cuda"), lr=1.0, fused=fused)
-        for value in (1.0, math.nan, 1.0, 1.0, 1.0):
-            optimizer.param_groups[0]["params"][0].grad.fill_(value * scaler.get_scale())
-            take_step(scaler, optimizer, "step")
-        found.append((optimizer.param_groups[0]["params"][0].tolist(), scaler.state_dict(), scaler.stats()))
-    assert found[0] == found[1]
-    assert found[0][0] == [-4.0] * 5
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -272,31 +191,6 @@ def test_a_fused_step_of_offloaded_parameters_reads_no_scale_or_flag_too_early(b
     assert [p[0].item() for p in params] == pytest.approx([0.0 if bad else -1.0] * 2, rel=1e-4)  # powf of 0.999
     assert [optimizer.state[p]["step"].item() for p in params] == [float(not bad)] * 2
     assert [optimizer.state[p]["exp_avg"][0].item() for p in params] == pytest.approx([0.0 if bad else 0.2] * 2)
-
-
-def test_bf16_is_rounded_natively_as_on_the_cpu() -> None:
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
-    for scale in (3.0, 1 / 3, 65536.0, 1e30, 2.0**-24):
-        reference = every.clone()
-        inverse = torch.tensor(scale).double().reciprocal().float()
-        torch._amp_foreach_non_finite_check_and_unscale_([reference], torch.zeros(()), inverse)
-        (parameter,) = parameters([every], "cuda")
-        scaler = started(GradScaler, "cuda", init_scale=scale, backend="triton")
-        scaler.unscale_(torch.optim.SGD([parameter], lr=1.0))
-        assert_same(parameter.grad, reference)
-
-
-def test_a_scaler_on_a_side_stream_waits_for_nothing_but_its_own() -> None:
-    (parameter,) = parameters([torch.full((1 << 20,), 8.0)], "cuda")
-    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    scaler = started(GradScaler, "cuda", init_scale=4.0)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        scaler.step(optimizer)
-        scaler.update()
-    torch.cuda.current_stream().wait_stream(stream)
-    assert torch.equal(parameter.detach(), torch.full_like(parameter, -2.0))
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

@@ -105,7 +105,7 @@ def test_no_file_can_run_what_it_reads(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["eval('1')", "import os as o\no.popen('ls')", "run(['ls'], shell=True)", "from torch import load as read", "e = eval"],
+    ["eval('1')", "import os as o\no.popen('ls')", "f(['ls'], shell=True)", "from torch import load as l", "e = eval"],
 )
 def test_the_search_finds_what_it_is_for(source: str) -> None:
     assert offences(source)

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Place, assert_same, parameters, places
+from helpers import WAYS, Place, assert_same, parameters, places, take_step
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from scaler_triton import GradScaler
 
@@ -122,41 +120,17 @@ def swapping() -> Iterator[None]:
 
 @PLACES
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize("way", WAYS)
 def test_gradients_can_be_swapped_after_a_step(place: Place, way: str, fused: bool, swapping: None) -> None:
+    """torch swaps no tensor that somebody holds a weak reference to."""
     params = parameters([torch.ones(3), torch.ones(2, 4)], place.device)
     optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
     scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
     for dtype in (torch.float64, torch.float32):
         give_gradients(scaler, params)
-        if way == "unscale_":
-            scaler.unscale_(optimizer)
-        elif way == "clip_grad_norm_":
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
+        take_step(scaler, optimizer, way)
         nn.ParameterList(params).to(dtype)
-        scaler.update()
         assert {param.grad.dtype for param in params if param.grad is not None} == {dtype}
-
-
-@pytest.mark.parametrize("updated", [False, True])
-@pytest.mark.parametrize("clip", [False, True])
-def test_gradients_of_dtensors_can_be_swapped_before_their_step(clip: bool, updated: bool, two_ranks: None) -> None:
-    """A step that the user leaves out, and then offloads the model, which always swaps DTensors."""
-    mesh = init_device_mesh("cpu", (2,))
-    shards = [DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) for _ in range(2)]
-    params = [nn.Parameter(shard) for shard in shards]
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler = GradScaler("cpu", init_scale=4.0)
-    give_gradients(scaler, params)
-    if clip:
-        scaler.clip_grad_norm_(optimizer, 100.0)
-    else:
-        scaler.unscale_(optimizer)
-    if updated:
-        scaler.update()
-    nn.ParameterList(params).to(torch.float64)
-    assert {param.grad.to_local().dtype for param in params if isinstance(param.grad, DTensor)} == {torch.float64}
 
 
 @pytest.mark.gpu

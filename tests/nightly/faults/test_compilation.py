@@ -1,4 +1,4 @@
-"""No C compiler, a cache that cannot be written, a full disk, many processes into one cache: on a GPU, or a pretended one.
+"""No C compiler, a cache that cannot be written, a full disk, many processes into one cache; on a GPU.
 
 With "auto" a warning names the cause and torch takes the step; "triton" raises, and nothing has been written.
 """

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, assert_same, grads, places, sgd, started, values
+from helpers import Place, grads, places, sgd, started, values
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler, ShardedGradScaler, ranks, update
@@ -250,42 +249,3 @@ def test_a_wrong_call_reduces_nothing_on_a_rank_without_a_scale_either(twice: bo
         with mock.patch.object(ranks, "_all_reduce_") as reduce, pytest.raises((AssertionError, ValueError)):
             scaler.clip_grad_norm_([optimizer] * 2 * twice, 1.0)
         reduce.assert_not_called()
-
-
-def composer_step(scaler: Any, model: Any, optimizer: Any, batch: torch.Tensor, fails: int) -> None:
-    """Composer's loop: after an out-of-memory error the states are new and the batch is tried in halves."""
-    for micro in (1, 2, 4):
-        try:
-            optimizer.zero_grad()
-            for piece in batch.chunk(micro):
-                scaler.scale(model(piece).square().sum() / len(batch)).backward()
-            scaler.unscale_(optimizer)
-            if micro <= fails:
-                raise torch.OutOfMemoryError("in the clipping, say")
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-        except torch.OutOfMemoryError:
-            scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-            continue
-        scaler.update()
-        return
-
-
-@PLACES
-@FUSED
-def test_retry_loops_that_assign_fresh_states(place: Place, fused: bool) -> None:
-    seen, numbers = [], {"init_scale": 8.0, "growth_interval": 2}
-    ours = GradScaler(place.device, backend=place.backend, **numbers)
-    for scaler in (torch.amp.GradScaler(place.device, **numbers), ours):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 2).to(place.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-        run = []
-        for step in range(6):
-            batch = torch.randn(4, 4, device=place.device) * (1e30 if step == 3 else 1.0)  # its square overflows
-            composer_step(scaler, model, optimizer, batch, fails=(0, 2, 0, 1, 2, 0)[step])
-            run += [scaler._scale.clone(), model.weight.detach().clone(), model.bias.detach().clone()]
-        seen.append(run)
-    assert [scale.item() for scale in seen[1][::3]] == [8.0, 16.0, 16.0, 8.0, 8.0, 16.0]
-    for theirs, mine in zip(*seen, strict=True):
-        assert_same(mine, theirs)

@@ -1,7 +1,7 @@
 """A GPU that is not there, for a torch with CUDA or without: tests of what needs one run in a process that has it.
 
 Its memory is the host's, its operations are the CPU's, and kernels run as compiled for an sm_90, on
-`../simulator/ptx_simulator.py`, launched by Triton's own launcher on `perf/stub_driver`. torch.cuda is torch's own code;
+`../simulator/ptx_simulator.py`, launched by Triton's own launcher on `perf/stub_driver`. torch.cuda is torch's own;
 below it, `torch_cuda.py` and `native/` take the place of what is compiled only with CUDA. Work is done when it is
 given, in one stream as in several, but copies to pinned memory arrive late, and those from it must not change
 meanwhile. What waits for the GPU raises where torch would (in a capture, and as `torch.cuda.set_sync_debug_mode`
@@ -30,7 +30,8 @@ LIBRARY = "pretended_gpu.so"
 
 def environment(folder: Path) -> dict[str, str]:
     """Return the variables that a process needs from its start to have the GPU; builds it in `folder`."""
-    search = [HERE / "at_start", HERE.parent, HERE.parent / "simulator", HERE.parents[2], os.environ.get("PYTHONPATH", "")]
+    folders = HERE / "at_start", HERE.parent, HERE.parent / "simulator", HERE.parents[2]
+    search = [*folders, os.environ.get("PYTHONPATH", "")]
     return stub_driver.environment(folder) | {
         VARIABLE: str(build(folder)),
         "PYTHONPATH": os.pathsep.join(filter(None, map(str, search))),

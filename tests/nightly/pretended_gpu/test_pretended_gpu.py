@@ -15,9 +15,10 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
-import pretended_gpu
 import pytest
 import torch
+
+import pretended_gpu
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
