@@ -33,13 +33,11 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
 style: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
 docs: $(VENV)/ready
-	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env docs out/docs
+	$(BIN)/sphinx-build -qEW --keep-going docs out/docs
 demo: $(VENV)/ready
 	$(BIN)/python -m scaler_triton demo --out demo.png
 perf: $(VENV)/ready
@@ -67,12 +65,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 fuzz soak faults mutants simulate pretend: $(VENV)/ready
 fuzz:
 	SCALER_TRITON_FUZZ=$(PROGRAMS) $(if $(SEED),SCALER_TRITON_FUZZ_SEED=$(SEED)) $(PYTEST) tests/fuzz -s --durations=5
-soak:
-	$(PYTEST) tests/nightly/soak
+soak faults:
+	$(PYTEST) $(SPREAD) tests/nightly/$@
 pretend:
 	$(PYTEST) tests/nightly/pretended_gpu
-faults:
-	$(PYTEST) $(SPREAD) tests/nightly/faults
 mutants:
 	$(BIN)/python tests/nightly/mutants/run.py
 simulate:
@@ -87,14 +83,13 @@ out/peers/ready: tests/frameworks/peers/packages.txt
 	touch $@
 test-oldest:
 	$(PYTHON) -m venv out/oldest
-	out/oldest/bin/pip install --quiet -c constraints-oldest.txt torch setuptools
-	out/oldest/bin/pip install --quiet -c constraints-oldest.txt --no-build-isolation -e .[demo,frameworks] pytest hypothesis
+	out/oldest/bin/pip install -qc constraints-oldest.txt torch setuptools
+	out/oldest/bin/pip install -qc constraints-oldest.txt --no-build-isolation -e .[demo,frameworks] pytest hypothesis
 	HEAVY=1 out/oldest/bin/python -m pytest tests/frameworks --ignore tests/frameworks/peers
 
 gpu: # nothing is installed, and no part waits for another's success
 	status=0; for part in $(GPU_PARTS); do $(MAKE) $$part || status=1; done; exit $$status
-# Without a GPU the parts would pass by skipping, or measure something else.
-has-gpu:
+has-gpu: # without one the parts would pass by skipping, or measure something else
 	mkdir -p $(OUT)
 	timeout 60 python3 -c "import torch; print(torch.__version__, torch.ones(1, device='cuda').device)" > $(OUT)/versions.txt
 # Tests begin with what needs a GPU and end when TEST_SECONDS are over; one that hangs is interrupted, so that the report
