@@ -75,7 +75,7 @@ class LaunchConfig:
 
 DEFAULT = LaunchConfig()
 
-# What `tune` tries. tests/nightly/test_aot.py checks that none of them spills registers.
+# What `tune` tries. tests/nightly/simulator/test_aot.py checks that none of them spills registers.
 CANDIDATES = tuple(
     LaunchConfig(*numbers)
     for numbers in ((4, 1, 2), (4, 2, 1), (8, 1, 2), (8, 2, 1), (8, 1, 4), (8, 2, 2), (8, 4, 1), (16, 1, 2), (8, 2, 4))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.check import check, fail, is_replaced, ranks_of, step_failed
-from scaler_triton.dispatch import choose_for_scale, kernels, stacklevel
+from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, stacklevel
 from scaler_triton.flag import Flag, any_flag, as_flag
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
 
@@ -63,7 +63,8 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     try:
         result = _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
     except BaseException:
-        if divides:  # nobody knows which gradients its kernels have divided
+        # Nobody knows which gradients its kernels have divided; and what was captured has not been done.
+        if divides or (step.captured and is_captured(scale)):
             step_failed(scaler, step, agreed=True)
         raise
     step.stepped([*flags.values()] if flag is None else flag)
@@ -79,7 +80,7 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         FutureWarning,
         stacklevel=stacklevel(),
     )
-    divides = step.phase is not UNSCALED
+    divides, before = step.phase is not UNSCALED, step["found_inf_per_device"]
     if divides:
         step["found_inf_per_device"] = {}  # to be checked again, even if that was asked for before
     step.asks = divides
@@ -96,6 +97,8 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         raise
     finally:
         step.asks = False
+        if not step["found_inf_per_device"]:  # nobody asked: what was found before still counts
+            step["found_inf_per_device"] = before
     flag: Flag | None = step.own_flag(exposed=True)
     step.stepped([*step["found_inf_per_device"].values()] if flag is None else flag)
     return result

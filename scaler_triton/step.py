@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.flag import Flag, Flags, as_flag
+from scaler_triton.flag import Flag, Flags, any_flag, as_flag
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
@@ -138,7 +138,10 @@ class OptimizerStep(dict[str, Any]):
         if flag is not self.flag:
             self.earlier.append(self.flag)
         self.flag, self[_FLAGS] = flag, flags
-        if self.phase is READY:
+        if self.phase is CARRIED:  # divided already: what was found before still counts
+            for device, found in flags.items():
+                self.kept[device] = torch.maximum(found, self.kept.get(device, found))
+        elif self.phase is READY:
             self.phase = CHECKED
 
     def unscaled(self, flag: Flag, flags: Flags) -> None:
@@ -282,7 +285,7 @@ class Steps(dict[Any, Any]):
         self.unfinished = 0
 
     def keep_unstepped(self) -> None:
-        """Copy the flags of steps that this update will carry, as it may clear them."""
+        """Copy the flags of steps that this update will carry, as it may clear them; those of a FAILED one are set."""
         for step in self.all():
             if step.phase is UNSCALED:
                 step.kept = {device: flag.clone() for device, flag in step[_FLAGS].items()}
@@ -368,7 +371,7 @@ class Steps(dict[Any, Any]):
         if isinstance(outcome, Flag):
             return outcome.last_found_inf().clone()
         if isinstance(outcome, list):
-            return torch.stack([flag.to(outcome[0].device) for flag in outcome]).amax()
+            return any_flag(outcome, outcome[0].device) if outcome else False
         return outcome
 
     def _find_or_make(self, optimizer: Any) -> OptimizerStep:

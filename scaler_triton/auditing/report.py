@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -49,6 +50,17 @@ class RankState:
     left_out: Mapping[str, int] = field(default_factory=dict)  # how many parameters were not compared, by the reason
     error: str = ""  # why the rank could not be read, on one line
     subject: str = ""  # what was audited
+
+    def to_json(self) -> str:
+        """Return it as JSON, in which ranks exchange it: no rank unpickles what another sends."""
+        return json.dumps({**vars(self), "copies": list(self.copies)})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RankState:
+        """Return what `to_json` wrote."""
+        fields = json.loads(text)
+        readings = {name: Reading(*each) for name, each in fields["readings"].items()}
+        return cls(**{**fields, "readings": readings, "copies": [Copy(*each) for each in fields["copies"]]})
 
 
 def number(value: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
@@ -74,7 +73,7 @@ def audit(
     if len(ranks) > 1:
         scale = getattr(scaler, "_scale", None)
         home = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
-        states = [pickle.loads(data) for data in gather_bytes(pickle.dumps(state), group, home)]
+        states = [RankState.from_json(data) for data in gather_bytes(state.to_json().encode(), group, home)]
     report = judge(states)
     if rank == ranks[0]:
         print(report, file=file or sys.stdout, flush=True)

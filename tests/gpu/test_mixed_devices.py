@@ -50,7 +50,8 @@ class Program:
         for _ in range(STEPS):
             self.backward()
             how = self.draw.choice(["step", "unscale_", "clip", "clip together"])
-            norms = [float(self.scaler.clip_grad_norm_(self.optimizers, 1.0))] if how == "clip together" else []
+            order = self.draw.choice([2.0, math.inf, 3.0])
+            norms = [float(self.scaler.clip_grad_norm_(self.optimizers, 1.0, order))] if how == "clip together" else []
             for optimizer in self.optimizers:
                 norms += self.prepare(optimizer, how)
                 self.scaler.step(optimizer)

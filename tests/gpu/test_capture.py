@@ -1,0 +1,408 @@
+"""A whole step in a CUDA graph: replayed, it does to the bit what it does when called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import WAYS, assert_same, parameters, started, take_step
+
+from scaler_triton import GradScaler
+
+# torch's optimizers notice steps beside the captured ones, which is what is compared here.
+CAPTURABLE = pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")
+pytestmark = [pytest.mark.gpu, CAPTURABLE]
+# A capture that is refused, or has nothing left to do.
+MAY_BE_EMPTY = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+
+STEPS = 100
+BAD_STEPS = {3, 4, 40, 77, 99}
+
+
+class Run:
+    """A small model trained in fp16 on batches that stay where they are, so that a graph can read them."""
+
+    def __init__(self, first: str = "") -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True, capturable=True)
+        self.scaler = GradScaler("cuda", init_scale=2.0**10, growth_interval=7)
+        self.batch = torch.zeros(4, 64, device="cuda")
+        self.first = first
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = self.model(self.batch).float().square().mean()
+        self.scaler.scale(loss).backward()
+        if self.first == "unscale_":
+            self.scaler.unscale_(self.optimizer)
+        elif self.first:
+            self.scaler.clip_grad_norm_(self.optimizer, 0.01)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def load(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        self.batch.copy_(torch.randn(4, 64, generator=generator) * (float("inf") if step in BAD_STEPS else 1.0))
+
+    def captured(self) -> Callable[[], None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for step in range(3):
+                self.load(step)
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay
+
+    def state(self) -> list[torch.Tensor]:
+        scaler: Any = self.scaler
+        assert scaler._scale is not None
+        return [*self.model.parameters(), scaler._scale, scaler._growth_tracker]
+
+
+def assert_equal_runs(run: Run, other: Run, replay: Callable[[], None], steps: range) -> None:
+    for step in steps:
+        run.load(step)
+        other.load(step)
+        run.step()
+        replay()
+        for mine, theirs in zip(run.state(), other.state(), strict=True):
+            assert_same(mine.detach(), theirs.detach())
+
+
+def eager_and_captured(first: str = "") -> tuple[Run, Run, Callable[[], None]]:
+    eager, graphed = Run(first), Run(first)
+    replay = graphed.captured()
+    for step in range(3):
+        eager.load(step)
+        eager.step()
+    return eager, graphed, replay
+
+
+@pytest.mark.parametrize("first", ["", "unscale_", "clipping"])
+def test_replayed_steps_equal_eager_ones_through_overflows(first: str) -> None:
+    assert_equal_runs(*eager_and_captured(first), range(3, STEPS))
+
+
+def test_setters_and_writes_into_the_scale_take_effect_under_replay() -> None:
+    eager, graphed, replay = eager_and_captured()
+    assert_equal_runs(eager, graphed, replay, range(3, 12))
+    for run in (eager, graphed):
+        run.scaler.set_growth_factor(1.1)
+        run.scaler.set_backoff_factor(0.3)
+        run.scaler.set_growth_interval(2)
+        run.scaler._scale.fill_(96.0)
+    assert_equal_runs(eager, graphed, replay, range(35, 60))
+
+
+def test_eager_steps_between_replays_use_their_own_gradients() -> None:
+    eager, graphed, replay = eager_and_captured("unscale_")
+    for step in range(3, 30):
+        assert_equal_runs(eager, graphed, replay if step % 3 else graphed.step, range(step, step + 1))
+
+
+def test_a_replayed_step_after_an_update_is_told_of() -> None:
+    """Two updates count its overflow, of which the marks have the first one's number."""
+    it = Static()
+
+    def step() -> None:
+        it.scaler.unscale_(it.optimizer)
+        it.scaler.update()
+        it.scaler.step(it.optimizer)
+        it.scaler.update()
+
+    step()
+    replay = it.capture(step)
+    for value, kinds in ((8.0, []), (float("nan"), ["NaN"]), (-float("inf"), ["Inf"])):
+        replay(value)
+        assert [each.kinds for each in it.scaler.overflow_report().bad] == kinds
+
+
+def test_the_host_waits_for_no_copy_that_a_capture_never_made() -> None:
+    """An event that is recorded in a capture cannot be asked later: what copies to the host leaves captures alone."""
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=True)
+    scaler = started(GradScaler, "cuda", init_scale=4.0, max_consecutive_skips=9)
+    weight.grad = torch.ones(3, device="cuda")
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.stats(wait=False)
+
+    for _ in range(6):  # more than the counters' copies lag behind
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    weight.grad.fill_(float("nan"))
+    graph.replay()
+    assert scaler.was_skipped(optimizer)
+    assert (scaler.stats().updates, scaler.stats().skipped) == (7, 1)
+    weight.grad.fill_(1.0)
+    for _ in range(6):
+        step()
+    assert not scaler.was_skipped(optimizer)
+    assert scaler.stats().updates == 13
+
+
+def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
+    """What it would have left on the device was never done: the steps after it begin anew."""
+    eager, refused = Run("unscale_"), Run("unscale_")
+    for run in (eager, refused):
+        run.load(0)
+        with torch.autocast("cuda", torch.float16):  # cuBLAS must not set itself up in a capture
+            run.model(run.batch).sum().backward()
+        run.scaler.scale(torch.ones((), device="cuda"))
+    with pytest.raises(RuntimeError, match="take one step like it before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        refused.step()
+    assert_equal_runs(eager, refused, refused.step, range(5))
+    assert refused.scaler.stats() == eager.scaler.stats()
+
+
+@MAY_BE_EMPTY
+def test_the_first_scale_is_refused_in_a_capture() -> None:
+    """Each replay would set the scale anew."""
+    scaler, loss = GradScaler("cuda", init_scale=2.0**10), torch.ones((), device="cuda")
+    with pytest.raises(RuntimeError, match="a scaler's first scale cannot"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        scaler.scale(loss)
+    assert (scaler.scale(loss).item(), scaler._growth_tracker.item()) == (2.0**10, 0)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_fails_in_a_capture_has_done_nothing(how: str) -> None:
+    """Another optimizer's kernels were compiled: only its own table is missing, once a write has been announced."""
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    weights = [torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.full((3,), 4.0, device="cuda")
+    first, other = (torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights)
+    take_step(scaler, first, how)
+    with pytest.raises(RuntimeError, match="take one step like it before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        take_step(scaler, other, how)
+    take_step(scaler, other, how)
+    assert_same(weights[1].detach(), weights[0].detach())
+    assert weights[0][0].item() < 1.0
+
+
+@pytest.mark.parametrize("replay_before_update", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_that_a_graph_wrote_anew_are_scaled(fused: bool, replay_before_update: bool) -> None:
+    """No version counter tells: gradients that were left unscaled are no longer there."""
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scaler = GradScaler("cuda", init_scale=4.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaler.scale(weight.sum()).backward()
+    graph.replay()
+    scaler.unscale_(optimizer)
+    if replay_before_update:
+        graph.replay()
+    scaler.update()
+    graph.replay()
+    scaler.step(optimizer)
+    assert_same(weight.detach(), torch.full((3,), -2.0, device="cuda"))
+
+
+@MAY_BE_EMPTY
+def test_a_step_that_reads_the_flag_on_the_host_is_refused_in_a_capture() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), started(GradScaler, "cuda", init_scale=4.0)
+    weight.grad = torch.full((3,), 4.0, device="cuda")
+    with pytest.raises(RuntimeError, match="use fused=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    assert_same(weight.detach(), torch.zeros(3, device="cuda"))
+
+
+def test_limits_and_checkpoints_take_effect_under_replay_and_replays_are_counted() -> None:
+    eager, graphed = Run(), Run()
+    for run in (eager, graphed):
+        run.scaler.set_limits(hysteresis=2)
+    replay = graphed.captured()
+    for step in range(3):
+        eager.load(step)
+        eager.step()
+    saved = eager.scaler.state_dict()
+    for steps in (range(3, 12), range(35, 50), range(76, 80), range(38, 45)):
+        for step in steps:
+            assert_equal_runs(eager, graphed, replay, range(step, step + 1))
+            assert graphed.scaler.stats() == eager.scaler.stats()
+            assert graphed.scaler.was_skipped(graphed.optimizer) is eager.scaler.was_skipped(eager.optimizer)
+        for run in (eager, graphed):
+            if steps[0] == 3:
+                run.scaler.set_limits(hysteresis=3, max_scale=2.0**11, min_scale=2.0**9)
+            elif steps[0] == 35:
+                run.scaler.load_state_dict(saved)
+    assert graphed.scaler.state_dict() == eager.scaler.state_dict()
+
+
+class Static:
+    """A fused optimizer of one weight whose gradient stays where it is, for a graph; and a scaler, after one step."""
+
+    def __init__(self) -> None:
+        (self.weight,) = parameters([torch.full((3,), 8.0)], "cuda")
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0, fused=True)
+        self.scaler = started(GradScaler, "cuda", init_scale=8.0, growth_interval=1000)
+        self.step()
+
+    def step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[float], None]:
+        """Capture; return a function that replays it with a gradient."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+
+        def replay(value: float) -> None:
+            self.weight.grad.fill_(value)
+            graph.replay()
+
+        return replay
+
+    def eager(self, value: float) -> None:
+        self.weight.grad.fill_(value)
+        self.step()
+
+
+def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
+    """A replay finds other gradients."""
+    it = Static()
+    take_step(it.scaler, it.optimizer, "step")
+    it.scaler.unscale_(it.optimizer)
+    it.scaler.update()
+    replay = it.capture(lambda: take_step(it.scaler, it.optimizer, "step"))
+    before = it.weight[0].item()
+    replay(16.0)
+    assert it.weight[0].item() == before - 2.0
+
+
+def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once() -> None:
+    it = Static()
+
+    def step() -> None:
+        it.scaler.scale(loss)
+        it.scaler.unscale_(it.optimizer)
+        it.scaler.update()
+        it.scaler.step(it.optimizer)
+        it.scaler.update()
+
+    loss = torch.ones((), device="cuda")
+    step()
+    replay, before = it.capture(step), it.weight[0].item()
+    replay(16.0)
+    assert it.weight[0].item() == before - 2.0
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it(explicit: bool) -> None:
+    it = Static()
+    take_step(it.scaler, it.optimizer, "step")
+    before = it.weight[0].item()
+    it.weight.grad.fill_(8.0)
+    refusing = mock.patch.object(it.optimizer, "step", side_effect=RuntimeError("not capturable"))
+    with pytest.raises(RuntimeError, match="not capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()), refusing:
+        take_step(it.scaler, it.optimizer, "unscale_" if explicit else "step")
+    take_step(it.scaler, it.optimizer, "step")
+    assert it.weight[0].item() == before - 1.0
+
+
+def test_flags_of_replays_and_of_steps_between_them_do_not_mix() -> None:
+    """Each of them clears what the other may have left, and knows whether it was skipped."""
+    it = Static()
+    replay = it.capture(it.step)
+    for value, act in (
+        (8.0, it.eager), (float("inf"), it.eager), (8.0, replay), (float("inf"), replay), (8.0, it.eager),
+        (float("nan"), replay), (8.0, replay), (float("nan"), it.eager), (8.0, it.eager),
+    ):  # fmt: skip
+        before, scale = it.weight[0].item(), it.scaler.get_scale()
+        act(value)
+        bad = value != 8.0
+        assert it.scaler.was_skipped(it.optimizer) is bad
+        assert it.scaler.get_scale() == (scale / 2 if bad else scale)
+        assert it.weight[0].item() == (before if bad else before - 8.0 / scale)
+    assert it.scaler.stats().skipped == 4
+
+
+def test_an_update_outside_the_graph_of_its_step_and_one_in_a_graph_alone_clear_the_flag() -> None:
+    it = Static()
+    take_step(it.scaler, it.optimizer, "step")
+    step = it.capture(lambda: it.scaler.step(it.optimizer))
+    it.scaler.update()  # of a step that was captured only: nothing was found
+    step(float("inf"))
+    it.eager(8.0)
+    assert (it.scaler.get_scale(), it.scaler.was_skipped(it.optimizer)) == (8.0, False)
+    it.scaler.step(it.optimizer)
+    update = it.capture(it.scaler.update)
+    update(8.0)
+    it.eager(8.0)
+    assert (it.scaler.get_scale(), it.scaler.was_skipped(it.optimizer)) == (8.0, False)
+
+
+def test_the_flag_that_a_replay_writes_never_becomes_another_optimizers() -> None:
+    it = Static()
+    replay = it.capture(it.step)
+    weight, it.optimizer = it.weight, None
+    later = [torch.optim.SGD(parameters([torch.full((3,), 8.0)], "cuda"), lr=1.0, fused=True) for _ in range(3)]
+    for each in later:
+        it.scaler.unscale_(each)
+    scale = it.scaler.get_scale()
+    replay(float("inf"))
+    for each in later:
+        it.scaler.step(each)
+    it.scaler.update()
+    assert [each.param_groups[0]["params"][0][0].item() for each in later] == [-8.0 / scale] * 3
+    assert weight[0].item() == -1.0
+
+
+def test_the_rules_numbers_stay_where_a_graph_reads_them() -> None:
+    it = Static()
+    replay = it.capture(it.step)
+    it.scaler.set_backoff_factor(0.25)
+    for _ in range(2):
+        replay(float("inf"))
+        it.eager(8.0)
+    assert it.scaler.get_scale() == 0.5
+    with pytest.raises(ValueError, match="new_factor"):
+        it.scaler.set_backoff_factor(2.0)
+    replay(float("inf"))
+    assert it.scaler.get_scale() == 0.125
+
+
+def test_flags_of_others_are_updated_by_the_scalers_own_numbers() -> None:
+    it = Static()
+
+    def step() -> None:
+        it.scaler.unscale_(it.optimizer)
+        found = it.scaler._found_inf_per_device(it.optimizer)
+        for device in found:
+            found[device] = torch.ones((), device=device)
+        it.scaler.step(it.optimizer)
+        it.scaler.update()
+
+    step()
+    replay = it.capture(step)
+    it.scaler.set_backoff_factor(0.25)
+    before = it.weight[0].item()
+    replay(8.0)
+    assert (it.weight[0].item(), it.scaler.get_scale()) == (before, 1.0)

@@ -1,0 +1,263 @@
+"""What only a GPU can show: no host waits, CPU-offloaded gradients beside device ones, several streams."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import WAYS, flags, parameters, started, take_step, waits_raise
+
+from scaler_triton import GradScaler, ops
+from scaler_triton.flag import HostCopy
+
+pytestmark = pytest.mark.gpu
+
+
+def network(fused: bool) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)).cuda()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused, foreach=False if not fused else None)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_fused_step_never_waits(how: str) -> None:
+    model, optimizer = network(fused=True)
+    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=2)
+    batch = torch.randn(4, 64, device="cuda")
+    for step in range(8):
+        with waits_raise() if step >= 3 else torch.enable_grad():  # plans and kernels are made in the first steps
+            optimizer.zero_grad()
+            scaler.scale(model(batch).square().mean()).backward()
+            take_step(scaler, optimizer, how)
+    assert scaler.get_scale() == 64.0
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_unscale_and_update_of_a_plain_optimizer_never_wait(clip: bool) -> None:
+    model, optimizer = network(fused=False)
+    scaler = GradScaler("cuda", init_scale=4.0)
+    batch = torch.randn(4, 64, device="cuda")
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        with waits_raise() if step >= 3 else torch.enable_grad():
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            else:
+                scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        with waits_raise():
+            scaler.update()
+
+
+def test_ops_never_wait() -> None:
+    gradients = [torch.ones(numel, device="cuda") for numel in (1000, 3)]
+    factor, flag = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    for step in range(2):
+        with waits_raise() if step else torch.enable_grad():  # kernels are compiled in the first step
+            ops.unscale_(gradients, factor, flag)
+            ops.check_nonfinite(gradients, flag)
+            norm = ops.grad_norm(gradients, flag, inv_scale=factor)
+    assert norm.item() == pytest.approx(1003**0.5)
+
+
+def test_a_host_copy_holds_the_value_of_its_moment() -> None:
+    source = torch.tensor([1.0, 0.0], device="cuda")
+    copy = HostCopy(source)
+    copy.start()
+    source[1] = 3.0
+    assert copy.read() == [1.0, 0.0]
+    copy.start()
+    assert copy.read() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizers_clipped_together_are_skipped_together(fused: bool, norm_type: float) -> None:
+    """Another norm unscales one by one, and each flag is on its way to the host before they become one."""
+    optimizers = [torch.optim.SGD(parameters([torch.ones(5)], "cuda"), lr=1.0, fused=fused) for _ in range(2)]
+    weights = [optimizer.param_groups[0]["params"][0] for optimizer in optimizers]
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    for bad, wanted in ((None, -1.0), (1, -1.0), (0, -1.0), (None, -2.0)):
+        for index, weight in enumerate(weights):
+            weight.grad = torch.full_like(weight, math.inf if index == bad else scaler.get_scale())
+        scaler.clip_grad_norm_(optimizers, 100.0, norm_type)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert [weight[0].item() for weight in weights] == [wanted] * 2
+    assert scaler.get_scale() == 1.0
+
+
+def test_more_optimizers_than_an_update_reads_at_once() -> None:
+    """Flags beyond the rows of the buffer have memory of their own; freed ones leave their rows to others."""
+    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1000)
+    for count in (40, 3, 33):
+        optimizers = [torch.optim.SGD(parameters([torch.ones(2)], "cuda"), lr=1.0, fused=True) for _ in range(count)]
+        for bad in (None, count - 1, 0, None):
+            for index, optimizer in enumerate(optimizers):
+                optimizer.param_groups[0]["params"][0].grad.fill_(math.inf if index == bad else 4.0)
+                scaler.step(optimizer)
+            scale = scaler.get_scale()
+            scaler.update(None if count == 40 else 4.0)
+            assert scaler.get_scale() == (4.0 if count != 40 else scale if bad is None else scale / 2)
+            skipped = [index for index, optimizer in enumerate(optimizers) if scaler.was_skipped(optimizer)]
+            assert skipped == ([] if bad is None else [bad])
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("bad", ["cpu", "cuda", None])
+def test_offloaded_gradients_beside_device_ones(bad: str | None, clip: bool) -> None:
+    params = [p for device in ("cpu", "cuda") for p in parameters([torch.full((5,), 8.0)], device)]
+    for parameter in params:
+        if parameter.device.type == bad:
+            parameter.grad[2] = math.inf
+    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+    scaler = started(GradScaler, "cuda", init_scale=4.0)
+    if clip:
+        norm = scaler.clip_grad_norm_(optimizer, math.sqrt(10.0))
+        assert norm.item() == (math.inf if bad else pytest.approx(math.sqrt(40.0)))  # rounded to fp32
+    else:
+        scaler.unscale_(optimizer)
+    assert {d.type: f.item() for d, f in scaler._found_inf_per_device(optimizer).items()} == {
+        "cpu": float(bad is not None),
+        "cuda": float(bad is not None),
+    }
+    scaler.step(optimizer)
+    scaler.update()
+    wanted = [0.0 if bad else -2.0] * 2
+    if clip:  # by a coefficient that is rounded, of a norm plus 1e-6
+        wanted = pytest.approx([value / 2 for value in wanted])
+    assert [p[0].item() for p in params] == wanted
+    assert scaler.get_scale() == (2.0 if bad else 4.0)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_offloaded_gradients_wait_for_the_scale_that_an_update_has_yet_to_set(clip: bool) -> None:
+    """The CPU would divide by the scale before it, which a growth doubles."""
+    (parameter,) = parameters([torch.full((5,), 8.0)], "cpu")
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1)
+    for scale in (4.0, 8.0, 16.0):
+        parameter.grad = torch.full_like(parameter, 2 * scale)
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 100.0)
+        scaler.step(optimizer)
+        torch.cuda._sleep(100_000_000)
+        scaler.update()
+    assert parameter[0].item() == -6.0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_on_two_gpus(clip: bool, current: int) -> None:
+    """The scale is on the first; no kernel on the second may read there, an overflow's rare path neither."""
+    params = [p for index in range(2) for p in parameters([torch.full((5,), 8.0)], f"cuda:{index}")]
+    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+    scaler = started(GradScaler, "cuda:0", init_scale=4.0, growth_interval=1000)
+    with torch.cuda.device(current):
+        for bad in (None, 1, 0, 1):
+            for index, parameter in enumerate(params):
+                parameter.grad = torch.full_like(parameter, math.inf if index == bad else 2 * scaler.get_scale())
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 100.0)
+            scaler.step(optimizer)
+            scaler.update()
+            torch.cuda.synchronize(1)
+            assert "Inf" in str(scaler.overflow_report()) or bad != 0
+    assert [p[0].item() for p in params] == [-2.0, -2.0]
+    assert scaler.get_scale() == 0.5
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_fused_step_of_offloaded_parameters_reads_no_scale_or_flag_too_early(bad: bool, unscale: bool) -> None:
+    """torch copies both to the CPU behind what the GPU still has to do, and its CPU kernel waits for neither."""
+    params = [p for device in ("cuda", "cpu") for p in parameters([torch.full((5,), 8.0)], device)]
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in params], lr=1.0, weight_decay=0.0, fused=True)
+    optimizer.register_step_pre_hook(lambda *args: torch.cuda._sleep(100_000_000))
+    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1000)
+    if bad:
+        params[0].grad[2] = math.inf
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert [p[0].item() for p in params] == pytest.approx([0.0 if bad else -1.0] * 2, rel=1e-4)  # powf of 0.999
+    assert [optimizer.state[p]["step"].item() for p in params] == [float(not bad)] * 2
+    assert [optimizer.state[p]["exp_avg"][0].item() for p in params] == pytest.approx([0.0 if bad else 0.2] * 2)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_optimizers_that_begin_on_two_streams_keep_their_flags(backend: str) -> None:
+    """They share memory, which the first of them makes; here it is late, and the second one overflows."""
+    optimizers = [torch.optim.SGD(parameters([grad], "cuda"), lr=1.0) for grad in (None, torch.tensor([math.inf]))]
+    scaler = started(GradScaler, "cuda", init_scale=4.0, backend=backend)
+    streams = [torch.cuda.Stream() for _ in optimizers]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(100_000_000)
+    for stream, optimizer in zip(streams, optimizers, strict=True):
+        with torch.cuda.stream(stream):
+            scaler.unscale_(optimizer)
+    streams[1].synchronize()
+    torch.cuda.synchronize()
+    assert flags(scaler, optimizers[1]) == [1.0]
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+def seen_on_gpu(step: Callable[[], object]) -> list[str]:
+    """Return the names of what the profiler sees on the GPU."""
+    # torch 2.11 warns of events that go with their cycle, unless they are accumulated.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        step()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def device_work(step: Callable[[], None]) -> Counter[str]:
+    """Count the kernels, copies and fills that a step gives the GPU."""
+    if not seen_on_gpu(lambda: torch.ones(1, device="cuda")):
+        pytest.skip("the profiler sees nothing of the GPU, as in a container without CUPTI")
+    on_gpu = seen_on_gpu(step)
+    work = [name for name in on_gpu if not name.endswith((" Sync", " Wait Event"))]  # the host's, or a stream's
+    return Counter("copy" if "Memcpy" in name else "fill" if "Memset" in name else "kernel" for name in work)
+
+
+def steady_step(fused: bool, **clipping: Any) -> Callable[[], None]:
+    """Return a step that was taken three times before; its optimizer does nothing, so that only ours is counted."""
+    model, optimizer = network(fused)
+    optimizer.step = lambda: None
+    scaler = GradScaler("cuda", init_scale=4.0)
+    batch = torch.randn(4, 64, device="cuda")
+    optimizer.zero_grad()
+    scaler.scale(model(batch).square().mean()).backward()
+
+    def step() -> None:
+        if clipping:
+            scaler.clip_grad_norm_(optimizer, **clipping)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_launches_check_and_update_and_nothing_more(fused: bool) -> None:
+    """Scaling the loss is the third launch; a plain step reads its flag on the host: one copy."""
+    assert device_work(steady_step(fused)) == (Counter(kernel=2) if fused else Counter(kernel=2, copy=1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_adds_two_launches_and_no_copy(fused: bool) -> None:
+    """In place of the check: squares, their sum, and a pass that clips."""
+    step = steady_step(fused, max_norm=1.0)
+    assert device_work(step) == (Counter(kernel=4) if fused else Counter(kernel=4, copy=1))

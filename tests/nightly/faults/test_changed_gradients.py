@@ -1,0 +1,208 @@
+"""Gradients and parameters that are freed, replaced, resized or converted under the scaler's feet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import WAYS, Place, assert_same, parameters, places, take_step
+from torch import Tensor, nn
+
+from scaler_triton import GradScaler
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+STEPS, CHANGE_AT = 5, 2
+Change = Callable[[list[Tensor]], None]
+
+
+def free_one(params: list[Tensor]) -> None:
+    params[0].grad = None
+
+
+def free_all(params: list[Tensor]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def replace(params: list[Tensor]) -> None:
+    params[0].grad = params[0].grad.clone() * 2
+
+
+def lay_out_anew(params: list[Tensor]) -> None:
+    params[1].grad = params[1].grad.t().contiguous().t()
+
+
+def spread(params: list[Tensor]) -> None:
+    grad = params[1].grad
+    params[1].grad = grad.repeat_interleave(2, dim=1)[:, ::2]
+
+
+def move_into_one_storage(params: list[Tensor]) -> None:
+    flat = torch.cat([param.grad.flatten() for param in params])
+    sizes = [param.numel() for param in params]
+    for param, piece in zip(params, flat.split(sizes), strict=True):
+        param.grad = piece.view(param.shape)
+
+
+def resize(params: list[Tensor]) -> None:
+    """As wrappers do that swap a parameter's data, FSDP1 among them."""
+    grad = params[0].grad
+    params[0].grad = None
+    params[0].data = torch.ones(7, dtype=params[0].dtype, device=params[0].device)
+    params[0].grad = torch.full_like(params[0], grad.flatten()[0].item())
+
+
+def widen(params: list[Tensor]) -> None:
+    convert(params, torch.float64)
+
+
+def narrow(params: list[Tensor]) -> None:
+    convert(params, torch.bfloat16)
+
+
+def convert(params: list[Tensor], dtype: torch.dtype) -> None:
+    nn.ParameterList(params).to(dtype)  # keeps the parameters, swaps their data and gradients
+
+
+CHANGES = [free_one, free_all, replace, lay_out_anew, spread, move_into_one_storage, resize, widen, narrow]
+# Without any gradient before `unscale_` torch refuses the step.
+CASES = [(change, when) for change in CHANGES for when in ("before", "after") if (change, when) != (free_all, "before")]
+
+
+def run(scaler: Any, device: str, change: Change, when: str, bad: bool, fused: bool) -> list[Tensor]:
+    """Train with hand-made gradients; at one step `change` comes before or after `unscale_`. All that was seen."""
+    params = parameters([torch.zeros(3), torch.zeros(2, 4)], device)
+    optimizer, seen = torch.optim.SGD(params, lr=0.25, fused=fused), []
+    for step in range(STEPS):
+        factor = scaler.scale(torch.ones((), device=device))
+        for index, param in enumerate(params):
+            param.grad = (torch.full_like(param, step + index + 1) * factor).to(param.dtype)
+        if bad and step == CHANGE_AT:
+            params[1].grad[1, 2] = torch.inf
+        for moment in ("before", "after"):
+            if step == CHANGE_AT and when == moment:
+                with torch.no_grad():
+                    change(params)
+            if moment == "before":
+                scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [scaler._scale.clone(), *(param.detach().clone() for param in params)]
+        seen += [param.grad.clone() for param in params if param.grad is not None]
+    return seen
+
+
+@PLACES
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize(("change", "when"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_as_torch(place: Place, change: Change, when: str, bad: bool) -> None:
+    """Before and after `unscale_`, in a good step and in one that overflows, and in the steps that follow."""
+    settings = {"init_scale": 4.0, "growth_interval": 2}
+    refused = (widen, narrow) if place.device == "cpu" else (widen, narrow, lay_out_anew, spread)
+    fused = change not in refused  # by torch's fused kernels
+    on = "cpu" if change is narrow else place.device  # torch's op has no bf16 on a GPU
+    theirs = run(torch.amp.GradScaler(on, **settings), on, change, when, bad, fused)
+    ours = run(GradScaler(place.device, backend=place.backend, **settings), place.device, change, when, bad, fused)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+    assert ours[0].item() == 4.0
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """Modules are converted by swapping their tensors, as those of FSDP2 always are."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@PLACES
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_can_be_swapped_after_a_step(place: Place, way: str, fused: bool, swapping: None) -> None:
+    """torch swaps no tensor that somebody holds a weak reference to."""
+    params = parameters([torch.ones(3), torch.ones(2, 4)], place.device)
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    for dtype in (torch.float64, torch.float32):
+        give_gradients(scaler, params)
+        take_step(scaler, optimizer, way)
+        nn.ParameterList(params).to(dtype)
+        assert {param.grad.dtype for param in params if param.grad is not None} == {dtype}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("start", "end"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_parameters_move_to_another_device(start: str, end: str, when: str) -> None:
+    """In mid-training, beside `unscale_`: every step is taken once, with the right gradients."""
+
+    def move(params: list[Tensor]) -> None:
+        nn.ParameterList(params).to(end)
+
+    params = parameters([torch.zeros(3), torch.zeros(2, 4)], start)
+    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+    scaler = GradScaler("cuda", init_scale=4.0)
+    for step in range(4):
+        factor = scaler.scale(torch.ones((), device="cuda"))
+        for param in params:
+            param.grad = torch.full_like(param, 8.0 * factor.item() / 4.0)
+        if step == 1 and when == "before":
+            move(params)
+        scaler.unscale_(optimizer)
+        if step == 1 and when == "after":
+            move(params)
+        scaler.step(optimizer)
+        scaler.update()
+        assert {param.detach().unique().item() for param in params} == {-2.0 * (step + 1)}
+    assert {param.device.type for param in params} == {end}
+
+
+@PLACES
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parameters_move_to_where_nothing_is_and_back(place: Place, when: str) -> None:
+    """Offloaded in mid-training: gradients that are nowhere are refused by name, and the next step is right."""
+    params = parameters([torch.zeros(3), torch.zeros(2, 4)], place.device)
+    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    step_with_gradients(scaler, optimizer, 1.0)
+    give_gradients(scaler, params)
+    if when == "before":
+        swap(params, "meta")
+        with pytest.raises(ValueError, match="the gradient of parameter 0 is on device meta"):
+            scaler.unscale_(optimizer)
+    else:
+        scaler.unscale_(optimizer)
+        swap(params, "meta")
+        scaler.step(optimizer)
+        scaler.update()
+    swap(params, place.device)
+    step_with_gradients(scaler, optimizer, -1.0)
+    assert {param.detach().unique().item() for param in params} == {-3.0}
+    assert scaler.get_scale() == 4.0
+
+
+def give_gradients(scaler: Any, params: list[Tensor]) -> None:
+    for param in params:
+        param.grad = torch.full_like(param, 2.0) * scaler.scale(torch.ones((), device=param.device)).item()
+
+
+def step_with_gradients(scaler: Any, optimizer: Any, start: float) -> None:
+    """Take one step of -2 from `start`."""
+    params = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        for param in params:
+            param.fill_(start)
+    give_gradients(scaler, params)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def swap(params: list[Tensor], device: str) -> None:
+    """Move parameters and gradients, the objects being the same: what is on "meta" has no values."""
+    for param in params:
+        moved = nn.Parameter(torch.empty_like(param, device=device))
+        moved.grad = torch.empty_like(param.grad, device=device)
+        torch.utils.swap_tensors(param, moved)

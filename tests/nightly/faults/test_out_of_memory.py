@@ -1,0 +1,251 @@
+"""Whichever op of a call fails for want of memory: the phase is true, the same call or the next step is right, and a
+rank makes as many reductions as those on which none fails. In a scaler's first step, and in one after three good ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import Place, grads, places, sgd, started, values
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scaler_triton import GradScaler, ShardedGradScaler, ranks, update
+from scaler_triton.kernels import launch
+from scaler_triton.policy import NO_LIMITS
+from scaler_triton.ranks import Membership, Ranks
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+FUSED = pytest.mark.parametrize("fused", [False, True])
+GOOD_STEPS = pytest.mark.parametrize("good_steps", [0, 3])
+MOST = 400  # ops of a call: that many are not made
+
+WAYS: dict[str, Callable[[Any, Any], object]] = {
+    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "step": lambda scaler, optimizer: scaler.step(optimizer),
+    "check": lambda scaler, optimizer: scaler._check_inf_per_device(optimizer),
+    "clip": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1e6),
+    "largest": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1e6, math.inf),
+    "some": lambda scaler, optimizer: scaler.clip_grad_norm_(
+        optimizer, 1e6, parameters=optimizer.param_groups[0]["params"][:1]
+    ),
+}
+
+
+class FailAt(TorchDispatchMode):
+    """Fails one of torch's ops, by its number. What is `spared` does not count.
+
+    Args:
+        every: also ops that write into memory that is there, which fail for other reasons.
+    """
+
+    def __init__(self, number: int, *, every: bool = True) -> None:
+        super().__init__()
+        self.left, self.every, self.is_spared, self.reductions = number, every, False, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_spared and (self.every or allocates(func._schema)):
+            self.left -= 1
+            if self.left == -1:
+                raise torch.OutOfMemoryError(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def spared(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self.is_spared = self.is_spared, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.is_spared = before
+
+        return call
+
+    def reduce(self, values: Tensor, op: Any, group: Any) -> None:
+        """Stand for a reduction over this rank and another like it."""
+        self.reductions += 1
+        if op is torch.distributed.ReduceOp.SUM:
+            self.spared(values.mul_)(2)
+
+
+def allocates(schema: Any) -> bool:
+    """Return whether an op returns tensors that share no memory with its arguments."""
+    return any(returned.alias_info is None and "Tensor" in str(returned.type) for returned in schema.returns)
+
+
+@contextmanager
+def failing(number: int, optimizer: Any, *, every: bool = True) -> Iterator[FailAt]:
+    """Fail the scaler alone: what a half-done optimizer leaves is its own affair, and a launch makes no op on a GPU."""
+    mode = FailAt(number, every=every)
+    step = mock.patch.object(optimizer, "step", mode.spared(optimizer.step))
+    with step, mock.patch.object(launch.Launch, "__call__", mode.spared(launch.Launch.__call__)), mode:
+        yield mode
+
+
+def failed(number: int, optimizer: Any, call: Callable[..., Any], *args: Any, every: bool = True) -> bool:
+    """Make the call with the op of that number failing; return whether it failed."""
+    try:
+        with failing(number, optimizer, every=every):
+            call(*args)
+    except torch.OutOfMemoryError:
+        return True
+    return False
+
+
+def backward(scaler: Any, optimizer: Any) -> None:
+    """Scale a loss; every gradient is 2, scaled."""
+    scale = scaler.scale(torch.ones((), device=scaler._device)).item()
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, 2.0 * scale)
+
+
+def good_step(scaler: Any, optimizer: Any) -> None:
+    before = values(optimizer)
+    backward(scaler, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [value - 2.0 for value in before]
+
+
+def three_dtypes(place: Place, fused: bool, good_steps: int) -> tuple[Any, Any]:
+    """Return a scaler of scale 4 and an optimizer with gradients in three dtypes, after so many good steps."""
+    dtypes = (torch.float32, torch.float64, torch.float32, torch.bfloat16)
+    params = [torch.nn.Parameter(torch.zeros(4, dtype=dtype, device=place.device)) for dtype in dtypes]
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
+    for _ in range(good_steps):
+        good_step(scaler, optimizer)
+    return scaler, optimizer
+
+
+@PLACES
+@FUSED
+@GOOD_STEPS
+@pytest.mark.parametrize("way", WAYS)
+def test_every_op_of_a_step(place: Place, fused: bool, way: str, good_steps: int) -> None:
+    """READY means that no gradient was touched; either way the step is taken once or skipped, and the next is right."""
+    for number in itertools.count():
+        scaler, optimizer = three_dtypes(place, fused, good_steps)
+        start = values(optimizer)
+        backward(scaler, optimizer)
+        fails = failed(number, optimizer, WAYS[way], scaler, optimizer)
+        if fails:
+            assert_stage_is_true(scaler, optimizer)
+        if fails or way != "step":
+            scaler.step(optimizer)
+        stepped = [value - 2.0 for value in start]
+        assert values(optimizer) in ([start, stepped] if fails else [stepped])
+        scaler.update(4.0)
+        good_step(scaler, optimizer)
+        if not fails:
+            break
+    assert 0 < number < MOST or place.backend == "triton"
+
+
+def assert_stage_is_true(scaler: Any, optimizer: Any) -> None:
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    assert grads(optimizer) == [8.0] * 4 if stage is OptState.READY else stage is OptState.UNSCALED
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
+    assert scaler.get_scale() == 4.0
+
+
+@PLACES
+@GOOD_STEPS
+def test_every_allocation_of_an_update(place: Place, good_steps: int) -> None:
+    """A failed update has changed nothing; the same call again is right."""
+    for number in range(MOST):
+        scaler, optimizer = three_dtypes(place, False, good_steps)
+        other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, device=place.device))], lr=1.0)
+        for each in (optimizer, other):
+            backward(scaler, each)
+        other.param_groups[0]["params"][0].grad[0] = torch.inf
+        for each in (optimizer, other):
+            scaler.step(each)
+        fails = failed(number, optimizer, scaler.update, every=False)
+        if fails:
+            scaler.update()
+        assert (scaler.get_scale(), scaler.stats().updates, scaler.stats().skipped) == (2.0, good_steps + 1, 1)
+        if not fails:
+            break
+
+
+@pytest.mark.parametrize("limits", [NO_LIMITS, NO_LIMITS.changed(hysteresis=2)])
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_every_allocation_of_an_update_by_torchs_ops_on_a_device(flag: float, limits: Any) -> None:
+    """Here on the CPU, whose own update makes no ops."""
+    for number in range(MOST):
+        held = [torch.tensor(4.0), torch.tensor(1, dtype=torch.int32), torch.ones(7, dtype=torch.int64)]
+        before, found_inf = [tensor.clone() for tensor in held], torch.tensor(flag)
+        try:
+            with FailAt(number, every=False):
+                update.update_by_ops_(held[0], held[1], found_inf, (2.0, 0.5, 2), limits, held[2])
+        except torch.OutOfMemoryError:
+            assert all(map(torch.equal, held, before))
+            continue
+        assert number > 5
+        assert (held[0].item(), held[1].item(), held[2][0].item()) == (2.0 if flag else 8.0, 0, 2)
+        return
+
+
+@pytest.fixture
+def two_pretended_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "find", lambda self, parameters, group: Ranks((None,), (0, 1)))  # type: ignore[arg-type]
+    monkeypatch.setattr(ranks, "_all_reduce_", lambda values, op, group: values.mul_(2 if "SUM" in str(op) else 1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("good_steps", [0, 3])
+@pytest.mark.parametrize("way", [*WAYS, "step of what was carried"])
+@pytest.mark.usefixtures("two_pretended_ranks")
+def test_a_rank_that_fails_reduces_as_often_as_others(way: str, good_steps: int, fused: bool) -> None:
+    made = [*numbers_of_reductions(way, good_steps, fused)]
+    assert len(made) > 1
+    assert set(made) == {made[-1]}, [number for number, count in enumerate(made) if count != made[-1]]
+
+
+def numbers_of_reductions(way: str, good_steps: int, fused: bool) -> Iterator[int]:
+    """Yield how many reductions a call made, for each of its ops that failed; last, for none."""
+    for number in range(MOST):
+        optimizer = sgd([torch.ones(5), torch.ones(3, 2)], fused=fused)
+        scaler = started(ShardedGradScaler, "cpu", init_scale=16.0)
+        for _ in range(good_steps):
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+        scaler.scale(torch.ones(()))
+        call = WAYS[way if way in WAYS else "step"]
+        if way not in WAYS:
+            scaler.unscale_(optimizer)
+            scaler.update()
+        fails = False
+        with failing(number, optimizer) as mode, mock.patch.object(ranks, "_all_reduce_", mode.reduce):
+            try:
+                call(scaler, optimizer)
+            except torch.OutOfMemoryError:
+                fails = True
+        yield mode.reductions
+        if not fails:
+            return
+        if way != "check":  # a step checks again, as those of the other ranks do
+            assert scaler._ours.steps.open(optimizer).phase.name in ("FAILED", "UNSCALED", "CARRIED")
+    raise AssertionError(f"more than {MOST} ops")
+
+
+@pytest.mark.usefixtures("two_pretended_ranks")
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_wrong_call_reduces_nothing_on_a_rank_without_a_scale_either(twice: bool) -> None:
+    optimizer = sgd([torch.ones(5)])
+    for scaler in (ShardedGradScaler("cpu"), started(ShardedGradScaler, "cpu")):
+        with mock.patch.object(ranks, "_all_reduce_") as reduce, pytest.raises((AssertionError, ValueError)):
+            scaler.clip_grad_norm_([optimizer] * 2 * twice, 1.0)
+        reduce.assert_not_called()

@@ -1,0 +1,214 @@
+"""Forked children, threads, and streams: a scaler is as good there as where it was made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same
+from torch import Tensor
+
+from scaler_triton import GradScaler, dispatch
+
+ROOT = Path(__file__).parents[3]
+
+# The child goes on with the parent's scaler and optimizer; both end with the same bits.
+FORK = """
+import os, warnings
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+import torch
+from scaler_triton import GradScaler
+
+def step(scaler, optimizer, good):
+    grad = torch.arange(6.0).reshape(2, 3) / 7 * scaler.scale(torch.ones(()))
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = (grad if good else grad / 0).to(parameter.dtype)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+def state(scaler, optimizer):
+    return repr([p.tolist() for p in optimizer.param_groups[0]["params"]] + [scaler.state_dict()]).encode()
+
+for backend, fused in (("torch", False), ("auto", True), ("triton", False)):
+    parameters = [torch.nn.Parameter(torch.ones(2, 3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2, backend=backend)
+    step(scaler, optimizer, True)
+    before = state(scaler, optimizer)
+    read, write = os.pipe()
+    child = os.fork()
+    for good in (True, False, True, True):
+        step(scaler, optimizer, good)
+    if child == 0:
+        os.write(write, state(scaler, optimizer))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(read, 1 << 16) == state(scaler, optimizer) != before
+    print(scaler.get_scale())
+"""
+
+
+# A thread of the parent's is trying out a GPU when the parent forks; the child meets a device of its own.
+FORK_IN_A_TRIAL = """
+import os, signal, threading, warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+import torch
+from scaler_triton import dispatch
+
+trying, over = threading.Event(), threading.Event()
+dispatch._try_unscaling = lambda device, dtype: (trying.set(), over.wait(60))
+place = torch.device("cuda", 0), torch.float32, "auto"
+thread = threading.Thread(target=dispatch.choose, args=place)
+thread.start()
+assert trying.wait(60)
+child = os.fork()
+if child == 0:
+    signal.alarm(10)  # ends a child that waits for ever
+    dispatch._try_unscaling = lambda device, dtype: None
+    print(dispatch.choose(torch.device("cpu"), torch.float32, "triton"), flush=True)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+over.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status), dispatch.choose(*place))
+"""
+
+
+def run_interpreted(program: str) -> list[str]:
+    """Return the words a program prints: on a GPU machine, too, the interpreted kernels serve the CPU there."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SCALER_TRITON")}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()
+
+
+def test_fork_after_use() -> None:
+    assert run_interpreted(FORK) == ["16.0"] * 3
+
+
+def test_fork_while_another_thread_tries_a_device() -> None:
+    """The child waits for nobody: the thread that held the lock is not in it."""
+    assert run_interpreted(FORK_IN_A_TRIAL) == ["triton", "0", "triton"]
+
+
+def train(seed: int, steps: int, device: str) -> list[Tensor]:
+    """Train with a scaler of one's own; every scale and the last parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.nn.Parameter(torch.ones(5, device=device)) for _ in range(3)]
+    optimizer, scales = torch.optim.AdamW(params, lr=0.1, fused=bool(seed % 2)), []
+    scaler = GradScaler(device, init_scale=2.0**10, growth_interval=3)
+    for _ in range(steps):
+        factor = scaler.scale(torch.ones((), device=device))
+        bad = torch.rand((), generator=generator).item() < 0.2
+        for param in params:
+            param.grad = torch.randn(5, generator=generator).to(device) * factor * (torch.inf if bad else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler._scale.clone())
+    return [*scales, *(param.detach() for param in params)]
+
+
+def assert_threads_as_one(device: str, steps: int, monkeypatch: Any) -> None:
+    """Run scalers in threads that meet at their first step, and then one after another: the same bits."""
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    meet, results, seeds = threading.Barrier(4), {}, range(4)
+
+    def work(seed: int) -> None:
+        meet.wait()
+        results[seed] = train(seed, steps, device)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for seed in seeds:
+        for threaded, alone in zip(results[seed], train(seed, steps, device), strict=True):
+            assert_same(threaded, alone)
+    assert len({results[seed][steps - 1].item() for seed in seeds}) > 1
+
+
+def test_scalers_in_threads(monkeypatch: Any) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert_threads_as_one("cpu", 60, monkeypatch)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.gpu
+def test_scalers_in_threads_on_a_gpu(monkeypatch: Any) -> None:
+    assert_threads_as_one("cuda", 60, monkeypatch)
+
+
+@pytest.mark.parametrize("outcome", ["triton", "torch"])
+def test_threads_that_meet_a_new_device_try_it_once(outcome: str, monkeypatch: Any) -> None:
+    calls, chosen, meet = [], [], threading.Barrier(4)
+
+    def try_out(device: torch.device, dtype: torch.dtype) -> None:
+        calls.append(device)
+        threading.Event().wait(0.05)  # the others arrive
+        if outcome == "torch":
+            raise OSError("no room")
+
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    monkeypatch.setattr(dispatch, "_warned", {torch.device("cuda", 0)})
+    monkeypatch.setattr(dispatch, "_try_unscaling", try_out)
+
+    def work() -> None:
+        meet.wait()
+        chosen.append(dispatch.choose(torch.device("cuda", 0), torch.float32, "auto"))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert chosen == [outcome] * 4
+    assert len(calls) == 1
+
+
+def train_on_streams(backward: Any, scaling: Any, backend: str) -> list[Tensor]:
+    """Train with backward on one stream and the scaler on another, each waiting for the other's work alone."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = GradScaler("cuda", init_scale=2.0**12, growth_interval=3, backend=backend)
+    batches, seen = torch.randn(20, 64, 256, device="cuda"), []
+    torch.cuda.synchronize()
+    for step, batch in enumerate(batches):
+        with torch.cuda.stream(backward):
+            backward.wait_stream(scaling)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            loss = model(batch).square().mean() * (torch.inf if step % 7 == 3 else 1.0)
+            scaler.scale(loss).backward()
+        with torch.cuda.stream(scaling):
+            scaling.wait_stream(backward)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(scaler._scale.clone())
+    torch.cuda.synchronize()
+    return [*seen, *(parameter.detach() for parameter in model.parameters())]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_backward_on_one_stream_and_the_scaler_on_another(backend: str) -> None:
+    current, side, other = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    expected = train_on_streams(current, current, backend)
+    for streams in ((side, current), (current, side), (side, other)):
+        for ours, one_stream in zip(train_on_streams(*streams, backend), expected, strict=True):
+            assert_same(ours, one_stream)

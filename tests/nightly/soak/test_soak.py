@@ -1,0 +1,164 @@
+"""A long run leaves nothing behind: memory, tensors and plans stay flat, and the scale is what the rule says."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, places
+from torch import nn
+
+from scaler_triton import GradScaler
+
+OVERFLOWS = 0.01
+INIT_SCALE, INTERVAL = 2.0**10, 50
+SAMPLES = 20
+# RSS counts whole pages and the allocator keeps some in reserve; one fp32 scalar leaked a step (a Tensor object and
+# its storage: over 500 bytes) would be 9 MiB over the long run's 18,000 steps after warm-up.
+RSS_BOUND = 2 << 20
+CUDA_RSS_BOUND = 16 << 20  # the driver's own memory counts, too, and grows by pools
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_new_objects() -> Iterator[None]:
+    """Have the collector pass over what was there before these tests: a sample then takes no time."""
+    gc.freeze()
+    for fused in (False, True):
+        soak(Place("cpu", "torch"), SAMPLES, fused)  # torch imports more of itself at the first step
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def reference_scales(bad: list[bool]) -> list[float]:
+    """Return the scale after each step, by the rule."""
+    scale, good, scales = INIT_SCALE, 0, []
+    for overflow in bad:
+        good = 0 if overflow else good + 1
+        scale *= 0.5 if overflow else 2.0 if good == INTERVAL else 1.0
+        good %= INTERVAL
+        scales.append(scale)
+    return scales
+
+
+def host_bytes() -> int:
+    """Return what this process holds of the host's memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def live_tensors() -> int:
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@dataclass
+class Samples:
+    """What a run held at equal distances."""
+
+    host: list[int] = field(default_factory=list)
+    device: list[int] = field(default_factory=list)
+    tensors: list[int] = field(default_factory=list)
+    kept: list[tuple[int, ...]] = field(default_factory=list)
+
+    def take(self, scaler: Any, optimizer: Any) -> None:
+        """Measure, after a collection."""
+        gc.collect()
+        ours = scaler._ours
+        step = ours.steps.last(optimizer)
+        self.host.append(host_bytes())
+        self.device.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+        self.tensors.append(live_tensors())
+        tables = sum(len(layout.tables) for layout in step.plan.layouts)
+        rows = sum(len(each._free) for each in ours.rows.values())
+        self.kept.append((len(ours.steps), step.plan.rebuilds, len(step.plan.layouts), tables, rows))
+
+    def assert_flat(self, bound: int) -> None:
+        """Assert that nothing grew after warm-up, the first tenth of the run."""
+        warm = len(self.host) // 10
+        assert max(self.host[warm:]) - self.host[warm] <= bound, self.host
+        for name in ("device", "tensors", "kept"):
+            held = getattr(self, name)[warm:]
+            assert held == held[:1] * len(held), (name, held)
+
+
+def another_steps(scaler: Any, device: str) -> None:
+    """Step an optimizer that is gone afterwards."""
+    parameter = nn.Parameter(torch.zeros(3, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    scaler.step(torch.optim.SGD([parameter], lr=0.1))
+
+
+def soak(place: Place, steps: int, fused: bool, busy: bool = False) -> tuple[Samples, list[float], list[bool]]:
+    """Train a tiny model; return the samples, the scale after every step, and which steps were to overflow.
+
+    Args:
+        busy: clip, have other optimizers come and go, limit the skips in a row, and read what the scaler tells.
+    """
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    bad = [draw.random() < OVERFLOWS for _ in range(steps)]
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(place.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused)
+    numbers = {"init_scale": INIT_SCALE, "growth_interval": INTERVAL}
+    scaler = GradScaler(place.device, **numbers, backend=place.backend, max_consecutive_skips=steps if busy else None)
+    inputs, scales, samples = torch.ones(3, 4, device=place.device), [], Samples()
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        scaler.scale(model(inputs).square().mean() * 1e-3 * (torch.inf if bad[step] else 1.0)).backward()
+        if step % 3 == 0:
+            scaler.clip_grad_norm_(optimizer, 1e-3) if busy else scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        if busy:
+            another_steps(scaler, place.device)
+        scaler.update()
+        if busy:
+            assert scaler.was_skipped(optimizer) == bad[step]
+            assert scaler.stats(wait=False).updates <= step + 1
+            assert (len(scaler.overflow_report().bad) > 0) == any(bad[: step + 1])
+        scales.append(scaler.get_scale())
+        if (step + 1) % (steps // SAMPLES) == 0:
+            samples.take(scaler, optimizer)
+    return samples, scales, bad
+
+
+def assert_soaks(place: Place, steps: int, fused: bool, busy: bool = False) -> None:
+    samples, scales, bad = soak(place, steps, fused, busy)
+    assert scales == reference_scales(bad)
+    assert 0 < sum(bad) < steps / 20
+    samples.assert_flat(CUDA_RSS_BOUND if place.device == "cuda" else RSS_BOUND)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("place", [place for place in places() if str(place) != "cpu-triton"], ids=str)
+def test_20000_steps(place: Place, fused: bool) -> None:
+    """On a GPU device memory, too: what torch has allocated is the same number of bytes at every sample."""
+    assert_soaks(place, 20_000, fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_1000_steps_of_a_busy_loop(place: Place, fused: bool) -> None:
+    """Clipping, optimizers that come and go, limits and readers; without a GPU also by the interpreted kernels."""
+    assert_soaks(place, 1_000, fused, busy=True)
+
+
+def test_optimizers_that_come_and_go_leave_nothing() -> None:
+    scaler, held = GradScaler("cpu"), []
+    for _ in range(20):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        del model, optimizer
+        gc.collect()
+        held.append((live_tensors(), len(scaler._ours.steps)))
+    assert held[1:] == [held[1]] * 19
+    assert held[-1][1] == 0

@@ -1,0 +1,82 @@
+"""The house: imports go down, an import is light, every file of the core has a test file of its name."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE, KERNELS = ROOT / "scaler_triton", ROOT / "kernels"
+CORE = {f"scaler_triton.{path.stem}": path for path in PACKAGE.glob("*.py") if path.stem != "patching"}
+CORE |= {f"scaler_triton.kernels.{path.stem}": path for path in KERNELS.glob("*.py")}
+MOST_FLOORS = 8
+
+
+def imported_with(path: Path) -> set[str]:
+    """Return the modules of the core that are imported together with a file, or for its types only not at all."""
+    found: set[str] = set()
+    for node in statements(ast.parse(path.read_text()).body):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & set(CORE)
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield what runs when a module is imported."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from statements(node.body + node.orelse)
+        elif isinstance(node, ast.Try | ast.With):
+            yield from statements(node.body)
+
+
+@functools.cache
+def floor(module: str) -> int:
+    """Return how many files' imports stand on top of each other; a circle ends in a RecursionError."""
+    return 1 + max(map(floor, imported_with(CORE[module])), default=0)
+
+
+def test_imports_go_down_without_a_circle() -> None:
+    assert max(map(floor, CORE)) <= MOST_FLOORS
+
+
+def test_the_core_knows_nothing_of_what_is_around_it_nor_the_kernels_of_the_core() -> None:
+    around = {"cli", "demo", "auditing", "integrations", "patching"}
+    for module, path in CORE.items():
+        tree = ast.walk(ast.parse(path.read_text()))
+        names = {node.module or "" for node in tree if isinstance(node, ast.ImportFrom)}
+        ours = {name.split(".")[1] for name in names if name.startswith("scaler_triton.")}
+        assert not ours & around or path.stem.startswith("__"), module
+        assert ours <= {"kernels"} or ".kernels." not in module, module
+
+
+def test_an_import_loads_neither_triton_nor_fsdp() -> None:
+    heavy = ["triton", "torch.distributed.fsdp", "scaler_triton.sharded", "scaler_triton.demo"]
+    show = f"import json, sys, torch, scaler_triton; scaler_triton.GradScaler('cpu'); print([x for x in {heavy} "
+    show += "if x in sys.modules], torch.cuda.is_initialized())"
+    assert subprocess.check_output([sys.executable, "-c", show], cwd=ROOT, text=True, timeout=60) == "[] False\n"
+    lazy = "import json, sys, scaler_triton; print(json.dumps([dir(scaler_triton), 'torch' in sys.modules]))"
+    names, is_loaded = json.loads(subprocess.check_output([sys.executable, "-c", lazy], cwd=ROOT, timeout=60))
+    assert "GradScaler" in names
+    assert not is_loaded
+
+
+def test_every_file_of_the_core_has_a_unit_test_of_its_name() -> None:
+    tests = ROOT / "tests/unit"
+    expected = {f"test_{path.stem}.py" for path in PACKAGE.glob("*.py") if not path.stem.startswith("_")}
+    expected -= {"test_sharded.py"}  # its class is tested beside GradScaler
+    assert expected - {path.name for path in tests.glob("test_*.py")} == set()
+    expected = {f"test_{path.stem}.py" for path in KERNELS.glob("*.py")} - {"test_abi.py"}  # numbers
+    assert expected - {path.name for path in (tests / "kernels").glob("test_*.py")} == set()
+
+
+def test_the_kernels_folder_is_no_package_that_would_shadow_another() -> None:
+    assert not (KERNELS / "__init__.py").exists()
