@@ -155,11 +155,11 @@ def test_more_dimensions_agree_by_the_world_or_by_a_group_each(world: Any) -> No
 
 def test_of_several_roots_the_widest_decides_the_one_with_fewest_dimensions(world: Any) -> None:
     world(8)
-    line, square, part = mesh_of(8), mesh_of(2, 4), mesh_of(ranks=[0, 1])
-    assert mesh_ranks([on(part), on(square), on(line)]) == Ranks((line.get_group(),), tuple(range(8)))
-    with pytest.raises(
-        ValueError, match=r"^process_group is needed: .* span different ranks \[\[0, 1\], \[0, 2\]\], so "
-    ):
+    line, square, part = (mesh_of(ranks=each) for each in ([0, 1, 2, 3], [[0, 1], [2, 3]], [0, 1]))
+    for meshes in ((part, square, line), (line, part, square)):
+        assert mesh_ranks(map(on, meshes)) == Ranks((line.get_group(),), (0, 1, 2, 3))
+    assert mesh_ranks([on(mesh_of(2, 4)), on(line)]) == Ranks((dist.group.WORLD,), tuple(range(8)))
+    with pytest.raises(ValueError, match=r"^process_group is needed: .* different ranks \[\[0, 1\], \[0, 2\]\], so "):
         mesh_ranks([on(part), on(mesh_of(ranks=[0, 2]))])
 
 
