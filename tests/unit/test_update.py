@@ -273,13 +273,6 @@ def test_what_cannot_be_a_scale_is_refused_and_changes_nothing(value: Any, error
     assert scaler.get_scale() == 32.0
 
 
-@pytest.mark.parametrize("value", [1024, 1024.0, torch.tensor([[1024.0]]), torch.tensor(1024)])
-def test_5_a_scale_may_be_an_int_or_a_tensor_of_one_element(value: Any) -> None:
-    scaler = at(Place("cpu", "torch"))
-    scaler.update(value)
-    assert scaler.get_scale() == 1024.0
-
-
 BAD_NUMBERS = [
     ("_growth_tracker", 0, TypeError, r"argument 'growth_tracker' \(position 2\) must be Tensor, not int"),
     ("_scale", 4.0, TypeError, r"argument 'input' \(position 1\) must be Tensor|must be Tensor, not float"),
