@@ -1,4 +1,4 @@
-"""Times of several subjects, taken in turn in one process."""
+"""Times of several subjects that take turns in one process."""
 
 import gc
 import time
@@ -10,10 +10,17 @@ from typing import Any
 import torch
 
 Clock = Callable[[Callable[[], Any]], float]
+HEAD_START = 20_000_000  # cycles that a GPU idles first, about 10 ms: by then the host has launched everything
 
 
-def nothing() -> None:
-    """Do nothing."""
+class WrongResult(AssertionError):
+    """A subject computes something else than it must: its time would be no answer."""
+
+
+def require(holds: object, text: str) -> None:
+    """Raise WrongResult with `text` unless `holds`."""
+    if not holds:
+        raise WrongResult(text)
 
 
 @dataclass(frozen=True)
@@ -21,20 +28,46 @@ class Subject:
     """What is timed, `run`, and what must happen around it, which is not."""
 
     run: Callable[[], Any]
-    before: Callable[[], Any] = nothing
-    after: Callable[[], Any] = nothing
+    before: Callable[[], Any] = lambda: None
+    after: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
-class Effort:
+class Context:
+    """How a run is to be done.
+
+    Args:
+        device: "cuda" or "cpu": where the scale is.
+        quick: a few rounds of the smallest cases, to see that everything works; its numbers mean nothing.
+    """
+
+    device: str
+    quick: bool = False
+
+    def rounds(self, seconds: float, least: int = 12) -> "Rounds":
+        """Return how long to measure one case: `seconds`, but at least `least` rounds."""
+        return Rounds(0.02, 3) if self.quick else Rounds(seconds, least)
+
+
+@dataclass(frozen=True)
+class Rounds:
     """How often to repeat: for `seconds`, but at least `least` and at most `most` rounds."""
 
     seconds: float
     least: int
-    most: int = 300
+    most: int = 600
 
+    def orders(self, names: list[str]) -> Iterator[list[str]]:
+        """Yield `names` once a round, each time with another one first, until each was first equally often.
 
-QUICK = Effort(seconds=0.02, least=3, most=5)
+        Whoever begins a round and ended the one before finds its own code in the caches.
+        """
+        end = time.monotonic() + self.seconds
+        nth = 0
+        while nth < self.least or nth % len(names) or (nth < self.most and time.monotonic() < end):
+            first = nth % len(names)
+            yield names[first:] + names[:first]
+            nth += 1
 
 
 def host_clock(run: Callable[[], Any]) -> float:
@@ -45,31 +78,20 @@ def host_clock(run: Callable[[], Any]) -> float:
 
 
 def interleaved(
-    subjects: Mapping[str, Subject], effort: Effort, *, clock: Clock = host_clock, warmup: int = 3
+    subjects: Mapping[str, Subject], rounds: Rounds, *, clock: Clock = host_clock, warmup: int = 5
 ) -> dict[str, list[float]]:
     """Return each subject's times in seconds; in every round each has one turn, and another one begins.
 
-    Whatever the machine does meanwhile hits all of them, so times of the same rounds may be compared. Who begins finds
-    its own code in the caches if it ended the round before: only rounds in which each began once are fair.
+    Whatever the machine does meanwhile affects all of them, so times of the same round may be compared.
     """
     times: dict[str, list[float]] = {name: [] for name in subjects}
-    with _no_collection():
+    with no_collection():
         for name in [*subjects] * warmup:
             _turn(subjects[name], clock)
-        for order in rotations([*subjects], effort):
+        for order in rounds.orders([*subjects]):
             for name in order:
                 times[name].append(_turn(subjects[name], clock))
     return times
-
-
-def rotations(names: list[str], effort: Effort) -> Iterator[list[str]]:
-    """Give `names` once a round, each time with another one first, until each was first as often as the others."""
-    end = time.monotonic() + effort.seconds
-    nth = 0
-    while nth < effort.least or nth % len(names) or (nth < effort.most and time.monotonic() < end):
-        first = nth % len(names)
-        yield names[first:] + names[:first]
-        nth += 1
 
 
 def _turn(subject: Subject, clock: Clock) -> float:
@@ -80,7 +102,7 @@ def _turn(subject: Subject, clock: Clock) -> float:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep the garbage collector out of one subject's time for what another left."""
     gc.disable()
     try:
@@ -89,12 +111,21 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch to one thread, as `torchrun` does: threads that wait for a busy core would be all that is timed."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+class DeviceClock:
+    """Seconds that a GPU works on a call, which it begins with a cold L2 cache, when the host has launched all of it."""
+
+    def __init__(self) -> None:
+        l2_bytes = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 1 << 26
+        self._junk = torch.zeros(l2_bytes, dtype=torch.int32, device="cuda")  # four times the cache
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        """Return the seconds that `run` keeps the GPU busy."""
+        self._junk.sum()  # read, not written: a pass that only reads would have to write dirty lines back
+        begin, end = self._marks
+        torch.cuda._sleep(HEAD_START)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
