@@ -4,61 +4,52 @@ On the CPU the time of the call; on a GPU the device's work, and what the call k
 """
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from perf.bench_host import clip
-from perf.measure import Clock, Context, DeviceClock, Subject, host_clock, interleaved, require
+from perf.measure import Context, DeviceClock, Subject, host_clock, require
 from perf.rows import Place, Row
-from perf.subjects import SCALE, Gradients, Still, gpt2, scalers
+from perf.subjects import DTYPES, SCALE, Gradients, gpt2, scalers, still
 
 # How far a norm may be from fp64's. torch's own is summed in fp32, where a long sum may lose a percent, and rounded
 # to the gradients' dtype.
 TOLERANCES = {"torch": 2e-2, "ours": 1e-5}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-COPIES = 5  # of all gradients: values, gradients, parameters, what a check needs
+BYTES = 5 * 4  # an element, with all copies that are made here
 
 
 def measure(context: Context) -> Iterator[Row]:
     """Yield all rows."""
-    clocks: dict[str, Clock] = {"unscale + clip": host_clock}
-    if context.device == "cuda":
-        clocks = {"unscale + clip, device": DeviceClock(), "unscale + clip, host": host_clock}
+    on_gpu = context.device == "cuda"
+    clocks = {"on the device": DeviceClock(), "on the host": host_clock} if on_gpu else {"by lists": host_clock}
     for name, numels in lists(context).items():
-        for dtype in DTYPES if context.device == "cpu" else ("fp32",):  # torch has no bf16 on a GPU
-            case = f"{name} {dtype}"
-            gradients = Gradients(numels, DTYPES[dtype], context.device)
+        for dtype in ("fp32",) if on_gpu else ("fp32", "bf16"):  # torch has no bf16 on a GPU
+            case, gradients = f"{name} {dtype}", Gradients(numels, DTYPES[dtype], context.device)
             require_right(case, gradients, context.device)
-            subjects = clipping(gradients, context.device)
-            for metric, clock in clocks.items():
-                times = interleaved(subjects, context.rounds(1.5), clock=clock)
-                yield from Place("clip", "by lists", case).times(metric, times)
-            del gradients, subjects
+            optimizer, limit = still(gradients.parameters), 0.5 * norm_of(gradients.values)
+            subjects = {
+                who: Subject(partial(clip, scaler, optimizer, limit), gradients.restore, scaler.update)
+                for who, scaler in scalers(context.device).items()
+            }
+            for part, clock in clocks.items():
+                times = context.interleaved(subjects, 1.5, clock)
+                yield from Place("clip", part, case).times("unscale + clip", times)
+            del gradients, optimizer, subjects
             gc.collect()
 
 
 def lists(context: Context) -> dict[str, list[int]]:
     """Return the elements of the gradients, by the list's name."""
-    few = {"10 x 64": [64] * 10}
+    few = {"10 x 64": [64] * 10, "500 x 64": [64] * 500}
     if context.quick:
-        return few
-    few["500 x 64"] = [64] * 500
+        return {"10 x 64": few["10 x 64"]}
     if context.device == "cpu":
         return few | {"2000 x 1k": [1000] * 2000, "GPT-2 124M, 1 of 8 shards": gpt2(8)}
-    count = min(200, torch.cuda.mem_get_info()[0] // (COPIES * 4 * 5_000_000))  # 1e9 elements where they fit
+    count = min(200, torch.cuda.mem_get_info()[0] // (BYTES * 5_000_000))  # 1e9 elements where they fit
     return few | {"GPT-2 124M": gpt2(), f"{count} x 5M": [5_000_000] * count}
-
-
-def clipping(gradients: Gradients, device: str) -> Mapping[str, Subject]:
-    """Return both scalers' turn, which clips to half of the norm."""
-    optimizer, limit = Still(gradients.parameters), 0.5 * norm_of(gradients.values)
-    return {
-        name: Subject(partial(clip, scaler, optimizer, limit), gradients.restore, scaler.update)
-        for name, scaler in scalers(device).items()
-    }
 
 
 def norm_of(scaled: Tensor) -> float:
@@ -74,22 +65,22 @@ def require_right(case: str, gradients: Gradients, device: str) -> None:
     true = norm_of(gradients.values)
     for share, overflows in ((0.5, False), (2.0, False), (0.5, True)):
         for name, scaler in scalers(device).items():
-            what = f"{case}: {name}, to {share} of the norm{', of an infinity' * overflows}"
+            what = f"{case}: {name}, to {share} of the norm{', an infinity' * overflows}"
             gradients.restore()
             if overflows:
                 gradients.locals[-1][-1] = float("inf")
-            optimizer = Still(gradients.parameters)
-            norm = clip(scaler, optimizer, share * true)
+            optimizer = still(gradients.parameters)
+            norm = clip(scaler, optimizer, share * true).item()
             if overflows:
-                require(not norm.isfinite(), f"{what}: the norm is {norm.item()}")
+                require(not abs(norm) < float("inf"), f"{what}: the norm is {norm}")
             else:
-                require(abs(norm.item() - true) <= TOLERANCES[name] * true, f"{what}: the norm is {norm.item()}")
-                coefficient = min(1.0, share * true / (norm.item() + 1e-6))
+                require(abs(norm - true) <= TOLERANCES[name] * true, f"{what}: the norm is {norm}, not {true}")
+                factor = min(1.0, share * true / (norm + 1e-6)) / SCALE
                 for mine, scaled in zip(gradients.locals, gradients.pieces(), strict=True):
-                    expected, limits = scaled.double() / SCALE * coefficient, torch.finfo(mine.dtype)
+                    expected, limits = scaled.double() * factor, torch.finfo(mine.dtype)
                     off = (mine.double() - expected).abs() > 3 * limits.eps * expected.abs() + limits.tiny
                     require(not off.any(), f"{what}: gradients differ")
             scaler.step(optimizer)
             scaler.update()
-            require(optimizer.steps == (not overflows), f"{what}: {optimizer.steps} steps")
-            require(scaler.get_scale() == SCALE / (1 + overflows), f"{what}: the scale is {scaler.get_scale()}")
+            found = optimizer.steps, scaler.get_scale()
+            require(found == (int(not overflows), SCALE / (1 + overflows)), f"{what}: steps and scale are {found}")

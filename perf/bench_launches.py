@@ -6,16 +6,15 @@ written. tests/nightly/test_traffic.py counts those of the compiled kernels.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,22 +22,19 @@ from perf import host_stub, stub_driver
 from perf.bench_host import KINDS, clip
 from perf.measure import Context, require
 from perf.rows import Place, Row
-from perf.subjects import SCALE, Gradients, Still, resting_adamw, scalers, sharded
+from perf.subjects import Gradients, scalers, sharded, still
 
-STEPS = 5
-RANKS = 2
+STEPS, RANKS = 5, 2
 NUMELS = [1024] * 2000
-FEW = [1024] * 10
-PART = "of a step's scaler"
-# Our launch functions: where each is, and how often its kernel reads or writes a gradient.
+PART = f"of a step's scaler, {len(NUMELS)} gradients"
+# Our launch functions, by module: kernels that each launches, and how often they read or write a gradient.
 KERNELS = {
-    "unscale.launch_unscale": 2,
-    "unscale.launch_check": 1,
-    "norm.launch_sum_of_squares": 1,
-    "clip.launch_clip": 2,
-    "update_scale.launch_update": 0,
+    ("unscale", "launch_unscale"): (1, 2),
+    ("unscale", "launch_check"): (1, 1),
+    ("norm", "launch_sum_of_squares"): (2, 1),  # a pass, and one program that adds what it left
+    ("clip", "launch_clip"): (1, 2),
+    ("update_scale", "launch_update"): (1, 0),
 }
-# Ops that launch nothing: they allocate, or make a view.
 SILENT = ("empty", "detach", "alias", "view", "reshape", "select", "unbind", "squeeze", "expand", "t.", "as_strided")
 
 Step = Callable[[], Any]
@@ -47,16 +43,16 @@ Step = Callable[[], Any]
 def measure(context: Context) -> Iterator[Row]:
     """Yield all rows."""
     if context.device == "cuda":
-        yield from by_profiler(NUMELS[:10] if context.quick else NUMELS)
+        yield from by_profiler()
     else:
         yield from by_dispatch()
         yield from host_stub.measure(context, "launches")
     yield from collectives()
 
 
-def steps(scaler: Any, gradients: Gradients, device: str) -> dict[str, Step]:
-    """Return the kinds of steps, each taken a few times, by name."""
-    loss = torch.ones((), device=device)
+def steps(scaler: Any, gradients: Gradients, device: str = "cpu") -> dict[str, Step]:
+    """Return the kinds of steps by name, each taken a few times: steady ones are counted."""
+    loss, found = torch.ones((), device=device), {}
 
     def run(optimizer: Any, clips: bool) -> None:
         scaler.scale(loss)
@@ -65,26 +61,21 @@ def steps(scaler: Any, gradients: Gradients, device: str) -> dict[str, Step]:
         scaler.step(optimizer)
         scaler.update()
 
-    found = {}
     for kind, fused in KINDS.items():
         for clips in (False, True):
-            step = partial(run, resting_adamw(gradients.parameters, fused=fused), clips)
-            for _ in range(3):
-                step()
-            found[f"{kind}{', clip' * clips}"] = step
+            found[f"{kind}{', clip' * clips}"] = partial(run, still(gradients.parameters, fused=fused), clips)
+    for step in [*found.values()] * 3:
+        step()
     return found
 
 
-def by_profiler(numels: list[int]) -> Iterator[Row]:
-    """Count what the GPU was given, of both scalers."""
+def by_profiler(numels: Sequence[int] = NUMELS) -> Iterator[Row]:
+    """Count what the GPU was given."""
     gradients = Gradients(numels, device="cuda")
-    counted: dict[str, dict[str, Mapping[str, float]]] = {}
     for name, scaler in scalers("cuda").items():
         for case, step in steps(scaler, gradients, "cuda").items():
-            counted.setdefault(case, {})[name] = profiled(step)
-    for case, of in counted.items():
-        for metric in of["ours"]:
-            yield from Place("launches", PART, case).counts(metric, {name: count[metric] for name, count in of.items()})
+            for metric, count in profiled(step).items():
+                yield from Place("launches", PART, case).counts(metric, {name: count})
 
 
 def profiled(step: Step) -> dict[str, float]:
@@ -109,96 +100,65 @@ def profiled(step: Step) -> dict[str, float]:
 
 
 class Ops(TorchDispatchMode):
-    """Counts launches, copies and host reads of one call, and how often it reads or writes the gradients' bytes."""
+    """Counts launches, and how often gradients of `size` bytes are read or written."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self._size, self.counts, self.moved = size, dict.fromkeys(("launches", "copies", "waits"), 0), 0.0
+        self._size, self.counts = size, {"launches": 0, "gradient bytes": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one op."""
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if name == "_local_scalar_dense":
-            self.counts["copies"] += 1
-            self.counts["waits"] += 1
-        elif name == "_to_copy" and result.dtype is args[0].dtype:
-            self.counts["copies"] += 1
-        elif not f"{name}.".startswith(SILENT):
+        """Count one op; views and allocations launch nothing, and a copy to the host or of the same dtype no kernel."""
+        result, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        copies = name == "_local_scalar_dense" or (name == "_to_copy" and result.dtype is args[0].dtype)
+        if not copies and not f"{name}.".startswith(SILENT):
             self.counts["launches"] += 1
-            first = args[0] if args and isinstance(args[0], list) else []
-            written = func._schema.arguments[0].alias_info if first else None
-            share = sum(each.nbytes for each in first if isinstance(each, Tensor)) / self._size
-            self.moved += round(share) * (2 if written is not None and written.is_write else 1)
+            if args and isinstance(args[0], list):
+                writes = getattr(func._schema.arguments[0].alias_info, "is_write", False)
+                size = sum(each.nbytes for each in args[0] if isinstance(each, Tensor))
+                self.counts["gradient bytes"] += round(size / self._size) * (2 if writes else 1)
         return result
 
 
 def by_dispatch() -> Iterator[Row]:
     """Count the ops of torch's scaler, and of its clipping."""
-    gradients = Gradients(FEW)
-    for case, step in steps(scalers("cpu")["torch"], gradients, "cpu").items():
+    gradients = Gradients(NUMELS)
+    for case, step in steps(scalers("cpu")["torch"], gradients).items():
         with Ops(gradients.values.nbytes) as seen:
             step()
-        place = Place("launches", PART, case)
-        for metric, count in {**seen.counts, "gradient bytes": seen.moved}.items():
-            yield from place.counts(metric, {"torch": count})
+        for metric, count in seen.counts.items():
+            yield from Place("launches", PART, case).counts(metric, {"torch": count})
 
 
 def by_kernels() -> Iterator[Row]:
     """Count our kernels, in a process that has the stub driver."""
-    gradients = Gradients(FEW)
-    found = steps(scalers("cpu", backend="triton")["ours"], gradients, "cpu")
-    for case, step in found.items():
-        called: list[str] = []
+    gradients = Gradients(NUMELS)
+    for case, step in steps(scalers("cpu", backend="triton")["ours"], gradients).items():
         before = stub_driver.launches()
         with ExitStack() as stack, Ops(gradients.values.nbytes) as seen:
-            for name in KERNELS:
-                stack.enter_context(noted(name, called))
+            noted = {key: stack.enter_context(_noted(*key)) for key in KERNELS}
             step()
         launched = stub_driver.launches() - before
-        # The sum of squares is two: a pass, and one program that adds what it left.
-        require(launched == len(called) + called.count("norm.launch_sum_of_squares"), f"{case}: {launched}, {called}")
+        called = [(mock.call_count, *KERNELS[key]) for key, mock in noted.items()]
+        require(launched == sum(count * kernels for count, kernels, _ in called), f"{case}: {launched} launches")
         place = Place("launches", PART, case)
         yield from place.counts("launches", {"ours": launched + seen.counts["launches"]})
-        yield from place.counts("gradient bytes", {"ours": sum(KERNELS[name] for name in called)})
-    (gradients, before) = Gradients(NUMELS), stub_driver.launches()
-    scaler = scalers("cpu", backend="triton")["ours"]
-    scaler.unscale_(Still(gradients.parameters))
-    launched = stub_driver.launches() - before
-    yield from Place("launches", "of unscale_", "2000 x 1k").counts("launches", {"ours": launched})
+        yield from place.counts("gradient bytes", {"ours": sum(count * moves for count, _, moves in called)})
 
 
-def noted(name: str, called: list[str]) -> Any:
-    """Return a patch of one of our launch functions that notes its name."""
-    import importlib
-
-    module_name, function_name = name.split(".")
-    module = importlib.import_module(f"scaler_triton.kernels.{module_name}")
-    original = getattr(module, function_name)
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        called.append(name)
-        original(*args, **kwargs)
-
-    return mock.patch.object(module, function_name, run)
+def _noted(module: str, function: str) -> Any:
+    owner = import_module(f"scaler_triton.kernels.{module}")
+    return mock.patch.object(owner, function, wraps=getattr(owner, function))
 
 
 def collectives() -> Iterator[Row]:
-    """Count the collectives of a rank that holds shards; nothing is sent, as a group of pretended ranks allows."""
+    """Count the collectives of a rank that holds shards."""
     from torch.distributed.tensor.debug import CommDebugMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        counted: dict[str, dict[str, float]] = {}
-        for name, scaler in scalers("cpu", scale=SCALE).items():
-            for case, step in steps(scaler, Gradients(FEW, wrap=sharded(mesh)), "cpu").items():
+    with sharded(RANKS, "cpu") as wrap:
+        for name, scaler in scalers("cpu").items():
+            for case, step in steps(scaler, Gradients([64] * 10, wrap=wrap)).items():
                 with CommDebugMode() as seen:
                     step()
-                counted.setdefault(case, {})[name] = seen.get_total_counts()
-                require(counted[case][name], f"{case}: {name} has asked no other rank")
-        for case, of in counted.items():
-            yield from Place("launches", f"of DTensors on {RANKS} ranks", case).counts("collectives", of)
-    finally:
-        dist.destroy_process_group()
+                require(seen.get_total_counts(), f"{case}: {name} has asked no other rank")
+                place = Place("launches", f"of DTensors on {RANKS} ranks", case)
+                yield from place.counts("collectives", {name: seen.get_total_counts()})

@@ -12,35 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perf.measure import Context, DeviceClock, Subject, host_clock, interleaved, require
+from perf.measure import Context, DeviceClock, Subject, host_clock, require
 from perf.rows import Place, Row
-from perf.subjects import Gradients, bits, gpt2
+from perf.subjects import DTYPES, Gradients, bits, gpt2, plural
 from scaler_triton import ops
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FACTOR = 1 / 3  # no power of 2: products are rounded
+OPS = "public ops, host"
 Passes = dict[str, Callable[[], Any]]
 
 
 def measure(context: Context) -> Iterator[Row]:
     """Yield all rows."""
-    clock = DeviceClock() if context.device == "cuda" else host_clock
     for name, numels in lists(context).items():
         for dtype_name, dtype in DTYPES.items():
-            case = f"{name} {dtype_name}"
             gradients = Gradients(numels, dtype, context.device)
-            ours, flag = our_passes(gradients)
-            torchs = torch_passes(gradients) if torch_takes(gradients.locals[0]) else {}
-            require_right(case, gradients, ours, flag)
-            others = copies(gradients)
-            for metric, run in ours.items():
-                runs = {"torch": torchs[metric], "ours": run} if torchs else {"ours": run}
-                runs |= {"read": others["read"]} if metric in ("check", "norm") else {"copy": others["copy"]}
-                subjects = {subject: Subject(run, gradients.restore) for subject, run in runs.items()}
-                times = interleaved(subjects, context.rounds(0.5), clock=clock, warmup=2)
-                yield from Place("passes", "by lists", case).times(metric, times)
-            del gradients, ours, torchs, others, runs, subjects, run
+            yield from measure_list(context, f"{name} {dtype_name}", gradients)
+            del gradients
             gc.collect()
+    for count in (1, 10) if context.quick else (1, 10, 500, 2000):
+        yield from measure_list(context, plural(count, "tensor"), Gradients([64] * count, device=context.device), OPS)
+
+
+def measure_list(context: Context, case: str, gradients: Gradients, part: str = "by lists") -> Iterator[Row]:
+    """Check and time all passes over one list: by our kernels on a GPU, unless it is the public ops that are asked for."""
+    flag = torch.zeros((), device=context.device)
+    by_kernels = context.device == "cuda" and part != OPS
+    ours, torchs = (kernels if by_kernels else public_ops)(gradients, flag), torch_passes(gradients)
+    clock = DeviceClock() if by_kernels else host_clock
+    require_right(case, gradients, ours, flag)
+    source = torch.zeros(-(-gradients.values.nbytes // 4), device=context.device)
+    others = {"copy": partial(torch.empty_like(source).copy_, source), "read": source.sum}
+    for metric, run in ours.items():
+        other = "read" if metric in ("check", "norm") else "copy"
+        runs = {"torch": torchs.get(metric), "ours": run, other: others[other]}
+        subjects = {who: Subject(each, gradients.restore) for who, each in runs.items() if each is not None}
+        yield from Place("passes", part, case).times(metric, context.interleaved(subjects, 0.5, clock))
 
 
 def lists(context: Context) -> dict[str, list[int]]:
@@ -53,25 +60,27 @@ def lists(context: Context) -> dict[str, list[int]]:
     return small | {"150 x 830k": [829_440] * 150, "GPT-2 124M": gpt2(), "500 x 64k": [65_536] * 500}
 
 
-def our_passes(gradients: Gradients) -> tuple[Passes, Tensor]:
-    """Return our passes by name, and the flag that they set."""
-    device, grads = gradients.values.device, gradients.locals
-    inverse, flag = torch.full((), FACTOR, device=device), torch.zeros((), device=device)
-    if device.type == "cpu":
-        return {
-            "unscale": lambda: ops.unscale_(grads, inverse, flag),
-            "check": lambda: ops.check_nonfinite(grads, flag),
-            "norm": lambda: ops.grad_norm(grads, flag, inv_scale=inverse),
-        }, flag
+def public_ops(gradients: Gradients, flag: Tensor) -> Passes:
+    """Return the public ops by the pass that they make; they set the flag."""
+    grads, inverse = gradients.locals, torch.full((), FACTOR, device=gradients.values.device)
+    return {
+        "unscale": lambda: ops.unscale_(grads, inverse, flag),
+        "check": lambda: ops.check_nonfinite(grads, flag),
+        "norm": lambda: ops.grad_norm(grads, flag, inv_scale=inverse),
+    }
+
+
+def kernels(gradients: Gradients, flag: Tensor) -> Passes:
+    """Return our kernels by the pass that they make; they set the flag."""
     from scaler_triton.kernels import abi, clip, config, norm, table, unscale
 
-    def table_for(mode: str) -> Any:
-        numels = [grad.numel() for grad in grads]
-        made = table.GradTable(numels, grads[0].dtype, device, config.config_for(device, mode, grads[0].itemsize, numels))
-        made.set_addresses([grad.data_ptr() for grad in grads])
-        return made
-
-    tables = {mode: table_for(mode) for mode in config.MODES}
+    device, grads = gradients.values.device, gradients.locals
+    inverse = torch.full((), FACTOR, device=device)
+    numels, tables = [grad.numel() for grad in grads], {}
+    for mode in config.MODES:
+        shape = config.config_for(device, mode, grads[0].itemsize, numels)
+        tables[mode] = table.GradTable(numels, grads[0].dtype, device, shape)
+        tables[mode].set_addresses([grad.data_ptr() for grad in grads])
     totals, scale = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device), torch.full((), 3.0, device=device)
     length = torch.zeros((), device=device)
     return {
@@ -79,14 +88,20 @@ def our_passes(gradients: Gradients) -> tuple[Passes, Tensor]:
         "check": lambda: unscale.launch_check(tables["check"], flag),
         "norm": lambda: norm.launch_sum_of_squares(tables["norm"], inverse, flag, totals, inverse=True),
         "clip": lambda: clip.launch_clip(tables["clip"], scale, totals, 1.0, length),
-    }, flag
+    }
 
 
 def torch_passes(gradients: Gradients) -> Passes:
-    """Return what torch's scaler, and its clipping behind `unscale_`, do in place of each pass."""
+    """Return what torch's scaler, and its clipping behind `unscale_`, do in place of each pass; none of a dtype that
+    its op does not take here, as no GPU's takes bf16.
+    """
     device, grads = gradients.values.device, gradients.locals
     inverse, one, flag = (torch.full((), value, device=device) for value in (FACTOR, 1.0, 0.0))
     unscale = torch._amp_foreach_non_finite_check_and_unscale_
+    try:
+        unscale([grads[0].clone()], flag, one)
+    except RuntimeError:
+        return {}
     return {
         "unscale": lambda: unscale(grads, flag, inverse),
         "check": lambda: unscale(grads, flag, one),  # torch has no pass that only reads
@@ -95,44 +110,24 @@ def torch_passes(gradients: Gradients) -> Passes:
     }
 
 
-def torch_takes(gradient: Tensor) -> bool:
-    """Return whether torch's op has this dtype here: bf16 it has on no GPU."""
-    flag, inverse = torch.zeros((), device=gradient.device), torch.ones((), device=gradient.device)
-    try:
-        torch._amp_foreach_non_finite_check_and_unscale_([gradient.clone()], flag, inverse)
-    except RuntimeError:
-        return False
-    return True
-
-
-def copies(gradients: Gradients) -> Passes:
-    """Return a copy of one buffer as large as all gradients, and a pass that only reads it."""
-    source = torch.zeros(-(-gradients.values.nbytes // 4), device=gradients.values.device)
-    return {"copy": partial(torch.empty_like(source).copy_, source), "read": source.sum}
-
-
 def require_right(case: str, gradients: Gradients, passes: Passes, flag: Tensor) -> None:
     """Raise WrongResult unless the passes compute what they must: products in fp32, rounded once, flags, the norm."""
-    for overflows in (False, True):
-        gradients.restore()
-        if overflows:
-            gradients.locals[-1][-1] = float("inf")
-        for name in ("check", "norm", "unscale"):
-            before = [gradient.clone() for gradient in gradients.locals]
+    true = torch.linalg.vector_norm(gradients.values, dtype=torch.float64).item() * FACTOR
+    for overflows in (True, False):
+        for name in ("check", "unscale", "norm"):
+            gradients.restore()
+            if overflows:
+                gradients.locals[-1][-1] = float("inf")
+            factor = FACTOR if name == "unscale" else 1.0
+            expected = [(gradient.float() * factor).to(gradient.dtype) for gradient in gradients.locals]
             flag.zero_()
-            found = passes[name]()
+            norm = passes[name]()
             require(flag.item() == overflows, f"{case}: {name} sets the flag to {flag.item()}")
-            expected = [(g.float() * FACTOR).to(g.dtype) for g in before] if name == "unscale" else before
-            for index, (right, mine) in enumerate(zip(expected, gradients.locals, strict=True)):
-                require(torch.equal(bits(right), bits(mine)), f"{case}: {name} leaves another gradient {index}")
-            if name == "norm" and isinstance(found, Tensor) and not overflows:
-                true = torch.linalg.vector_norm(gradients.values, dtype=torch.float64).item() * FACTOR
-                require(abs(found.item() - true) <= 1e-6 * true, f"{case}: the norm is {found.item()}, not {true}")
-    gradients.restore()
-    flag.zero_()
-    if "clip" in passes:
-        passes["norm"]()
+            for index, (right, ours) in enumerate(zip(expected, gradients.locals, strict=True)):
+                require(torch.equal(bits(right), bits(ours)), f"{case}: {name} leaves another gradient {index}")
+            if isinstance(norm, Tensor) and not overflows:
+                require(abs(norm.item() - true) <= 1e-6 * true, f"{case}: the norm is {norm.item()}, not {true}")
+    if "clip" in passes:  # by the totals that the last norm left
         passes["clip"]()
-        norm = torch.linalg.vector_norm(torch.cat(gradients.locals), dtype=torch.float64).item()
-        require(abs(norm - 1.0) < 0.01, f"{case}: clip leaves a norm of {norm}")
-    gradients.restore()
+        left = torch.linalg.vector_norm(torch.cat(gradients.locals), dtype=torch.float64).item()
+        require(abs(left - 1.0) < 0.01, f"{case}: clip leaves a norm of {left}")

@@ -12,14 +12,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from perf import stub_driver
 from perf.measure import Context, Subject, require
@@ -34,14 +32,13 @@ def measure(context: Context, question: str = "host") -> Iterator[Row]:
     if not shutil.which("gcc") or sys.platform != "linux":
         print(f"left out: {question}, {PART}: needs Linux and gcc", flush=True)
         return
-    command = [sys.executable, "-m", "perf.host_stub", question, *(["--quick"] if context.quick else [])]
+    command = [sys.executable, "-m", "perf.host_stub", question, *["--quick"] * context.quick]
     with tempfile.TemporaryDirectory() as folder:
         variables = {**os.environ, **stub_driver.environment(Path(folder)), "OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
     if run.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}:\n{run.stdout}{run.stderr}")
-    for line in run.stdout.splitlines():
-        yield Row(**json.loads(line))
+    yield from (Row(*json.loads(line)) for line in run.stdout.splitlines())
 
 
 def require_launches(case: str, subjects: Mapping[str, Subject]) -> None:
@@ -61,8 +58,7 @@ def host_rows(context: Context) -> Iterator[Row]:
 
     with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", lambda grads, flag, inverse: None):
         for kind in bench_host.KINDS:
-            counts = COUNTS[:1] if context.quick else COUNTS
-            yield from bench_host.alone(context, kind, PART, "triton", counts)
+            yield from bench_host.alone(context, kind, PART, "triton", COUNTS)
     with without_norms_of_shards():
         yield from bench_host.fsdp2(context, PART, "triton")
 
@@ -70,16 +66,11 @@ def host_rows(context: Context) -> Iterator[Row]:
 @contextmanager
 def without_norms_of_shards() -> Iterator[None]:
     """Replace what the CPU does to take the norms of a list of plain tensors and to multiply them."""
-    one = torch.ones(())
-
-    def norms(gradients: Sequence[Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> list[Tensor]:
-        return [one] * len(gradients)
-
-    library = torch.library.Library("aten", "IMPL")
+    one, library = torch.ones(()), torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")  # yes, it replaces a kernel
-        library.impl("_foreach_norm.Scalar", norms, "CPU")
-        library.impl("_foreach_mul_.Tensor", lambda gradients, factor: None, "CPU")
+        library.impl("_foreach_norm.Scalar", lambda grads, order=2.0, dtype=None: [one] * len(grads), "CPU")
+        library.impl("_foreach_mul_.Tensor", lambda grads, factor: None, "CPU")
     try:
         yield
     finally:
@@ -91,11 +82,10 @@ def main() -> None:
     from perf import bench_launches
 
     context = Context("cpu", quick="--quick" in sys.argv)
-    torch.set_num_threads(1)
     stub_driver.activate()
     with stub_driver.as_gpu():
         for row in host_rows(context) if sys.argv[1] == "host" else bench_launches.by_kernels():
-            print(json.dumps(asdict(row)), flush=True)
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 Clock = Callable[[Callable[[], Any]], float]
 HEAD_START = 20_000_000  # cycles that a GPU idles first, about 10 ms: by then the host has launched everything
+MOST = 600  # rounds
 
 
 class WrongResult(AssertionError):
@@ -23,8 +23,7 @@ def require(holds: object, text: str) -> None:
         raise WrongResult(text)
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """What is timed, `run`, and what must happen around it, which is not."""
 
     run: Callable[[], Any]
@@ -32,8 +31,7 @@ class Subject:
     after: Callable[[], Any] = lambda: None
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """How a run is to be done.
 
     Args:
@@ -44,54 +42,33 @@ class Context:
     device: str
     quick: bool = False
 
-    def rounds(self, seconds: float, least: int = 12) -> "Rounds":
-        """Return how long to measure one case: `seconds`, but at least `least` rounds."""
-        return Rounds(0.02, 3) if self.quick else Rounds(seconds, least)
+    def rounds(self, names: Sequence[str], seconds: float) -> Iterator[list[str]]:
+        """Yield `names` once a round, for `seconds` but at least 12 rounds, each time with another one first.
 
-
-@dataclass(frozen=True)
-class Rounds:
-    """How often to repeat: for `seconds`, but at least `least` and at most `most` rounds."""
-
-    seconds: float
-    least: int
-    most: int = 600
-
-    def orders(self, names: list[str]) -> Iterator[list[str]]:
-        """Yield `names` once a round, each time with another one first, until each was first equally often.
-
-        Whoever begins a round and ended the one before finds its own code in the caches.
+        Whoever begins a round and ended the one before finds its own code in the caches: all begin equally often.
         """
-        end = time.monotonic() + self.seconds
+        end, least = time.monotonic() + (0.02 if self.quick else seconds), 3 if self.quick else 12
         nth = 0
-        while nth < self.least or nth % len(names) or (nth < self.most and time.monotonic() < end):
+        while nth < least or nth % len(names) or (nth < MOST and time.monotonic() < end):
             first = nth % len(names)
-            yield names[first:] + names[:first]
+            yield [*names[first:], *names[:first]]
             nth += 1
 
+    def interleaved(
+        self, subjects: Mapping[str, Subject], seconds: float, clock: Clock | None = None
+    ) -> dict[str, list[float]]:
+        """Return each subject's times in seconds; in every round each has one turn.
 
-def host_clock(run: Callable[[], Any]) -> float:
-    """Return how many seconds a call takes on the host."""
-    begin = time.perf_counter_ns()
-    run()
-    return (time.perf_counter_ns() - begin) * 1e-9
-
-
-def interleaved(
-    subjects: Mapping[str, Subject], rounds: Rounds, *, clock: Clock = host_clock, warmup: int = 5
-) -> dict[str, list[float]]:
-    """Return each subject's times in seconds; in every round each has one turn, and another one begins.
-
-    Whatever the machine does meanwhile affects all of them, so times of the same round may be compared.
-    """
-    times: dict[str, list[float]] = {name: [] for name in subjects}
-    with no_collection():
-        for name in [*subjects] * warmup:
-            _turn(subjects[name], clock)
-        for order in rounds.orders([*subjects]):
-            for name in order:
-                times[name].append(_turn(subjects[name], clock))
-    return times
+        Whatever the machine does meanwhile affects all of them, so times of the same round may be compared.
+        """
+        times: dict[str, list[float]] = {name: [] for name in subjects}
+        with no_collection():
+            for name in [*subjects] * 4:
+                _turn(subjects[name], clock or host_clock)
+            for order in self.rounds([*subjects], seconds):
+                for name in order:
+                    times[name].append(_turn(subjects[name], clock or host_clock))
+        return times
 
 
 def _turn(subject: Subject, clock: Clock) -> float:
@@ -99,6 +76,13 @@ def _turn(subject: Subject, clock: Clock) -> float:
     seconds = clock(subject.run)
     subject.after()
     return seconds
+
+
+def host_clock(run: Callable[[], Any]) -> float:
+    """Return how many seconds a call takes on the host."""
+    begin = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - begin) * 1e-9
 
 
 @contextmanager
@@ -122,10 +106,9 @@ class DeviceClock:
     def __call__(self, run: Callable[[], Any]) -> float:
         """Return the seconds that `run` keeps the GPU busy."""
         self._junk.sum()  # read, not written: a pass that only reads would have to write dirty lines back
-        begin, end = self._marks
         torch.cuda._sleep(HEAD_START)
-        begin.record()
+        self._marks[0].record()
         run()
-        end.record()
+        self._marks[1].record()
         torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) * 1e-3
+        return float(self._marks[0].elapsed_time(self._marks[1])) * 1e-3

@@ -4,19 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from perf.subjects import plural
 
-class Mlp(nn.Module):
-    """Linear layers, each added to its input, with `count` parameters: a weight and a bias a layer."""
 
-    def __init__(self, count: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=2 * n + 2 <= count) for n in range((count + 1) // 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, width]."""
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
+def mlp(count: int, width: int) -> nn.Module:
+    """Linear layers with `count` parameters: a weight and a bias a layer."""
+    layers = [nn.Linear(width, width, bias=2 * n + 2 <= count) for n in range((count + 1) // 2)]
+    return nn.Sequential(*(each for layer in layers for each in (layer, nn.ReLU())))
 
 
 class Block(nn.Module):
@@ -60,12 +54,12 @@ def loop_cases(device: str, quick: bool) -> dict[str, tuple[nn.Module, Tensor]]:
     torch.manual_seed(0)
     if quick or device == "cpu":
         counts = (1, 10) if quick else (1, 10, 50, 500, 2000)
-        return {f"{n} parameters": (Mlp(n, 16).to(device), torch.randn(16, 16, device=device)) for n in counts}
+        return {plural(n, "parameter"): (mlp(n, 16).to(device), torch.randn(16, 16, device=device)) for n in counts}
     image = torch.randn(64, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
     rows = torch.randn(256, 256, device=device)
     return {
-        "MLP, 6 parameters": (Mlp(6, 256).to(device), rows),
-        "MLP, 24 parameters": (Mlp(24, 256).to(device), rows),
+        "MLP, 6": (mlp(6, 256).to(device), rows),
+        "MLP, 24": (mlp(24, 256).to(device), rows),
         "ResNet-18, 62": (resnet18().to(device, memory_format=torch.channels_last), image),
         "12 layers, 144": (transformer().to(device), torch.randn(8, 512, 768, device=device)),
     }

@@ -1,37 +1,27 @@
-"""What is measured: gradients, the two scalers, an optimizer that does nothing; and the check that both agree."""
+"""What is measured: gradients, the two scalers, optimizers that do nothing; and the check that both scalers agree."""
 
 import functools
 import math
-import os
-import socket
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import scaler_triton
 from perf.measure import require
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SCALE = 2.0**16
-Wrap = Callable[[Tensor, Any], Tensor]
-Call = Callable[[Any, Any], Any]  # of a scaler and an optimizer
+Wrap = Callable[[Tensor, Any], Tensor]  # makes what a parameter holds of a local tensor, like what it held before
 
 
 class Gradients:
-    """Parameters with gradients of given sizes, which can be put back or replaced between two timed calls.
-
-    Args:
-        numels: elements of each gradient.
-        dtype, device: of all of them.
-        wrap: makes what a parameter holds of a local tensor, like the one it held before if it held one.
-    """
+    """Parameters with gradients of given sizes, which can be put back or replaced between two timed calls."""
 
     def __init__(
         self,
@@ -43,10 +33,10 @@ class Gradients:
         self._numels, self._wrap = list(numels), wrap
         generator = torch.Generator(device).manual_seed(0)
         self.values = torch.randn(sum(numels), generator=generator, device=device).to(dtype)
+        self._held: list[Any] = [None] * len(numels)
         self.locals = [piece.clone() for piece in self.pieces()]
-        self._held = [wrap(local, None) for local in self.locals]
-        self.parameters = [nn.Parameter(torch.empty_like(held)) for held in self._held]
-        self._place()
+        self.parameters = [nn.Parameter(torch.empty_like(wrap(local, None))) for local in self.locals]
+        self.renew()
 
     def pieces(self) -> list[Tensor]:
         """Return the original values as views, gradient by gradient."""
@@ -60,39 +50,20 @@ class Gradients:
         """Give every parameter a new gradient at a new address, as `zero_grad` and a backward pass do."""
         self.locals = [piece.clone() for piece in self.pieces()]  # the old ones are still there
         self._held = [self._wrap(local, like) for local, like in zip(self.locals, self._held, strict=True)]
-        self._place()
-
-    def _place(self) -> None:
         for parameter, held in zip(self.parameters, self._held, strict=True):
             parameter.grad = held
 
 
-class Still:
-    """An optimizer whose step does nothing, so that only the scaler is timed.
-
-    Args:
-        fused: it would take scale and flag on the device, so that the scaler only checks.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], *, fused: bool = False) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-        self._step_supports_amp_scaling = fused
-        self.steps = 0
-
-    def step(self) -> None:
-        """Count."""
-        self.steps += 1
-
-
-def resting_adamw(parameters: Sequence[Tensor], *, fused: bool) -> torch.optim.AdamW:
-    """Return an AdamW whose step does nothing: of an optimizer of torch's own kind a scaler may know more."""
-    optimizer = torch.optim.AdamW(parameters, fused=fused)
+def still(parameters: Sequence[Tensor], *, fused: bool = False) -> Any:
+    """Return an AdamW whose step is only counted: of an optimizer of torch's own kind a scaler may know more."""
+    optimizer: Any = torch.optim.AdamW(parameters, fused=fused)
+    optimizer.steps = 0
 
     @functools.wraps(optimizer.step)  # torch's scaler asks for its signature in each step
-    def step(closure: Any = None) -> None:
-        pass
+    def step() -> None:
+        optimizer.steps += 1
 
-    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.step = step
     return optimizer
 
 
@@ -110,20 +81,9 @@ def scalers(device: str, *, backend: str | None = None, scale: float = SCALE) ->
     return pair
 
 
-def unscale_then_step(scaler: Any, optimizer: Any) -> None:
-    """All that a step asks of the scaler, `unscale_` by hand included."""
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def step(scaler: Any, optimizer: Any) -> None:
-    """Step and update."""
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def require_equal(case: str, parameters: Sequence[Tensor], device: str, call: Call = step, *, fused: bool) -> None:
+def require_equal(
+    case: str, parameters: Sequence[Tensor], device: str, *, fused: bool = False, unscale: bool = False
+) -> None:
     """Raise WrongResult unless both scalers leave the same: once with the gradients as they are, once with an infinity.
 
     Gradients are compared by their bits; scale and growth tracker, which show the flag, and whether the step was taken.
@@ -131,28 +91,26 @@ def require_equal(case: str, parameters: Sequence[Tensor], device: str, call: Ca
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     before = [gradient.clone() for gradient in gradients]
     for overflows in (False, True):
-        expected: list[Any] = []
-        for name, scaler in scalers(device).items():
+        results: list[list[Any]] = []
+        for scaler in scalers(device).values():
             torch._foreach_copy_(gradients, before)
             if overflows:
                 gradients[-1].reshape(-1)[-1:].fill_(math.inf)
-            optimizer = Still(parameters, fused=fused)
-            call(scaler, optimizer)
-            state = scaler.state_dict()
-            found = [optimizer.steps, state["scale"], state["_growth_tracker"], *map(bits, gradients)]
-            expected = expected or found
-            for number, (right, mine) in enumerate(zip(expected, found, strict=True)):
-                same = torch.equal(right, mine) if isinstance(mine, Tensor) else right == mine
-                require(same, f"{case}: {name} leaves another {_name(number)}{', of an infinity' * overflows}")
+            optimizer = still(parameters, fused=fused)
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            results.append([optimizer.steps, scaler.state_dict(), *map(bits, gradients)])
+        for number, (right, ours) in enumerate(zip(*results, strict=True)):
+            same = torch.equal(right, ours) if isinstance(ours, Tensor) else right == ours
+            what = ("steps", "state")[number] if number < 2 else f"gradient {number - 2}"
+            require(same, f"{case}{', an infinity' * overflows}: another {what} than torch's")
     torch._foreach_copy_(gradients, before)
 
 
-def _name(number: int) -> str:
-    return ("number of steps", "scale", "tracker")[number] if number < 3 else f"gradient {number - 3}"
-
-
 def bits(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor's memory as flat integers: all NaNs are compared."""
+    """Return a copy of a tensor's memory as flat integers: NaNs can be compared."""
     return tensor.detach().clone().reshape(-1).view(INTEGERS[tensor.element_size()])
 
 
@@ -163,38 +121,33 @@ def local(tensor: Any) -> Tensor:
         return result
 
 
-def sharded(mesh: DeviceMesh) -> Wrap:
-    """Return what makes DTensors sharded over `mesh` of local tensors; as in FSDP2 a gradient keeps its spec."""
+@contextmanager
+def sharded(ranks: int, device: str) -> Iterator[Wrap]:
+    """Yield what makes DTensors of local tensors, as in FSDP2, on a mesh of pretended ranks, to whom nothing is sent."""
     from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def wrap(shard: Tensor, like: Any) -> Tensor:
         if like is None:
             return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)
-        return DTensor(shard, like._spec, requires_grad=False)
+        return DTensor(shard, like._spec, requires_grad=False)  # a gradient keeps its spec
 
-    return wrap
-
-
-@contextmanager
-def one_rank(device: str) -> Iterator[DeviceMesh]:
-    """Join a group of this process alone and yield its mesh on `device`: what DTensors need."""
-    # A machine without a network has nothing but the loopback.
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")][:1]
-    variables = {variable: name for name in loopback for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {**variables, **os.environ}):
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            yield init_device_mesh(device, (1,))
-        finally:
-            dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        mesh = init_device_mesh(device, (ranks,))
+        yield wrap
+    finally:
+        dist.destroy_process_group()
 
 
 def gpt2(shards: int = 1) -> list[int]:
     """Return the elements of GPT-2's 148 tensors, 124 million, as one of `shards` ranks holds them."""
     width, context, words = 768, 1024, 50257
-    norm = [width, width]
-    attention = [width * 3 * width, 3 * width, width * width, width]
-    mlp = [width * 4 * width, 4 * width, 4 * width * width, width]
-    every = [words * width, context * width, *(12 * [*norm, *attention, *norm, *mlp]), *norm]
-    return [numel // shards for numel in every]
+    norm, square = [width, width], width * width
+    block = [*norm, 3 * square, 3 * width, square, width, *norm, 4 * square, 4 * width, 4 * square, width]
+    return [numel // shards for numel in (words * width, context * width, *12 * block, *norm)]
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,114 @@
+"""What is to be reached, and whether the rows reach it: all goals are here."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from perf.bench_host import ALL
+from perf.bench_passes import OPS
+from perf.rows import Entry, Machine, Row
+
+ABSENT = "not measured on this version"
+LOOP, FSDP2, STUB = "in a training loop", "under FSDP2", "GPU path .*"
+GPU, CPU = "(?!cpu).*", "cpu.*"
+PLAIN, FUSED, UNSCALE, CLIP = ".*plain", ".*fused", "unscale_", "unscale + clip"
+UPDATE = "`update` does in Python what is one op of torch's, and takes longer; with few gradients it is a third of the step"
+EACH = "each call looks at every tensor in Python, and keeps nothing for the next call"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A limit for a number; the worst of the cases that match counts.
+
+    Args:
+        text: what it is about.
+        question, part, cases, metric: which rows answer it: `part` and `cases` are patterns.
+        limit: what `subject`'s median must not pass.
+        subject: the number that is compared.
+        devices: a pattern of the machines that it is for.
+        at_least: the limit is a lower one.
+        why: why it is missed, where it is.
+    """
+
+    text: str
+    question: str
+    part: str
+    cases: str
+    metric: str
+    limit: float
+    subject: str = "ours / torch"
+    devices: str = ".*"
+    at_least: bool = False
+    why: str = ""
+
+    def is_met_by(self, value: float) -> bool:
+        """Return whether a value is within the limit."""
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    def is_about(self, entry: Entry) -> bool:
+        """Return whether a row is one of those that answer it."""
+        row, machine = entry
+        exactly = (row.question, row.metric, row.subject) == (self.question, self.metric, self.subject)
+        texts = (self.part, row.part), (self.cases, row.case), (self.devices, machine.device)
+        return exactly and all(re.fullmatch(pattern, text) for pattern, text in texts)
+
+
+GOALS = (
+    Goal("Python calls of a step, plain", "host", "Python calls.*", PLAIN, "calls", 30, "ours"),
+    Goal("Python calls of a step, fused", "host", "Python calls.*", FUSED, "calls", 36, "ours"),
+    Goal("host time in a training loop on a GPU, plain", "host", LOOP, PLAIN, ALL, 0.75, devices=GPU),
+    Goal("host time in a training loop on a GPU, fused", "host", LOOP, FUSED, ALL, 0.5, devices=GPU),
+    Goal("host time in a training loop on the CPU", "host", LOOP, ".*", ALL, 0.75, devices=CPU, why=UPDATE),
+    Goal("host time alone on the CPU", "host", "alone", ".*", ALL, 0.6, devices=CPU, why=UPDATE),
+    Goal("500 FSDP2 parameters on a GPU: unscale_", "host", FSDP2, "500.*", UNSCALE, 0.2, devices=GPU),
+    Goal("500 FSDP2 parameters on a GPU: unscale + clip", "host", FSDP2, "500.*", CLIP, 0.08, devices=GPU),
+    Goal("500 FSDP2 parameters, GPU path: unscale_", "host", STUB, "500.*", UNSCALE, 0.2),
+    Goal("500 FSDP2 parameters, GPU path: unscale + clip", "host", STUB, "500.*", CLIP, 0.08),
+    Goal("public ops on 1 to 2000 tensors", "passes", OPS, ".*", "unscale", 1.2, why=EACH),
+    Goal("unscale's share of a copy", "passes", "by lists", "(?!2000).*", "unscale", 0.95, "copy / ours", GPU, True),
+    Goal("check's share of the read rate", "passes", "by lists", "(?!2000).*", "check", 0.9, "read / ours", GPU, True),
+    Goal("launches of a step, 2000 gradients", "launches", "of a step.*", "plain|fused", "launches", 3, "ours"),
+    Goal("launches of a step that clips", "launches", "of a step.*", ".*, clip", "launches", 5, "ours"),
+    Goal("collectives of a step", "launches", "of DTensors.*", ".*", "collectives", 1, "ours"),
+    Goal("import over torch, ms", "import", ".*", "GradScaler", "import", 50, "ours"),
+)
+# What a user feels first. No goals: the pages show the best case and the worst, and 1 is as much as torch's takes.
+HEADLINES = (
+    Goal("a step's scaler in a training loop, plain optimizer", "host", LOOP, PLAIN, ALL, 1),
+    Goal("a step's scaler in a training loop, fused optimizer", "host", LOOP, FUSED, ALL, 1),
+    Goal("500 parameters under FSDP2, `unscale_`", "host", FSDP2, ".*", UNSCALE, 1),
+    Goal("500 parameters under FSDP2, unscale and clip", "host", FSDP2, ".*", CLIP, 1),
+    Goal("unscale and clip, fp32", "clip", ".*", ".*fp32", CLIP, 1),
+    Goal("unscale and clip, bf16", "clip", ".*", ".*bf16", CLIP, 1),
+    Goal("`scaler_triton.ops.unscale_` on a list of tensors", "passes", OPS, ".*", "unscale", 1),
+)
+
+
+class Answer(NamedTuple):
+    """A goal and the rows of the best and the worst case that a machine measured for it; no rows if none did."""
+
+    goal: Goal
+    best: Row | None = None
+    row: Row | None = None
+    machine: Machine | None = None
+
+    @property
+    def met(self) -> str:
+        """Return "yes", "no" or that it was not measured."""
+        return ABSENT if self.row is None else "yes" if self.goal.is_met_by(self.row.p50) else "no"
+
+
+def answers(entries: Sequence[Entry], goals: Iterable[Goal] = GOALS) -> list[Answer]:
+    """Return every goal's answer of every machine that has one; a goal that none has is answered by no row."""
+    found: list[Answer] = []
+    for goal in goals:
+        by_device: dict[str, list[Entry]] = {}
+        for entry in filter(goal.is_about, entries):
+            by_device.setdefault(entry[1].device, []).append(entry)
+        for those in by_device.values():
+            first, *_, last = sorted(those * 2, key=lambda entry: entry[0].p50, reverse=goal.at_least)
+            found.append(Answer(goal, first[0], *last))
+        if not by_device:
+            found.append(Answer(goal))
+    return found
