@@ -13,43 +13,30 @@ from torch import Tensor
 from perf.bench_host import clip
 from perf.measure import Context, DeviceClock, Subject, host_clock, require
 from perf.rows import Place, Row
-from perf.subjects import DTYPES, SCALE, Gradients, gpt2, scalers, still
+from perf.subjects import DTYPES, SCALE, Gradients, lists, scalers, still
 
 # How far a norm may be from fp64's. torch's own is summed in fp32, where a long sum may lose a percent, and rounded
 # to the gradients' dtype.
 TOLERANCES = {"torch": 2e-2, "ours": 1e-5}
-BYTES = 5 * 4  # an element, with all copies that are made here
 
 
 def measure(context: Context) -> Iterator[Row]:
     """Yield all rows."""
     on_gpu = context.device == "cuda"
     clocks = {"on the device": DeviceClock(), "on the host": host_clock} if on_gpu else {"by lists": host_clock}
-    for name, numels in lists(context).items():
+    few = {f"{count} x 64": [64] * count for count in ([] if context.quick else (10, 500))}
+    for name, numels in (few | lists(*context)).items():
         for dtype in ("fp32",) if on_gpu else ("fp32", "bf16"):  # torch has no bf16 on a GPU
             case, gradients = f"{name} {dtype}", Gradients(numels, DTYPES[dtype], context.device)
             require_right(case, gradients, context.device)
-            optimizer, limit = still(gradients.parameters), 0.5 * norm_of(gradients.values)
-            subjects = {
-                who: Subject(partial(clip, scaler, optimizer, limit), gradients.restore, scaler.update)
-                for who, scaler in scalers(context.device).items()
-            }
+            run = partial(clip, optimizer=still(gradients.parameters), max_norm=0.5 * norm_of(gradients.values))
+            pair = scalers(context.device)
+            subjects = {who: Subject(partial(run, pair[who]), gradients.restore, pair[who].update) for who in pair}
             for part, clock in clocks.items():
                 times = context.interleaved(subjects, 1.5, clock)
                 yield from Place("clip", part, case).times("unscale + clip", times)
-            del gradients, optimizer, subjects
+            del gradients, run, subjects
             gc.collect()
-
-
-def lists(context: Context) -> dict[str, list[int]]:
-    """Return the elements of the gradients, by the list's name."""
-    few = {"10 x 64": [64] * 10, "500 x 64": [64] * 500}
-    if context.quick:
-        return {"10 x 64": few["10 x 64"]}
-    if context.device == "cpu":
-        return few | {"2000 x 1k": [1000] * 2000, "GPT-2 124M, 1 of 8 shards": gpt2(8)}
-    count = min(200, torch.cuda.mem_get_info()[0] // (BYTES * 5_000_000))  # 1e9 elements where they fit
-    return few | {"GPT-2 124M": gpt2(), f"{count} x 5M": [5_000_000] * count}
 
 
 def norm_of(scaled: Tensor) -> float:

@@ -9,7 +9,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from perf import host_stub
-from perf.measure import Context, Subject, no_collection, require
+from perf.measure import Context, Subject, Times, require
 from perf.models import loop_cases
 from perf.rows import Place, Row
-from perf.subjects import Gradients, plural, require_equal, scalers, sharded, still
+from perf.subjects import Gradients, require_equal, scalers, sharded, still
 
 NUMEL = 64  # so small that elements cost next to nothing
 COUNTS = (1, 10, 50, 500, 2000)
 KINDS = {"plain": False, "fused": True}
-LOOP_SCALE = 4.0  # nothing overflows at it: a skipped step would be a short one
+SCALE = 4.0  # nothing overflows at it: a skipped step would be a short one
 ALL = "scale + step + update"
-METRICS = ("scale", "step", "update", ALL)
+METRICS = "scale", "step", "update", ALL
 
 
 def measure(context: Context) -> Iterator[Row]:
@@ -41,16 +41,14 @@ def measure(context: Context) -> Iterator[Row]:
         yield from host_stub.measure(context)
 
 
-def alone(
-    context: Context, kind: str, part: str = "alone", backend: str | None = None, counts: Sequence[int] = COUNTS
-) -> Iterator[Row]:
+def alone(context: Context, kind: str, part: str = "alone", backend: Any = None, counts: Any = COUNTS) -> Iterator[Row]:
     """Time steps of an optimizer that does nothing, with new gradients in each step."""
     for count in counts[:2] if context.quick else counts:
-        case = f"{plural(count, 'gradient')}, {kind}"
-        gradients = Gradients([NUMEL] * count, device=context.device)
-        subjects = whole_steps(gradients, context.device, KINDS[kind], backend)
+        case = f"{count} x {NUMEL}, {kind}"
+        gradients, fused = Gradients([NUMEL] * count, device=context.device), KINDS[kind]
+        subjects = whole_steps(gradients, context.device, fused, backend)
         if backend is None:
-            require_equal(case, gradients.parameters, context.device, fused=KINDS[kind])
+            require_equal(case, gradients.parameters, context.device, fused)
         else:
             host_stub.require_launches(case, subjects)
         yield from Place("host", part, case).times(ALL, context.interleaved(subjects, 1.0))
@@ -74,9 +72,8 @@ class Loop:
 
     def __init__(self, model: nn.Module, batch: Tensor, *, fused: bool) -> None:
         self.model, self.batch, self.device = model, batch, batch.device.type
+        self.scalers = {"none": torch.amp.GradScaler(self.device, enabled=False), **scalers(self.device, scale=SCALE)}
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused)
-        none = torch.amp.GradScaler(self.device, enabled=False)
-        self.scalers: dict[str, Any] = {"none": none, **scalers(self.device, scale=LOOP_SCALE)}
         self._inside, own_step = 0.0, self.optimizer.step
 
         @functools.wraps(own_step)  # torch's scaler asks for its signature in each step
@@ -95,22 +92,23 @@ class Loop:
 
     def seconds(self, scaler: Any) -> list[float]:
         """Do a step; return how long scale, step without the optimizer's own, and update took, and all of them."""
-        loss, marks = self.loss(), [time.perf_counter()]
+        loss, clock = self.loss(), time.perf_counter
+        marks = [clock()]
         loss = scaler.scale(loss)
-        marks.append(time.perf_counter())
+        marks.append(clock())
         loss.backward()
         self._inside = 0.0
-        marks.append(time.perf_counter())
+        marks.append(clock())
         scaler.step(self.optimizer)
-        marks.append(time.perf_counter())
+        marks.append(clock())
         scaler.update()
-        marks.append(time.perf_counter())
-        scale, step, update = marks[1] - marks[0], marks[3] - marks[2] - self._inside, marks[4] - marks[3]
-        return [scale, step, update, scale + step + update]
+        marks.append(clock())
+        phases = marks[1] - marks[0], marks[3] - marks[2] - self._inside, marks[4] - marks[3]
+        return [*phases, sum(phases)]
 
-    def times(self, context: Context, block: int) -> dict[str, dict[str, list[float]]]:
-        """Return seconds by metric and scaler: medians of blocks of steps with one scaler, block by block in turn."""
-        times: dict[str, dict[str, list[float]]] = {metric: {name: [] for name in self.scalers} for metric in METRICS}
+    def times(self, context: Context, block: int) -> dict[str, Times]:
+        """Return times by metric: medians of blocks of steps with one scaler, block by block in turn."""
+        times: dict[str, Times] = {metric: {name: [] for name in self.scalers} for metric in METRICS}
         for scaler in [*self.scalers.values()] * 3:
             self.seconds(scaler)
         for order in context.rounds([*self.scalers], 5.0):
@@ -127,13 +125,12 @@ def loops(context: Context, kind: str) -> Iterator[Row]:
     """Time the scaler's phases in training loops."""
     for name, (model, batch) in loop_cases(context.device, context.quick).items():
         case, loop, parameters = f"{name}, {kind}", Loop(model, batch, fused=KINDS[kind]), [*model.parameters()]
-        (LOOP_SCALE * loop.loss()).backward()
+        (SCALE * loop.loss()).backward()
         for fused in {False, KINDS[kind]}:  # the bits of unscaling, and what a check leaves
             require_equal(case, parameters, context.device, fused=fused)
-        with no_collection():
-            times = loop.times(context, block=3 if len(parameters) > 100 and context.device == "cpu" else 6)
-        for scaler in (loop.scalers["torch"], loop.scalers["ours"]):
-            require(scaler.get_scale() == LOOP_SCALE, f"{case}: a step was skipped")
+        times = loop.times(context, block=3 if len(parameters) > 100 and context.device == "cpu" else 6)
+        for name in ("torch", "ours"):
+            require(loop.scalers[name].get_scale() == SCALE, f"{case}: {name} skipped a step")
         for metric, seconds in times.items():
             yield from Place("host", "in a training loop", case).times(metric, seconds)
 
@@ -159,8 +156,7 @@ def fsdp2(context: Context, part: str = "under FSDP2", backend: str | None = Non
 def clip(scaler: Any, optimizer: Any, max_norm: float = 1.0) -> Tensor:
     """Unscale and clip as users of this scaler do: in one call where it has that, else in two."""
     if hasattr(scaler, "clip_grad_norm_"):
-        norm: Tensor = scaler.clip_grad_norm_(optimizer, max_norm)
-        return norm
+        return scaler.clip_grad_norm_(optimizer, max_norm)
     scaler.unscale_(optimizer)
     return nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_norm)
 

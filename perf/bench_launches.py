@@ -1,8 +1,6 @@
-"""What does a step's scaler launch, how many bytes does it move, and how many collectives does it take? All by counting.
+"""What does a step's scaler launch, how many bytes does it move, how many collectives does it take? All by counting.
 
-On a GPU torch.profiler counts. Without one torch's ops are counted by dispatch on the CPU, of which a list's op is one
-launch or more, and our kernels by the stub driver. Bytes are in units of the gradients' own: how often they are read or
-written. tests/nightly/test_traffic.py counts those of the compiled kernels.
+On a GPU torch.profiler counts; without one, torch's ops are counted by dispatch, our kernels by the stub driver.
 """
 
 import warnings
@@ -27,7 +25,8 @@ from perf.subjects import Gradients, scalers, sharded, still
 STEPS, RANKS = 5, 2
 NUMELS = [1024] * 2000
 PART = f"of a step's scaler, {len(NUMELS)} gradients"
-# Our launch functions, by module: kernels that each launches, and how often they read or write a gradient.
+# Our launch functions: how many kernels each launches, and how often these read or write a gradient's bytes, as
+# tests/nightly/test_traffic.py counts in the compiled ones.
 KERNELS = {
     ("unscale", "launch_unscale"): (1, 2),
     ("unscale", "launch_check"): (1, 1),
@@ -37,20 +36,18 @@ KERNELS = {
 }
 SILENT = ("empty", "detach", "alias", "view", "reshape", "select", "unbind", "squeeze", "expand", "t.", "as_strided")
 
-Step = Callable[[], Any]
-
 
 def measure(context: Context) -> Iterator[Row]:
     """Yield all rows."""
     if context.device == "cuda":
-        yield from by_profiler()
+        yield from by_profiler(NUMELS[:10] if context.quick else NUMELS)
     else:
         yield from by_dispatch()
         yield from host_stub.measure(context, "launches")
     yield from collectives()
 
 
-def steps(scaler: Any, gradients: Gradients, device: str = "cpu") -> dict[str, Step]:
+def steps(scaler: Any, gradients: Gradients, device: str = "cpu") -> dict[str, Callable[[], Any]]:
     """Return the kinds of steps by name, each taken a few times: steady ones are counted."""
     loss, found = torch.ones((), device=device), {}
 
@@ -69,7 +66,7 @@ def steps(scaler: Any, gradients: Gradients, device: str = "cpu") -> dict[str, S
     return found
 
 
-def by_profiler(numels: Sequence[int] = NUMELS) -> Iterator[Row]:
+def by_profiler(numels: Sequence[int]) -> Iterator[Row]:
     """Count what the GPU was given."""
     gradients = Gradients(numels, device="cuda")
     for name, scaler in scalers("cuda").items():
@@ -78,7 +75,7 @@ def by_profiler(numels: Sequence[int] = NUMELS) -> Iterator[Row]:
                 yield from Place("launches", PART, case).counts(metric, {name: count})
 
 
-def profiled(step: Step) -> dict[str, float]:
+def profiled(step: Callable[[], Any]) -> dict[str, float]:
     """Return how many launches, copies and waits a step makes, by torch.profiler.
 
     Raises: WrongResult if the profiler sees nothing of the GPU: no launches at all would pass for an answer.
@@ -94,8 +91,8 @@ def profiled(step: Step) -> dict[str, float]:
     on_gpu = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     copies = sum("Memcpy" in name for name in on_gpu)
     launches = sum(not name.endswith((" Sync", " Wait Event")) for name in on_gpu) - copies
-    require(launches, "torch.profiler saw nothing of the GPU's work: may it look here?")
     waits = sum(event.name in ("cudaStreamSynchronize", "cudaEventSynchronize") for event in events)
+    require(launches, "torch.profiler saw nothing of the GPU's work: may it look here?")
     return {"launches": launches / STEPS, "copies": copies / STEPS, "waits": waits / STEPS}
 
 
@@ -135,19 +132,16 @@ def by_kernels() -> Iterator[Row]:
     for case, step in steps(scalers("cpu", backend="triton")["ours"], gradients).items():
         before = stub_driver.launches()
         with ExitStack() as stack, Ops(gradients.values.nbytes) as seen:
-            noted = {key: stack.enter_context(_noted(*key)) for key in KERNELS}
+            owners = {key: import_module(f"scaler_triton.kernels.{key[0]}") for key in KERNELS}
+            patches = {key: mock.patch.object(own, key[1], wraps=getattr(own, key[1])) for key, own in owners.items()}
+            noted = {key: stack.enter_context(patch) for key, patch in patches.items()}
             step()
         launched = stub_driver.launches() - before
-        called = [(mock.call_count, *KERNELS[key]) for key, mock in noted.items()]
+        called = [(spy.call_count, *KERNELS[key]) for key, spy in noted.items()]
         require(launched == sum(count * kernels for count, kernels, _ in called), f"{case}: {launched} launches")
-        place = Place("launches", PART, case)
-        yield from place.counts("launches", {"ours": launched + seen.counts["launches"]})
-        yield from place.counts("gradient bytes", {"ours": sum(count * moves for count, _, moves in called)})
-
-
-def _noted(module: str, function: str) -> Any:
-    owner = import_module(f"scaler_triton.kernels.{module}")
-    return mock.patch.object(owner, function, wraps=getattr(owner, function))
+        yield from Place("launches", PART, case).counts("launches", {"ours": launched + seen.counts["launches"]})
+        moved = sum(count * moves for count, _, moves in called)
+        yield from Place("launches", PART, case).counts("gradient bytes", {"ours": moved})
 
 
 def collectives() -> Iterator[Row]:
@@ -160,5 +154,5 @@ def collectives() -> Iterator[Row]:
                 with CommDebugMode() as seen:
                     step()
                 require(seen.get_total_counts(), f"{case}: {name} has asked no other rank")
-                place = Place("launches", f"of DTensors on {RANKS} ranks", case)
-                yield from place.counts("collectives", {name: seen.get_total_counts()})
+                count = {name: seen.get_total_counts()}
+                yield from Place("launches", f"of DTensors on {RANKS} ranks", case).counts("collectives", count)

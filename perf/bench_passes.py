@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from perf.measure import Context, DeviceClock, Subject, host_clock, require
 from perf.rows import Place, Row
-from perf.subjects import DTYPES, Gradients, bits, gpt2, plural
+from perf.subjects import DTYPES, Gradients, bits, lists
 from scaler_triton import ops
 
 FACTOR = 1 / 3  # no power of 2: products are rounded
@@ -24,18 +24,18 @@ Passes = dict[str, Callable[[], Any]]
 
 def measure(context: Context) -> Iterator[Row]:
     """Yield all rows."""
-    for name, numels in lists(context).items():
+    for name, numels in lists(*context).items():
         for dtype_name, dtype in DTYPES.items():
             gradients = Gradients(numels, dtype, context.device)
             yield from measure_list(context, f"{name} {dtype_name}", gradients)
             del gradients
             gc.collect()
     for count in (1, 10) if context.quick else (1, 10, 500, 2000):
-        yield from measure_list(context, plural(count, "tensor"), Gradients([64] * count, device=context.device), OPS)
+        yield from measure_list(context, f"{count} x 64 fp32", Gradients([64] * count, device=context.device), OPS)
 
 
 def measure_list(context: Context, case: str, gradients: Gradients, part: str = "by lists") -> Iterator[Row]:
-    """Check and time all passes over one list: by our kernels on a GPU, unless it is the public ops that are asked for."""
+    """Check and time all passes over one list: on a GPU those of our kernels, unless the public ops are asked for."""
     flag = torch.zeros((), device=context.device)
     by_kernels = context.device == "cuda" and part != OPS
     ours, torchs = (kernels if by_kernels else public_ops)(gradients, flag), torch_passes(gradients)
@@ -48,16 +48,6 @@ def measure_list(context: Context, case: str, gradients: Gradients, part: str = 
         runs = {"torch": torchs.get(metric), "ours": run, other: others[other]}
         subjects = {who: Subject(each, gradients.restore) for who, each in runs.items() if each is not None}
         yield from Place("passes", part, case).times(metric, context.interleaved(subjects, 0.5, clock))
-
-
-def lists(context: Context) -> dict[str, list[int]]:
-    """Return the elements of the gradients: large spans, many small ones, and a model's mixture."""
-    if context.quick:
-        return {"10 x 64": [64] * 10}
-    small = {"2000 x 1k": [1024] * 2000}
-    if context.device == "cpu":
-        return small | {"20 x 1M": [1_000_000] * 20, "GPT-2 124M, 1 of 8 shards": gpt2(8)}
-    return small | {"150 x 830k": [829_440] * 150, "GPT-2 124M": gpt2(), "500 x 64k": [65_536] * 500}
 
 
 def public_ops(gradients: Gradients, flag: Tensor) -> Passes:
@@ -75,14 +65,13 @@ def kernels(gradients: Gradients, flag: Tensor) -> Passes:
     from scaler_triton.kernels import abi, clip, config, norm, table, unscale
 
     device, grads = gradients.values.device, gradients.locals
-    inverse = torch.full((), FACTOR, device=device)
-    numels, tables = [grad.numel() for grad in grads], {}
+    inverse, numels, tables = torch.full((), FACTOR, device=device), [grad.numel() for grad in grads], {}
     for mode in config.MODES:
         shape = config.config_for(device, mode, grads[0].itemsize, numels)
         tables[mode] = table.GradTable(numels, grads[0].dtype, device, shape)
         tables[mode].set_addresses([grad.data_ptr() for grad in grads])
-    totals, scale = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device), torch.full((), 3.0, device=device)
-    length = torch.zeros((), device=device)
+    totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device)
+    scale, length = torch.tensor([3.0, 0.0], device=device).unbind()
     return {
         "unscale": lambda: unscale.launch_unscale(tables["unscale"], inverse, flag, inverse=True),
         "check": lambda: unscale.launch_check(tables["check"], flag),
@@ -92,9 +81,7 @@ def kernels(gradients: Gradients, flag: Tensor) -> Passes:
 
 
 def torch_passes(gradients: Gradients) -> Passes:
-    """Return what torch's scaler, and its clipping behind `unscale_`, do in place of each pass; none of a dtype that
-    its op does not take here, as no GPU's takes bf16.
-    """
+    """Return what torch does in place of each pass; nothing of a dtype that its op refuses, as bf16 on a GPU."""
     device, grads = gradients.values.device, gradients.locals
     inverse, one, flag = (torch.full((), value, device=device) for value in (FACTOR, 1.0, 0.0))
     unscale = torch._amp_foreach_non_finite_check_and_unscale_

@@ -3,30 +3,27 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from perf.bench_host import ALL
 from perf.bench_passes import OPS
-from perf.rows import Entry, Machine, Row
+from perf.rows import Entry
 
 ABSENT = "not measured on this version"
 LOOP, FSDP2, STUB = "in a training loop", "under FSDP2", "GPU path .*"
 GPU, CPU = "(?!cpu).*", "cpu.*"
 PLAIN, FUSED, UNSCALE, CLIP = ".*plain", ".*fused", "unscale_", "unscale + clip"
-UPDATE = "`update` does in Python what is one op of torch's, and takes longer; with few gradients it is a third of the step"
+UPDATE = (
+    "`update` does in Python what is one op of torch's, and takes longer; with few gradients it is a third of the step"
+)
 EACH = "each call looks at every tensor in Python, and keeps nothing for the next call"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit for a number; the worst of the cases that match counts.
+    """A limit for the median of `subject` in the worst of the cases; `part`, `cases` and `devices` are patterns.
 
     Args:
-        text: what it is about.
-        question, part, cases, metric: which rows answer it: `part` and `cases` are patterns.
-        limit: what `subject`'s median must not pass.
-        subject: the number that is compared.
-        devices: a pattern of the machines that it is for.
         at_least: the limit is a lower one.
         why: why it is missed, where it is.
     """
@@ -46,11 +43,16 @@ class Goal:
         """Return whether a value is within the limit."""
         return value >= self.limit if self.at_least else value <= self.limit
 
+    @property
+    def limit_text(self) -> str:
+        """The limit as tables show it."""
+        return f"{'>=' if self.at_least else '<='} {self.limit:g}"
+
     def is_about(self, entry: Entry) -> bool:
         """Return whether a row is one of those that answer it."""
         row, machine = entry
-        exactly = (row.question, row.metric, row.subject) == (self.question, self.metric, self.subject)
         texts = (self.part, row.part), (self.cases, row.case), (self.devices, machine.device)
+        exactly = (row.question, row.metric, row.subject) == (self.question, self.metric, self.subject)
         return exactly and all(re.fullmatch(pattern, text) for pattern, text in texts)
 
 
@@ -86,12 +88,12 @@ HEADLINES = (
 
 
 class Answer(NamedTuple):
-    """A goal and the rows of the best and the worst case that a machine measured for it; no rows if none did."""
+    """A goal and the rows of the best and the worst case that a machine measured for it; None if none did."""
 
     goal: Goal
-    best: Row | None = None
-    row: Row | None = None
-    machine: Machine | None = None
+    best: Any = None
+    row: Any = None
+    machine: Any = None
 
     @property
     def met(self) -> str:

@@ -5,6 +5,7 @@ inside of that op, the op stays, on tiny CPU tensors, but norms and products of 
 run one for each tensor. All else runs on the CPU, on both sides; the driver's own time, and the GPU's, are not in here.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -54,9 +55,10 @@ def require_launches(case: str, subjects: Mapping[str, Subject]) -> None:
 
 def host_rows(context: Context) -> Iterator[Row]:
     """Time steps, and 500 parameters under FSDP2."""
-    from perf import bench_host
+    from perf import bench_host  # which imports this module
 
-    with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", lambda grads, flag, inverse: None):
+    op = "_amp_foreach_non_finite_check_and_unscale_"
+    with mock.patch.object(torch, op, lambda grads, flag, inverse: None):  # noqa: PT008 (a mock takes longer)
         for kind in bench_host.KINDS:
             yield from bench_host.alone(context, kind, PART, "triton", COUNTS)
     with without_norms_of_shards():
@@ -82,6 +84,7 @@ def main() -> None:
     from perf import bench_launches
 
     context = Context("cpu", quick="--quick" in sys.argv)
+    gc.disable()
     stub_driver.activate()
     with stub_driver.as_gpu():
         for row in host_rows(context) if sys.argv[1] == "host" else bench_launches.by_kernels():

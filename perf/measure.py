@@ -1,16 +1,15 @@
 """Times of several subjects that take turns in one process."""
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 Clock = Callable[[Callable[[], Any]], float]
+Times = dict[str, list[float]]  # seconds, by subject
 HEAD_START = 20_000_000  # cycles that a GPU idles first, about 10 ms: by then the host has launched everything
-MOST = 600  # rounds
 
 
 class WrongResult(AssertionError):
@@ -32,50 +31,34 @@ class Subject(NamedTuple):
 
 
 class Context(NamedTuple):
-    """How a run is to be done.
-
-    Args:
-        device: "cuda" or "cpu": where the scale is.
-        quick: a few rounds of the smallest cases, to see that everything works; its numbers mean nothing.
-    """
+    """Where the scale is, "cuda" or "cpu"; and whether a few rounds of the smallest cases will do, to try all out."""
 
     device: str
     quick: bool = False
 
     def rounds(self, names: Sequence[str], seconds: float) -> Iterator[list[str]]:
-        """Yield `names` once a round, for `seconds` but at least 12 rounds, each time with another one first.
+        """Yield `names` once a round, for `seconds` but 12 to 600 rounds, each time with another one first.
 
         Whoever begins a round and ended the one before finds its own code in the caches: all begin equally often.
         """
         end, least = time.monotonic() + (0.02 if self.quick else seconds), 3 if self.quick else 12
         nth = 0
-        while nth < least or nth % len(names) or (nth < MOST and time.monotonic() < end):
+        while nth < least or nth % len(names) or (nth < 600 and time.monotonic() < end):
             first = nth % len(names)
             yield [*names[first:], *names[:first]]
             nth += 1
 
-    def interleaved(
-        self, subjects: Mapping[str, Subject], seconds: float, clock: Clock | None = None
-    ) -> dict[str, list[float]]:
-        """Return each subject's times in seconds; in every round each has one turn.
-
-        Whatever the machine does meanwhile affects all of them, so times of the same round may be compared.
-        """
-        times: dict[str, list[float]] = {name: [] for name in subjects}
-        with no_collection():
-            for name in [*subjects] * 4:
-                _turn(subjects[name], clock or host_clock)
-            for order in self.rounds([*subjects], seconds):
-                for name in order:
-                    times[name].append(_turn(subjects[name], clock or host_clock))
-        return times
-
-
-def _turn(subject: Subject, clock: Clock) -> float:
-    subject.before()
-    seconds = clock(subject.run)
-    subject.after()
-    return seconds
+    def interleaved(self, subjects: Mapping[str, Subject], seconds: float, clock: Clock | None = None) -> Times:
+        """Return each subject's times; each has one turn a round, so other load on the machine meets all alike."""
+        times: Times = {name: [] for name in subjects}
+        warmup = [[*subjects]] * 4
+        for order in chain(warmup, self.rounds([*subjects], seconds)):
+            for name in order:
+                run, before, after = subjects[name]
+                before()
+                times[name].append((clock or host_clock)(run))
+                after()
+        return {name: values[len(warmup) :] for name, values in times.items()}
 
 
 def host_clock(run: Callable[[], Any]) -> float:
@@ -85,18 +68,8 @@ def host_clock(run: Callable[[], Any]) -> float:
     return (time.perf_counter_ns() - begin) * 1e-9
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep the garbage collector out of one subject's time for what another left."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 class DeviceClock:
-    """Seconds that a GPU works on a call, which it begins with a cold L2 cache, when the host has launched all of it."""
+    """Seconds that a GPU works on a call, with a cold L2 cache, beginning when the host has launched all of it."""
 
     def __init__(self) -> None:
         l2_bytes = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 1 << 26

@@ -1,10 +1,9 @@
 """The models whose training loops are timed, each with a batch."""
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from itertools import pairwise
 
-from perf.subjects import plural
+import torch
+from torch import Tensor, nn
 
 
 def mlp(count: int, width: int) -> nn.Module:
@@ -16,29 +15,23 @@ def mlp(count: int, width: int) -> nn.Module:
 class Block(nn.Module):
     """A basic block of ResNet: two convolutions and a shortcut."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(outputs) for _ in range(2))
-        self.shortcut: nn.Module = nn.Identity()
+        stride = outputs // inputs
+        first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+        second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)
+        self.main, self.shortcut = nn.Sequential(*first, *second), nn.Sequential()
         if inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut.extend([nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)])
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, inputs, height, width]."""
-        y = F.relu(self.norms[0](self.first(x)))
-        return F.relu(self.norms[1](self.second(y)) + self.shortcut(x))
+        return (self.main(x) + self.shortcut(x)).relu()
 
 
 def resnet18(classes: int = 10) -> nn.Module:
     """ResNet-18, 62 parameters."""
-    widths = (64, 64, 128, 256, 512)
-    blocks = [
-        Block(before if first else after, after, 2 if first and before != after else 1)
-        for before, after in zip(widths, widths[1:], strict=False)
-        for first in (True, False)
-    ]
+    blocks = [Block(*widths) for widths in pairwise((64, 64, 64, 128, 128, 256, 256, 512, 512))]
     stem = [nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
@@ -54,12 +47,13 @@ def loop_cases(device: str, quick: bool) -> dict[str, tuple[nn.Module, Tensor]]:
     torch.manual_seed(0)
     if quick or device == "cpu":
         counts = (1, 10) if quick else (1, 10, 50, 500, 2000)
-        return {plural(n, "parameter"): (mlp(n, 16).to(device), torch.randn(16, 16, device=device)) for n in counts}
-    image = torch.randn(64, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
-    rows = torch.randn(256, 256, device=device)
-    return {
-        "MLP, 6": (mlp(6, 256).to(device), rows),
-        "MLP, 24": (mlp(24, 256).to(device), rows),
-        "ResNet-18, 62": (resnet18().to(device, memory_format=torch.channels_last), image),
-        "12 layers, 144": (transformer().to(device), torch.randn(8, 512, 768, device=device)),
+        return {f"MLP, {n}": (mlp(n, 16).to(device), torch.randn(16, 16, device=device)) for n in counts}
+    models = {
+        "MLP, 6": mlp(6, 256),
+        "MLP, 24": mlp(24, 256),
+        "ResNet-18, 62": resnet18(),
+        "12 layers, 144": transformer(),
     }
+    shapes = (256, 256), (256, 256), (64, 3, 32, 32), (8, 512, 768)
+    batches = (torch.randn(shape, device=device) for shape in shapes)
+    return {name: (model.to(device), batch) for (name, model), batch in zip(models.items(), batches, strict=True)}

@@ -1,6 +1,8 @@
 """Tables of what was measured, and the pages that show them: written from the CSVs, never by hand."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tabulate import tabulate
@@ -8,11 +10,10 @@ from tabulate import tabulate
 from perf.goals import ABSENT, HEADLINES, Answer, answers
 from perf.rows import ROOT, Entry, Row, read_csv
 
-FOLDER = Path(__file__).parent
-RESULTS = FOLDER / "results"
+RESULTS = ROOT / "perf/results"
 OLD = "version-0.1"  # what other code has measured
-README, FRONT = FOLDER / "README.md", ROOT / "README.md"
-EVEN = 0.05  # so near to torch's time counts as equal
+README, FRONT = ROOT / "perf/README.md", ROOT / "README.md"
+EVEN = 0.95  # of torch's time counts as all of it
 
 
 def entries_in(results: Path) -> list[Entry]:
@@ -21,9 +22,7 @@ def entries_in(results: Path) -> list[Entry]:
     return [entry for path in paths for entry in read_csv(path)]
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    return str(tabulate(lines, head, tablefmt="github", disable_numparse=True))
+table = partial(tabulate, tablefmt="github", disable_numparse=True)
 
 
 def part_table(rows: Sequence[Row]) -> str:
@@ -33,16 +32,15 @@ def part_table(rows: Sequence[Row]) -> str:
         cells.setdefault(row.case, {}).setdefault(row.metric, {})[row.subject] = row
     metrics = list(dict.fromkeys(row.metric for row in rows))
     lines = [[case, *(_cell(of.get(metric, {})) for metric in metrics)] for case, of in cells.items()]
-    return table(["", *metrics], lines)
+    return table(lines, ["", *metrics])
 
 
 def _cell(rows: dict[str, Row]) -> str:
     """Return the ratio, then torch's and our number, then the share of a copy or of the read rate."""
     names = [name for name in ("torch", "ours") if name in rows]
     both = " → ".join(_number(rows[name]) for name in names)
-    texts = [f"{names[0]} {both}" if len(names) == 1 else both]
-    if "ours / torch" in rows:
-        texts = [f"{rows['ours / torch'].p50:.2f} ({both})"]
+    ratio = f"{rows['ours / torch'].p50:.2f} ({both})" if "ours / torch" in rows else ""
+    texts = [ratio or (f"{names[0]} {both}" if len(names) == 1 else both)]
     texts += [f"{rows[f'{name} / ours'].p50:.2f} of {name}" for name in ("copy", "read") if f"{name} / ours" in rows]
     return ", ".join(texts)
 
@@ -69,12 +67,9 @@ def _sentence(text: str) -> str:
 
 def goals_table(found: Sequence[Answer]) -> str:
     """Return each goal with its worst case."""
-    lines = []
-    for goal, _, row, machine in found:
-        limit, met = f"{'>=' if goal.at_least else '<='} {goal.limit:g}", Answer(goal, None, row).met
-        measured = [row.case, machine.device, _number(row)] if row and machine else [""] * 3
-        lines.append([goal.text, *measured, limit, met])
-    return table(("goal", "worst case", "machine", "ours", "limit", "met"), lines)
+    numbers = [[a.row.case, a.machine.device, _number(a.row)] if a.row else [""] * 3 for a in found]
+    lines = [[a.goal.text, *three, a.goal.limit_text, a.met] for a, three in zip(found, numbers, strict=True)]
+    return table(lines, ("goal", "worst case", "machine", "ours", "limit", "met"))
 
 
 def missed(found: Sequence[Answer]) -> str:
@@ -82,10 +77,9 @@ def missed(found: Sequence[Answer]) -> str:
     lines = []
     for answer in found:
         goal, _, row, machine = answer
-        if answer.met == "no" and row and machine:
-            limit = f"{'at least' if goal.at_least else 'at most'} {goal.limit:g}"
-            why = f" {_sentence(goal.why)}" if goal.why else ""
-            lines.append(f"- {goal.text} ({row.case}, {machine.device}): {_number(row)}, the goal is {limit}.{why}")
+        if answer.met == "no":
+            why, place = f" {_sentence(goal.why)}" if goal.why else "", f"{row.case}, {machine.device}"
+            lines.append(f"- {goal.text} ({place}): {_number(row)}, the goal is {goal.limit_text}.{why}")
     absent = [answer.goal.text for answer in found if answer.row is None]
     lines += [_sentence(f"- {_sentence(ABSENT)[:-1]}: {'; '.join(absent)}")] if absent else []
     return "\n".join(lines) or "Nothing."
@@ -93,45 +87,39 @@ def missed(found: Sequence[Answer]) -> str:
 
 def gains(found: Sequence[Answer]) -> str:
     """Return what costs less than with torch's scaler, as much, and more."""
-    kinds: dict[str, list[str]] = {"Less": [], "As much": [], "More": [], "Less or more, by size": []}
-    measured = [answer for answer in found if answer.best and answer.row and answer.machine]
+    kinds: dict[str, list[str]] = {"Less": [], "Less or more, by size": [], "As much, or more": []}
+    measured = [answer for answer in found if answer.row]
     for goal, best, worst, machine in measured:
-        kind = "Less" if worst.p50 < 1 - EVEN else "As much" if worst.p50 <= 1 + EVEN else "More"
-        kind = "Less or more, by size" if kind != "Less" and best.p50 < 1 - EVEN else kind
+        kind = [*kinds][(worst.p50 >= EVEN) + (best.p50 >= EVEN)]
         kinds[kind].append(f"{goal.text} {_range(best, worst)} ({machine.device})")
     lines = [f"- **{kind}**: {'; '.join(texts)}." for kind, texts in kinds.items() if texts]
-    on_gpu = any(not answer.machine.device.startswith("cpu") for answer in measured)
-    return "\n".join(lines + ([] if on_gpu else [f"- On a GPU: {ABSENT}."]))
+    if all(answer.machine.device.startswith("cpu") for answer in measured):
+        lines.append(f"- On a GPU: {ABSENT}.")
+    return "\n".join(lines)
 
 
-def _range(best: Row, worst: Row) -> str:
-    return " to ".join(dict.fromkeys((f"{best.p50:.2f}", f"{worst.p50:.2f}")))
+def _range(*rows: Row) -> str:
+    return " to ".join(dict.fromkeys(f"{row.p50:.2f}" for row in rows))
 
 
 def blocks(questions: Sequence[str], results: Path = RESULTS) -> list[tuple[Path, str, str]]:
     """Return the page, the name and the text of everything that is written from the CSVs."""
     entries = entries_in(results)
     found, headlines = answers(entries), answers(entries, HEADLINES)
-    front = [[a.goal.text, _range(a.best, a.row), a.machine.device] for a in headlines if a.best and a.row and a.machine]
+    front = [[goal.text, _range(best, worst), machine.device] for goal, best, worst, machine in headlines if worst]
     return [
         (README, "gains", gains(headlines)),
         (README, "goals", goals_table(found)),
         (README, "missed", missed(found)),
         *((README, question, question_tables(entries, question)) for question in questions),
-        (FRONT, "costs", table(("host time, ours / torch", "best to worst case", "measured on"), front)),
+        (FRONT, "costs", table(front, ("host time, ours / torch", "best to worst case", "measured on"))),
     ]
-
-
-def rewrite(questions: Sequence[str], results: Path = RESULTS) -> None:
-    """Bring the pages up to date."""
-    for page, name, text in blocks(questions, results):
-        put(page, name, text)
 
 
 def put(page: Path, name: str, text: str) -> None:
     """Replace what stands between a page's marks of that name."""
-    before, begin, rest = page.read_text().partition(f"<!-- {name} -->")
-    _, end, after = rest.partition(f"<!-- /{name} -->")
-    if not end:
+    marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    written, count = marked.subn(lambda marks: f"{marks[1]}{text}\n{marks[2]}", page.read_text())
+    if not count:
         raise ValueError(f"{page} has no marks for {name}")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+    page.write_text(written)

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,13 +44,7 @@ class Place(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One number.
-
-    Args:
-        subject: whose it is: "none", "torch", "ours", "copy", "read", or a ratio such as "ours / torch".
-        unit: "us", "ms", "ratio" or "count".
-        samples: how many p20, p50 and p80 were taken from.
-    """
+    """One number, of "none", "torch", "ours", "copy" or "read", or a ratio such as "ours / torch"."""
 
     question: str
     part: str
@@ -113,7 +108,8 @@ def here() -> Machine:
     if torch.cuda.is_available():
         device = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     triton = version("triton") if find_spec("triton") else ""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
-    commit = git.stdout.strip() or os.environ.get("COMMIT", "")  # a copy of the tree has no git
+    command, commit = ["git", "describe", "--always", "--dirty"], os.environ.get("COMMIT", "")
+    with suppress(OSError, subprocess.CalledProcessError):  # as in a copy of the tree, which has no git
+        commit = subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL).strip()
     today = datetime.date.today().isoformat()
     return Machine(device, torch.__version__, triton, platform.python_version(), commit, today)

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import scaler_triton
 from perf.measure import require
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SCALE = 2.0**16
 Wrap = Callable[[Tensor, Any], Tensor]  # makes what a parameter holds of a local tensor, like what it held before
@@ -24,18 +23,13 @@ class Gradients:
     """Parameters with gradients of given sizes, which can be put back or replaced between two timed calls."""
 
     def __init__(
-        self,
-        numels: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        wrap: Wrap = lambda local, like: local,
+        self, numels: Sequence[int], dtype: Any = torch.float32, device: str = "cpu", wrap: Any = None
     ) -> None:
-        self._numels, self._wrap = list(numels), wrap
+        self._numels, self._wrap = list(numels), wrap or (lambda local, like: local)
         generator = torch.Generator(device).manual_seed(0)
         self.values = torch.randn(sum(numels), generator=generator, device=device).to(dtype)
         self._held: list[Any] = [None] * len(numels)
-        self.locals = [piece.clone() for piece in self.pieces()]
-        self.parameters = [nn.Parameter(torch.empty_like(wrap(local, None))) for local in self.locals]
+        self.parameters = [nn.Parameter(torch.empty_like(self._wrap(piece, None))) for piece in self.pieces()]
         self.renew()
 
     def pieces(self) -> list[Tensor]:
@@ -81,14 +75,13 @@ def scalers(device: str, *, backend: str | None = None, scale: float = SCALE) ->
     return pair
 
 
-def require_equal(
-    case: str, parameters: Sequence[Tensor], device: str, *, fused: bool = False, unscale: bool = False
-) -> None:
+def require_equal(case: str, parameters: Sequence[Tensor], device: str, fused: bool = False, unscale: bool = False):
     """Raise WrongResult unless both scalers leave the same: once with the gradients as they are, once with an infinity.
 
     Gradients are compared by their bits; scale and growth tracker, which show the flag, and whether the step was taken.
     """
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    with torch.no_grad():  # what this rank holds, in the gradients' own memory
+        gradients = [g.to_local() if hasattr(g, "to_local") else g for p in parameters if (g := p.grad) is not None]
     before = [gradient.clone() for gradient in gradients]
     for overflows in (False, True):
         results: list[list[Any]] = []
@@ -110,20 +103,13 @@ def require_equal(
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor's memory as flat integers: NaNs can be compared."""
-    return tensor.detach().clone().reshape(-1).view(INTEGERS[tensor.element_size()])
-
-
-def local(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor, in the tensor's own memory."""
-    with torch.no_grad():
-        result: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return result
+    """Return a copy of a tensor's memory as bytes: NaNs can be compared."""
+    return tensor.detach().clone().reshape(-1).view(torch.uint8)
 
 
 @contextmanager
 def sharded(ranks: int, device: str) -> Iterator[Wrap]:
-    """Yield what makes DTensors of local tensors, as in FSDP2, on a mesh of pretended ranks, to whom nothing is sent."""
+    """Yield what makes DTensors of local tensors, as in FSDP2, on a mesh of pretended ranks: nothing is sent."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -140,14 +126,16 @@ def sharded(ranks: int, device: str) -> Iterator[Wrap]:
         dist.destroy_process_group()
 
 
-def gpt2(shards: int = 1) -> list[int]:
-    """Return the elements of GPT-2's 148 tensors, 124 million, as one of `shards` ranks holds them."""
-    width, context, words = 768, 1024, 50257
-    norm, square = [width, width], width * width
-    block = [*norm, 3 * square, 3 * width, square, width, *norm, 4 * square, 4 * width, 4 * square, width]
-    return [numel // shards for numel in (words * width, context * width, *12 * block, *norm)]
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def lists(device: str, quick: bool) -> dict[str, list[int]]:
+    """Return the elements of lists of gradients: many small ones, a model's mixture, large spans."""
+    if quick:
+        return {"10 x 64": [64] * 10}
+    width, square = 768, 768**2
+    block = [width, width, 3 * square, 3 * width, square, width, width, width, 4 * square, 4 * width, 4 * square, width]
+    gpt2 = [50257 * width, 1024 * width, *12 * block, width, width]
+    if device == "cpu":
+        eighth = [numel // 8 for numel in gpt2]
+        return {"2000 x 1k": [1024] * 2000, "GPT-2 124M, 1 of 8 shards": eighth, "20 x 1M": [1_000_000] * 20}
+    count = min(200, torch.cuda.mem_get_info()[0] // 200_000_000)  # 1e9 elements, in ten copies, where they fit
+    large = {f"{count} x 5M": [5_000_000] * count}
+    return {"2000 x 1k": [1024] * 2000, "500 x 64k": [65_536] * 500, "GPT-2 124M": gpt2, **large}

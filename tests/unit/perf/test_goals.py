@@ -33,7 +33,10 @@ def test_the_worst_case_that_matches_answers() -> None:
 
 def test_of_a_lower_limit_the_lowest_answers() -> None:
     goal = Goal("share", "passes", ".*", ".*", "unscale", 0.95, "copy / ours", at_least=True)
-    rows = [Place("passes", "", case).row("unscale", "copy / ours", "ratio", [share]) for case, share in zip("ab", (1, 0.96))]
+    rows = [
+        Place("passes", "", case).row("unscale", "copy / ours", "ratio", [share])
+        for case, share in zip("ab", (1, 0.96))
+    ]
     (answer,) = answers(entries(*rows), [goal])
     assert (answer.row.p50, answer.met) == (0.96, "yes")
 
@@ -88,7 +91,9 @@ def test_gains_and_losses_are_told_apart() -> None:
 
 def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme, front = tmp_path / "README.md", tmp_path / "FRONT.md"
-    readme.write_text("".join(f"<!-- {n} -->\nold\n<!-- /{n} -->\n" for n in ("gains", "goals", "missed", "host")) + "end\n")
+    readme.write_text(
+        "".join(f"<!-- {n} -->\nold\n<!-- /{n} -->\n" for n in ("gains", "goals", "missed", "host")) + "end\n"
+    )
     front.write_text("begin\n<!-- costs -->\n<!-- /costs -->\n")
     monkeypatch.setattr(pages, "README", readme)
     monkeypatch.setattr(pages, "FRONT", front)

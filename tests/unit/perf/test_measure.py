@@ -26,7 +26,9 @@ def test_each_subject_is_first_equally_often() -> None:
 def test_only_the_run_is_timed() -> None:
     seen: list[str] = []
     subject = Subject(lambda: seen.append("run"), lambda: seen.append("before"), lambda: seen.append("after"))
-    assert interleaved({"a": subject}, Rounds(0.0, 2), clock=lambda run: float(run() is None), warmup=0) == {"a": [1, 1]}
+    assert interleaved({"a": subject}, Rounds(0.0, 2), clock=lambda run: float(run() is None), warmup=0) == {
+        "a": [1, 1]
+    }
     assert seen == ["before", "run", "after"] * 2
 
 
@@ -95,7 +97,9 @@ def test_a_wrong_gradient_is_refused() -> None:
 
 def test_an_overflow_that_is_not_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaler_triton.torch_ops.check", lambda *arguments: None)
-    with pytest.raises(WrongResult, match="ours leaves another number of steps, of an infinity|another scale, of an inf"):
+    with pytest.raises(
+        WrongResult, match="ours leaves another number of steps, of an infinity|another scale, of an inf"
+    ):
         require_equal("some list", Gradients([3, 5]).parameters, "cpu", fused=True)
 
 

@@ -52,7 +52,9 @@ def test_loops_and_steps_alone(kind: str) -> None:
     for subject in ("none", "torch", "ours"):
         phases = [in_loop[f"10 parameters, {kind}", metric, subject] for metric in ("scale", "step", "update")]
         assert all(phase > 0 for phase in phases)
-    assert in_loop[f"10 parameters, {kind}", bench_host.ALL, "none"] < in_loop[f"10 parameters, {kind}", "step", "torch"]
+    assert (
+        in_loop[f"10 parameters, {kind}", bench_host.ALL, "none"] < in_loop[f"10 parameters, {kind}", "step", "torch"]
+    )
 
 
 def test_the_optimizers_own_step_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
