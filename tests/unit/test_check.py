@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -61,24 +60,6 @@ def test_every_gradient_is_validated_before_the_first_is_written(place: Place, b
         scaler.unscale_(optimizer)
     assert grads(optimizer)[0] == 8.0
     assert phase(scaler, optimizer) is Phase.READY
-
-
-@PLACES
-def test_a_second_dtype_that_fails_leaves_the_first_divided_and_the_step_skipped(place: Place) -> None:
-    optimizer = sgd([torch.full((2,), 8.0), torch.full((2,), 8.0, dtype=torch.float64)], place.device)
-    scaler = started(GradScaler, place.device, init_scale=SCALE, backend=place.backend)
-    real, calls = passes.unscale_batch_, iter([False, True])
-
-    def second_fails(*args: Any, **kwargs: Any) -> None:
-        if next(calls):
-            raise MemoryError
-        real(*args, **kwargs)
-
-    with mock.patch.object(passes, "unscale_batch_", second_fails), pytest.raises(MemoryError):
-        scaler.unscale_(optimizer)
-    assert (grads(optimizer), flags(scaler, optimizer)) == ([2.0, 8.0], [1.0])
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.0, 0.0]
 
 
 def test_a_failed_unscale_leaves_the_flag_of_an_earlier_check() -> None:
@@ -292,16 +273,6 @@ def test_a_copy_to_the_host_is_started_only_for_who_reads_it(how: str, fused: bo
 
 
 # Before the first scale
-
-
-@pytest.mark.parametrize("name", ["unscale_", "step", "update", "_check_inf_per_device", "clip_grad_norm_"])
-def test_without_a_scale_torchs_error_leaves_no_trace(name: str) -> None:
-    scaler, optimizer = GradScaler("cpu"), sgd([torch.ones(1)])
-    args = () if name == "update" else (optimizer, 1.0) if name == "clip_grad_norm_" else (optimizer,)
-    for _ in range(2):
-        with pytest.raises(AssertionError, match=f"^Attempted {name} but _scale is None"):
-            getattr(scaler, name)(*args)
-        pickle.dumps(scaler)  # refused in the middle of a step
 
 
 @pytest.mark.parametrize("name", ["unscale_", "step"])

@@ -144,44 +144,40 @@ def test_it_is_given_to_each_device_once_in_their_order_and_is_itself_at_home() 
 
 # On the host
 
+ITS_OWN: Any = None  # the flag itself stands in the step
+ON_HOST = [
+    # the flag, then written by others after the copy was started, or where no copy is; what stands in the step
+    (0.0, 0.0, ITS_OWN, True, False),
+    (1.0, 1.0, ITS_OWN, True, True),
+    (math.nan, math.nan, ITS_OWN, True, True),
+    (0.0, 1.0, ITS_OWN, False, True),
+    (0.0, 1.0, {CPU: torch.tensor(0.0)}, False, False),
+    (0.0, 0.0, {CPU: torch.tensor([2.0])}, False, True),
+    (0.0, 0.0, {CPU: torch.tensor(0.0), META: torch.tensor(1.0)}, False, True),
+    (1.0, 1.0, {}, False, False),
+]
+
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize(("value", "skips"), [(0.0, False), (1.0, True), (math.nan, True)])
-def test_on_host_is_the_flag_of_a_fresh_check(value: float, skips: bool, on_gpu: bool) -> None:
+@pytest.mark.parametrize(("value", "later", "flags", "fresh", "skips"), ON_HOST)
+def test_on_host_is_what_stands_in_the_step(
+    value: float, later: float, flags: Any, fresh: bool, skips: bool, on_gpu: bool
+) -> None:
     made = cleared(on_gpu=on_gpu)
     made.found_inf.fill_(value)
     made.start_copy()
-    assert made.on_host({CPU: made.found_inf}, fresh=True) is skips
+    made.found_inf.fill_(later)
+    assert made.on_host({CPU: made.found_inf} if flags is ITS_OWN else flags, fresh) is skips
 
 
-def test_a_fresh_check_uses_the_copy_that_it_started_and_others_read_again() -> None:
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_fresh_check_is_read_from_the_copy_that_it_started_if_it_did(starts: bool) -> None:
+    """One that was captured starts none: its event could never be waited for."""
     made = cleared(on_gpu=True)
-    made.start_copy()
-    made.found_inf.fill_(1.0)  # by others, after it
-    assert made.on_host({CPU: made.found_inf}, fresh=True) is False
-    assert made.on_host({CPU: made.found_inf}, fresh=False) is True
-
-
-def test_without_a_copy_the_flag_is_read_where_it_is() -> None:
-    """As of a step that was captured, whose copy could never be waited for."""
-    made = cleared(on_gpu=True)
+    if starts:
+        made.start_copy()
     made.found_inf.fill_(1.0)
-    assert made.on_host({CPU: made.found_inf}, fresh=True) is True
-
-
-@pytest.mark.parametrize(
-    ("flags", "skips"),
-    [
-        ({CPU: torch.tensor(0.0)}, False),
-        ({CPU: torch.tensor([2.0])}, True),
-        ({CPU: torch.tensor(0.0), META: torch.tensor(1.0)}, True),
-        ({}, False),
-    ],
-)
-def test_flags_that_others_have_put_there_count_instead_of_its_own(flags: Any, skips: bool) -> None:
-    made = cleared()
-    made.found_inf.fill_(1.0 - skips)
-    assert made.on_host(flags, fresh=False) is skips
+    assert made.on_host({CPU: made.found_inf}, fresh=True) is not starts
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -318,13 +314,9 @@ def test_constants_are_kept_for_plain_tensors_and_made_for_fake_ones() -> None:
 
 @pytest.mark.parametrize("made", [torch.tensor([2.0]), torch.tensor(True), torch.tensor(math.nan, dtype=torch.float64)])
 def test_a_flag_of_any_kind_becomes_fp32_without_dimensions(made: torch.Tensor) -> None:
-    result = as_flag(made, CPU)
-    assert (result.item(), result.dtype, result.shape) == (1.0, torch.float32, ())
-
-
-@pytest.mark.parametrize(("values", "want"), [([], 0.0), ([0.0, 0.0], 0.0), ([0.0, math.nan], 1.0), ([2.0, 2.0], 1.0)])
-def test_any_flag_is_one_or_zero(values: list[float], want: float) -> None:
-    assert any_flag(map(torch.tensor, values), CPU).item() == want
+    for result in (as_flag(made, CPU), any_flag([torch.zeros(1), made], CPU)):
+        assert (result.item(), result.dtype, result.shape) == (1.0, torch.float32, ())
+    assert any_flag([], CPU).item() == any_flag([torch.zeros(())], CPU).item() == 0.0
 
 
 def test_a_number_of_fp32_at_home_is_not_copied_and_others_are() -> None:

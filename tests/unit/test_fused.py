@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import parameters, places, sgd, started
+from helpers import parameters, sgd, started
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import GradScaler, ShardedGradScaler, fused, ranks
@@ -72,35 +72,6 @@ def test_a_scale_of_one_dimension_is_given_without_one() -> None:
     assert (numbers(optimizer.given), optimizer.given[0].shape) == ([8.0, 0.0], ())
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "slots"])
-def test_a_wrapper_and_the_optimizer_within_get_both_where_they_take_them(kind: str) -> None:
-    class Slots:
-        __slots__ = ("_step_supports_amp_scaling", "optimizer", "param_groups")
-
-        def step(self) -> Any:
-            return self.optimizer.step()
-
-    optimizer = Notes()
-    wrapper: Any = Slots() if kind == "slots" else type("Wrapper", (Slots,), {})()
-    wrapper.optimizer, wrapper.param_groups, wrapper._step_supports_amp_scaling = (
-        optimizer,
-        optimizer.param_groups,
-        True,
-    )
-    a_scaler().step(wrapper)
-    assert numbers(optimizer.given) == [SCALE, 0.0]
-    for each in (wrapper, optimizer):
-        assert not hasattr(each, "found_inf")
-        assert not hasattr(each, "grad_scale")
-
-
-def test_a_class_attribute_named_grad_scale_is_no_hindrance() -> None:
-    optimizer = type("Declares", (Notes,), {"grad_scale": None})()
-    for want in (SCALE, SCALE):
-        a_scaler().step(optimizer)
-        assert numbers(optimizer.given) == [want, 0.0]
-
-
 @pytest.mark.parametrize("hooked", [False, True])
 def test_only_an_optimizer_that_does_not_write_them_gets_the_scalers_own_tensors(hooked: bool) -> None:
     scaler, optimizer = a_scaler(), sgd([torch.ones(1)], fused=True)
@@ -145,22 +116,6 @@ def test_an_optimizer_that_takes_the_scale_but_not_the_flag_keeps_neither(own: f
     assert not hasattr(optimizer, "grad_scale")
 
 
-@pytest.mark.parametrize("updates", [False, True])
-def test_a_scale_that_an_interrupt_left_behind_is_not_a_factor_of_the_users(updates: bool) -> None:
-    scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0)], fused=True)
-    with mock.patch.object(fused, "remove_scale", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        scaler.step(optimizer)
-    assert optimizer.grad_scale is scaler._scale  # type: ignore[attr-defined]
-    if updates:
-        scaler.update()
-    scaler.scale(torch.ones(()))
-    (parameter,) = optimizer.param_groups[0]["params"]
-    parameter.data.zero_()
-    parameter.grad.fill_(8.0)
-    scaler.step(optimizer)
-    assert parameter.item() == -1.0
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_21_with_parameters_on_the_cpu_it_gets_copies_that_were_waited_for(own: bool) -> None:
     """torch's would copy both to the CPU itself, without waiting, and read at once."""
@@ -177,22 +132,6 @@ def test_21_with_parameters_on_the_cpu_it_gets_copies_that_were_waited_for(own: 
 
 
 # SGD's first step with momentum
-
-
-@pytest.mark.parametrize("place", places(), ids=str)
-def test_14_a_first_step_that_is_skipped_leaves_no_garbage_in_momentum(place: Any) -> None:
-    optimizer: Any = sgd([torch.full((1000,), math.inf)], place.device, fused=True, momentum=0.5)
-    scaler = a_scaler(device=place.device, backend=place.backend)
-    optimizer.grad_scale = torch.tensor(2.0, device=place.device)  # for this step
-    scaler.step(optimizer)
-    assert scaler.was_skipped(optimizer)
-    assert not hasattr(optimizer, "grad_scale")
-    assert not optimizer.state
-    scaler.update()
-    (parameter,) = optimizer.param_groups[0]["params"]
-    parameter.grad = torch.full_like(parameter, 8.0)
-    scaler.step(optimizer)
-    assert torch.equal(parameter.detach().cpu(), torch.full((1000,), -0.5 * 8.0 / 2.0))
 
 
 def test_14_it_is_looked_at_only_until_momentum_is_there() -> None:

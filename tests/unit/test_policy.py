@@ -105,42 +105,11 @@ def test_a_checkpoint_that_is_no_dict_is_refused() -> None:
         GradScaler("cpu").load_state_dict([3])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tracker", [2, 2.0, torch.tensor(2), torch.tensor([2.0])], ids=repr)
-def test_a_tracker_may_be_any_whole_number(tracker: Any) -> None:
-    """As with torch's class, whose checkpoints somebody has edited."""
-    assert repr(policy.check_growth_tracker(tracker)) == "2"
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_checkpoint_of_version_0_1_loads_with_a_warning_of_what_is_gone(before: bool) -> None:
-    saved = GradScaler("cpu", **EXTRAS).state_dict()
-    saved[KEY]["consecutive_hysteresis"] = before
-    scaler = GradScaler("cpu")
-    if before:
-        with pytest.warns(UserWarning, match="consecutive_hysteresis=True, which is gone") as warned:
-            scaler.load_state_dict(saved)
-        assert warned[0].filename == __file__
-    else:
-        scaler.load_state_dict(saved)  # a warning would be an error
-    assert scaler.limits == Limits(**EXTRAS)
-
-
 @pytest.mark.parametrize("cls", SHARED)
 @pytest.mark.parametrize("name", ["growth_interval", "hysteresis", "max_consecutive_skips"])
 def test_true_is_held_as_1(cls: Any, name: str) -> None:
     scaler = cls("cpu", **{name: True})
     assert repr(scaler.get_growth_interval() if name == "growth_interval" else getattr(scaler.limits, name)) == "1"
-
-
-@pytest.mark.parametrize("factor", ["growth_factor", "backoff_factor"])
-def test_2_factors_of_one_are_legal_in_setters_and_torchs_error_in_the_constructor(factor: str) -> None:
-    scaler = GradScaler("cpu")
-    getattr(scaler, f"set_{factor}")(1.0)
-    other = GradScaler("cpu")
-    other.load_state_dict(scaler.state_dict())
-    assert getattr(other, f"get_{factor}")() == 1.0
-    with pytest.raises(AssertionError, match=f"^The {factor.split('_')[0]} factor must be"):
-        GradScaler("cpu", **{factor: 1.0})
 
 
 def test_limits_change_by_name_and_none_is_the_widest_bound() -> None:
@@ -180,14 +149,3 @@ def test_the_order_of_a_norm_is_a_number_other_than_0(value: Any, positive: bool
         return
     with pytest.raises((ValueError, TypeError), match=r"^norm_type must be .*, got "):
         policy.check_norm_type(value, positive=positive)
-
-
-@pytest.mark.parametrize(("device", "kind"), [("cpu", "cpu"), ("cuda:3", "cuda"), (torch.device("cpu"), "cpu")])
-def test_2_of_a_device_only_its_type_counts(device: Any, kind: str) -> None:
-    assert policy.device_type(device) == kind
-
-
-@pytest.mark.parametrize("device", ["gpu", 3.5, None])
-def test_2_what_names_no_device_is_refused(device: Any) -> None:
-    with pytest.raises(ValueError, match=r"^device must name a torch device, got "):
-        GradScaler(device)

@@ -67,9 +67,3 @@ def test_scale_keeps_the_dtype_of_each_output(dtype: torch.dtype) -> None:
     for cls in (TorchSharded, ShardedGradScaler):
         one, [other] = cls("cpu", init_scale=8.0).scale((loss, [loss]))
         assert (one.item(), one.dtype, other.dtype) == (8.0, dtype, dtype)
-
-
-def test_meta_is_refused_as_by_torchs() -> None:
-    for cls in (TorchSharded, ShardedGradScaler):
-        with pytest.raises(AssertionError):
-            cls("cpu").scale(torch.ones((), device="meta"))

@@ -325,26 +325,6 @@ def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, carried: 
         assert values(optimizer) == [0.0 if failed else -1.0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "fused"])
-@pytest.mark.parametrize("gradient", [8.0, math.inf])
-def test_23_a_loss_after_a_failed_step_counts_as_that_of_the_next_step(kind: str, gradient: float) -> None:
-    scaler, optimizer = begin(kind, "READY", None)
-    scale_after_a_failed_step(scaler, optimizer)
-    renew(optimizer, gradient)
-    scaler.step(optimizer)
-    assert values(optimizer) == [-1.0 if gradient == 8.0 else 0.0]
-
-
-def test_23_one_optimizer_that_failed_leaves_another_alone() -> None:
-    first, second, scaler = optimizer_of(), optimizer_of(), started(GradScaler, "cpu", init_scale=SCALE)
-    scaler.unscale_(second)
-    scale_after_a_failed_step(scaler, first)
-    renew(first)
-    for optimizer in (first, second):
-        scaler.step(optimizer)
-        assert values(optimizer) == [-1.0]
-
-
 # CARRIED
 
 
@@ -366,13 +346,6 @@ def test_18_the_flag_of_a_carried_step_outlives_the_update_and_others_steps(
     scaler.step(late)
     assert values(late) == [-1.0 if gradient == 8.0 else 0.0]
     assert scaler.was_skipped(late) is (gradient != 8.0)
-
-
-def test_18_torch_divides_twice() -> None:
-    scaler, optimizer = started(torch.amp.GradScaler, "cpu", init_scale=SCALE), optimizer_of()
-    bring_to("CARRIED", scaler, optimizer)
-    scaler.step(optimizer)
-    assert values(optimizer) == [-0.25]
 
 
 @pytest.mark.parametrize("checks", [0, 1, 2])
@@ -625,20 +598,6 @@ def test_an_optimizer_without_weak_references_is_kept_until_the_next_comes() -> 
         scaler.update()
         assert scaler.was_skipped(bare) is True
         assert [*scaler._ours.steps] == [id(bare)]
-
-
-def test_optimizers_that_are_equal_are_two() -> None:
-    class Equal(torch.optim.SGD):
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = None  # type: ignore[assignment]
-
-    scaler = a_scaler()
-    first, second = (Equal(optimizer_of(gradient=g).param_groups[0]["params"], lr=0.5) for g in (8.0, math.inf))
-    for optimizer in (first, second):
-        scaler.step(optimizer)
-    assert (values(first), values(second)) == ([-1.0], [0.0])
 
 
 def add_group(optimizer: Any) -> None:

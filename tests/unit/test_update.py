@@ -143,25 +143,26 @@ def test_every_path_is_torchs_op_where_that_is_right(
 
 
 @NAMED
-def test_3_an_interval_below_the_tracker_is_due(device: str, path: Any) -> None:
-    scale, tracker = torch.tensor(4.0, device=device), torch.tensor(7, dtype=torch.int32, device=device)
-    path(scale, tracker, torch.zeros((), device=device), (2.0, 0.5, 3), NO_LIMITS, Counters())
-    assert (scale.item(), tracker.item()) == (8.0, 0)
-
-
-@NAMED
-@pytest.mark.parametrize("interval", [2**31 + 1, 2**32 + 3, 10**12])
-def test_the_tracker_saturates_below_an_interval_that_is_never_reached(device: str, path: Any, interval: int) -> None:
+@pytest.mark.parametrize(
+    ("before", "interval", "after"),
+    [
+        (7, 3, None),  # an interval set below the tracker is due
+        *((2, interval, 3) for interval in (2**31 + 1, 2**32 + 3, 10**12)),
+        *((tracker, 2**32 + 3, MAX_TRACKER) for tracker in (MAX_TRACKER - 1, MAX_TRACKER)),
+    ],
+)
+def test_3_the_scale_grows_at_or_beyond_the_interval_and_the_tracker_saturates(
+    device: str, path: Any, before: int, interval: int, after: int | None
+) -> None:
     real = torch._amp_update_scale_
 
     def on_cuda(*args: Any) -> Tensor:  # whose kernel takes the interval modulo 2^32
         return real(*args[:-1], (args[-1] + 2**31) % 2**32 - 2**31)
 
-    for before, after in ((0, 1), (2, 3), (MAX_TRACKER - 1, MAX_TRACKER), (MAX_TRACKER, MAX_TRACKER)):
-        scale, tracker = torch.tensor(4.0, device=device), torch.tensor(before, dtype=torch.int32, device=device)
-        with mock.patch.object(torch, "_amp_update_scale_", on_cuda):
-            path(scale, tracker, torch.zeros((), device=device), (2.0, 0.5, interval), NO_LIMITS, Counters())
-        assert (scale.item(), tracker.item()) == (4.0, after)
+    scale, tracker = torch.tensor(4.0, device=device), torch.tensor(before, dtype=torch.int32, device=device)
+    with mock.patch.object(torch, "_amp_update_scale_", on_cuda):
+        path(scale, tracker, torch.zeros((), device=device), (2.0, 0.5, interval), NO_LIMITS, Counters())
+    assert (scale.item(), tracker.item()) == ((8.0, 0) if after is None else (4.0, after))
 
 
 @PLACES
@@ -271,13 +272,6 @@ def test_what_cannot_be_a_scale_is_refused_and_changes_nothing(value: Any, error
     assert scales(scaler, bad="") == []
     scaler.update()
     assert scaler.get_scale() == 32.0
-
-
-@pytest.mark.parametrize("value", [1024, 1024.0, torch.tensor([[1024.0]]), torch.tensor(1024)])
-def test_5_a_scale_may_be_an_int_or_a_tensor_of_one_element(value: Any) -> None:
-    scaler = at(Place("cpu", "torch"))
-    scaler.update(value)
-    assert scaler.get_scale() == 1024.0
 
 
 BAD_NUMBERS = [
