@@ -117,6 +117,21 @@ def test_forms_and_absences_that_change_together(seed: int, guards: bool) -> Non
         assert outcome(planned) == outcome(GradPlan(params, "torch"))
 
 
+def test_guards_that_always_fail_are_given_up(monkeypatch: Any) -> None:
+    """Making one costs more than comparing without."""
+    made_of: list[int] = []
+
+    def guard(tensors: Any) -> Any:
+        made_of.append(len(tensors))
+        return lambda *tensors: False
+
+    monkeypatch.setattr(plan, "_guard", guard)
+    planned, params = made(torch.ones(2), torch.ones(3))
+    for _ in range(3 * plan._PATIENCE):
+        assert collected(planned) == addresses(params)
+    assert made_of == [2] * plan._PATIENCE
+
+
 def test_gradients_that_come_and_go_rebuild_nothing() -> None:
     planned, params = made(*[None] * 64)
     choose = random.Random(0)
