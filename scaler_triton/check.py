@@ -121,7 +121,8 @@ def check(
         if copy and not flag.is_on_host and not step.captured:
             flag.start_copy()
         step.fresh = by_step
-        step.began &= by_step  # a fresh check is another attempt
+        if divide:
+            step.began &= by_step  # another attempt
         plan.written = False
     except BaseException:
         step_failed(scaler, step)

@@ -197,7 +197,7 @@ class OptimizerStep(dict[str, Any]):
     def adopt(self) -> None:
         """Follow a stage that others have written."""
         self.phase, self.stage = _PHASES.get(self["stage"], READY), self["stage"]
-        self.fresh = False
+        self.fresh = self.began = False
 
     def own_flag(self, exposed: bool) -> Flag | None:
         """Return the flag if it is what stands in the step, None if others may have put something else there.
@@ -273,6 +273,8 @@ class Steps(dict[Any, Any]):
     def loss_scaled(self) -> None:
         """A loss is scaled: what was carried, and what began and did not return, is READY for its gradients."""
         for step in self.all():
+            if step["stage"] is not step.stage:
+                step.adopt()
             if step.phase is CARRIED:
                 flags = step[_FLAGS]  # of somebody who has looked meanwhile
                 step.reset()
