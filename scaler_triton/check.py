@@ -89,7 +89,7 @@ def check(
     together: Ranks | None = None
     try:
         plan = ours.steps.plan(step, optimizer)
-        plan.written = False
+        plan.written, plan.marks.resumed = False, {}
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
             together = ranks_of(scaler, plan)
         flag = new_flag(scaler, step)

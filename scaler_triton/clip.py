@@ -165,6 +165,7 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
 def _measure(scaler: GradScaler, part: Part) -> Measured:
     """Check one optimizer's gradients and sum their squares, each divided by the number of its replicas."""
     part.step.outcome, part.step.fresh, part.step.began = None, False, False
+    part.plan.marks.resumed = {}
     flag = new_flag(scaler, part.step)
     flags: Flags = {}
     totals: list[Tensor] = []

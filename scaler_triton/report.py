@@ -22,6 +22,7 @@ from scaler_triton.kernels.abi import INF, KIND_BITS, LAST_SKIP, NAN, SKIPPED
 from scaler_triton.text import count_of, error_line, one_line, rank_names, table
 
 if TYPE_CHECKING:
+    from scaler_triton.flag import Flags
     from scaler_triton.plan import Batch, GradPlan, Layout
     from scaler_triton.update import Counters
 
@@ -46,6 +47,7 @@ class Marks:
 
     def __init__(self, plan: GradPlan, counters: Counters) -> None:
         self.plan, self._counters = plan, counters
+        self.resumed: Flags = {}  # of a step that was CARRIED: the update before has counted it, too
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
         self._source: Tensor | None = None  # the counters on the device
         self._generation: Any = None  # the skip count, a view of them: int32, one element
@@ -205,7 +207,10 @@ def own_report(
     names, rank = names_by_id(model), ranks.own_rank(process_group)
     bad = []
     for number, each in enumerate(marks):
-        for index, kinds in sorted(each.of(generation).items()):
+        found = each.of(generation)
+        if not found and any(flag.item() for flag in each.resumed.values()):
+            found = each.of(generation - 1)
+        for index, kinds in sorted(found.items()):
             parameter = each.plan.parameters[index]
             name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
             bad.append(BadGradient(name, _WORDS[kinds], local_tensor(parameter).numel(), rank))

@@ -158,6 +158,8 @@ class OptimizerStep(dict[str, Any]):
             kept = self.kept.get(device)
             self.kept[device] = flag if kept is None else torch.maximum(kept, as_flag(flag, device))
         self[_FLAGS], self.kept = self.kept, {}
+        if self.plan is not None:
+            self.plan.marks.resumed = self[_FLAGS]
         self.flag = None  # the update may have cleared it
         self._enter(UNSCALED)
 
