@@ -1,188 +1,73 @@
-"""What do unscaling and clipping in one call cost beside torch's two, alone and with a fused step behind them?"""
+"""What do unscaling and clipping in one call cost beside torch's two?
+
+On the CPU the time of the call; on a GPU the device's work, and what the call keeps the host.
+"""
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import record_function
+from torch import Tensor
 
-from perf import clip_host, shapes
-from perf.bench_cpu import GPT2
-from perf.bench_host import measure_path, measure_stub
-from perf.check import require
-from perf.clipping import CLIP, DEFERRED, METRICS, STEP, Clipping, require_right
-from perf.compare import DTYPES
-from perf.context import Context, Section, Turn
-from perf.gpu import ColdClock
-from perf.grads import Gradients
-from perf.host_cases import Case
-from perf.measure import Clock, Effort, Subject, host_clock, interleaved, one_thread
-from perf.rows import Row, bandwidth_rows, row, time_rows
-from perf.solo import one_rank, sharded
-from perf.trace import record
+from perf.bench_host import clip
+from perf.measure import Context, DeviceClock, Subject, host_clock, require
+from perf.rows import Place, Row
+from perf.subjects import DTYPES, SCALE, Gradients, lists, scalers, still
 
-SMALL = {"2000 x 64": [64] * 2000, "2000 x 1k": [1000] * 2000}
-LARGE, MOST = 5_000_000, 200  # 1e9 elements where they fit
-COPIES = 9  # of all gradients: values, gradients old and new, parameters, two moments, what a check needs
-RANKS, SHARDED = 2, 50
-STEPS = 5
-DEVICE = ", device"
-# How often a gradient's bytes are moved: torch unscales (both ways), takes the norm and clips (both ways); ours reads,
-# then does the rest both ways. tests/kernels/test_traffic.py counts ours. AdamW reads four tensors and writes three; if
-# it clips, it writes the gradient back, too.
-MOVES = {
-    CLIP: {"torch": 5, "ours": 3},
-    STEP: {"torch": 5 + 7, "ours": 3 + 7},
-    DEFERRED: {"torch": 5 + 7, "ours": 1 + 7 + 1},
-}
-
-Lists = Mapping[str, Sequence[int]]
+# How far a norm may be from fp64's. torch's own is summed in fp32, where a long sum may lose a percent, and rounded
+# to the gradients' dtype.
+TOLERANCES = {"torch": 2e-2, "ours": 1e-5}
 
 
-def sections(context: Context) -> list[Section]:
-    """Return the CPU's parts, and the GPU's: its host part over the stub driver where there is none."""
-    found = [
-        Section("clip, cpu path", lambda: measure_path(context, "cpu", clip_host.measure), Turn.ON_CPU),
-        Section("clip, lists on the CPU", lambda: on_cpu(context), Turn.ON_CPU),
-        Section("clip, collectives", collectives, Turn.ON_CPU),
-    ]
-    if context.gpu:
-        return [
-            Section("clip, lists on the GPU", lambda: on_gpu(context)),
-            Section("clip, launches", lambda: launches(context)),
-            Section("clip, DTensors on the GPU", lambda: sharded_on_gpu(context)),
-            Section("clip, cuda path", lambda: measure_path(context, "cuda", clip_host.measure), Turn.EXPLAINS),
-            *found,
-        ]
-    context.leave_out("unscale + clip of 1e9 elements, alone and with fused AdamW", "needs a GPU")
-    return [*found, Section("clip, gpu path over the stub driver", lambda: measure_stub(context, "perf.clip_host"))]
+def measure(context: Context) -> Iterator[Row]:
+    """Yield all rows."""
+    on_gpu = context.device == "cuda"
+    clocks = {"on the device": DeviceClock(), "on the host": host_clock} if on_gpu else {"by lists": host_clock}
+    few = {f"{count} x 64": [64] * count for count in ([] if context.quick else (10, 500))}
+    for name, numels in (few | lists(*context)).items():
+        for dtype in ("fp32",) if on_gpu else ("fp32", "bf16"):  # torch has no bf16 on a GPU
+            case, gradients = f"{name} {dtype}", Gradients(numels, DTYPES[dtype], context.device)
+            require_right(case, gradients, context.device)
+            run = partial(clip, optimizer=still(gradients.parameters), max_norm=0.5 * norm_of(gradients.values))
+            pair = scalers(context.device)
+            subjects = {who: Subject(partial(run, pair[who]), gradients.restore, pair[who].update) for who in pair}
+            for part, clock in clocks.items():
+                times = context.interleaved(subjects, 1.5, clock)
+                yield from Place("clip", part, case).times("unscale + clip", times)
+            del gradients, run, subjects
+            gc.collect()
 
 
-def on_cpu(context: Context) -> Iterator[Row]:
-    """Time lists on one thread; fp16 is left out, as plain scalers refuse it."""
-    for name, numels in (shapes.FEW if context.quick else SMALL | GPT2).items():
-        for dtype in ("fp32", "bf16"):
-            with one_thread():
-                gradients = Gradients(numels, DTYPES[dtype])
-                yield from compared(f"{name} {dtype}, cpu", gradients, context.effort(0.4, 9), {"": host_clock})
+def norm_of(scaled: Tensor) -> float:
+    """Return the norm of scaled gradients, once unscaled, in fp64."""
+    return torch.linalg.vector_norm(scaled, dtype=torch.float64).item() / SCALE
 
 
-def on_gpu(context: Context) -> Iterator[Row]:
-    """Time lists on the GPU: its own work, and the wait for it."""
-    for name, numels in gpu_lists(context).items():
-        yield from compared(
-            f"{name} fp32, cuda", Gradients(numels, device="cuda"), context.effort(0.6, 9), gpu_clocks()
-        )
-        gc.collect()
-        torch.cuda.empty_cache()
+def require_right(case: str, gradients: Gradients, device: str) -> None:
+    """Raise WrongResult unless both scalers clip as they must, leave what need not be clipped, and skip an overflow.
 
-
-def sharded_on_gpu(context: Context) -> Iterator[Row]:
-    """Time and profile a list of DTensors on the GPU, on a mesh of one rank."""
-    with one_rank("cuda") as mesh:
-        gradients = Gradients(gpt2(context), device="cuda", wrap=sharded(mesh))
-        yield from compared("GPT-2 124M DTensor fp32, cuda", gradients, context.effort(0.6, 9), gpu_clocks())
-        for metric in METRICS:
-            yield from launched(f"GPT-2 124M DTensor, {metric}", Clipping(gradients, metric))
-
-
-def gpt2(context: Context) -> list[int]:
-    """Return the list that is looked at most closely."""
-    return shapes.FEW["10 x 64"] if context.quick else shapes.gpt2()
-
-
-def gpu_clocks() -> dict[str, Clock]:
-    """Return the GPU's clocks, by what their metrics end in."""
-    return {DEVICE: ColdClock(device_only=True), ", wall": ColdClock(device_only=False)}
-
-
-def gpu_lists(context: Context) -> Lists:
-    """Return the lists, the largest as long as memory allows."""
-    if context.quick:
-        return shapes.FEW
-    count = min(MOST, torch.cuda.mem_get_info()[0] // (COPIES * 4 * LARGE))
-    return {f"{count} x 5M": [LARGE] * count, "GPT-2 124M": shapes.gpt2(), "ViT-L": shapes.vit_large()}
-
-
-def compared(case: str, gradients: Gradients, effort: Effort, clocks: Mapping[str, Clock]) -> Iterator[Row]:
-    """Check and time all of `METRICS` on one list."""
-    for metric in METRICS:
-        require_right(case, lambda share, metric=metric: Clipping(gradients, metric, share=share))
-    alone = Clipping(gradients).subjects()
-    for suffix, clock in clocks.items():
-        times = interleaved(alone, effort, clock=clock)
-        yield from time_rows("clip", case, CLIP + suffix, times)
-        if suffix == DEVICE:
-            yield from moving_rows(case, gradients.values.nbytes)
-            moved = {name: moves * gradients.values.nbytes for name, moves in MOVES[CLIP].items()}
-            yield from bandwidth_rows("clip", case, moved, times)
-        times = interleaved(stepped(gradients), effort, clock=clock)
-        yield from time_rows("clip", case, STEP + suffix, {name: times[name] for name in ("torch", "ours")})
-        yield from time_rows("clip", case, DEFERRED + suffix, {"torch": times["torch"], "ours": times["deferred"]})
-
-
-def moving_rows(case: str, size: int) -> Iterator[Row]:
-    """Give how many bytes must be moved for gradients of `size` bytes."""
-    for metric, moves in MOVES.items():
-        for name, times in moves.items():
-            yield row("clip", case, f"{metric}, bytes", name, "GB", [times * size * 1e-9])
-
-
-def stepped(gradients: Gradients) -> dict[str, Subject]:
-    """Return clipping and a step by torch, by us, and by us with the clipping left to the step."""
-    deferred = Clipping(gradients, DEFERRED)
-    at_once = Clipping(gradients, STEP, optimizer=deferred.optimizer)
-    return {**at_once.subjects(), "deferred": deferred.subjects()["ours"]}
-
-
-def launches(context: Context) -> Iterator[Row]:
-    """Count what a clipped step launches on the GPU, copies and waits for, by torch.profiler."""
-    for metric in METRICS:
-        gradients = Gradients(gpt2(context), device="cuda")
-        yield from launched(f"GPT-2 124M, {metric}", Clipping(gradients, metric))
-
-
-def launched(case: str, clipping: Clipping) -> Iterator[Row]:
-    """Profile both scalers' turn."""
-    subjects = clipping.subjects()
-    counts = {name: record(partial(_marked, subject), STEPS).per_step("scaler") for name, subject in subjects.items()}
-    for what in counts["ours"]:
-        for name, count in counts.items():
-            yield row("clip", case, what, name, "count", [count[what]])
-
-
-def _marked(subject: Subject) -> None:
-    subject.before()
-    with record_function("scaler"):
-        subject.run()
-    subject.after()
-
-
-def collectives() -> Iterator[Row]:
-    """Count the collectives of ranks that hold shards; nothing is sent, as a group of pretended ranks lets it."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    try:
-        case = Case(str(SHARDED), "DTensor", "same addresses", f"{RANKS} ranks", SHARDED)
-        mesh = init_device_mesh("cpu", (RANKS,))
-        for metric in METRICS:
-            for name, subject in clip_host.clipping_of(case, mesh, metric).subjects().items():
-                count = _collectives_of(subject)
-                require(count, f"{case.name}, {metric}: {name} has asked nobody")
-                yield row("clip", f"{case.name}, {metric}", "collectives", name, "count", [count])
-    finally:
-        dist.destroy_process_group()
-
-
-def _collectives_of(subject: Subject) -> int:
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    subject.before()
-    with CommDebugMode() as seen:
-        subject.run()
-    subject.after()
-    return seen.get_total_counts()
+    They cannot leave the same bits, as torch rounds the norm to the gradients' dtype: each is held against fp64.
+    """
+    true = norm_of(gradients.values)
+    for share, overflows in ((0.5, False), (2.0, False), (0.5, True)):
+        for name, scaler in scalers(device).items():
+            what = f"{case}: {name}, to {share} of the norm{', an infinity' * overflows}"
+            gradients.restore()
+            if overflows:
+                gradients.locals[-1][-1] = float("inf")
+            optimizer = still(gradients.parameters)
+            norm = clip(scaler, optimizer, share * true).item()
+            if overflows:
+                require(not abs(norm) < float("inf"), f"{what}: the norm is {norm}")
+            else:
+                require(abs(norm - true) <= TOLERANCES[name] * true, f"{what}: the norm is {norm}, not {true}")
+                factor = min(1.0, share * true / (norm + 1e-6)) / SCALE
+                for mine, scaled in zip(gradients.locals, gradients.pieces(), strict=True):
+                    expected, limits = scaled.double() * factor, torch.finfo(mine.dtype)
+                    off = (mine.double() - expected).abs() > 3 * limits.eps * expected.abs() + limits.tiny
+                    require(not off.any(), f"{what}: gradients differ")
+            scaler.step(optimizer)
+            scaler.update()
+            found = optimizer.steps, scaler.get_scale()
+            require(found == (int(not overflows), SCALE / (1 + overflows)), f"{what}: steps and scale are {found}")

@@ -5,31 +5,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from perf.context import Context, Section, Turn
-from perf.machine import ROOT
-from perf.rows import Row, row
+from perf.measure import Context
+from perf.rows import ROOT, Place, Row
 
-# Each in a process of its own, which has torch already.
-COSTS = {
-    "ours": "import scaler_triton; scaler_triton.GradScaler",
-    "ours, sharded": "import scaler_triton; scaler_triton.ShardedGradScaler",
-    "torch's sharded": "import torch.distributed.fsdp.sharded_grad_scaler",
+IMPORTS = {  # by class and whose it is, each in processes of its own, which have torch already
+    ("GradScaler", "ours"): "import scaler_triton; scaler_triton.GradScaler",
+    ("ShardedGradScaler", "torch"): "import torch.distributed.fsdp.sharded_grad_scaler",
+    ("ShardedGradScaler", "ours"): "import scaler_triton; scaler_triton.ShardedGradScaler",
 }
-MEASURE = "import time, torch\nbegin = time.perf_counter()\n{}\nprint(1e6 * (time.perf_counter() - begin))"
-
-
-def sections(context: Context) -> list[Section]:
-    """Return the one part."""
-    return [Section("import", lambda: measure(context), Turn.ON_CPU)]
+SCRIPT = "import time, torch\nbegin = time.perf_counter()\n{}\nprint(1e3 * (time.perf_counter() - begin))"
 
 
 def measure(context: Context) -> Iterator[Row]:
-    """Import each in turn, a few times, compiled to bytecode as pip leaves it."""
-    compileall.compile_dir(ROOT / "scaler_triton", quiet=2)
-    costs: dict[str, list[float]] = {name: [] for name in COSTS}
-    for _ in range(1 if context.quick else 5):
-        for name, code in COSTS.items():
-            printed = subprocess.check_output([sys.executable, "-c", MEASURE.format(code)], cwd=ROOT, timeout=120)
-            costs[name].append(float(printed))
-    for name, values in costs.items():
-        yield row("import", "over import torch", "import", name, "us", values)
+    """Yield all rows."""
+    for folder in ("scaler_triton", "kernels"):
+        compileall.compile_dir(ROOT / folder, quiet=1)
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in IMPORTS}
+    for key in [*IMPORTS] * (1 if context.quick else 7):
+        run = [sys.executable, "-c", SCRIPT.format(IMPORTS[key])]
+        times[key].append(float(subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout))
+    for (case, subject), values in times.items():
+        yield Place("import", "over import torch", case).row("import", subject, "ms", values)

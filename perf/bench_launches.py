@@ -1,45 +1,158 @@
-"""How many launches, copies and waits does a scaler add to a step?"""
+"""What does a step's scaler launch, how many bytes does it move, how many collectives does it take? All by counting.
 
-from collections.abc import Iterator
+On a GPU torch.profiler counts; without one, torch's ops are counted by dispatch, our kernels by the stub driver.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest import mock
 
-from perf import models
-from perf.check import require
-from perf.context import Context, Section
-from perf.models import adamw, tokens, transformer
-from perf.rows import Row, row
-from perf.trace import Trace, record
-from perf.training import Loop, require_no_skips
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-STEPS = 5
+from perf import host_stub, stub_driver
+from perf.bench_host import KINDS, clip
+from perf.measure import Context, require
+from perf.rows import Place, Row
+from perf.subjects import Gradients, scalers, sharded, still
 
-
-def sections(context: Context) -> list[Section]:
-    """Return the one part, on a GPU."""
-    if context.gpu:
-        return [Section("launches", measure)]
-    context.leave_out("launches, copies and waits of a step", "needs a GPU")
-    return []
-
-
-def measure() -> Iterator[Row]:
-    """Profile a small transformer with every scaler, plain and fused, with and without clipping."""
-    batch = tokens(4, models.SMALL_SIZE.context, models.SMALL_WORDS, "cuda")
-    for fused in (False, True):
-        for clip in (False, True):
-            model = transformer(models.SMALL_SIZE, models.SMALL_WORDS, "cuda")
-            loop = Loop(model, adamw(model.parameters(), fused=fused), batch, clip=clip)
-            traces = {name: record(partial(loop.step, scaler), STEPS) for name, scaler in loop.scalers.items()}
-            require_no_skips("launches", loop)
-            yield from counted(f"{'fused' if fused else 'plain'} AdamW{', clip' if clip else ''}", traces)
+STEPS, RANKS = 5, 2
+NUMELS = [1024] * 2000
+PART = f"of a step's scaler, {len(NUMELS)} gradients"
+# Our launch functions: how many kernels each launches, and how often these read or write a gradient's bytes, as
+# tests/nightly/test_traffic.py counts in the compiled ones.
+KERNELS = {
+    ("unscale", "launch_unscale"): (1, 2),
+    ("unscale", "launch_check"): (1, 1),
+    ("norm", "launch_sum_of_squares"): (2, 1),  # a pass, and one program that adds what it left
+    ("clip", "launch_clip"): (1, 2),
+    ("update_scale", "launch_update"): (1, 0),
+}
+SILENT = ("empty", "detach", "alias", "view", "reshape", "select", "unbind", "squeeze", "expand", "t.", "as_strided")
 
 
-def counted(case: str, traces: dict[str, Trace]) -> Iterator[Row]:
-    """Give what each step did outside forward, backward and the optimizer's own step, and what ours adds."""
-    counts = {name: trace.per_step("scaler") for name, trace in traces.items()}
-    require(counts["ours"]["launches"], f"{case}: the profiler saw none of our launches")
-    for what in counts["none"]:
-        for name, count in counts.items():
-            yield row("launches", case, what, name, "count", [count[what]])
-            if name != "none":
-                yield row("launches", case, what, f"{name} - none", "count", [count[what] - counts["none"][what]])
+def measure(context: Context) -> Iterator[Row]:
+    """Yield all rows."""
+    if context.device == "cuda":
+        yield from by_profiler(NUMELS[:10] if context.quick else NUMELS)
+    else:
+        yield from by_dispatch()
+        yield from host_stub.measure(context, "launches")
+    yield from collectives()
+
+
+def steps(scaler: Any, gradients: Gradients, device: str = "cpu") -> dict[str, Callable[[], Any]]:
+    """Return the kinds of steps by name, each taken a few times: steady ones are counted."""
+    loss, found = torch.ones((), device=device), {}
+
+    def run(optimizer: Any, clips: bool) -> None:
+        scaler.scale(loss)
+        if clips:
+            clip(scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for kind, fused in KINDS.items():
+        for clips in (False, True):
+            found[f"{kind}{', clip' * clips}"] = partial(run, still(gradients.parameters, fused=fused), clips)
+    for step in [*found.values()] * 3:
+        step()
+    return found
+
+
+def by_profiler(numels: Sequence[int]) -> Iterator[Row]:
+    """Count what the GPU was given."""
+    gradients = Gradients(numels, device="cuda")
+    for name, scaler in scalers("cuda").items():
+        for case, step in steps(scaler, gradients, "cuda").items():
+            for metric, count in profiled(step).items():
+                yield from Place("launches", PART, case).counts(metric, {name: count})
+
+
+def profiled(step: Callable[[], Any]) -> dict[str, float]:
+    """Return how many launches, copies and waits a step makes, by torch.profiler.
+
+    Raises: WrongResult if the profiler sees nothing of the GPU: no launches at all would pass for an answer.
+    """
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+            for _ in range(STEPS):
+                step()
+            torch.cuda.synchronize()
+    events = profiler.events() or []
+    on_gpu = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    copies = sum("Memcpy" in name for name in on_gpu)
+    launches = sum(not name.endswith((" Sync", " Wait Event")) for name in on_gpu) - copies
+    waits = sum(event.name in ("cudaStreamSynchronize", "cudaEventSynchronize") for event in events)
+    require(launches, "torch.profiler saw nothing of the GPU's work: may it look here?")
+    return {"launches": launches / STEPS, "copies": copies / STEPS, "waits": waits / STEPS}
+
+
+class Ops(TorchDispatchMode):
+    """Counts launches, and how often gradients of `size` bytes are read or written."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size, self.counts = size, {"launches": 0, "gradient bytes": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one op; views and allocations launch nothing, and a copy to the host or of the same dtype no kernel."""
+        result, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        copies = name == "_local_scalar_dense" or (name == "_to_copy" and result.dtype is args[0].dtype)
+        if not copies and not f"{name}.".startswith(SILENT):
+            self.counts["launches"] += 1
+            if args and isinstance(args[0], list):
+                writes = getattr(func._schema.arguments[0].alias_info, "is_write", False)
+                size = sum(each.nbytes for each in args[0] if isinstance(each, Tensor))
+                self.counts["gradient bytes"] += round(size / self._size) * (2 if writes else 1)
+        return result
+
+
+def by_dispatch() -> Iterator[Row]:
+    """Count the ops of torch's scaler, and of its clipping."""
+    gradients = Gradients(NUMELS)
+    for case, step in steps(scalers("cpu")["torch"], gradients).items():
+        with Ops(gradients.values.nbytes) as seen:
+            step()
+        for metric, count in seen.counts.items():
+            yield from Place("launches", PART, case).counts(metric, {"torch": count})
+
+
+def by_kernels() -> Iterator[Row]:
+    """Count our kernels, in a process that has the stub driver."""
+    gradients = Gradients(NUMELS)
+    for case, step in steps(scalers("cpu", backend="triton")["ours"], gradients).items():
+        before = stub_driver.launches()
+        with ExitStack() as stack, Ops(gradients.values.nbytes) as seen:
+            owners = {key: import_module(f"scaler_triton.kernels.{key[0]}") for key in KERNELS}
+            patches = {key: mock.patch.object(own, key[1], wraps=getattr(own, key[1])) for key, own in owners.items()}
+            noted = {key: stack.enter_context(patch) for key, patch in patches.items()}
+            step()
+        launched = stub_driver.launches() - before
+        called = [(spy.call_count, *KERNELS[key]) for key, spy in noted.items()]
+        require(launched == sum(count * kernels for count, kernels, _ in called), f"{case}: {launched} launches")
+        yield from Place("launches", PART, case).counts("launches", {"ours": launched + seen.counts["launches"]})
+        moved = sum(count * moves for count, _, moves in called)
+        yield from Place("launches", PART, case).counts("gradient bytes", {"ours": moved})
+
+
+def collectives() -> Iterator[Row]:
+    """Count the collectives of a rank that holds shards."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with sharded(RANKS, "cpu") as wrap:
+        for name, scaler in scalers("cpu").items():
+            for case, step in steps(scaler, Gradients([64] * 10, wrap=wrap)).items():
+                with CommDebugMode() as seen:
+                    step()
+                require(seen.get_total_counts(), f"{case}: {name} has asked no other rank")
+                count = {name: seen.get_total_counts()}
+                yield from Place("launches", f"of DTensors on {RANKS} ranks", case).counts("collectives", count)

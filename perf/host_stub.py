@@ -1,37 +1,49 @@
-"""The host part of the GPU's path without a GPU: `bench_host` runs this under the stub driver. Prints rows as JSON.
+"""The host's part of the GPU's path without a GPU, in a process that has the stub driver. Prints rows as JSON.
 
-torch's op is left out of its time for plain gradients, so that its Python alone stands against our Python and
-our launch. For DTensors the op stays, on tiny CPU tensors: DTensor's own dispatch is inside of it. Neither side's
-copy of the flag to the host, and none of the driver's time, is in here.
+Of torch's scaler its Python is timed: its op on the gradients returns at once. Under FSDP2, where DTensor's dispatch is
+inside of that op, the op stays, on tiny CPU tensors, but norms and products of the shards are left out: the CPU would
+run one for each tensor. All else runs on the CPU, on both sides; the driver's own time, and the GPU's, are not in here.
 """
 
-import copy
+import gc
 import json
+import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from perf import stub_driver
-from perf.bench_host import counts, effort
-from perf.check import require
-from perf.context import Context
-from perf.host_cases import CALLS, NUMEL, Bench, Case, cases, measure, split
-from perf.measure import Subject, interleaved
-from perf.rows import Row, time_rows
-from perf.solo import one_rank
+from perf.measure import Context, Subject, require
+from perf.rows import ROOT, Row
 
-ONE_LAUNCH = "one launch, stub"
-UNSCALE_PARAMS = 8  # of `_unscale_kernel`, constexprs left out
+COUNTS = (1, 10, 100)
+PART = "GPU path over a driver that computes nothing"
+
+
+def measure(context: Context, question: str = "host") -> Iterator[Row]:
+    """Yield what a process with the stub driver measures for a question."""
+    if not shutil.which("gcc") or sys.platform != "linux":
+        print(f"left out: {question}, {PART}: needs Linux and gcc", flush=True)
+        return
+    command = [sys.executable, "-m", "perf.host_stub", question, *["--quick"] * context.quick]
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {**os.environ, **stub_driver.environment(Path(folder)), "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    if run.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}:\n{run.stdout}{run.stderr}")
+    yield from (Row(*json.loads(line)) for line in run.stdout.splitlines())
 
 
 def require_launches(case: str, subjects: Mapping[str, Subject]) -> None:
-    """Raise WrongResult unless our kernels are launched, and only ours: nothing is computed that could be compared."""
+    """Raise WrongResult unless ours launches kernels, and torch's none: nothing is computed that could be compared."""
     for name, subject in subjects.items():
         before = stub_driver.launches()
         subject.before()
@@ -41,76 +53,43 @@ def require_launches(case: str, subjects: Mapping[str, Subject]) -> None:
         require(bool(launched) == (name == "ours"), f"{case}: {name} launched {launched} kernels")
 
 
-def check(case: Case, mesh: DeviceMesh | None) -> None:
-    """As `require_launches`, of every call."""
-    for metric in CALLS:
-        require_launches(f"{case.name}, {metric}", Bench(case, mesh).subjects(metric))
+def host_rows(context: Context) -> Iterator[Row]:
+    """Time steps, and 500 parameters under FSDP2."""
+    from perf import bench_host  # which imports this module
+
+    op = "_amp_foreach_non_finite_check_and_unscale_"
+    with mock.patch.object(torch, op, lambda grads, flag, inverse: None):  # noqa: PT008 (a mock takes longer)
+        for kind in bench_host.KINDS:
+            yield from bench_host.alone(context, kind, PART, "triton", COUNTS)
+    with without_norms_of_shards():
+        yield from bench_host.fsdp2(context, PART, "triton")
 
 
 @contextmanager
-def without_torchs_op() -> Iterator[None]:
-    """Leave only torch's Python of what unscales."""
-    with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", _nothing):
+def without_norms_of_shards() -> Iterator[None]:
+    """Replace what the CPU does to take the norms of a list of plain tensors and to multiply them."""
+    one, library = torch.ones(()), torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # yes, it replaces a kernel
+        library.impl("_foreach_norm.Scalar", lambda grads, order=2.0, dtype=None: [one] * len(grads), "CPU")
+        library.impl("_foreach_mul_.Tensor", lambda grads, factor: None, "CPU")
+    try:
         yield
+    finally:
+        library._destroy()
 
 
-def _nothing(gradients: object, found_inf: object, inv_scale: object) -> None:
-    """Stand for torch's op; a mock would take longer than it."""
+def main() -> None:
+    """Print the rows of the question that the command line names."""
+    from perf import bench_launches
 
-
-def launch_subjects() -> dict[str, Subject]:
-    """Return one launch of one kernel: by Triton's own dispatch, to which ours fall back, and as ours are made."""
-    from scaler_triton.kernels.table import GradTable
-    from scaler_triton.kernels.unscale import _unscale_kernel
-
-    table = GradTable([NUMEL], torch.float32, torch.device("cpu"))
-    arguments = torch.zeros(()), torch.ones(()), table.generation
-    table.launch(_unscale_kernel, *arguments, INVERSE=False)  # compiles
-    (direct,) = table._launches.values()
-    dispatched = copy.copy(direct)
-    dispatched._compiled = ()
-    return {name: Subject(partial(way, 1, *arguments)) for name, way in (("dispatch", dispatched), ("ours", direct))}
-
-
-def require_one_launch(subjects: Mapping[str, Subject]) -> None:
-    """Raise WrongResult unless all subjects ask the driver for the same launch, once."""
-    seen = []
-    stub_driver.note_params(UNSCALE_PARAMS)
-    for name, subject in subjects.items():
-        before = stub_driver.launches()
-        subject.run()
-        require(stub_driver.launches() == before + 1, f"{ONE_LAUNCH}: {name} launched not once")
-        seen.append(stub_driver.launch(-1))
-    stub_driver.note_params(0)  # other kernels have fewer
-    require(len(set(seen)) == 1, f"{ONE_LAUNCH}: {seen}")
-
-
-def launch_rows(context: Context) -> Iterator[Row]:
-    """Time one launch both ways."""
-    subjects = launch_subjects()
-    require_one_launch(subjects)
-    yield from time_rows("host", ONE_LAUNCH, "launch", interleaved(subjects, effort(context), warmup=5))
-
-
-def stub_rows(context: Context) -> Iterator[Row]:
-    """Measure every case of the GPU's path over the stub driver, which this process has."""
-    yield from launch_rows(context)
-    plain, distributed = split(cases("stub", counts(context.quick)))
-    with without_torchs_op():
-        for case in plain:
-            yield from measure(case, None, effort(context), check)
-    with one_rank("cpu") as mesh:
-        for case in distributed:
-            yield from measure(case, mesh, effort(context), check)
-
-
-def print_rows(measure: Callable[[Context], Iterator[Row]]) -> None:
-    """Print what is measured, in a process that has the stub driver."""
+    context = Context("cpu", quick="--quick" in sys.argv)
+    gc.disable()
     stub_driver.activate()
     with stub_driver.as_gpu():
-        for row in measure(Context(quick="--quick" in sys.argv, gpu=False)):
-            print(json.dumps(asdict(row)), flush=True)
+        for row in host_rows(context) if sys.argv[1] == "host" else bench_launches.by_kernels():
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    print_rows(stub_rows)
+    main()

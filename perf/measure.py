@@ -1,40 +1,64 @@
-"""Times of several subjects, taken in turn in one process."""
+"""Times of several subjects that take turns in one process."""
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
 Clock = Callable[[Callable[[], Any]], float]
+Times = dict[str, list[float]]  # seconds, by subject
+HEAD_START = 20_000_000  # cycles that a GPU idles first, about 10 ms: by then the host has launched everything
 
 
-def nothing() -> None:
-    """Do nothing."""
+class WrongResult(AssertionError):
+    """A subject computes something else than it must: its time would be no answer."""
 
 
-@dataclass(frozen=True)
-class Subject:
+def require(holds: object, text: str) -> None:
+    """Raise WrongResult with `text` unless `holds`."""
+    if not holds:
+        raise WrongResult(text)
+
+
+class Subject(NamedTuple):
     """What is timed, `run`, and what must happen around it, which is not."""
 
     run: Callable[[], Any]
-    before: Callable[[], Any] = nothing
-    after: Callable[[], Any] = nothing
+    before: Callable[[], Any] = lambda: None
+    after: Callable[[], Any] = lambda: None
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How often to repeat: for `seconds`, but at least `least` and at most `most` rounds."""
+class Context(NamedTuple):
+    """Where the scale is, "cuda" or "cpu"; and whether a few rounds of the smallest cases will do, to try all out."""
 
-    seconds: float
-    least: int
-    most: int = 300
+    device: str
+    quick: bool = False
 
+    def rounds(self, names: Sequence[str], seconds: float) -> Iterator[list[str]]:
+        """Yield `names` once a round, for `seconds` but 12 to 600 rounds, each time with another one first.
 
-QUICK = Effort(seconds=0.02, least=3, most=5)
+        Whoever begins a round and ended the one before finds its own code in the caches: all begin equally often.
+        """
+        end, least = time.monotonic() + (0.02 if self.quick else seconds), 3 if self.quick else 12
+        nth = 0
+        while nth < least or nth % len(names) or (nth < 600 and time.monotonic() < end):
+            first = nth % len(names)
+            yield [*names[first:], *names[:first]]
+            nth += 1
+
+    def interleaved(self, subjects: Mapping[str, Subject], seconds: float, clock: Clock | None = None) -> Times:
+        """Return each subject's times; each has one turn a round, so other load on the machine meets all alike."""
+        times: Times = {name: [] for name in subjects}
+        warmup = [[*subjects]] * 4
+        for order in chain(warmup, self.rounds([*subjects], seconds)):
+            for name in order:
+                run, before, after = subjects[name]
+                before()
+                times[name].append((clock or host_clock)(run))
+                after()
+        return {name: values[len(warmup) :] for name, values in times.items()}
 
 
 def host_clock(run: Callable[[], Any]) -> float:
@@ -44,57 +68,20 @@ def host_clock(run: Callable[[], Any]) -> float:
     return (time.perf_counter_ns() - begin) * 1e-9
 
 
-def interleaved(
-    subjects: Mapping[str, Subject], effort: Effort, *, clock: Clock = host_clock, warmup: int = 3
-) -> dict[str, list[float]]:
-    """Return each subject's times in seconds; in every round each has one turn, and another one begins.
+class DeviceClock:
+    """Seconds that a GPU works on a call, with a cold L2 cache, beginning when the host has launched all of it."""
 
-    Whatever the machine does meanwhile hits all of them, so times of the same rounds may be compared. Who begins finds
-    its own code in the caches if it ended the round before: only rounds in which each began once are fair.
-    """
-    times: dict[str, list[float]] = {name: [] for name in subjects}
-    with _no_collection():
-        for name in [*subjects] * warmup:
-            _turn(subjects[name], clock)
-        for order in rotations([*subjects], effort):
-            for name in order:
-                times[name].append(_turn(subjects[name], clock))
-    return times
+    def __init__(self) -> None:
+        l2_bytes = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 1 << 26
+        self._junk = torch.zeros(l2_bytes, dtype=torch.int32, device="cuda")  # four times the cache
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
-
-def rotations(names: list[str], effort: Effort) -> Iterator[list[str]]:
-    """Give `names` once a round, each time with another one first, until each was first as often as the others."""
-    end = time.monotonic() + effort.seconds
-    nth = 0
-    while nth < effort.least or nth % len(names) or (nth < effort.most and time.monotonic() < end):
-        first = nth % len(names)
-        yield names[first:] + names[:first]
-        nth += 1
-
-
-def _turn(subject: Subject, clock: Clock) -> float:
-    subject.before()
-    seconds = clock(subject.run)
-    subject.after()
-    return seconds
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector out of one subject's time for what another left."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch to one thread, as `torchrun` does: threads that wait for a busy core would be all that is timed."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    def __call__(self, run: Callable[[], Any]) -> float:
+        """Return the seconds that `run` keeps the GPU busy."""
+        self._junk.sum()  # read, not written: a pass that only reads would have to write dirty lines back
+        torch.cuda._sleep(HEAD_START)
+        self._marks[0].record()
+        run()
+        self._marks[1].record()
+        torch.cuda.synchronize()
+        return float(self._marks[0].elapsed_time(self._marks[1])) * 1e-3

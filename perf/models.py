@@ -1,102 +1,59 @@
-"""The models that whole steps are timed on, and random batches for them."""
+"""The models whose training loops are timed, each with a batch."""
 
-from functools import partial
-from typing import Any
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perf.shapes import LLAMA_KV, LLAMA_LAYERS, LLAMA_MLP, LLAMA_WIDTH, LLAMA_WORDS
-from scaler_triton.demo.model import CharTransformer, ModelSize
 
-GPT2_SIZE, GPT2_WORDS = ModelSize(layers=12, width=768, heads=12, context=1024), 50257
-SMALL_SIZE, SMALL_WORDS = ModelSize(layers=2, width=64, heads=4, context=64), 96
-HEAD = 128
-
-
-def transformer(size: ModelSize, words: int, device: str) -> CharTransformer:
-    """A transformer in fp32 whose output layer shares the embedding's weights, as GPT-2's does."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = CharTransformer(words, size)
-    nn.init.normal_(model.characters.weight, std=0.02)
-    model.logits.weight = model.characters.weight
-    return model
+def mlp(count: int, width: int) -> nn.Module:
+    """Linear layers with `count` parameters: a weight and a bias a layer."""
+    layers = [nn.Linear(width, width, bias=2 * n + 2 <= count) for n in range((count + 1) // 2)]
+    return nn.Sequential(*(each for layer in layers for each in (layer, nn.ReLU())))
 
 
-def tokens(batch: int, context: int, words: int, device: str) -> tuple[Tensor, Tensor]:
-    """Random inputs and targets, each [batch, context]."""
-    drawn = torch.randint(words, (2, batch, context), generator=torch.Generator().manual_seed(0))
-    return tuple(drawn.to(device))
-
-
-def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
-    """AdamW whose steps hardly move the weights, however many are timed."""
-    return torch.optim.AdamW(parameters, lr=1e-6, **options)
-
-
-class LoraLinear(nn.Module):
-    """A frozen fp16 linear map, and a trainable one of low rank beside it."""
-
-    RANK = 16
+class Block(nn.Module):
+    """A basic block of ResNet: two convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.frozen = nn.Parameter(torch.randn(outputs, inputs, dtype=torch.float16) * 0.02, requires_grad=False)
-        self.down = nn.Parameter(torch.randn(self.RANK, inputs) * 0.02)
-        self.up = nn.Parameter(torch.randn(outputs, self.RANK) * 0.02)
+        stride = outputs // inputs
+        first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+        second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)
+        self.main, self.shortcut = nn.Sequential(*first, *second), nn.Sequential()
+        if inputs != outputs:
+            self.shortcut.extend([nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., inputs] -> [..., outputs]."""
-        return F.linear(x, self.frozen) + F.linear(F.linear(x, self.down), self.up)
+        """x: [batch, inputs, height, width]."""
+        return (self.main(x) + self.shortcut(x)).relu()
 
 
-class LoraBlock(nn.Module):
-    """A Llama layer without its rotary positions, which hold no parameters."""
-
-    def __init__(self, width: int, key_width: int, mlp: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2)).requires_grad_(False)
-        self.query, self.out = LoraLinear(width, width), LoraLinear(width, width)
-        self.key, self.value = LoraLinear(width, key_width), LoraLinear(width, key_width)
-        self.gate, self.up, self.down = LoraLinear(width, mlp), LoraLinear(width, mlp), LoraLinear(mlp, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, context, width]."""
-        heads = partial(Tensor.unflatten, dim=-1, sizes=(-1, HEAD))
-        y = self.norms[0](x)
-        query, key, value = (heads(part(y)).transpose(1, 2) for part in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        y = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+def resnet18(classes: int = 10) -> nn.Module:
+    """ResNet-18, 62 parameters."""
+    blocks = [Block(*widths) for widths in pairwise((64, 64, 64, 128, 128, 256, 256, 512, 512))]
+    stem = [nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
 
-class LoraLlama(nn.Module):
-    """Llama-3 8B with LoRA on every linear map: 448 trainable tensors among 291 frozen ones.
+def transformer(layers: int = 12, width: int = 768, heads: int = 12) -> nn.Module:
+    """An encoder, 12 parameters a layer."""
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
-    Args:
-        layers, width, key_width, mlp, words: its dimensions, smaller ones for a trial.
-    """
 
-    def __init__(
-        self,
-        layers: int = LLAMA_LAYERS,
-        width: int = LLAMA_WIDTH,
-        key_width: int = LLAMA_KV,
-        mlp: int = LLAMA_MLP,
-        words: int = LLAMA_WORDS,
-    ) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, width, dtype=torch.float16).requires_grad_(False)
-        self.blocks = nn.ModuleList(LoraBlock(width, key_width, mlp) for _ in range(layers))
-        self.norm = nn.RMSNorm(width).requires_grad_(False)
-        self.logits = nn.Linear(width, words, bias=False, dtype=torch.float16).requires_grad_(False)
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy. inputs, targets: [batch, context]."""
-        x = self.words(inputs).float()
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.logits(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+def loop_cases(device: str, quick: bool) -> dict[str, tuple[nn.Module, Tensor]]:
+    """Return the models by name, each with its batch: on the CPU tiny ones, since the scaler's time is asked for."""
+    torch.manual_seed(0)
+    if quick or device == "cpu":
+        counts = (1, 10) if quick else (1, 10, 50, 500, 2000)
+        return {f"MLP, {n}": (mlp(n, 16).to(device), torch.randn(16, 16, device=device)) for n in counts}
+    models = {
+        "MLP, 6": mlp(6, 256),
+        "MLP, 24": mlp(24, 256),
+        "ResNet-18, 62": resnet18(),
+        "12 layers, 144": transformer(),
+    }
+    shapes = (256, 256), (256, 256), (64, 3, 32, 32), (8, 512, 768)
+    batches = (torch.randn(shape, device=device) for shape in shapes)
+    return {name: (model.to(device), batch) for (name, model), batch in zip(models.items(), batches, strict=True)}

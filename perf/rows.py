@@ -1,39 +1,53 @@
 """What was measured, one row a number: its spread, its place in the CSV, and the machine it belongs to."""
 
 import csv
+import datetime
+import os
+import platform
+import re
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from perf.machine import Machine
-
-RATIOS = (
-    ("ours", "torch"),
-    ("ours", "none"),
-    ("torch", "none"),
-    ("copy", "ours"),
-    ("copy", "torch"),
-    ("ours", "dispatch"),
-)
-FARTHER = "ours - none over torch - none"
+ROOT = Path(__file__).parents[1]
+RATIOS = (("ours", "torch"), ("copy", "ours"), ("copy", "torch"), ("read", "ours"))
 
 
-@dataclass(frozen=True)
-class Row:
-    """One number of one case.
+class Place(NamedTuple):
+    """A row's place in the tables: a part of a question has one table, a case a line."""
 
-    Args:
-        bench, case, metric: what was asked.
-        subject: whose number it is: "none", "torch", "ours", "copy", "dispatch" (Triton's), or a comparison such as
-            "ours / torch".
-        unit: "us", "ms", "GB/s", "ratio", "count".
-        samples: how many p20 to p90 were taken from.
-    """
+    question: str
+    part: str
+    case: str
 
-    bench: str
+    def row(self, metric: str, subject: str, unit: str, values: Sequence[float]) -> "Row":
+        """Return the row of some values."""
+        p20, p50, p80 = (float(p) for p in np.percentile(values, (20, 50, 80)))
+        return Row(*self, metric, subject, unit, len(values), p20, p50, p80)
+
+    def times(self, metric: str, times: Mapping[str, Sequence[float]]) -> list["Row"]:
+        """Return the rows of interleaved times in seconds: each subject's in us, and the ratios of rounds."""
+        ratios = {f"{a} / {b}": np.divide(times[a], times[b]) for a, b in RATIOS if a in times and b in times}
+        rows = [self.row(metric, name, "us", np.multiply(values, 1e6)) for name, values in times.items()]
+        return rows + [self.row(metric, name, "ratio", values) for name, values in ratios.items()]
+
+    def counts(self, metric: str, counts: Mapping[str, float]) -> list["Row"]:
+        """Return the rows of what was counted, by subject."""
+        return [self.row(metric, name, "count", [count]) for name, count in counts.items()]
+
+
+class Row(NamedTuple):
+    """One number, of "none", "torch", "ours", "copy" or "read", or a ratio such as "ours / torch"."""
+
+    question: str
+    part: str
     case: str
     metric: str
     subject: str
@@ -42,88 +56,60 @@ class Row:
     p20: float
     p50: float
     p80: float
-    p90: float
 
 
-class Entry(NamedTuple):
-    """A row, and where and when it was measured."""
+class Machine(NamedTuple):
+    """Where, when and with what a number was measured."""
 
-    row: Row
-    machine: Machine
-
-
-def row(bench: str, case: str, metric: str, subject: str, unit: str, values: Sequence[float]) -> Row:
-    """Return the row of some values."""
-    p20, p50, p80, p90 = (float(p) for p in np.percentile(values, (20, 50, 80, 90)))
-    return Row(bench, case, metric, subject, unit, len(values), p20, p50, p80, p90)
+    device: str
+    torch: str
+    triton: str
+    python: str
+    commit: str
+    date: str
 
 
-def time_rows(bench: str, case: str, metric: str, times: Mapping[str, Sequence[float]]) -> list[Row]:
-    """Return the rows of interleaved times in seconds: each subject's in us, and ratios of fair rounds."""
-    rows = [row(bench, case, metric, name, "us", np.multiply(values, 1e6)) for name, values in times.items()]
-    pairs = [(over, under) for over, under in RATIOS if over in times and under in times]
-    sums = {name: _sums(values, len(times)) for name, values in times.items()}
-    ratios = {f"{over} / {under}": np.divide(sums[over], sums[under]) for over, under in pairs}
-    return rows + [row(bench, case, metric, name, "ratio", values) for name, values in ratios.items()]
-
-
-def _sums(values: Sequence[float], size: int) -> np.ndarray:
-    """Return the sums of every `size` values; what is left over at the end is left out, if it is not all."""
-    size = min(size, len(values))
-    return np.reshape(values[: len(values) // size * size], (-1, size)).sum(axis=1)
+Entry = tuple[Row, Machine]  # a line of a CSV
+FIELDS = (*Row._fields, *Machine._fields)
 
 
 def pooled(rows: Iterable[Row]) -> list[Row]:
     """Return each number once that several runs measured: the medians of its percentiles, and all samples."""
-    measured: dict[tuple[str, ...], list[Row]] = {}
-    for each in rows:
-        measured.setdefault((each.bench, each.case, each.metric, each.subject, each.unit), []).append(each)
-    return [_pooled(key, of_one) for key, of_one in measured.items()]
+    measured: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        measured.setdefault(row[:6], []).append(row)
+    return [
+        Row(*key, sum(row.samples for row in same), *np.median([row[7:] for row in same], axis=0).tolist())
+        for key, same in measured.items()
+    ]
 
 
-def _pooled(key: tuple[str, ...], rows: Sequence[Row]) -> Row:
-    percentiles = np.median([(each.p20, each.p50, each.p80, each.p90) for each in rows], axis=0)
-    return Row(*key, sum(each.samples for each in rows), *map(float, percentiles))
-
-
-def bandwidth_rows(
-    bench: str, case: str, n_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]
-) -> list[Row]:
-    """Return what each subject moved in GB/s, for the bytes that it has to read and write."""
-    speeds = {name: n_bytes[name] * 1e-9 / np.asarray(values) for name, values in times.items()}
-    return [row(bench, case, "bandwidth", name, "GB/s", values) for name, values in speeds.items()]
-
-
-def write_csv(path: Path, entries: Iterable[Entry]) -> None:
-    """Write entries as a CSV, its folder made if need be."""
+def write_csv(path: Path, rows: Iterable[Row], machine: Machine) -> None:
+    """Write a machine's rows as a CSV, its folder made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = [field.name for kind in (Row, Machine) for field in fields(kind)]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        for entry in entries:
-            writer.writerow(_texts(entry))
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(FIELDS)
+        writer.writerows([*row[:7], *(f"{value:.6g}" for value in row[7:]), *machine] for row in rows)
 
 
 def read_csv(path: Path) -> list[Entry]:
-    """Return the entries of a CSV; none where there is no file."""
-    if not path.exists():
-        return []
+    """Return the lines of a CSV; ValueError if it has other columns."""
     with path.open(newline="") as file:
-        return [_entry(line) for line in csv.DictReader(file)]
+        head, *lines = csv.reader(file)
+    if tuple(head) != FIELDS:
+        raise ValueError(f"{path} has other columns: {head}")
+    return [(Row(*line[:6], int(line[6]), *map(float, line[7:10])), Machine(*line[10:])) for line in lines]
 
 
-def merged(old: Iterable[Entry], new: Sequence[Entry], benches: Iterable[str]) -> list[Entry]:
-    """Return `new`, and of `old` the rows of benches that were not run again."""
-    again = set(benches)
-    return sorted([entry for entry in old if entry.row.bench not in again] + list(new), key=lambda e: e.row.bench)
-
-
-def _texts(entry: Entry) -> dict[str, object]:
-    numbers = {name: f"{value:.6g}" for name, value in asdict(entry.row).items() if isinstance(value, float)}
-    return {**asdict(entry.row), **numbers, **asdict(entry.machine)}
-
-
-def _entry(line: Mapping[str, str]) -> Entry:
-    values = {field.name: field.type(line[field.name]) for field in fields(Row)}
-    return Entry(Row(**values), Machine(**{field.name: line[field.name] for field in fields(Machine)}))
+def here() -> Machine:
+    """Return what this process runs on; the device is named for a folder."""
+    device = f"cpu-{len(os.sched_getaffinity(0))}-cores"
+    if torch.cuda.is_available():
+        device = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    triton = version("triton") if find_spec("triton") else ""
+    command, commit = ["git", "describe", "--always", "--dirty"], os.environ.get("COMMIT", "")
+    with suppress(OSError, subprocess.CalledProcessError):  # as in a copy of the tree, which has no git
+        commit = subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL).strip()
+    today = datetime.date.today().isoformat()
+    return Machine(device, torch.__version__, triton, platform.python_version(), commit, today)

@@ -80,7 +80,7 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         FutureWarning,
         stacklevel=stacklevel(),
     )
-    divides = step.phase is not UNSCALED
+    divides, before = step.phase is not UNSCALED, step["found_inf_per_device"]
     if divides:
         step["found_inf_per_device"] = {}  # to be checked again, even if that was asked for before
     step.asks = divides
@@ -97,6 +97,8 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         raise
     finally:
         step.asks = False
+        if not step["found_inf_per_device"]:  # nobody asked: what was found before still counts
+            step["found_inf_per_device"] = before
     flag: Flag | None = step.own_flag(exposed=True)
     step.stepped([*step["found_inf_per_device"].values()] if flag is None else flag)
     return result

@@ -530,7 +530,7 @@ class GradScaler(torch.amp.GradScaler):
             try:
                 check(self, step, optimizer, divide=False)
             except BaseException:
-                if step.phase is FAILED and phase is not UNSCALED:
+                if step.phase is FAILED and phase not in (UNSCALED, CARRIED):
                     step._enter(phase)  # `step` checks again, as the other ranks do
                 raise
         flags: Flags = step["found_inf_per_device"]

@@ -154,6 +154,18 @@ def check_norm_type(value: Any, *, positive: bool) -> float:
     return order
 
 
+def check_max_norm(value: Any) -> float:
+    """Return the bound of a norm as a float: any number >= 0."""
+    try:
+        is_bound = bool(value >= 0)  # False for NaN
+        bound = float(value)  # raises for arrays and huge ints
+    except (TypeError, ValueError, RuntimeError):  # the last two: of several numbers
+        raise TypeError(f"max_norm must be a number, got {one_line(repr(value))}") from None
+    if not is_bound:
+        raise ValueError(f"max_norm must be a number >= 0, got {value!r}")
+    return bound
+
+
 def check_bool(value: Any, name: str) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):

@@ -1,4 +1,7 @@
-"""Who must agree on a step: the ranks, found by process group and parameters, never by gradients; their collectives."""
+"""Who must agree on a step: the ranks, found by process group and parameters, never by gradients; their collectives.
+
+And how many of them hold the same shard of a parameter.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaler_triton.dispatch import stacklevel
-from scaler_triton.gradients import dtensor_spec, has_fsdp1
+from scaler_triton.gradients import dtensor_spec, has_fsdp1, is_fsdp1, num_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -169,6 +172,87 @@ def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[
                 f"got a group of ranks {sorted(members)} without {missing}"
             )
     return Ranks(groups, tuple(sorted(members))) if len(members) > 1 else None
+
+
+def replicas_of(parameters: Sequence[Tensor], ranks: Ranks | None, model: nn.Module | None) -> list[int]:
+    """Return for each parameter how many of the ranks hold the same shard of it as this rank: a norm counts it once.
+
+    A DTensor's placements give the number of shards; ranks outside its mesh are taken to hold copies. An FSDP1
+    parameter looks the same sharded or not, so its FSDP module is asked, which also knows how tensor parallelism had
+    sharded it before. DDP over tensor parallel keeps the DTensorSpec on the parameter. Any other parameter is taken to
+    be replicated on all ranks, as under DDP.
+
+    Args:
+        parameters: of any kind, frozen ones too.
+        ranks: whose gradients make up the norm; None: this one alone.
+        model: holds the `FullyShardedDataParallel` modules, where there are any.
+
+    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules, or holds several whose replicas
+        count differently; naming `process_group` if one has more shards than there are ranks.
+    """
+    count = 1 if ranks is None else len(ranks.ranks)
+    if count == 1 and not (several_ranks() and has_fsdp1(parameters)):
+        return [1] * len(parameters)
+    shards = _fsdp1_shards(model)
+    return [_replicas_of_one(index, each, count, shards, model) for index, each in enumerate(parameters)]
+
+
+def _replicas_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int], model: nn.Module | None) -> int:
+    spec = dtensor_spec(parameter)
+    if spec is not None:
+        return max(1, ranks // num_shards(spec))
+    if not is_fsdp1(parameter):
+        return ranks
+    if id(parameter) not in shards:
+        if model is not None:
+            raise ValueError(
+                "model must be the FullyShardedDataParallel module or one around it, "
+                f"got {type(model).__name__} in which no FSDP module holds parameter {index}"
+            )
+        raise ValueError(
+            f"model is needed: parameter {index} is FullyShardedDataParallel's, which does not tell how it is sharded; "
+            "pass model= the module that holds the FSDP modules"
+        )
+    pieces = shards[id(parameter)]
+    if pieces > ranks:
+        raise ValueError(
+            f"process_group is needed: parameter {index} is FullyShardedDataParallel's, cut into {pieces} pieces, and "
+            f"the norm would be that of {ranks}; use scaler_triton.ShardedGradScaler, or pass process_group="
+        )
+    return ranks // pieces
+
+
+def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
+    """Return the number of shards of each FSDP1 parameter of `model`, by its id."""
+    if model is None:
+        return {}
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    shards = {}
+    for module in FullyShardedDataParallel.fsdp_modules(model):  # outer ones first: the innermost has the last word
+        whole = module.sharding_strategy is ShardingStrategy.NO_SHARD
+        size = 1 if whole else dist.get_world_size(module.process_group)
+        shards.update({id(parameter): size for parameter in module.parameters()})
+        shards.update({key: size * before for key, before in _shards_before_fsdp1(module).items()})
+    return shards
+
+
+def _shards_before_fsdp1(module: Any) -> dict[int, int]:
+    """Return how many shards tensor parallelism made of an FSDP1 module's own parameters, by their ids."""
+    try:
+        flat = module._handle.flat_param
+        specs, originals = flat._param_extensions, flat._params
+    except AttributeError:  # it has no parameters of its own, or this torch has no such attributes
+        return {}
+    before = [1 if spec is None else num_shards(spec) for spec in specs]  # a spec is that of a DTensor
+    if originals is not None:  # use_orig_params=True
+        return {id(parameter): shards for parameter, shards in zip(originals, before, strict=True)}
+    if len(set(before)) > 1:
+        raise ValueError(
+            "model must be FullyShardedDataParallel with use_orig_params=True, got flat parameters that hold what "
+            "tensor parallelism cut beside what it did not"
+        )
+    return {id(flat): before[0]}
 
 
 def default_group() -> ProcessGroup | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.flag import Flag, Flags, as_flag
+from scaler_triton.flag import Flag, Flags, any_flag, as_flag
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
@@ -133,14 +133,16 @@ class OptimizerStep(dict[str, Any]):
             raise RuntimeError("step() has already been called since the last update().")
         self.began, self.fresh = True, False
 
-    def checked(self, flag: Flag, flags: Flags) -> None:
+    def checked(self, flag: Flag | None, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are as they were."""
         if flag is not self.flag:
             self.earlier.append(self.flag)
         self.flag, self[_FLAGS] = flag, flags
-        if self.phase is not UNSCALED and self.phase is not CARRIED:
+        if self.phase is CARRIED:  # divided already: what was found before still counts
+            for device, found in flags.items():
+                self.kept[device] = torch.maximum(found, self.kept.get(device, found))
+        elif self.phase is READY:
             self.phase = CHECKED
-            self["stage"] = self.stage = OptState.READY
 
     def unscaled(self, flag: Flag, flags: Flags) -> None:
         """The ranks agreed on the flag; the gradients are divided."""
@@ -273,12 +275,17 @@ class Steps(dict[Any, Any]):
     def loss_scaled(self) -> None:
         """A loss is scaled: what was carried, and what began and did not return, is READY for its gradients."""
         for step in self.all():
-            if step.phase is CARRIED or (step.began and step.phase is not STEPPED):
+            if step.phase is CARRIED:
+                flags = step[_FLAGS]  # of somebody who has looked meanwhile
+                step.reset()
+                if flags:
+                    step.checked(step.flag, flags)
+            elif step.began and step.phase is not STEPPED:
                 step.reset()
         self.unfinished = 0
 
     def keep_unstepped(self) -> None:
-        """Copy the flags of steps that this update will carry, as it may clear them."""
+        """Copy the flags of steps that this update will carry, as it may clear them; those of a FAILED one are set."""
         for step in self.all():
             if step.phase is UNSCALED:
                 step.kept = {device: flag.clone() for device, flag in step[_FLAGS].items()}
@@ -364,7 +371,7 @@ class Steps(dict[Any, Any]):
         if isinstance(outcome, Flag):
             return outcome.last_found_inf().clone()
         if isinstance(outcome, list):
-            return torch.stack([flag.to(outcome[0].device) for flag in outcome]).amax()
+            return any_flag(outcome, outcome[0].device) if outcome else False
         return outcome
 
     def _find_or_make(self, optimizer: Any) -> OptimizerStep:

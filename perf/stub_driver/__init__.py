@@ -1,16 +1,7 @@
 """A CUDA driver that computes nothing: Triton's own dispatch and launcher run on it, without a GPU.
 
-What is above the driver can be tested and timed there; CPU tensors stand in for a GPU's. A process has one
-driver for life, so it is chosen before the process starts:
-
-    subprocess.run([sys.executable, script], env={**os.environ, **stub_driver.environment(folder)})
-
-and the script, before its first launch:
-
-    stub_driver.activate()
-    with stub_driver.as_gpu():
-        ...
-        print(stub_driver.launches(), stub_driver.launch(-1))
+What is above the driver can be tested and timed there; CPU tensors stand in for a GPU's. A process has one driver for
+life: start it with the variables of `environment`, and have it call `activate` before its first launch.
 """
 
 import ctypes
@@ -61,8 +52,7 @@ def build(folder: Path) -> Path:
     library = folder / key / LIBRARY
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Under a name of its own until it is whole: another process may be building too.
-        unfinished = library.with_name(f"{LIBRARY}.{os.getpid()}")
+        unfinished = library.with_name(f"{LIBRARY}.{os.getpid()}")  # another process may be building too
         flags = ["-shared", "-fPIC", "-O2", f"-Wl,-soname,{LIBRARY}"]
         subprocess.run(["gcc", *flags, f"-I{headers}", "-o", unfinished, SOURCE], check=True)
         unfinished.replace(library)
@@ -71,12 +61,9 @@ def build(folder: Path) -> Path:
 
 def environment(folder: Path) -> dict[str, str]:
     """Return the variables that a process needs from its start to run on the driver; builds it in `folder`."""
-    home = str(build(folder).resolve().parent)
-    return {
-        "TRITON_LIBCUDA_PATH": home,  # for the linker
-        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [home, os.environ.get("LD_LIBRARY_PATH")])),
-        "TRITON_INTERPRET": "0",
-    }
+    home = str(build(folder).resolve().parent)  # the first is for the linker
+    search = os.pathsep.join(filter(None, [home, os.environ.get("LD_LIBRARY_PATH")]))
+    return {"TRITON_LIBCUDA_PATH": home, "LD_LIBRARY_PATH": search, "TRITON_INTERPRET": "0"}
 
 
 def activate() -> None:
@@ -86,8 +73,7 @@ def activate() -> None:
     from triton.runtime.driver import driver
 
     active = CudaDriver()
-    # torch would be asked for these.
-    active.get_current_target = lambda: GPUTarget("cuda", 90, 32)
+    active.get_current_target = lambda: GPUTarget("cuda", 90, 32)  # torch would be asked for these four
     active.get_device_capability = lambda device=0: (9, 0)
     active.get_current_device = lambda: 0
     active.get_current_stream = lambda device: 0
@@ -96,8 +82,7 @@ def activate() -> None:
 
 def launches() -> int:
     """Return how many launches there were."""
-    count: int = _library().stub_launches()
-    return count
+    return int(_library().stub_launches())
 
 
 def launch(number: int) -> Launch:
@@ -107,28 +92,26 @@ def launch(number: int) -> Launch:
     if not found:
         raise IndexError(f"launch {number} of {count} is not remembered")
     it = found.contents
-    params = tuple(it.params[: it.n_params])
-    return Launch(it.kernel.decode(), tuple(it.grid), tuple(it.block), it.shared, it.stream, params)
+    grids = tuple(it.grid), tuple(it.block)
+    return Launch(it.kernel.decode(), *grids, it.shared, it.stream, tuple(it.params[: it.n_params]))
 
 
 def note_params(count: int) -> None:
-    """From now on note the first `count` parameters, at most 16, of every launch.
+    """From now on note the first `count` parameters, at most 16, of every launch, 8 bytes of each.
 
-    8 bytes are read of each, so of a narrower one only the low bytes mean anything. The kernel must have that
-    many; to its own, constexprs left out, Triton adds two scratch pointers.
+    The kernel must have that many; to its own, constexprs left out, Triton adds two scratch pointers.
     """
     _library().stub_note_params(count)
 
 
 @contextmanager
 def as_gpu() -> Iterator[None]:
-    """Let the kernels' host code take CPU tensors for those of GPU 0, whose current stream is 0.
-
-    All that knows the insides of that code is here.
-    """
+    """Let the kernels' host code take CPU tensors for those of GPU 0: all that knows its insides is here."""
+    from scaler_triton import dispatch
     from scaler_triton.kernels import launch
 
     with (
+        mock.patch.multiple(dispatch, _try_unscaling=mock.DEFAULT, _try_clipping=mock.DEFAULT),  # nothing is computed
         mock.patch.object(launch, "check_device"),
         mock.patch.object(launch, "_on", return_value=nullcontext()),
     ):

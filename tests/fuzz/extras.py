@@ -123,6 +123,9 @@ class ExtrasRules:
     def set_limits(self, **changes: Any) -> None:
         """Change what is named, or nothing if any of it is refused; the scale follows in the next update."""
         departs(13)
+        for name, widest in (("min_scale", SMALLEST), ("max_scale", FP32_MAX)):
+            if name in changes and changes[name] is None:
+                changes[name] = widest
         errors = [error for name, value in changes.items() if (error := error_of(name, value)) is not None]
         if errors:
             raise OneOf(errors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,8 +167,3 @@ def test_programs_on_four_ranks(pool: Any, shape: str, chunk: Chunk) -> None:
         check(program, run(pool, program))
 
     all_agree()
-
-
-def test_the_readme_says_how_many_programs_make_fuzz_runs() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert f"| {len(IN_CI) * round(10_000 * SHARE):,} programs in `make fuzz` |" in readme

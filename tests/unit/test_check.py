@@ -1,0 +1,307 @@
+"""A check: validated before the first write, one reduction, and what an error in it means for this rank and others."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Place, flags, grads, places, sgd, started, values
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scaler_triton import GradScaler, ShardedGradScaler, check, flag, passes, ranks
+from scaler_triton.step import Phase
+
+CPU, OTHER = torch.device("cpu"), torch.device("meta")
+SCALE = 4.0
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+TOLD = [1.0, 1.0, -math.inf, -math.inf]  # the status of a rank that failed
+
+
+def a_scaler(cls: type = GradScaler, **options: Any) -> Any:
+    return started(cls, "cpu", init_scale=SCALE, **options)
+
+
+def phase(scaler: Any, optimizer: Any) -> Phase:
+    found: Phase = scaler._ours.steps.open(optimizer).phase
+    return found
+
+
+@pytest.fixture
+def reductions(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """What this rank, one of two, reduces to a maximum."""
+    seen: list[list[float]] = []
+    monkeypatch.setattr(ranks.Ranks, "maximum_", lambda self, values: seen.append(values.tolist()))
+    return seen
+
+
+# Before the first write
+
+
+@PLACES
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (torch.ones(2, dtype=torch.float16), ValueError),
+        (torch.ones(2, dtype=torch.complex64), NotImplementedError),
+        (torch.ones(1).expand(2), RuntimeError),
+    ],
+)
+def test_every_gradient_is_validated_before_the_first_is_written(place: Place, bad: Any, error: type) -> None:
+    optimizer = sgd([torch.full((2,), 8.0), torch.zeros(2, dtype=bad.dtype)], place.device)
+    optimizer.param_groups[0]["params"][1].grad = bad.to(place.device)
+    scaler = started(GradScaler, place.device, init_scale=SCALE, backend=place.backend)
+    with pytest.raises(error):
+        scaler.unscale_(optimizer)
+    assert grads(optimizer)[0] == 8.0
+    assert phase(scaler, optimizer) is Phase.READY
+
+
+def test_a_failed_unscale_leaves_the_flag_of_an_earlier_check() -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.full((3,), math.inf, dtype=torch.float16)])
+    scaler._check_inf_per_device(optimizer)
+    with pytest.raises(ValueError, match="FP16"):
+        scaler.unscale_(optimizer)
+    assert flags(scaler, optimizer) == [1.0]
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
+@pytest.mark.parametrize("fails", ["new_flag", "step_failed"])
+def test_a_check_that_cannot_begin_or_end_does_not_step(fails: str) -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0)])
+    with (
+        mock.patch.object(torch if fails == "step_failed" else check, "ones" if fails == "step_failed" else fails, oom),
+        mock.patch.object(passes, "unscale_batch_", side_effect=KeyError),
+        pytest.raises((MemoryError, KeyError)),
+    ):
+        scaler.unscale_(optimizer)
+    with suppress(AssertionError):  # FAILED without room for a flag
+        scaler.step(optimizer)
+    assert values(optimizer) == [-1.0 if fails == "new_flag" else 0.0]
+
+
+def oom(*args: Any, **kwargs: Any) -> Any:
+    raise MemoryError
+
+
+# Overrides of `_unscale_grads_`
+
+
+class Own(GradScaler):
+    """Returns what `returns` says, having unscaled, and notes what it was called with."""
+
+    returns: Any = None
+
+    def _unscale_grads_(self, *args: Any) -> Any:
+        self.given = args
+        flags = super()._unscale_grads_(*args)
+        return flags if self.returns is None else self.returns
+
+
+def test_an_override_gets_torchs_four_arguments_by_position() -> None:
+    scaler, optimizer = a_scaler(Own), sgd([torch.full((1,), 8.0)])
+    scaler.unscale_(optimizer)
+    _, inv_scale, found_inf, allow_fp16 = scaler.given
+    assert scaler.given[0] is optimizer
+    assert (inv_scale.item(), found_inf.item(), found_inf.shape, allow_fp16) == (0.25, 0.0, (), False)
+    assert grads(optimizer) == [2.0]
+
+
+def test_one_put_on_the_object_may_allow_fp16() -> None:
+    """As many do to a scaler of torch's."""
+    scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0, dtype=torch.float16)])
+    theirs = scaler._unscale_grads_
+    scaler._unscale_grads_ = lambda optimizer, inv_scale, found_inf, allow_fp16: theirs(
+        optimizer, inv_scale, found_inf, True
+    )
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+@pytest.mark.parametrize(("value", "found"), [(0.0, 0.0), (1.0, 1.0), (3.0, 1.0), (math.nan, 1.0)])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_flags_that_an_override_returns_count(value: float, found: float, shape: tuple[int, ...]) -> None:
+    scaler, optimizer = a_scaler(Own), sgd([torch.ones(1)])
+    scaler.returns = {CPU: torch.full(shape, value)}
+    scaler.unscale_(optimizer)
+    assert flags(scaler, optimizer) == [found]
+
+
+@pytest.mark.parametrize("calls_ours", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_an_override_that_raises_may_have_written_unless_ours_refused(dtype: torch.dtype, calls_ours: bool) -> None:
+    class Raises(GradScaler):
+        def _unscale_grads_(self, *args: Any) -> Any:
+            if calls_ours:
+                super()._unscale_grads_(*args)
+            raise KeyError
+
+    scaler, optimizer = a_scaler(Raises), sgd([torch.ones(1, dtype=dtype)])
+    with pytest.raises((KeyError, NotImplementedError)):
+        scaler.unscale_(optimizer)
+    assert phase(scaler, optimizer) is (Phase.READY if dtype.is_complex and calls_ours else Phase.FAILED)
+
+
+@pytest.mark.parametrize("name", ["unscale_", "_unscale_grads_", "_check_inf_per_device"])
+def test_a_method_is_replaced_on_the_class_or_on_the_object(name: str) -> None:
+    below = type("Below", (GradScaler,), {name: lambda self, *args: None})
+    on_object = GradScaler("cpu")
+    setattr(on_object, name, getattr(GradScaler("cpu"), name))  # another's, but ours
+    assert not check.is_replaced(on_object, name)
+    setattr(on_object, name, lambda *args: None)
+    assert check.is_replaced(on_object, name)
+    assert check.is_replaced(below("cpu"), name)
+    assert not check.is_replaced(ShardedGradScaler("cpu"), name)
+
+
+# Other ranks
+
+
+@pytest.mark.parametrize("how", ["unscale_", "_check_inf_per_device", "step"])
+@pytest.mark.parametrize("gradient", [1.0, math.nan])
+def test_a_check_is_one_reduction_of_flag_failure_and_scale(how: str, gradient: float, reductions: Any) -> None:
+    scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.tensor([gradient])])
+    getattr(scaler, how)(optimizer)
+    assert reductions == [[float(gradient != 1.0), 0.0, SCALE, -SCALE]]
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_error_is_told_to_the_others_and_an_interrupt_is_not(error: Any, reductions: Any) -> None:
+    scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.ones(1)])
+    with mock.patch.object(passes, "check", side_effect=error), pytest.raises(error):
+        scaler.unscale_(optimizer)
+    assert reductions == ([TOLD] if error is MemoryError else [])
+
+
+def test_the_others_are_told_even_if_this_rank_has_no_room_for_a_flag(reductions: Any) -> None:
+    scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.ones(1)])
+    with (
+        mock.patch.object(passes, "check", side_effect=KeyError),
+        mock.patch.object(torch, "ones", oom),
+        pytest.raises(MemoryError),
+    ):
+        scaler.unscale_(optimizer)
+    assert reductions == [TOLD]
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_process_group_that_is_none_is_refused_and_nothing_is_lost() -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0)])
+    scaler.process_group = "no group"
+    with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed\.ProcessGroup, got str"):
+        scaler.step(optimizer)
+    scaler.process_group = None
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_the_ranks_are_found_once_for_each_plan_and_process_group() -> None:
+    scaler, optimizer = a_scaler(process_group=dist.group.WORLD), sgd([torch.ones(1)])
+    with mock.patch.object(scaler._ours.membership, "find", wraps=scaler._ours.membership.find) as find:
+        for _ in range(3):
+            scaler.step(optimizer)
+            scaler.update()
+        assert find.call_count == 1
+        scaler.process_group = dist.new_group([0, 1])
+        scaler.step(optimizer)
+    assert find.call_count == 2
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_rank_without_gradients_follows_the_others() -> None:
+    scaler, optimizer = a_scaler(ShardedGradScaler), sgd([None])
+    with mock.patch.object(ranks.Ranks, "maximum_", lambda self, values: values[0].fill_(1.0)):
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
+def test_alone_it_raises_torchs_errors() -> None:
+    scaler, optimizer = a_scaler(), sgd([None])
+    with pytest.raises(AssertionError, match=r"^No inf checks were recorded for this optimizer\.$"):
+        scaler.step(optimizer)
+    with pytest.raises(AssertionError, match=r"^No inf checks were recorded prior to update\.$"):
+        scaler.update()
+
+
+# Where the flag is
+
+
+def test_the_flag_is_where_gradients_or_parameters_are_or_where_the_scale_is_if_nothing_is_anywhere() -> None:
+    scaler, together = a_scaler(), SimpleNamespace()
+    own = flag.Flag(torch.zeros(4))
+    zero = torch.zeros(())
+
+    def on(checked: Any, devices: list[torch.device], together: Any = None) -> set[torch.device]:
+        plan: Any = SimpleNamespace(devices=devices)
+        return set(check.flags_on(scaler, own, checked, plan, together))
+
+    assert on({CPU: zero}, [CPU, OTHER]) == on({OTHER: zero}, [CPU]) == {CPU, OTHER}
+    assert on({}, [OTHER]) == set()  # torch raises then
+    assert on({}, [OTHER], together) == {OTHER}
+    assert on({}, [], together) == {CPU}
+
+
+def test_a_flag_is_reused_from_step_to_step_unless_it_still_counts() -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.ones(1)])
+    scaler.unscale_(optimizer)
+    step = scaler._ours.steps.open(optimizer)
+    first = step.flag
+    scaler.step(optimizer)
+    assert check.new_flag(scaler, step) is not first
+    scaler.update()
+    assert check.new_flag(scaler, step) is first
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
+def test_a_copy_to_the_host_is_started_only_for_who_reads_it(how: str, fused: bool) -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.ones(1)], fused=fused)
+    with (
+        mock.patch.object(flag, "host_memory", return_value=None),  # as on a GPU
+        mock.patch.object(flag.Flag, "start_copy", autospec=True, side_effect=flag.Flag.start_copy) as started_copy,
+    ):
+        getattr(scaler, how)(optimizer, *([1.0] if how == "clip_grad_norm_" else []))
+    assert started_copy.call_count == (0 if fused else 1)
+
+
+# Before the first scale
+
+
+@pytest.mark.parametrize("name", ["unscale_", "step"])
+def test_without_a_scale_a_rank_tells_the_others_and_backs_off_with_them(name: str, reductions: Any) -> None:
+    scaler, optimizer = ShardedGradScaler("cpu", init_scale=SCALE), sgd([torch.ones(1)])
+    with pytest.raises(AssertionError, match=f"^Attempted {name} but _scale is None"):
+        getattr(scaler, name)(optimizer)
+    assert reductions == [TOLD]
+    scaler.step(optimizer)
+    scaler.update()
+    assert (values(optimizer), scaler.get_scale()) == ([0.0], SCALE / 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "home"),
+    [(["cpu", "cuda:1"], "cuda:1"), (["cuda:1", "cpu"], "cuda:1"), (["cpu"], "cuda"), ([], "cuda")],
+)
+def test_it_meets_the_others_where_their_scale_is(devices: list[str], home: str) -> None:
+    """Offloaded parameters lie elsewhere, and another backend may serve that place."""
+    scaler, met = ShardedGradScaler("cpu"), mock.Mock()
+    scaler._device = "cuda"
+    with FakeTensorMode():
+        params = [torch.ones(1, device=device) for device in devices]
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": params}])
+    with (
+        mock.patch.object(scaler, "_lazy_init_scale_growth_tracker") as made,
+        mock.patch.object(scaler._ours.membership, "find", return_value=object()),
+        pytest.raises(AssertionError),
+    ):
+        check.refuse_without_scale(scaler, "unscale_", [optimizer], lambda *args: met())
+    made.assert_called_once_with(torch.device(home))
+    assert met.called

@@ -1,0 +1,582 @@
+"""`clip_grad_norm_`: torch's unscale_ and clipping with one pass less, for several optimizers or some parameters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Place, assert_same, flags, grads, parameters, places, sgd, started, values
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from scaler_triton import GradScaler, ShardedGradScaler, ranks
+from scaler_triton.step import FAILED, READY, UNSCALED
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+# Whether one pass clips, or several: with another norm, or for some parameters only.
+WAYS = pytest.mark.parametrize("way", ["at once", "norm", "parameters"])
+SCALE = 8.0
+CPU = Place("cpu", "torch")
+
+
+def scaler_on(place: Place = CPU, **options: Any) -> Any:
+    return started(GradScaler, place.device, **{"init_scale": SCALE, "backend": place.backend, **options})
+
+
+def held(*optimizers: Any) -> list[Any]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def options_of(way: str, *optimizers: Any) -> dict[str, Any]:
+    return {"norm": {"norm_type": 1.0}, "parameters": {"parameters": held(*optimizers)}}.get(way, {})
+
+
+def some_gradients(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(shape, generator=generator) * 3).to(dtype) for shape in ((7,), (), (3, 5), (0,), (130,))]
+
+
+def phases(scaler: Any, *optimizers: Any) -> list[Any]:
+    return [scaler._ours.steps.open(optimizer).phase for optimizer in optimizers]
+
+
+# The norm and the gradients
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, 0.0])
+def test_norm_and_gradients_are_torchs(place: Place, dtype: torch.dtype, max_norm: float) -> None:
+    start = some_gradients(dtype)
+    optimizer, scaler = sgd(start, place.device), scaler_on(place)
+    norm = scaler.clip_grad_norm_(optimizer, max_norm)
+    assert (norm.dtype, norm.shape, norm.device.type) == (torch.float32, (), place.device)
+    true = math.sqrt(sum((gradient.double() / SCALE).square().sum().item() for gradient in start))
+    assert norm.item() == pytest.approx(true, rel=1e-6)
+    coefficient = (max_norm / (norm.cpu() + 1e-6)).clamp(max=1.0)
+    torch._amp_foreach_non_finite_check_and_unscale_(start, torch.zeros(()), torch.tensor(1 / SCALE))
+    torch._foreach_mul_(start, coefficient.double() if dtype is torch.float64 else coefficient)
+    for parameter, want in zip(held(optimizer), start, strict=True):
+        assert_same(parameter.grad, want)
+    assert phases(scaler, optimizer) == [UNSCALED]
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.was_skipped(optimizer)
+
+
+@PLACES
+@pytest.mark.parametrize("norm_type", [math.inf, 1.0, 3.0, "inf", 3])
+def test_other_norms_are_torchs(place: Place, norm_type: Any) -> None:
+    start = [gradient for gradient in some_gradients() if gradient.numel()]  # torch has no inf-norm of nothing
+    optimizer, expected = sgd(start, place.device), parameters([grad / SCALE for grad in start], place.device)
+    norm = scaler_on(place).clip_grad_norm_(optimizer, 0.5, norm_type)
+    torchs = nn.utils.clip_grad_norm_(expected, 0.5, float(norm_type))
+    assert norm.item() == pytest.approx(torchs.item(), rel=1e-5)
+    for mine, theirs in zip(held(optimizer), expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=0.0)
+
+
+@PLACES
+@WAYS
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_overflow_is_unscaled_not_clipped_and_skips(place: Place, way: str, value: float, raises: bool) -> None:
+    optimizer = sgd([torch.full((3,), 16.0), torch.tensor([value, 8.0])], place.device, fused=way == "at once")
+    scaler, options = scaler_on(place), options_of(way, optimizer)
+    if raises:
+        with pytest.raises(RuntimeError) as ours:
+            scaler.clip_grad_norm_(optimizer, 0.1, error_if_nonfinite=True, **options)
+        with pytest.raises(RuntimeError) as torchs:
+            nn.utils.clip_grad_norm_(held(optimizer), 0.1, options.get("norm_type", 2.0), error_if_nonfinite=True)
+        assert str(ours.value) == str(torchs.value)
+    else:
+        norm = scaler.clip_grad_norm_(optimizer, 0.1, **options)
+        assert math.isnan(norm.item()) if math.isnan(value) else norm.item() == math.inf
+    assert (flags(scaler, optimizer), grads(optimizer)[0]) == ([1.0], 2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (values(optimizer), scaler.get_scale()) == ([0.0, 0.0], SCALE / 2)
+
+
+@PLACES
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+@pytest.mark.usefixtures("two_ranks")
+def test_a_norm_that_overflows_alone_is_refused_without_a_flag(place: Place, norm_type: float, cls: Any) -> None:
+    """Nothing is clipped, and the step may be taken."""
+    optimizer = sgd([torch.full((100,), 1e38)], place.device)
+    scaler = started(cls, place.device, init_scale=1.0, backend=place.backend)
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        scaler.clip_grad_norm_(optimizer, 1.0, norm_type, error_if_nonfinite=True)
+    assert torch.equal(held(optimizer)[0].grad.cpu(), torch.full((100,), 1e38))
+    assert (flags(scaler, optimizer), phases(scaler, optimizer)) == ([0.0], [UNSCALED])
+
+
+@PLACES
+@WAYS
+def test_without_gradients_the_norm_is_0(place: Place, way: str) -> None:
+    optimizer, scaler = sgd([None, None], place.device), scaler_on(place)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, **options_of(way, optimizer)).item() == 0.0
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+
+
+@PLACES
+@WAYS
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sparse_duplicates_are_summed_first_those_of_fp16_in_fp32(place: Place, way: str, dtype: torch.dtype) -> None:
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        given = torch.tensor([6e4, 6e4, -6e4, 8.0], dtype=dtype)
+        gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1, 1, 0]]), given, (3,))
+    optimizer = sgd([gradient], place.device)
+    scaler = started(ShardedGradScaler, place.device, init_scale=SCALE, backend=place.backend)
+    norm = scaler.clip_grad_norm_(optimizer, 1e6, **options_of(way, optimizer))
+    halved = 7501 / 2 if way == "norm" else 7500 / math.sqrt(2)  # on two ranks it counts half
+    assert norm.item() == pytest.approx(halved, rel=1e-6)
+    assert held(optimizer)[0].grad.to_dense().tolist() == [1.0, 7500.0, 0.0]
+    assert flags(scaler, optimizer) == [0.0]
+
+
+def test_a_norm_does_not_depend_on_where_gradients_lie() -> None:
+    """Ranks that hold copies, as under DDP, would drift apart."""
+    for dtype, numel in itertools.product([torch.float32, torch.bfloat16], [7, 57, 1000]):
+        given, norms = torch.randn(12, numel, generator=torch.Generator().manual_seed(0)).to(dtype), set()
+        for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+            memory, optimizer = torch.zeros(3, 4, numel, dtype=dtype), sgd(list(given))
+            for index, parameter in enumerate(held(optimizer)):
+                parameter.grad = memory[order[index // 4], index % 4].copy_(given[index])
+            norms.add(scaler_on(init_scale=1.0).clip_grad_norm_(optimizer, 1.0).item())
+        assert len(norms) == 1
+
+
+# Several optimizers, some parameters
+
+
+@PLACES
+@WAYS
+def test_several_optimizers_share_one_norm(place: Place, way: str) -> None:
+    first, second = sgd([torch.full((3,), 24.0)], place.device), sgd([torch.full((1,), 32.0)], place.device, fused=True)
+    scaler = scaler_on(place)
+    norm = scaler.clip_grad_norm_([first, second], 1.0, **options_of(way, first, second))
+    assert norm.item() == pytest.approx(3 * 3 + 4 if way == "norm" else math.sqrt(3 * 9 + 16))
+    for optimizer, value in ((first, 3.0), (second, 4.0)):
+        assert grads(optimizer) == pytest.approx([value / norm.item()], rel=1e-5)
+        scaler.step(optimizer)
+        assert values(optimizer) == pytest.approx([-0.5 * value / norm.item()], rel=1e-5)
+
+
+@PLACES
+@WAYS
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_is_clipped_together_is_skipped_together(place: Place, way: str, reverse: bool) -> None:
+    """The norm says nothing then, so the others could only step unclipped."""
+    optimizers = [sgd([torch.full((3,), 24.0)], place.device), sgd([torch.tensor([math.nan])], place.device)]
+    optimizers = optimizers[::-1] if reverse else optimizers
+    scaler = scaler_on(place)
+    scaler.clip_grad_norm_(optimizers, 1.0, **options_of(way, *optimizers))
+    for optimizer in optimizers:
+        assert flags(scaler, optimizer) == [1.0]
+        assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [1.0]
+        scaler.step(optimizer)
+        assert (scaler.was_skipped(optimizer), values(optimizer)) == (True, [0.0])
+    scaler.update(SCALE)
+    for parameter in held(*optimizers):
+        parameter.grad = torch.ones_like(parameter)
+    scaler.clip_grad_norm_(optimizers, 1.0, **options_of(way, *optimizers))
+    assert [flags(scaler, optimizer) for optimizer in optimizers] == [[0.0], [0.0]]
+
+
+@PLACES
+def test_module_by_module(place: Place) -> None:
+    """As DINO does: everything is unscaled and checked once, each module clipped by its own norm."""
+    optimizer = sgd([torch.full((4,), 16.0), torch.full((4,), 160.0), torch.tensor([8.0])], place.device)
+    head, body, rest = held(optimizer)
+    scaler = scaler_on(place)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, parameters=[head]).item() == pytest.approx(4.0)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, parameters=body).item() == pytest.approx(40.0)
+    assert head.grad.tolist() == pytest.approx([0.5] * 4, rel=1e-5)
+    assert body.grad.tolist() == pytest.approx([0.5] * 4, rel=1e-5)
+    assert rest.grad.item() == 1.0
+    scaler.step(optimizer)
+    assert not scaler.was_skipped(optimizer)
+
+
+@PLACES
+def test_a_bad_gradient_outside_the_chosen_ones_skips_the_step(place: Place) -> None:
+    optimizer, scaler = sgd([torch.full((4,), 16.0), torch.tensor([math.inf])], place.device), scaler_on(place)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, parameters=held(optimizer)[:1])
+    assert (norm.item(), grads(optimizer)[0]) == (pytest.approx(4.0), 2.0)  # nothing is clipped
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("how", ["set", "cleared", "replaced"])
+def test_flags_that_others_wrote_are_shared_and_stay_each_optimizers_own(how: str) -> None:
+    optimizers = [sgd([torch.ones(3)]), sgd([torch.full((5,), 1.0 if how == "set" else math.inf)])]
+    scaler, cpu = scaler_on(), torch.device("cpu")
+    scaler.unscale_(optimizers[0])
+    own = torch.full((), float(how == "set"))
+    if how == "replaced":
+        scaler._per_optimizer_states[id(optimizers[0])]["found_inf_per_device"] = {cpu: own}
+    else:
+        scaler._found_inf_per_device(optimizers[0])[cpu].copy_(own)
+    scaler.clip_grad_norm_(optimizers, 1.0, parameters=[])
+    assert [flags(scaler, optimizer) for optimizer in optimizers] == [[1.0], [1.0]]
+    assert own.item() == float(how == "set")
+    scaler._found_inf_per_device(optimizers[0])[cpu].fill_(0.0)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [False, True]
+
+
+# Order, arguments
+
+
+def test_the_order_of_calls_is_unscale_s() -> None:
+    optimizer, scaler = sgd([torch.full((3,), 24.0)]), scaler_on()
+    with pytest.raises(AssertionError, match="Attempted clip_grad_norm_ but _scale is None"):
+        GradScaler("cpu").clip_grad_norm_(optimizer, 1.0)
+    scaler.unscale_(optimizer)
+    again = (
+        r"^unscale_\(\) has already been called .* clip_grad_norm_ already unscales: call only one of them per step\."
+    )
+    for options in ({}, {"norm_type": 1.0}):
+        with pytest.raises(RuntimeError, match=again):
+            scaler.clip_grad_norm_(optimizer, 1.0, **options)
+    assert scaler.clip_grad_norm_(optimizer, 1e3, parameters=held(optimizer)).item() > 5
+    scaler.step(optimizer)
+    for options in ({}, {"parameters": held(optimizer)}):
+        with pytest.raises(RuntimeError, match=r"^unscale_\(\) is being called after step\(\)\.$"):
+            scaler.clip_grad_norm_(optimizer, 1.0, **options)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"max_norm": -1.0}, ValueError, "^max_norm must be a number >= 0, got -1.0$"),
+        ({"max_norm": math.nan}, ValueError, "^max_norm must be a number >= 0, got nan$"),
+        ({"max_norm": 10**400}, OverflowError, "int too large to convert to float"),
+        ({"max_norm": "1"}, TypeError, "^max_norm must be a number, got '1'$"),
+        ({"max_norm": None}, TypeError, "^max_norm must be a number, got None$"),
+        ({"max_norm": torch.ones(2)}, TypeError, r"^max_norm must be a number, got tensor\(\[1., 1.\]\)$"),
+        ({"norm_type": 0.0}, ValueError, "^norm_type must be > 0, got 0.0"),
+        ({"norm_type": "two"}, TypeError, "^norm_type must be a number, got 'two'$"),
+        ({"norm_type": nn.Sequential(nn.ReLU())}, TypeError, r"must be a number, got Sequential\( \(0\): ReLU\(\) \)$"),
+        ({"model": "net"}, TypeError, "^model must be a module, got str$"),
+        ({"parameters": [("weight", torch.ones(3))]}, TypeError, "^parameters must be tensors, got tuple$"),
+        ({"parameters": 2.0}, TypeError, "^parameters must be tensors, got float$"),
+        ({"parameters": nn.ReLU()}, TypeError, r"parameters must be tensors, such as those of ReLU.parameters\(\)$"),
+        ({"optimizers": []}, ValueError, "^optimizers must be one or more, none of them twice, got 0$"),
+        ({"optimizers": None}, TypeError, "^optimizers must be an optimizer or several of them, got NoneType$"),
+        ({"optimizers": nn.ReLU()}, TypeError, "^optimizers must be an optimizer or several of them, got ReLU$"),
+        ({"optimizers": [torch.ones(3)]}, TypeError, "got Tensor; to clip some parameters only, pass parameters=$"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_changes(
+    wrong: dict[str, Any], error: type[Exception], text: str, enabled: bool
+) -> None:
+    optimizer, scaler = sgd([torch.full((3,), 24.0)]), scaler_on(enabled=enabled)
+    with pytest.raises(error, match=text):
+        scaler.clip_grad_norm_(**{"optimizers": optimizer, "max_norm": 1.0, **wrong})
+    assert (grads(optimizer), dict(scaler._ours.steps)) == ([24.0], {})
+
+
+def test_an_optimizer_is_clipped_once() -> None:
+    optimizer = sgd([torch.full((3,), 24.0)])
+    wrapper = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
+    for twice in ([optimizer, optimizer], [optimizer, wrapper]):
+        with pytest.raises(ValueError, match="^optimizers must be one or more, none of them twice, got 2$"):
+            scaler_on().clip_grad_norm_(twice, 1.0)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(1.0), torch.ones(1, requires_grad=True), Fraction(1), 1, True])
+def test_a_bound_may_be_any_number(number: Any) -> None:
+    optimizer = sgd([torch.full((4,), 16.0)])
+    assert scaler_on().clip_grad_norm_(optimizer, number).item() == 4.0
+    assert grads(optimizer) == pytest.approx([0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        (
+            [torch.ones(1, requires_grad=True)],
+            "No optimizer holds any of `parameters`, no gradient clipping will occur",
+        ),
+        ((each for each in ()), "`parameters` is an empty generator, no gradient clipping will occur"),
+        ([], None),
+        ([torch.ones(1)], None),  # a frozen one
+    ],
+)
+def test_parameters_that_clip_nothing_are_warned_of(parameters: Any, text: str | None) -> None:
+    scaler, optimizer = scaler_on(), sgd([torch.ones(1)])
+    if text is None:  # a warning would fail the test
+        assert scaler.clip_grad_norm_(optimizer, 1.0, parameters=parameters).item() == 0.0
+        return
+    with pytest.warns(UserWarning, match=text) as warned:
+        assert scaler.clip_grad_norm_(optimizer, 1.0, parameters=parameters).item() == 0.0
+    assert warned[0].filename == __file__
+
+
+# A disabled scaler
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"norm_type": math.inf}, {"chosen": 1}])
+def test_a_disabled_scaler_clips_as_torch(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    ours, theirs = (sgd([torch.ones(3, dtype=dtype), torch.full((4,), 2.0, dtype=dtype)]) for _ in range(2))
+    chosen = {"parameters": held(ours)[1]} if options else {}
+    options = {} if "chosen" in options else options
+    norm = GradScaler("cpu", enabled=False).clip_grad_norm_(ours, 1.0, **options, **chosen)
+    clipped = held(theirs)[1:] if chosen else held(theirs)
+    assert_same(norm, nn.utils.clip_grad_norm_(clipped, 1.0, **options))
+    for mine, other in zip(held(ours), held(theirs), strict=True):
+        assert_same(mine.grad, other.grad)
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("value", [3.0, math.inf])
+def test_a_disabled_scalers_norm_is_that_of_all_ranks(norm_type: float, value: float) -> None:
+    """Of two, one of which is not there, plain gradients count half."""
+    optimizer = sgd([torch.full((2,), value)])
+    scaler = ShardedGradScaler("cpu", enabled=False)
+    if value == math.inf:
+        with pytest.raises(RuntimeError, match=f"The total norm of order {norm_type} .* is non-finite"):
+            scaler.clip_grad_norm_(optimizer, 1.0, norm_type, error_if_nonfinite=True)
+        assert grads(optimizer) == [math.inf]
+        return
+    assert scaler.clip_grad_norm_(optimizer, 1.0, norm_type).item() == pytest.approx(value)
+    assert grads(optimizer) == pytest.approx([1.0], rel=1e-5)
+
+
+# Failures
+
+
+def unscalable() -> Any:
+    """Return SGD with a gradient that is refused when it is looked at."""
+    optimizer = sgd([torch.ones(2)])
+    held(optimizer)[0].grad = torch.ones(1).expand(2)
+    return optimizer
+
+
+@WAYS
+def test_after_a_bad_gradient_nothing_is_written_or_remembered(way: str) -> None:
+    optimizers = bad, good = sgd([torch.ones(2)]), sgd([torch.full((3,), 24.0)])
+    scaler = scaler_on()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    held(bad)[0].grad = torch.ones(1).expand(2)
+    held(good)[0].grad = torch.full((3,), 24.0)
+    for order in (optimizers, optimizers[::-1] if way == "at once" else optimizers):
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            scaler.clip_grad_norm_(order, 1.0, **options_of(way, *optimizers))
+        assert (phases(scaler, *optimizers), grads(good)) == ([READY, READY], [24.0])
+    with pytest.raises(ValueError, match="was not stepped yet, or was unscaled again"):
+        scaler.was_skipped(bad)
+    held(bad)[0].grad = torch.full((2,), 8.0)
+    scaler.clip_grad_norm_(optimizers, 1e3, **options_of(way, *optimizers))
+    assert (grads(bad), grads(good)) == ([1.0], [3.0])
+
+
+def test_what_was_found_before_outlives_a_clip_that_fails() -> None:
+    checked, scaler = sgd([torch.tensor([math.inf])]), scaler_on()
+    scaler._check_inf_per_device(checked)
+    held(checked)[0].grad.fill_(1.0)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        scaler.clip_grad_norm_([checked, unscalable()], 1.0)
+    assert flags(scaler, checked) == [1.0]
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        ("at once", "passes.clip_batch_"),
+        ("norm", "clip._norm_of_terms"),
+        ("norm", "clip._multiply_"),
+        ("parameters", "clip._multiply_"),
+    ],
+)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_a_write_that_failed_the_steps_are_skipped(way: str, where: str, error: type[BaseException]) -> None:
+    optimizers, scaler = [sgd([torch.ones(3)]), sgd([torch.ones(5)])], scaler_on()
+    broken = mock.patch(f"scaler_triton.{where}", side_effect=error("no memory"))
+    with broken, pytest.raises(error, match="^no memory$"):
+        scaler.clip_grad_norm_(optimizers, 1.0, **options_of(way, *optimizers))
+    assert phases(scaler, *optimizers) == [FAILED, FAILED]
+    for optimizer in optimizers:
+        assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+        with pytest.raises(RuntimeError, match=r"^unscale_\(\) has already been called"):
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        assert scaler.was_skipped(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
+# Ranks, of which the others are not there
+
+
+@pytest.fixture
+def reduced(two_ranks: None, monkeypatch: Any) -> list[Any]:
+    """What the reductions of this rank carry, in order."""
+    seen: list[Any] = []
+
+    def noted(values: Tensor, op: Any, group: Any) -> None:
+        seen.append([op == dist.ReduceOp.SUM, *values.tolist()])
+
+    monkeypatch.setattr(ranks, "_all_reduce_", noted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("way", "want"),
+    [
+        # squares / 2, flag, failures, scale, 1 / scale
+        ("at once", [[True, 9.0, 0.0, 0.0, 8.0, 0.125]]),
+        ("norm", [[False, 0.0, 0.0, 8.0, -8.0], [True, 3.0, 0.0]]),
+        ("parameters", [[False, 0.0, 0.0, 8.0, -8.0], [True, 9.0, 0.0]]),
+    ],
+)
+def test_one_reduction_is_the_norms_each_gradient_counted_once(way: str, want: Any, reduced: list[Any]) -> None:
+    optimizer = sgd([torch.full((2,), 24.0)])
+    scaler = started(ShardedGradScaler, "cpu", init_scale=SCALE)
+    scaler.clip_grad_norm_(optimizer, 1.0, **options_of(way, optimizer))
+    assert reduced == [pytest.approx(each) for each in want]
+
+
+@WAYS
+@pytest.mark.parametrize("fault", ["gradient", "parameter", "no scale"])
+def test_a_rank_that_fails_joins_the_reductions_of_the_others_first(way: str, fault: str, reduced: list[Any]) -> None:
+    """With the flag set, and a norm that is NaN: all ranks skip the steps of both optimizers."""
+    good, bad = sgd([torch.full((3,), 24.0)]), sgd([torch.ones(2)]) if fault != "gradient" else unscalable()
+    options = options_of(way, good, bad)
+    scaler = ShardedGradScaler("cpu", init_scale=SCALE)
+    if fault != "no scale":
+        scaler.scale(torch.ones(()))
+    if fault == "parameter":
+        bad.param_groups[0]["params"].append(3)
+    with pytest.raises((RuntimeError, AssertionError)):
+        scaler.clip_grad_norm_([good, bad], 1.0, **options)
+    sums = [each for each in reduced if each[0]]
+    assert len(reduced) == (1 if way == "at once" else 3)
+    assert [math.isnan(each[1]) for each in sums] == [True]
+    assert all(math.inf not in each and 1.0 in each for each in reduced if each[0])
+    assert scaler._scale is not None
+    assert phases(scaler, good, bad)[1] is FAILED
+    assert flags(scaler, good) == flags(scaler, bad) == [1.0]
+
+
+@pytest.mark.parametrize("way", ["at once", "norm"])
+@pytest.mark.parametrize(
+    ("model", "text"), [(None, "^model is needed: parameter 1"), (nn.ReLU(), "^model must be .* ReLU")]
+)
+def test_without_fsdp1s_module_the_norm_is_refused(way: str, model: Any, text: str, reduced: list[Any]) -> None:
+    optimizer = sgd([torch.ones(2), torch.ones(2)])
+    held(optimizer)[1]._fsdp_flattened = True
+    scaler = started(ShardedGradScaler, "cpu")
+    with pytest.raises(ValueError, match=text):
+        scaler.clip_grad_norm_(optimizer, 1.0, model=model, **options_of(way))
+    assert (phases(scaler, optimizer), reduced) == ([READY], [])
+
+
+@WAYS
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_gradient_may_be_sharded_in_another_way_than_its_parameter(
+    way: str, copied: bool, reduced: list[Any]
+) -> None:
+    """A copy of four elements on each of two ranks counts as much as a shard of two on each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def on_two(local: Tensor, placement: Any) -> Any:
+        return DTensor.from_local(local, mesh, [placement], run_check=False)
+
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(on_two(torch.ones(2), Shard(0)))
+    parameter.grad = on_two(torch.full((4 if copied else 2,), SCALE), Replicate() if copied else Shard(0))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler_on().clip_grad_norm_(optimizer, 1e6, **options_of(way, optimizer))
+    assert reduced[-1][1] == pytest.approx(2.0)
+
+
+# Launches
+
+LOOKS = {f"aten::{name}" for name in ("empty", "select", "slice", "view", "unsqueeze", "detach", "expand")}
+
+
+class Launches(TorchDispatchMode):
+    """Notes what is launched: kernels of ours by their names, and ops of torch that are more than a look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        self.seen += [] if name in LOOKS else [name]
+        return func(*args, **(kwargs or {}))
+
+    def of(self, call: Callable[[], Any]) -> list[str]:
+        """Return what a call launches."""
+        from scaler_triton.kernels.launch import Launch
+
+        def noting(launch: Any, *args: Any) -> None:
+            self.seen.append(launch._kernel.fn.__name__)
+            with _disable_current_modes():  # the interpreter is no launch
+                start(launch, *args)
+
+        start = Launch.__call__
+        with mock.patch.object(Launch, "__call__", noting), self:
+            call()
+        return self.seen
+
+
+READ, WRITE = ["_sum_squares_kernel", "_finish_kernel"], ["_clip_kernel"]
+ADD, JOIN = ["aten::stack", "aten::sum"], ["aten::ne"] * 2  # two flags become one
+# Where no kernel adds the scales on its way, an op does.
+ALONE = [
+    ([[torch.float32]], [*READ, *WRITE]),
+    ([[torch.float32, torch.bfloat16]], [*READ, *READ, *ADD, *WRITE, *WRITE]),
+    ([[torch.float32], [torch.float32]], [*READ, *READ, *ADD, *JOIN, *WRITE, *WRITE]),
+]
+TOGETHER = [
+    ([[torch.float32]], [*READ, "c10d::allreduce_", *WRITE]),
+    ([[torch.float32, torch.bfloat16]], [*READ, *READ, *ADD, "aten::pow", "c10d::allreduce_", *WRITE, *WRITE]),
+    ([[torch.float32], [torch.float32]], [*READ, *READ, *ADD, "aten::pow", "c10d::allreduce_", *WRITE, *WRITE]),
+]
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "dtypes", "want"),
+    [*((GradScaler, *case) for case in ALONE), *((ShardedGradScaler, *case) for case in TOGETHER)],
+)
+def test_between_the_pass_that_reads_and_the_one_that_writes_only_ranks_add_up(
+    place: Place, cls: Any, dtypes: list[list[torch.dtype]], want: list[str]
+) -> None:
+    optimizers = [sgd([torch.ones(5, dtype=dtype) for dtype in each], place.device, fused=True) for each in dtypes]
+    scaler = started(cls, place.device, init_scale=8.0, backend=place.backend)
+    for last in (False, False, True):  # the third is steady
+        for parameter in held(*optimizers):
+            parameter.grad.fill_(1.0)  # where it is: on a GPU a new address is copied to the device
+        launched = Launches().of(lambda: scaler.clip_grad_norm_(optimizers, 0.5))
+        assert not last or launched == want
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()

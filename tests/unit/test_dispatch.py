@@ -1,0 +1,292 @@
+"""Which backend serves which device; what happens where Triton does not work; captures, waits and compilers."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import Place, assert_same, grads, places, sgd, started
+
+from scaler_triton import GradScaler, dispatch, ops
+from scaler_triton.grad_scaler import GradScaler as Traced
+
+pytestmark = pytest.mark.usefixtures("undecided")
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+CPU, GPU, FP32 = torch.device("cpu"), torch.device("cuda", 0), torch.float32
+
+
+def broken(cause: Exception, only: torch.dtype | None = None) -> Callable[..., None]:
+    """Return a trial that fails, perhaps for one dtype only."""
+
+    def trial(device: torch.device, dtype: torch.dtype) -> None:
+        if only in (None, dtype):
+            raise cause
+
+    return trial
+
+
+def works(device: torch.device, dtype: torch.dtype) -> None:
+    """A trial that succeeds."""
+
+
+@pytest.fixture
+def strict() -> Any:
+    """A warning is an error, also where pytest would collect it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# The choice
+
+
+@pytest.mark.parametrize(
+    ("device", "requested", "reason"),
+    [
+        (CPU, "auto", "Triton is chosen for CUDA only"),
+        (CPU, "torch", "asked for"),
+        (torch.device("xpu", 0), "auto", "Triton is chosen for CUDA only"),
+        (GPU, "torch", "asked for"),
+    ],
+)
+def test_torchs_ops_serve_what_is_no_cuda_device_or_asks_for_them(
+    device: torch.device, requested: str, reason: str
+) -> None:
+    assert dispatch.choose(device, FP32, requested) == "torch"
+    assert dispatch.choose(device, FP32, requested, clips=True) == "torch"
+    assert dispatch.reason_for(device, FP32, requested) == reason
+
+
+@PLACES
+def test_what_is_asked_for_is_tried_once_and_one_line_says_how_it_went(place: Place, caplog: Any) -> None:
+    device = torch.zeros(0, device=place.device).device
+    with caplog.at_level(logging.DEBUG, "scaler_triton"):
+        assert [dispatch.choose(device, FP32, place.backend) for _ in range(3)] == [place.backend] * 3
+        if place.backend == "torch":  # no other line for clipping
+            assert dispatch.choose(device, FP32, "torch", clips=True) == "torch"
+    reason = "triton, and a trial run was right" if place.backend == "triton" else "asked for"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"float32 on {device} is served by {place.backend}: {reason}"
+    ]
+
+
+@PLACES
+def test_clipping_is_tried_when_it_is_first_wanted(place: Place, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "_try_clipping", broken(RuntimeError("ptxas fatal")))
+    device = torch.zeros(0, device=place.device).device
+    assert dispatch.choose(device, FP32, place.backend) == place.backend
+    if place.backend == "torch":
+        assert dispatch.choose(device, FP32, "torch", clips=True) == "torch"
+    else:
+        with pytest.raises(RuntimeError, match=r"does not work for clipping float32 on .*: RuntimeError: ptxas fatal;"):
+            dispatch.choose(device, FP32, "triton", clips=True)
+
+
+@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+@pytest.mark.parametrize("name", ["launch_unscale", "launch_clip"])
+def test_kernels_that_give_wrong_numbers_are_found_out(place: Place, name: str) -> None:
+    device, module = torch.zeros(0, device=place.device).device, name.removeprefix("launch_")
+    with (
+        mock.patch.object(getattr(dispatch.kernels(), module), name),
+        pytest.raises(RuntimeError, match=r"the Triton kernels run on .* but "),
+    ):
+        dispatch.choose(device, FP32, "triton", clips=True)
+
+
+def test_only_a_plain_scale_in_fp32_is_for_the_kernel() -> None:
+    scales = [torch.ones(()), torch.ones(()).double(), torch.nn.Parameter(torch.ones(()))]
+    with mock.patch.object(dispatch, "choose", return_value="triton"):
+        assert [dispatch.choose_for_scale(scale, "triton") for scale in scales] == ["triton", "torch", "torch"]
+
+
+# Where Triton does not work
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_auto_falls_back_with_one_warning_that_carries_the_cause(clips: bool, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(dispatch, "_try_unscaling", works if clips else broken(RuntimeError("no C compiler")))
+    monkeypatch.setattr(dispatch, "_try_clipping", broken(RuntimeError("no C compiler")))
+    place = "clipping float32 on cuda:0" if clips else "float32 on cuda:0"
+    text = f"Triton does not work for {place}, so torch's own ops are used there (RuntimeError: no C compiler)"
+    with pytest.warns(RuntimeWarning) as warned, caplog.at_level(logging.DEBUG, "scaler_triton"):
+        assert dispatch.choose(GPU, FP32, "auto", clips=clips) == "torch"
+    assert [(str(each.message), each.filename) for each in warned] == [(text, __file__)]
+    assert caplog.records[-1].getMessage() == f"{place} is served by torch: RuntimeError: no C compiler"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dtype in (FP32, torch.float16):
+            assert dispatch.choose(GPU, dtype, "auto", clips=clips) == "torch"
+            assert dispatch.choose(GPU, dtype, "auto") == ("triton" if clips else "torch")
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize("requested", ["auto", "triton"])
+def test_a_trial_that_ran_out_of_memory_decides_nothing(requested: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "_try_unscaling", broken(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        dispatch.choose(GPU, FP32, requested)
+    monkeypatch.setattr(dispatch, "_try_unscaling", works)
+    assert dispatch.choose(GPU, FP32, requested) == "triton"
+
+
+def by_scaler(optimizer: torch.optim.Optimizer) -> None:
+    started(GradScaler, "cpu", backend="triton").unscale_(optimizer)
+
+
+def by_clip(optimizer: torch.optim.Optimizer) -> None:
+    started(GradScaler, "cpu", backend="triton").clip_grad_norm_(optimizer, 1.0)
+
+
+def by_op(optimizer: torch.optim.Optimizer) -> None:
+    gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+    ops.unscale_(gradients, torch.tensor(0.5), torch.zeros(()), backend="triton")
+
+
+@pytest.mark.parametrize("unscale", [by_scaler, by_clip, by_op])
+def test_triton_asked_for_raises_with_the_remedy_before_any_gradient_is_written(unscale: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "_try_unscaling", broken(OSError("read-only"), only=torch.float64))
+    monkeypatch.setattr(dispatch, "_try_clipping", works)
+    optimizer = sgd([torch.tensor([4.0]), torch.tensor([4.0], dtype=torch.float64)])
+    remedy = "backend='auto' or SCALER_TRITON_BACKEND=auto takes torch's ops there"
+    for _ in range(2):  # it is tried again
+        with pytest.raises(RuntimeError) as error:
+            unscale(optimizer)
+        assert str(error.value) == f"backend='triton' does not work for float64 on cpu: OSError: read-only; {remedy}"
+        assert isinstance(error.value.__cause__, OSError)
+    assert grads(optimizer) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("place", [place for place in places() if place == Place("cpu", "triton")], ids=str)
+def test_where_only_clipping_fails_it_is_torchs_to_the_bit(place: Place, monkeypatch: Any) -> None:
+    start = [torch.tensor([3.0, 40.0, -0.7]), torch.tensor([1.0, 0.3], dtype=torch.bfloat16)]
+    clipped = []
+    for backend in ("triton", "torch"):
+        optimizer, scaler = sgd(start), started(GradScaler, "cpu", backend=backend)
+        if backend == "triton":  # chosen already, as by auto on a GPU
+            for dtype in (FP32, torch.bfloat16):
+                dispatch._chosen[CPU, dtype, "triton", True] = ("torch", "ptxas fatal")
+        clipped.append([scaler.clip_grad_norm_(optimizer, 1e-3)])
+        clipped[-1] += [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+    for mine, theirs in zip(*clipped, strict=True):
+        assert_same(mine, theirs)
+
+
+def test_without_the_interpreter_the_kernels_refuse_the_cpu(monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch.kernels().launch, "INTERPRETED", False)
+    with pytest.raises(RuntimeError, match="without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got cpu"):
+        dispatch.choose(CPU, FP32, "triton")
+
+
+def test_without_triton_auto_takes_torchs_ops(monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "kernels", mock.Mock(side_effect=ModuleNotFoundError("No module named 'triton'")))
+    with pytest.warns(RuntimeWarning, match="used there .ModuleNotFoundError: No module named 'triton'"):
+        assert dispatch.choose(GPU, FP32, "auto") == "torch"
+
+
+# What is asked for
+
+
+def test_the_argument_beats_the_environment_which_beats_auto(monkeypatch: Any) -> None:
+    assert (dispatch.check_backend(None), dispatch.usual_backend()) == ("auto", "auto")
+    monkeypatch.setenv(dispatch.ENV_VARIABLE, "torch")
+    assert (dispatch.check_backend(None), dispatch.usual_backend()) == ("torch", "torch")
+    assert dispatch.check_backend("triton") == "triton"
+    monkeypatch.setenv(dispatch.ENV_VARIABLE, "cuda")
+    assert dispatch.usual_backend() == "auto"
+    for backend, text in ((None, "SCALER_TRITON_BACKEND .* got 'cuda'"), ("numpy", "backend .* got 'numpy'")):
+        name, _, got = text.partition(" .* ")
+        with pytest.raises(ValueError, match=rf"^{name} must be one of auto, triton, torch, {got}$"):
+            GradScaler("cpu", backend=backend)
+
+
+# Captures and waits
+
+
+def capturing(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_what_is_done_once_cannot_be_captured(monkeypatch: Any) -> None:
+    dispatch.refuse_capture(GPU, "it")
+    capturing(monkeypatch)
+    dispatch.refuse_capture(CPU, "it")
+    with pytest.raises(RuntimeError, match=r"^it cannot be captured in a graph: take one step like it before$"):
+        dispatch.refuse_capture(GPU, "it")
+    monkeypatch.setattr(dispatch, "_try_unscaling", works)
+    for requested in ("auto", "triton"):
+        with pytest.raises(RuntimeError, match="^the first step with float32 on cuda:0 cannot be captured"):
+            dispatch.choose(GPU, FP32, requested)
+    assert dispatch._chosen == {}
+
+
+def test_only_a_gpus_tensors_are_captured(monkeypatch: Any) -> None:
+    on_gpu: Any = mock.Mock(is_cuda=True)
+    capturing(monkeypatch)
+    assert (dispatch.is_captured(on_gpu), dispatch.is_captured(torch.ones(1))) == (True, False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not dispatch.is_captured(on_gpu)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_wait_that_is_made_once_is_not_reported(fails: bool, monkeypatch: Any) -> None:
+    modes = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with dispatch.sync_allowed(CPU):
+        assert modes == []
+    try:
+        with dispatch.sync_allowed(GPU):
+            assert modes == [0]
+            assert not fails
+    except AssertionError:
+        assert fails
+    assert modes == [0, 2]
+
+
+# Callers
+
+
+def test_a_warning_names_the_last_line_outside_the_package() -> None:
+    scope: dict[str, Any] = {"__name__": "scaler_triton.somewhere", "dispatch": dispatch, "warnings": warnings}
+    exec("def inner():\n    warnings.warn('look', stacklevel=dispatch.stacklevel())\ndef outer():\n    inner()", scope)
+    for call in (scope["inner"], scope["outer"]):
+        with pytest.warns(UserWarning, match="look") as warned:
+            call()
+        assert warned[0].filename == __file__
+    exec("def like():\n    return dispatch.stacklevel()", {**scope, "__name__": "scaler_tritonlike"}, scope)
+    assert scope["like"]() == 1
+
+
+def test_methods_are_not_traced_and_need_no_wrapper() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def add(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += torch.compiler.is_compiling() + 1
+            return x + 1
+
+    before = Counting.add
+    dispatch.skip_tracing(Counting)
+    assert Counting.add is before
+    assert not hasattr(Counting.__init__, "_torchdynamo_disable")
+    counting, graphs = Counting(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([node.op for node in graph.graph.nodes].count("call_function"))
+        return graph.forward
+
+    compiled = torch.compile(lambda x: counting.add(x * 2) * 3, backend=backend)
+    for _ in range(3):
+        assert compiled(torch.ones(1)).item() == 9.0
+    torch.compiler.reset()
+    assert counting.calls == 3
+    assert graphs == [1, 1]
+    assert vars(Traced.step)["_torchdynamo_disable"] is True

@@ -1,0 +1,125 @@
+"""README and docs: their Python blocks run as they are shown, and the API page has every public name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import sgd, started
+from torch import Tensor, nn
+
+import scaler_triton
+from scaler_triton import GradScaler, ShardedGradScaler, ops, unpatch_torch
+
+ROOT = Path(__file__).parents[2]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# page -> what holds when its blocks have run
+AFTER = {
+    "README.md": "scaler.stats().updates == len(batches) and scaler.stats().skipped == 0",
+    "docs/compile.md": "finish([weight], 0.5, scale, tracker) is None and weight.tolist() == [-0.5] and tracker == 1",
+    "docs/loops.md": "scaler.stats().updates == 2 and not any(map(scaler.was_skipped, (for_generator, for_judge)))",
+    "docs/start.md": "torch.amp.GradScaler is scaler_triton.GradScaler",
+    "docs/why-skipped.md": "'The last skip, at update 1: 1 bad' in out and '   0  32768        0      -' in out",
+}
+# By tests/unit/test_migration.py and tests/frameworks.
+ELSEWHERE = {"docs/checkpoints.md", "docs/accelerate.md", "docs/lightning.md", "docs/trainer.md"}
+
+
+class Net(nn.Module):
+    """A model whose output is its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.layer(batch).float().square().mean()
+
+
+def taken_for_granted() -> dict[str, Any]:
+    """Return the names that blocks use without making them. The scaler has skipped a step."""
+    batch = torch.full((3, 4), 0.01)  # small enough for fp16 at the default scale, whatever the weights
+    nets = {name: Net() for name in ("model", "generator", "judge")}
+    optimizers = [torch.optim.AdamW(net.parameters()) for net in nets.values()]
+    names: dict[str, Any] = dict(zip(("optimizer", "for_generator", "for_judge"), optimizers, strict=True))
+    scaler, skipped, weight = started(GradScaler, "cpu"), sgd([torch.tensor([torch.inf])]), nn.Parameter(torch.zeros(1))
+    scaler.step(skipped)
+    scaler.update()
+    weight.grad = torch.tensor([4.0])
+    names |= {"scaler": scaler, "skipped": skipped}  # as long as it lives its skip can be reported
+    names |= {"fooled": lambda batch: nets["judge"](batch) + nets["generator"](batch), "told_apart": nets["judge"]}
+    names |= {"weight": weight, "scale": torch.tensor(4.0), "tracker": torch.zeros((), dtype=torch.int32)}
+    names |= {"device": torch.device("cpu"), "batch": batch, "batches": [batch] * 2}
+    return {**nets, **names, "scaler_triton": scaler_triton, "torch": torch}
+
+
+@pytest.fixture
+def unpatched() -> Iterator[None]:
+    """What a page patches is torch's again, and what it compiles is forgotten."""
+    with warnings.catch_warnings():  # classes that other tests have imported by then are named
+        warnings.filterwarnings("ignore", message="torch's gradient scalers were taken", category=UserWarning)
+        yield
+        unpatch_torch()
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("unpatched")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if BLOCK.search(text) and page not in ELSEWHERE])
+def test_a_pages_blocks_run(page: str, capsys: Any) -> None:
+    names = taken_for_granted()
+    for block in BLOCK.findall(TEXTS[page]):
+        exec(compile(block.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'"), page, "exec"), names)
+    assert eval(AFTER[page], {**names, "out": capsys.readouterr().out})
+
+
+def test_no_block_escapes() -> None:
+    """Such as an indented one, or one that calls its language by another name."""
+    for text in TEXTS.values():
+        fences = re.findall(r"^ *(?:`{3,}|~{3,})[ {]*(?:py|code|sourcecode)", text, re.MULTILINE | re.IGNORECASE)
+        assert len(fences) == len(BLOCK.findall(text))
+
+
+def on_the_page() -> set[str]:
+    """Return the names that the API page has; a method's has its class before it."""
+    found: set[str] = set()
+    module = owner = ""
+    directive = re.compile(r"^( *)\.\. (currentmodule|auto\w+):: (\S+)$", re.MULTILINE)
+    for indent, kind, name in directive.findall((ROOT / "docs/api.rst").read_text()):
+        if kind == "currentmodule":
+            module = name
+        else:
+            full = f"{owner}.{name}" if indent else name if name.startswith("scaler_triton.") else f"{module}.{name}"
+            owner = owner if indent else full
+            found.add(full)
+    return found
+
+
+def public() -> Iterator[str]:
+    """Yield what users may call, without what the scalers have of torch."""
+    yield from (f"scaler_triton.{name}" for name in scaler_triton.__all__ if name not in ("__version__", "ops"))
+    yield from (f"scaler_triton.ops.{name}" for name in ops.__all__)
+    for cls in (GradScaler, ShardedGradScaler):
+        yield from (f"scaler_triton.{cls.__name__}.{name}" for name in vars(cls) if not name.startswith("_"))
+    for module in ("migration", "integrations/accelerate", "integrations/lightning"):
+        body = ast.parse((ROOT / f"scaler_triton/{module}.py").read_text()).body
+        names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+        yield from (f"scaler_triton.{module.replace('/', '.')}.{name}" for name in names)
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    assert sorted(set(public()) - on_the_page() - {"scaler_triton.GradScaler.process_group"}) == []
+
+
+def test_what_is_on_the_page_has_a_docstring() -> None:
+    docs = {name: inspect.getdoc(pkgutil.resolve_name(name)) for name in on_the_page() if ".integrations." not in name}
+    assert [name for name, doc in docs.items() if not re.match(r"[A-Z`].*[.?]$", (doc or "").partition("\n")[0])] == []

@@ -1,0 +1,268 @@
+"""Fused optimizers: what they are given for their step, and what of it is left afterwards."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import parameters, sgd, started
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scaler_triton import GradScaler, ShardedGradScaler, fused, ranks
+from scaler_triton.step import Phase
+
+CPU = torch.device("cpu")
+SCALE = 4.0
+OLDER = pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
+
+
+def a_scaler(cls: Any = GradScaler, device: str = "cpu", **options: Any) -> Any:
+    return started(cls, device, init_scale=SCALE, **options)
+
+
+class Notes(torch.optim.SGD):
+    """Notes what it is given, and does nothing."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Any  # as torch's
+
+    def __init__(self, gradient: float = 8.0, **options: Any) -> None:
+        super().__init__(parameters([torch.tensor([gradient])], "cpu"), lr=0.5, **options)
+        self.given: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.given = tuple(each if each is None else each.clone() for each in (self.grad_scale, self.found_inf))
+        self.same = self.grad_scale, self.found_inf
+        return "result"
+
+
+def numbers(given: Any) -> list[float | None]:
+    return [None if each is None else each.item() for each in given]
+
+
+@pytest.mark.parametrize("own", [None, 2.0])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("gradient", [8.0, math.nan])
+def test_it_gets_the_scale_unless_gradients_are_divided_times_a_factor_of_the_users_and_the_flag(
+    gradient: float, unscales: bool, own: float | None
+) -> None:
+    scaler, optimizer = a_scaler(), Notes(gradient)
+    if unscales:
+        scaler.unscale_(optimizer)
+    if own:
+        optimizer.grad_scale = torch.tensor(own)
+    assert scaler.step(optimizer) == "result"
+    want = own if unscales else SCALE * (own or 1.0)
+    assert numbers(optimizer.given) == [want, float(gradient != 8.0)]
+    assert all(each is None or (each.shape == () and each.dtype is torch.float32) for each in optimizer.given)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_a_scale_of_one_dimension_is_given_without_one() -> None:
+    scaler, optimizer = a_scaler(), Notes()
+    scaler._scale = torch.tensor([8.0])
+    scaler.step(optimizer)
+    assert (numbers(optimizer.given), optimizer.given[0].shape) == ([8.0, 0.0], ())
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_only_an_optimizer_that_does_not_write_them_gets_the_scalers_own_tensors(hooked: bool) -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.ones(1)], fused=True)
+    if hooked:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    assert fused._only_reads(optimizer) is not hooked
+    for made in (Notes(), Notes()):  # no class of torch's
+        scaler.step(made)
+        for given in made.same:
+            given.fill_(5.0)
+        assert scaler.get_scale() == SCALE
+        scaler.update()
+        assert scaler.get_scale() == SCALE
+
+
+def test_a_flag_that_somebody_summed_over_ranks_is_given_as_one() -> None:
+    """torch's fused kernels skip at 1.0 only."""
+    scaler, optimizer = a_scaler(), Notes()
+    scaler.unscale_(optimizer)
+    scaler._found_inf_per_device(optimizer)[CPU].fill_(2.0)
+    scaler.step(optimizer)
+    assert numbers(optimizer.given) == [None, 1.0]
+
+
+@pytest.mark.parametrize("own", [None, 2.0])
+def test_an_optimizer_that_takes_the_scale_but_not_the_flag_keeps_neither(own: float | None) -> None:
+    """The scale would be taken for a factor of the user's by the next step, which would divide twice."""
+
+    class Refuses(Notes):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "found_inf":
+                raise TypeError("found_inf must be a bool")
+            super().__setattr__(name, value)
+
+    scaler, optimizer = a_scaler(), Refuses()
+    if own:
+        optimizer.grad_scale = torch.tensor(own)
+    with pytest.raises(TypeError, match="found_inf must be a bool"):
+        scaler.step(optimizer)
+    assert getattr(optimizer, "grad_scale", None) == own
+    scaler.step(optimizer)  # skips
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_21_with_parameters_on_the_cpu_it_gets_copies_that_were_waited_for(own: bool) -> None:
+    """torch's would copy both to the CPU itself, without waiting, and read at once."""
+    optimizer: Any = sgd([torch.ones(2)], fused=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # a GPU's tensors without a GPU
+        scale, found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        for factor, on_host, want in ((scale, True, "cpu"), (scale, False, "cuda"), (None, True, "cpu")):
+            seen = []
+            if own:
+                optimizer.grad_scale = torch.ones((), device="cuda")
+            optimizer.step = lambda seen=seen: seen.extend([optimizer.grad_scale, optimizer.found_inf])
+            fused._step_with_scale(optimizer, optimizer, factor, found_inf, on_host, (), {})
+            assert [each.device.type for each in seen if each is not None] == [want] * (1 + (own or factor is not None))
+
+
+# SGD's first step with momentum
+
+
+def test_14_it_is_looked_at_only_until_momentum_is_there() -> None:
+    optimizer = sgd([torch.ones(1)], fused=True, momentum=0.5)
+    assert fused._skip_would_corrupt(optimizer)
+    optimizer.step()
+    assert not fused._skip_would_corrupt(optimizer)
+    optimizer.add_param_group({"params": parameters([None], "cpu")})
+    assert not fused._skip_would_corrupt(optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
+def test_14_an_sgd_of_ones_own_is_called(options: dict[str, float]) -> None:
+    """Its kernel initialises its buffers."""
+    optimizer = Notes(math.inf, **options)
+    a_scaler().step(optimizer)
+    assert numbers(optimizer.given) == [SCALE, 1.0]
+
+
+# The older kind
+
+
+class Older(torch.optim.SGD):
+    """Asks the scaler it is passed for the flag, or does not."""
+
+    _step_supports_amp_scaling = True
+    asks = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        self.passed = grad_scaler
+        return grad_scaler._check_inf_per_device(self) if self.asks else None
+
+
+def older(gradient: float = 8.0) -> Any:
+    return Older(parameters([torch.tensor([gradient])], "cpu"), lr=0.5)
+
+
+def test_it_is_passed_the_scaler_with_torchs_warning() -> None:
+    scaler, optimizer = a_scaler(), older()
+    with pytest.warns(FutureWarning, match="^GradScaler is going to stop passing itself") as warned:
+        assert [*scaler.step(optimizer)] == [CPU]
+    assert warned[0].filename == __file__
+    assert optimizer.passed is scaler
+
+
+@OLDER
+def test_whether_a_step_takes_the_scaler_is_asked_once_of_each_function() -> None:
+    class Slots:
+        """A callable that nothing can refer to weakly."""
+
+        __slots__ = ()
+
+        def __call__(self, *, grad_scaler: Any = None) -> Any:
+            return grad_scaler
+
+    scaler, optimizer = a_scaler(), Notes()
+    with mock.patch("inspect.signature", wraps=inspect.signature) as asked:
+        for _ in range(3):
+            scaler.step(optimizer)
+            scaler.update()
+    assert asked.call_count == 1
+    for function in (Slots(), functools.partial(Slots(), grad_scaler=None)):
+        optimizer.step = function  # type: ignore[method-assign]
+        assert scaler.step(optimizer) is scaler
+        scaler.update(SCALE)
+
+
+@OLDER
+def test_a_container_without_parameters_steps_those_within_through_the_scaler() -> None:
+    """Fault 3."""
+    scaler, inner = a_scaler(), sgd([torch.full((1,), 8.0)])
+
+    class Container:
+        _step_supports_amp_scaling = True
+
+        def step(self, *, grad_scaler: Any) -> None:
+            grad_scaler.step(inner)
+
+    scaler.step(Container())
+    scaler.update()
+    assert inner.param_groups[0]["params"][0].item() == -1.0
+
+
+@OLDER
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("checked", [False, True])
+def test_12_it_is_checked_once_with_other_ranks_whether_it_asks_or_not(
+    checked: bool, asks: bool, two_ranks: None
+) -> None:
+    scaler, optimizer = a_scaler(ShardedGradScaler), older()
+    optimizer.asks = asks
+    with mock.patch.object(ranks.Ranks, "maximum_") as reduced:
+        if checked:
+            scaler._check_inf_per_device(optimizer)
+        scaler.step(optimizer)
+    assert reduced.call_count == 1 + checked
+
+
+@OLDER
+@pytest.mark.parametrize("cls", [torch.amp.GradScaler, GradScaler])
+def test_what_was_found_before_outlives_a_step_that_cannot_ask(cls: Any) -> None:
+    scaler, optimizer = a_scaler(cls), older(math.inf)
+    scaler._check_inf_per_device(optimizer)
+    with mock.patch.object(optimizer, "step", raising), pytest.raises(OSError, match="disk"):
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
+def raising(*, grad_scaler: Any) -> None:
+    raise OSError("disk")
+
+
+@pytest.mark.parametrize(
+    ("phase", "told", "shared", "want"),
+    [
+        (Phase.READY, False, False, True),
+        (Phase.CHECKED, False, False, True),
+        (Phase.UNSCALED, False, False, True),
+        (Phase.CHECKED, True, False, False),  # another reduction, which the others would not join
+        (Phase.UNSCALED, False, True, False),  # its flag is that of several optimizers
+        (Phase.FAILED, False, False, False),
+        (Phase.STEPPED, False, False, False),
+    ],
+)
+def test_1_gradients_may_be_checked_again_where_that_is_no_reduction(
+    phase: Phase, told: bool, shared: bool, want: bool, two_ranks: None
+) -> None:
+    scaler, optimizer = a_scaler(process_group=dist.group.WORLD if told else None), sgd([torch.ones(1)])
+    scaler._check_inf_per_device(optimizer)
+    step = scaler._ours.steps.open(optimizer)
+    step._enter(phase)
+    step.flag.shared = shared
+    assert fused.may_check(scaler, step, optimizer) is want

@@ -1,0 +1,481 @@
+"""The scaler itself: its methods' arguments and errors, its state, its subclasses, and what a steady step costs."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import sys
+import threading
+import types
+from collections import Counter, defaultdict
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import Place, assert_same, places, sgd, started, update, values
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, grad_scaler, step
+from scaler_triton.dispatch import ENV_VARIABLE, kernels
+from scaler_triton.flag import FlagRows
+from scaler_triton.plan import GradPlan
+from scaler_triton.policy import KEY, NO_LIMITS, Limits
+from scaler_triton.step import Phase
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+EXTRAS: dict[str, Any] = {"min_scale": 0.25, "max_scale": 512.0, "hysteresis": 3, "max_consecutive_skips": 50}
+SCALE = 4.0
+
+
+def through_pickle(scaler: Any) -> Any:
+    return pickle.loads(pickle.dumps(scaler))
+
+
+COPIES = pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, through_pickle])
+
+
+def trained(cls: type = GradScaler, **extras: Any) -> Any:
+    """Return a scaler after five updates, of which the second and the last overflowed."""
+    scaler = started(cls, "cpu", init_scale=64.0, growth_interval=2, **extras)
+    scaler._ours.sharded = scaler._ours.membership.sharded = False  # nobody else is here to agree with
+    for bad in (False, True, False, False, True):
+        update(scaler, bad)
+    return scaler
+
+
+# What a steady step costs
+
+
+class Still:
+    """An optimizer that does nothing."""
+
+    def __init__(self, fused: bool, count: int = 10, device: str = "cpu") -> None:
+        made = [torch.nn.Parameter(torch.zeros(64, device=device)) for _ in range(count)]
+        for parameter in made:
+            parameter.grad = torch.ones_like(parameter)
+        self.param_groups = [{"params": made}]
+        if fused:
+            self._step_supports_amp_scaling = True
+
+    def step(self) -> None:
+        return None
+
+
+def one_step(scaler: Any, optimizer: Any, loss: torch.Tensor) -> None:
+    scaler.scale(loss)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize(("fused", "most"), [(False, 30), (True, 36)])
+def test_a_steady_step_makes_few_calls_of_python_functions(fused: bool, most: int) -> None:
+    scaler, optimizer, loss = GradScaler("cpu", growth_interval=10**6), Still(fused), torch.ones(())
+    for _ in range(5):
+        one_step(scaler, optimizer, loss)
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, _: calls.update([frame.f_code.co_qualname] if event == "call" else []))
+    try:
+        one_step(scaler, optimizer, loss)
+    finally:
+        sys.setprofile(None)
+    assert calls.total() - calls["one_step"] <= most, calls
+
+
+LAUNCHES = {
+    "step": ["unscale.launch_unscale", "update_scale.launch_update"],
+    "fused step": ["unscale.launch_check", "update_scale.launch_update"],
+    "unscale_": ["unscale.launch_unscale", "update_scale.launch_update"],
+    "clip_grad_norm_": ["norm.launch_sum_of_squares", "clip.launch_clip", "update_scale.launch_update"],
+}
+
+
+@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+@pytest.mark.parametrize(("how", "want"), LAUNCHES.items())
+def test_a_step_launches_each_pass_once_and_an_update(place: Place, how: str, want: list[str]) -> None:
+    scaler, optimizer = started(GradScaler, place.device, backend=place.backend), Still("fused" in how, 3, place.device)
+    launched: list[str] = []
+
+    def step() -> None:
+        if how in ("unscale_", "clip_grad_norm_"):
+            getattr(scaler, how)(optimizer, *([1.0] if how != "unscale_" else []))
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    with ExitStack() as patches:
+        for name in {name for names in LAUNCHES.values() for name in names}:
+            module, function = name.split(".")
+            where = getattr(kernels(), module)
+            noted = partial(lambda name, real, *args, **kw: (launched.append(name), real(*args, **kw)), name)
+            patches.enter_context(mock.patch.object(where, function, partial(noted, getattr(where, function))))
+        step()
+    assert launched == want
+
+
+@pytest.mark.parametrize("absent", ["none", "some", "changing"])
+def test_two_hundred_steps_are_planned_once_and_are_torchs(absent: str) -> None:
+    def run(cls: Any, **options: Any) -> Any:
+        scaler = cls("cpu", init_scale=16.0, growth_interval=20, **options)
+        optimizer = sgd([torch.ones(3)] * 8)
+        for number in range(200):
+            scaler.scale(torch.ones(()))
+            for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                value = math.inf if number % 50 == 49 else index + number
+                gone = absent != "none" and index % 3 == (number % 3 if absent == "changing" else 1)
+                parameter.grad = None if gone else torch.full_like(parameter, value)
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler, optimizer
+
+    with (
+        mock.patch.object(step, "GradPlan", side_effect=GradPlan) as plans,
+        mock.patch.object(FlagRows, "flag", autospec=True, side_effect=FlagRows.flag) as flags,
+        mock.patch.object(GradPlan, "_add_forms", autospec=True, side_effect=GradPlan._add_forms) as compared,
+    ):
+        ours, mine = run(GradScaler, backend="torch")
+    assert plans.call_count == flags.call_count == 1
+    assert compared.call_count <= 20  # while gradients are seen for the first time
+    theirs, others = run(torch.amp.GradScaler)
+    assert ours.state_dict() == theirs.state_dict()
+    for a, b in zip(mine.param_groups[0]["params"], others.param_groups[0]["params"], strict=True):
+        assert_same(a.detach(), b.detach())
+
+
+# The public methods
+
+
+def test_a_disabled_scaler_passes_everything_through() -> None:
+    scaler, optimizer = GradScaler("cpu", enabled=False, hysteresis=0, min_scale=-1.0), sgd([torch.ones(1)])
+    loss = optimizer.param_groups[0]["params"][0].sum()
+    assert scaler.scale(loss) is loss
+    scaler.unscale_(optimizer)
+    assert scaler.step(optimizer, lambda: 3.0) == 3.0
+    scaler.update(7.0)
+    assert values(optimizer) == [-0.5]
+    assert (scaler.state_dict(), scaler.get_scale(), scaler.limits) == ({}, 1.0, NO_LIMITS)
+    assert (scaler.stats(), scaler.was_skipped(optimizer), scaler.is_enabled()) == (ScalerStats(), False, False)
+    scaler.load_state_dict({"scale": 3.0})
+    scaler._lazy_init_scale_growth_tracker("cpu")
+    scaler.overflow_report()
+
+
+def test_disabled_for_want_of_cuda_it_warns_of_the_callers_line() -> None:
+    with (
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=True),
+        pytest.warns(UserWarning, match="CUDA is not available.  Disabling") as warned,
+    ):
+        assert not GradScaler("cuda:0").is_enabled()
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "outputs", [torch.ones(()), torch.ones(2, dtype=torch.float16), [torch.ones(1), (torch.ones(()),)], (1.0,)]
+)
+def test_scale_is_torchs_for_any_outputs(outputs: Any) -> None:
+    def run(cls: Any) -> str:
+        try:
+            return repr(cls("cpu", init_scale=8.0).scale(outputs))
+        except ValueError as error:
+            return str(error)
+
+    assert run(GradScaler) == run(torch.amp.GradScaler)
+
+
+def test_7_what_comes_by_position_is_forwarded_and_a_closure_by_keyword_is_refused() -> None:
+    class Wants(Still):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            return args, kwargs
+
+    scaler, call = started(GradScaler, "cpu"), lambda: 3.0
+    assert scaler.step(Wants(fused=False), call, 2, key=5) == ((call, 2), {"key": 5})
+    for cls in (GradScaler, torch.amp.GradScaler):
+        with pytest.raises(RuntimeError, match=r"^Closure use is not currently supported if GradScaler is enabled\.$"):
+            started(cls, "cpu").step(Wants(fused=False), closure=call)
+
+
+@PLACES
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
+def test_was_skipped_is_known_before_and_after_update_until_the_next_step_begins(
+    place: Place, fused: bool, how: str
+) -> None:
+    scaler, optimizer = started(GradScaler, place.device, backend=place.backend), Still(fused, 1, place.device)
+    other = Still(fused, 1, place.device)
+    for value in (1.0, math.inf, 1.0, math.nan):
+        optimizer.param_groups[0]["params"][0].grad = torch.full((64,), value, device=place.device)
+        if how != "step":
+            getattr(scaler, how)(optimizer, *([1.0] if how == "clip_grad_norm_" else []))
+            with pytest.raises(ValueError, match="^was_skipped: this Still was not stepped yet, or was unscaled again"):
+                scaler.was_skipped(optimizer)
+        for act in (lambda: scaler.step(optimizer), scaler.update, lambda: scaler.step(other), scaler.update):
+            act()
+            assert scaler.was_skipped(optimizer) is (value != 1.0)
+
+
+def test_unscale_once_unscales_once_in_a_step_and_across_an_update() -> None:
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), sgd([torch.full((1,), 8.0)])
+    for act in (None, scaler.update, None):
+        if act:
+            act()
+        grad_scaler.unscale_once(scaler, optimizer)
+        assert optimizer.param_groups[0]["params"][0].grad.tolist() == [2.0]
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+@pytest.mark.parametrize("captured", [(True, False), (False, True)])
+def test_a_carried_step_begins_anew_where_only_one_of_the_two_is_captured(captured: tuple[bool, bool]) -> None:
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), sgd([torch.full((1,), 8.0)])
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler._ours.steps.open(optimizer).captured = captured[0]
+    with mock.patch.object(grad_scaler, "is_captured", return_value=captured[1]):
+        scaler.step(optimizer)
+    assert values(optimizer) == [-0.25]
+
+
+def test_limits_are_read_only_and_set_by_name() -> None:
+    scaler = GradScaler("cpu", **EXTRAS)
+    assert scaler.limits == Limits(**EXTRAS)
+    scaler.set_limits(hysteresis=1, max_consecutive_skips=None)
+    assert scaler.limits == Limits(0.25, 512.0)
+    with pytest.raises(AttributeError):
+        scaler.limits = NO_LIMITS  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor", "growth_interval"])
+def test_a_setter_takes_effect_at_the_next_update(name: str) -> None:
+    scaler = started(GradScaler, "cpu", init_scale=8.0, growth_interval=1)
+    getattr(scaler, f"set_{name}")({"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}[name])
+    after = update(scaler, bad=name == "backoff_factor")
+    assert after == {"growth_factor": 32.0, "backoff_factor": 2.0, "growth_interval": 8.0}[name]
+
+
+def test_the_first_scale_is_brought_within_the_bounds() -> None:
+    assert GradScaler("cpu", 1.0, min_scale=2).get_scale() == 2.0
+    assert GradScaler("cpu", max_scale=64).get_scale() == 64.0
+
+
+@pytest.mark.parametrize("backend", ["cuda", 3])
+def test_a_backend_that_there_is_not_is_named(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="backend must be one of"):
+        GradScaler("cpu", backend=backend)
+    monkeypatch.setenv(ENV_VARIABLE, "cuda")
+    assert GradScaler("cpu", backend="torch")._ours.steps.requested == "torch"
+    with pytest.raises(ValueError, match=f"{ENV_VARIABLE} must be one of"):
+        GradScaler("cpu")
+
+
+# Its state
+
+
+def test_state_has_one_more_key_once_an_extra_is_on() -> None:
+    theirs = {*torch.amp.GradScaler("cpu").state_dict()}
+    assert {*GradScaler("cpu", min_scale=2.0**-126, max_scale=torch.finfo(torch.float32).max).state_dict()} == theirs
+    for name, value in EXTRAS.items():
+        assert {*GradScaler("cpu", **{name: value}).state_dict()} == {*theirs, KEY}
+
+
+def test_state_without_the_key_leaves_limits_and_clears_counters() -> None:
+    scaler = trained(**EXTRAS)
+    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict())
+    assert (scaler.get_scale(), scaler.limits, scaler.stats()) == (8.0, Limits(**EXTRAS), ScalerStats())
+
+
+@PLACES
+def test_a_run_that_was_resumed_anywhere_is_the_uninterrupted_one(place: Place) -> None:
+    bad, make = "xx.x..xxx.", {"init_scale": 64.0, "growth_interval": 2, "hysteresis": 3}
+
+    def at(**options: Any) -> Any:
+        return started(GradScaler, place.device, backend=place.backend, **options)
+
+    def run(scaler: Any, part: str) -> list[float]:
+        seen = []
+        for each in part:
+            scaler.step(sgd([torch.tensor([math.inf if each == "x" else 1.0])], place.device))
+            scaler.update()
+            seen.append(scaler.get_scale())
+        return seen
+
+    whole = at(**make)
+    want = run(whole, bad)
+    for stop in range(1, len(bad), 3):
+        first, second = at(**make), at()
+        head = run(first, bad[:stop])
+        run(second, "x")  # what it counted is forgotten
+        second.load_state_dict(first.state_dict())
+        assert head + run(second, bad[stop:]) == want
+        assert second.stats() == whole.stats()
+
+
+@EACH
+@COPIES
+def test_copies_go_on_where_the_original_stood_and_leave_it_alone(cls: Any, clone: Any) -> None:
+    scaler = trained(cls, **EXTRAS, backend="torch")
+    saved, copied = scaler.state_dict(), clone(scaler)
+    assert type(copied) is cls
+    assert (copied.state_dict(), copied._ours.steps.requested) == (saved, "torch")
+    assert copied._ours.sharded is (cls is ShardedGradScaler)
+    copied._lazy_init_scale_growth_tracker("cpu")
+    copied._scale.fill_(1.0)
+    copied._ours.counters.on_host()[0] += 1
+    assert scaler.state_dict() == saved
+
+
+@COPIES
+def test_a_copy_knows_of_no_step(clone: Any) -> None:
+    scaler, optimizer = started(GradScaler, "cpu"), sgd([torch.ones(1)])
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(ValueError, match="^was_skipped: this SGD was not stepped yet"):
+        clone(scaler).was_skipped(optimizer)
+
+
+@COPIES
+@pytest.mark.parametrize("phase", list(Phase))
+def test_in_the_middle_of_a_step_a_copy_is_torchs_error(phase: Phase, clone: Any) -> None:
+    scaler, optimizer = started(GradScaler, "cpu"), sgd([torch.ones(1)])
+    scaler._ours.steps.open(optimizer)._enter(phase)
+    text = "may only be pickled at the beginning of an iteration"
+    with nullcontext() if phase in (Phase.READY, Phase.CARRIED) else pytest.raises(AssertionError, match=text):
+        clone(scaler)
+
+
+@COPIES
+def test_a_disabled_scaler_is_copied_whatever_it_was_asked(clone: Any) -> None:
+    scaler = GradScaler("cpu", enabled=False)
+    assert scaler._found_inf_per_device(sgd([torch.ones(2)])) == {}
+    assert not clone(scaler).is_enabled()
+
+
+def test_a_pickle_of_torchs_class_becomes_one_of_ours() -> None:
+    """As under `patch_torch`, which puts our class where the pickle names torch's."""
+    state = torch.amp.GradScaler("cpu", init_scale=8.0).__getstate__()
+    scaler = GradScaler.__new__(GradScaler)
+    scaler.__setstate__(state)
+    assert (scaler.get_scale(), scaler.process_group, scaler.limits) == (8.0, None, NO_LIMITS)
+    assert update(started(lambda _: scaler, "cpu"), bad=True) == 4.0
+
+
+def test_a_scaler_that_holds_itself_is_copied_with_what_it_holds() -> None:
+    scaler = GradScaler("cpu")
+    scaler.update = types.MethodType(GradScaler.update, scaler)  # type: ignore[method-assign]
+    copied: Any = copy.deepcopy(scaler)
+    assert copied.update.__self__ is copied is not scaler
+
+
+class Locked(GradScaler):
+    """Has something that cannot be copied, and leaves it out by hand."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", init_scale=64.0)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the lock."""
+        return {name: value for name, value in super().__getstate__().items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With another."""
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+@COPIES
+def test_a_copy_is_made_of_what_a_subclass_says_is_its_state(clone: Any) -> None:
+    scaler = Locked()
+    copied = clone(scaler)
+    assert copied.get_scale() == 64.0
+    assert copied.lock is not scaler.lock
+    assert update(started(lambda _: copied, "cpu"), bad=True) == 32.0
+
+
+# Subclasses
+
+
+def own_init(base: Any) -> Any:
+    """Return a subclass whose `__init__` sets what torch's class has, and calls none."""
+
+    class Own(base):
+        def __init__(self, device: str) -> None:
+            self._enabled, self._device = True, device
+            self._init_scale, self._scale = 8.0, None
+            self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2
+            self._init_growth_tracker, self._growth_tracker = 0, None
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    return Own("cpu")
+
+
+ALLOWED = {*vars(torch.amp.GradScaler("cpu")), "process_group"}
+
+
+def strict_names(base: Any) -> Any:
+    """Return a subclass whose `__setattr__` allows torch's names only."""
+
+    class Strict(base):
+        def __setattr__(self, name: str, value: Any) -> None:
+            assert name in ALLOWED, name
+            super().__setattr__(name, value)
+
+    return Strict("cpu", init_scale=8.0, growth_interval=2)
+
+
+# Private names that ours has or may have had, and what its parts are called within.
+PARTS = {*vars(GradScaler), *check.Ours.__slots__, *step.Steps.__slots__, *step.OptimizerStep.__slots__}
+NAMES = sorted(
+    {f"_{name.strip('_')}" for name in PARTS}.union(
+        ("_state", "_flag", "_records", "_run", "_backend", "_mirror", "_verdict", "_agreement", "_check", "_fused"),
+        ("_clip", "_copy", "_known", "_held", "_requested", "_stats", "_ranks", "_group", "_device_policy", "_kept"),
+    )
+    - {"_ours", *dir(torch.amp.GradScaler("cpu"))}
+)
+
+
+def own_names(base: Any) -> Any:
+    """Return a subclass with attributes of its own, named like what is ours within."""
+
+    class Named(base):
+        def __init__(self) -> None:
+            for name in NAMES:
+                setattr(self, name, None)
+            super().__init__("cpu", init_scale=8.0, growth_interval=2)
+            for name in NAMES:
+                setattr(self, name, f"a user's {name}")
+
+    return Named()
+
+
+def own_methods(base: Any) -> Any:
+    """Return a subclass with methods of its own, so named."""
+    named = dict.fromkeys(NAMES, lambda self, *args: pytest.fail("a user's method was called"))
+    return type("Named", (base,), named)("cpu", init_scale=8.0, growth_interval=2)
+
+
+@pytest.mark.parametrize("make", [own_init, strict_names, own_names, own_methods])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip"])
+def test_a_subclass_with_things_of_its_own_trains_as_torchs_does(make: Any, fused: bool, how: str) -> None:
+    """Fault 5."""
+
+    def run(base: Any) -> list[Any]:
+        scaler, parameter, seen = make(base), torch.nn.Parameter(torch.ones(3)), []
+        optimizer = torch.optim.SGD([parameter], lr=0.5, fused=fused)
+        for bad in (False, False, True, False, True, False):
+            optimizer.zero_grad()
+            scaler.scale(parameter.sum() * (math.inf if bad else 1.0)).backward()
+            if how != "step":
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append((parameter.tolist(), scaler.get_scale(), scaler._get_growth_tracker()))
+        if make is own_names:
+            assert all(getattr(scaler, name) == f"a user's {name}" for name in NAMES)
+        return seen
+
+    assert run(GradScaler) == run(torch.amp.GradScaler)

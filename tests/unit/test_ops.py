@@ -1,0 +1,337 @@
+"""The public functions on lists of tensors: torch's results, any mix of dtypes, errors that name what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, assert_same, on_device, places
+from torch import Tensor
+
+from scaler_triton import ops
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# A kernel sums rows of 512 squares in fp32: their random roundings stay far below this.
+TOLERANCE = 1e-6
+EXPANDED = "more than one element of the written-to tensor refers to a single memory location"
+
+
+def number(value: float, device: str = "cpu") -> Tensor:
+    return torch.tensor(value, device=device)
+
+
+def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sparse(tensor: Tensor, **options: Any) -> Tensor:
+    """Return a sparse tensor with these values, all at index 1."""
+    indices = torch.ones(1, len(tensor), dtype=torch.int64, device=tensor.device)
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(indices, tensor, (5,), **options)
+
+
+def some(special: float | None = None) -> list[Tensor]:
+    """Of every dtype and layout."""
+    made = [values(9, dtype, seed) for seed, dtype in enumerate(DTYPES)]
+    made += [values(12).view(3, 4).t(), values(9, seed=1)[::2], values(0), torch.tensor(3.0), values(5, seed=2)]
+    if special is not None:
+        made[3][4] = special
+    return made
+
+
+def there(tensors: Sequence[Tensor], place: Place) -> list[Tensor]:
+    return [on_device(tensor, place.device) for tensor in tensors]
+
+
+# Unscale and check
+
+
+@PLACES
+@pytest.mark.parametrize("special", [None, math.nan, -math.inf])
+def test_lists_of_any_dtypes_are_unscaled_as_by_torchs_op(place: Place, special: float | None) -> None:
+    for shape in ((), (1,)):
+        ours, wanted, flag, want_flag = (
+            there(some(special), place),
+            some(special),
+            number(0.0, place.device),
+            number(0.0),
+        )
+        ops.unscale_(ours, number(1 / 3, place.device).reshape(shape), flag.reshape(shape), backend=place.backend)
+        for tensor in wanted:
+            torch._amp_foreach_non_finite_check_and_unscale_([tensor], want_flag, number(1 / 3))
+        assert flag.item() == want_flag.item() == float(special is not None)
+        for mine, want in zip(ours, wanted, strict=True):
+            assert_same(mine, want)
+
+
+@PLACES
+@pytest.mark.parametrize("bad", [None, *range(len(some()))])
+def test_a_bad_element_is_found_in_any_tensor_and_nothing_is_written(place: Place, bad: int | None) -> None:
+    start = some()
+    if bad is not None and start[bad].numel():
+        start[bad][(-1,) * start[bad].dim()] = math.nan if bad % 2 else math.inf
+    for before in (0.0, 1.0):
+        grads, flag = there(start, place), number(before, place.device)
+        ops.check_nonfinite(grads, flag, backend=place.backend)
+        assert flag.item() == max(before, float(bad is not None and start[bad].numel() > 0))
+        for mine, want in zip(grads, start, strict=True):
+            assert_same(mine, want)
+
+
+@PLACES
+def test_sparse_values_are_taken_as_they_are(place: Place) -> None:
+    """Duplicates are not summed."""
+    values, flag = torch.tensor([6e4, 6e4]).half().to(place.device), number(0.0, place.device)
+    gradient = sparse(values)
+    ops.unscale_([gradient], number(0.5, place.device), flag, backend=place.backend)
+    assert (gradient._values().tolist(), flag.item()) == ([3e4, 3e4], 0.0)
+    assert ops.grad_norm([sparse(torch.tensor([3.0, 4.0]).to(place.device))], backend=place.backend).item() == 5.0
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_dtensors_are_taken_as_their_shards() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(torch.tensor([6.0, 8.0]), mesh, [Shard(0)], run_check=False)
+    assert ops.grad_norm([tensor]).item() == 10.0
+    ops.unscale_([tensor], number(0.5), number(0.0))
+    assert tensor.to_local().tolist() == [3.0, 4.0]
+
+
+def test_gradients_that_are_part_of_a_graph_are_written_outside_it() -> None:
+    leaf = torch.full((3,), 8.0, requires_grad=True)
+    ops.unscale_([leaf], number(0.25), number(0.0))
+    assert (leaf.tolist(), leaf.grad_fn) == ([2.0] * 3, None)
+    assert not ops.grad_norm([leaf]).requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", ["cpu", "cuda", None])
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_devices_may_mix(home: str, bad: str | None) -> None:
+    grads = [torch.full((3,), math.inf if device == bad else 6.0, device=device) for device in ("cpu", "cuda")]
+    flag = number(0.0, home)
+    ops.unscale_(grads, number(0.5, home), flag)
+    assert [grad[0].item() for grad in grads] == [math.inf if grad.device.type == bad else 3.0 for grad in grads]
+    assert flag.item() == float(bad is not None)
+    norm = ops.grad_norm(grads, number(0.0, home))
+    assert norm.device.type == "cpu"
+    assert norm.item() == pytest.approx(math.inf if bad else math.sqrt(54), rel=TOLERANCE)
+
+
+# Norms
+
+
+def exact(tensors: Sequence[Tensor]) -> float:
+    """Return the 2-norm by Python: fp64 products, an exact sum."""
+    return math.sqrt(math.fsum(x * x for t in tensors for x in t.double().flatten().tolist()))
+
+
+@PLACES
+def test_the_2_norm_of_any_dtypes_together(place: Place) -> None:
+    grads = [*some(), *(values(numel, seed=numel) for numel in (511, 512, 513, 3000))]
+    flag, ours = number(0.0, place.device), there(grads, place)
+    got = ops.grad_norm(ours, flag, inv_scale=number(0.25, place.device), backend=place.backend)
+    assert (got.dtype, got.shape, got.device.type, flag.item()) == (torch.float64, (), place.device, 0.0)
+    assert got.item() == pytest.approx(exact(grads) / 4, rel=TOLERANCE)
+    for mine, want in zip(ours, grads, strict=True):
+        assert_same(mine, want)
+
+
+@PLACES
+@pytest.mark.parametrize("order", [1, 3.5, math.inf, "inf", -math.inf])
+def test_other_norms_are_torchs_in_fp64(place: Place, order: Any) -> None:
+    grads = [torch.zeros(0), values(9, torch.float16, 3), values(700, seed=4)]
+    inv_scale = number(-0.5, place.device)
+    got = ops.grad_norm(there(grads, place), inv_scale=inv_scale, norm_type=order, backend=place.backend)
+    whole = torch.cat([grad.double() for grad in grads]) * -0.5
+    assert got.item() == pytest.approx(torch.linalg.vector_norm(whole, float(order)).item(), rel=1e-12)
+
+
+@PLACES
+@pytest.mark.parametrize("special", [math.nan, math.inf])
+@pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
+def test_an_overflow_shows_in_flag_and_norm(place: Place, order: float, special: float) -> None:
+    flag = number(0.0, place.device)
+    got = ops.grad_norm(there(some(special), place), flag, norm_type=order, backend=place.backend)
+    assert (got.isfinite().item(), flag.item()) == (False, 1.0)
+    ops.grad_norm(there(some(), place), flag, norm_type=order, backend=place.backend)
+    assert flag.item() == 1.0  # a flag that is set stays so
+
+
+@PLACES
+def test_squares_that_overflow_fp64_are_no_overflow(place: Place) -> None:
+    flag, grad = number(0.0, place.device), torch.full((5,), 1e200, dtype=torch.float64, device=place.device)
+    assert ops.grad_norm([grad], flag, backend=place.backend).item() == math.inf
+    assert flag.item() == 0.0
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_nothing_has_the_norm_0(order: float) -> None:
+    assert [ops.grad_norm(grads, norm_type=order).item() for grads in ([], [torch.zeros(0)])] == [0.0, 0.0]
+
+
+def test_gradients_may_come_one_by_one() -> None:
+    assert ops.grad_norm(torch.tensor([each]) for each in (3.0, 4.0)) == 5  # type: ignore[arg-type]
+
+
+# The scale
+
+
+@pytest.mark.parametrize(
+    ("scale", "tracker", "found", "want"),
+    [
+        (8.0, 0, 0.0, (8.0, 1)),
+        (8.0, 1, 0.0, (16.0, 0)),
+        (8.0, 5, 0.0, (16.0, 0)),  # torch compares with ==
+        (8.0, 1, 2.0, (4.0, 0)),
+        (8.0, 1, math.nan, (4.0, 0)),
+        (2.0**127, 1, 0.0, (2.0**127, 0)),  # it would be infinite
+        (2.0**-126, 0, 1.0, (2.0**-126, 0)),
+    ],
+)
+@PLACES
+def test_one_update(place: Place, scale: float, tracker: int, found: float, want: tuple[float, int]) -> None:
+    state = number(scale, place.device), torch.tensor(tracker, dtype=torch.int32, device=place.device)
+    ops.update_scale_(*state, number(found, place.device), 2.0, 0.5, 2, backend=place.backend)
+    assert tuple(each.item() for each in state) == want
+
+
+# Errors
+
+GOOD = {
+    ops.unscale_: {"grads": [torch.ones(2)], "inv_scale": number(0.5), "found_inf": number(0.0)},
+    ops.check_nonfinite: {"grads": [torch.ones(2)], "found_inf": number(0.0)},
+    ops.grad_norm: {"grads": [torch.ones(2)]},
+    ops.update_scale_: {
+        "scale": number(8.0),
+        "growth_tracker": torch.zeros((), dtype=torch.int32),
+        "found_inf": number(0.0),
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2,
+    },
+}
+IN_EACH: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"found_inf": number(0.0).double()},
+        ValueError,
+        r"^found_inf must be one torch.float32 element, got shape \(\), ",
+    ),
+    ({"found_inf": torch.zeros(2)}, ValueError, r"^found_inf must be one torch.float32 element, got shape \(2,\), "),
+    ({"found_inf": 1.0}, TypeError, "^found_inf must be a Tensor, got float$"),
+    ({"backend": "cuda"}, ValueError, "^backend must be one of auto, triton, torch, got 'cuda'$"),
+]
+OF_GRADS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"grads": [torch.ones(2), 3.0]}, TypeError, r"^grads\[1\] must be a Tensor, got float$"),
+    (
+        {"grads": [torch.ones(2), torch.ones(2).int()]},
+        NotImplementedError,
+        r"^grads\[1\] has dtype torch.int32; only float16, ",
+    ),
+    ({"grads": [torch.ones(2), torch.ones(2, device="meta")]}, ValueError, r"^grads\[1\] is on device meta, where "),
+    ({"grads": [torch.ones(2), torch.ones(1).expand(2)]}, RuntimeError, EXPANDED),
+    ({"grads": [torch.ones(2), sparse(torch.ones(1).half().expand(2))]}, RuntimeError, EXPANDED),
+    (
+        {"found_inf": torch.zeros((), device="meta")},
+        ValueError,
+        "^found_inf is on device meta, where it cannot be set$",
+    ),
+]
+CASES = [
+    *((op, *case) for op in GOOD for case in IN_EACH),
+    *((op, *case) for op in GOOD if op is not ops.update_scale_ for case in OF_GRADS),
+    (ops.unscale_, {"inv_scale": torch.ones(2)}, ValueError, "^inv_scale must be one torch.float32 element"),
+    (ops.grad_norm, {"inv_scale": torch.ones(2)}, ValueError, "^inv_scale must be one torch.float32 element"),
+    (ops.grad_norm, {"norm_type": "two"}, TypeError, "^norm_type must be a number, got 'two'$"),
+    (ops.grad_norm, {"norm_type": 0}, ValueError, "^norm_type must be a number other than 0, got 0$"),
+    (ops.grad_norm, {"norm_type": math.nan}, ValueError, "^norm_type must be a number other than 0, got nan$"),
+    (ops.update_scale_, {"scale": number(8.0).half()}, ValueError, "^scale must be one torch.float32 element"),
+    (ops.update_scale_, {"growth_tracker": number(0.0)}, ValueError, "^growth_tracker must be one torch.int32 element"),
+    (ops.update_scale_, {"growth_factor": 0.5}, ValueError, "^growth_factor .* got 0.5$"),
+    (ops.update_scale_, {"backoff_factor": None}, TypeError, "^backoff_factor .* got None$"),
+    (ops.update_scale_, {"growth_interval": 0}, ValueError, "^growth_interval .* got 0$"),
+    (
+        ops.update_scale_,
+        {"found_inf": torch.zeros((), device="meta")},
+        ValueError,
+        "^found_inf must be on the scale's device, cpu, got meta$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "wrong", "error", "text"), CASES)
+def test_a_wrong_argument_is_named_and_nothing_is_written(op: Any, wrong: Any, error: Any, text: str) -> None:
+    arguments = {
+        name: each.clone() if isinstance(each, Tensor) else each for name, each in {**GOOD[op], **wrong}.items()
+    }
+    with pytest.raises(error, match=text):
+        op(**arguments)
+    for name, each in GOOD[op].items():
+        if isinstance(each, Tensor) and name not in wrong:
+            assert_same(arguments[name], each)
+    assert all(torch.equal(each, torch.ones(2)) for each in arguments.get("grads", [])[:1])
+
+
+# Compiled callers
+
+
+@pytest.fixture
+def compiler() -> Any:
+    """Compile without code of other tests, which counts towards limits."""
+    torch.compiler.reset()
+    yield lambda function: torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.compiler.reset()
+
+
+def use_all(grads: list[Tensor], found_inf: Tensor, scale: Tensor, tracker: Tensor) -> tuple[Tensor, ...]:
+    """Half a step, without a host wait: every op on what the graph computed, and more on what the ops return."""
+    doubled = [grad * 2 for grad in grads]
+    ops.check_nonfinite(doubled, found_inf)
+    ops.unscale_(grads, scale.reciprocal(), found_inf)
+    norms = ops.grad_norm(grads, inv_scale=scale), ops.grad_norm(doubled, found_inf, norm_type=math.inf)
+    ops.update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2)
+    return (*norms, ops.grad_norm([]) + 1, torch.where(found_inf != 0, 0.0, grads[0] + 1), scale * 3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_compiled_callers_get_what_others_get_in_one_graph(compiler: Callable[[Any], Any]) -> None:
+    compiled = compiler(use_all)
+    for special in (1.0, math.inf, math.nan):
+        results = []
+        for function in (compiled, use_all):
+            grads = [values(12).view(3, 4).t().clone(), values(5, torch.float16), values(2, torch.float64)]
+            grads[1][0] = special
+            state = number(0.0), number(4.0), torch.ones((), dtype=torch.int32)
+            results.append([*grads, *state, *function(grads, *state)])
+        for mine, want in zip(*results, strict=True):
+            assert_same(mine, want)
+
+
+OPS = torch.ops.scaler_triton
+SCHEMAS = [
+    ("unscale_", lambda: ([torch.ones(2), torch.full((3,), math.inf).half()], number(0.5), number(0.0), None)),
+    ("check_nonfinite", lambda: ([torch.full((3,), math.inf)], number(0.0), None)),
+    ("grad_norm", lambda: ([torch.full((3,), math.inf)], number(0.0), None, 2.0, None)),
+    (
+        "update_scale_",
+        lambda: (number(8.0), torch.ones((), dtype=torch.int32), number(0.0), 2.0, 0.5, 2, None),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), SCHEMAS, ids=[name for name, _ in SCHEMAS])
+def test_a_custom_op_declares_what_it_writes_and_takes_its_backend(name: str, arguments: Any) -> None:
+    """By torch's own checker, which runs it under fake tensors, too."""
+    op = getattr(OPS, name).default
+    torch.library.opcheck(op, arguments(), test_utils=("test_schema", "test_faketensor"))
+    assert torch.Tag.cudagraph_unsafe in op.tags  # inductor may not capture it in graphs of its own
+    with pytest.raises(ValueError, match="backend must be one of"):
+        op(*arguments()[:-1], "neither")

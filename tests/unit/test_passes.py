@@ -1,0 +1,299 @@
+"""The passes over batches: what is read, written, flagged and marked, by kernels and by torch's ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers import Place, assert_same, flags, on_device, parameters, places, started
+from tensor_pair import Pair
+from torch import Tensor
+
+from scaler_triton import GradScaler, passes
+from scaler_triton.flag import Flag
+from scaler_triton.kernels.abi import OVERFLOWS, SQUARES, STATUS, TOTALS
+from scaler_triton.plan import Batch, GradPlan, choose_backends, group
+from scaler_triton.report import Marks
+from scaler_triton.update import Counters
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+KERNELS = pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# A kernel sums rows of 512 squares in fp32: their random roundings stay far below this.
+TOLERANCE = 1e-6
+
+
+def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def number(value: float, place: Place) -> Tensor:
+    return torch.tensor(value, device=place.device)
+
+
+def batches_of(tensors: Sequence[Tensor], place: Place) -> list[Batch]:
+    batches = group([on_device(tensor, place.device) for tensor in tensors], range(len(tensors)))
+    choose_backends(batches, place.backend, clips=True)
+    return batches
+
+
+def batch_of(tensors: Sequence[Tensor | None], place: Place) -> Batch:
+    """Return one batch, with an empty slot for each None."""
+    like = next(tensor for tensor in tensors if tensor is not None)
+    (batch,) = batches_of([like[:1] if tensor is None else tensor for tensor in tensors], place)
+    kept = [None if tensor is None else there for tensor, there in zip(tensors, batch.tensors, strict=True)]
+    return Batch(batch.layout, kept, None not in tensors)
+
+
+def torchs(tensors: Sequence[Tensor], scale: float, coef: float = 1.0) -> tuple[list[Tensor], float]:
+    """Return copies that torch's op unscaled and, by two products, clipped, on the CPU; and its flag."""
+    copies, flag = [tensor.clone() for tensor in tensors], torch.zeros(())
+    inv_scale = torch.tensor(scale).double().reciprocal().float()
+    torch._amp_foreach_non_finite_check_and_unscale_(copies, flag, inv_scale)
+    if coef != 1.0:
+        torch._foreach_mul_(copies, torch.tensor(coef))
+    return copies, flag.item()
+
+
+def with_gaps(dtype: torch.dtype) -> Tensor:
+    return values(80, dtype, 9).view(8, 10)[:, ::3]
+
+
+def some(dtype: torch.dtype, special: float | None = None) -> list[Tensor]:
+    """Of every layout that makes one batch."""
+    made = [values(numel, dtype, seed) for seed, numel in enumerate((0, 1, 700, 1100))]
+    made += [values(120, dtype, 9).view(10, 12).t(), torch.tensor(3.0, dtype=dtype)]
+    if special is not None:
+        made[2][5] = special
+    return made
+
+
+# Unscale and check
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_lies_between_the_elements_is_not_written(place: Place, dtype: torch.dtype) -> None:
+    around = on_device(values(80, dtype, 9), place.device)
+    (batch,) = group([around.view(8, 10)[:, ::3], around.view(8, 10)[:, 1::3]], [0, 1])
+    choose_backends([batch], place.backend)
+    batch = Batch(batch.layout, [batch.tensors[0], None])
+    passes.unscale_batch_(batch, number(4.0, place), number(0.0, place), inverse=False)
+    want = values(80, dtype, 9)
+    want.view(8, 10)[:, ::3] /= 4
+    assert_same(around, want)
+
+
+# Norm and clip
+
+
+def measured(batch: Batch, place: Place, weights: list[float] | None = None, scale: float = 1.0) -> tuple[float, float]:
+    """Return sum of squares and flag, the rest of the totals checked."""
+    flag, factor = number(0.0, place), number(scale, place)
+    totals = passes.norm_batch(batch, factor, flag, weights, inverse=False)
+    assert (totals.dtype, totals.shape, totals.device) == (torch.float64, (TOTALS,), batch.layout.key.device)
+    assert totals[OVERFLOWS:].tolist() == [flag.item(), 0.0, scale, 1 / scale]
+    return totals[SQUARES].item(), flag.item()
+
+
+def squares(tensor: Tensor) -> float:
+    return math.fsum(x * x for x in tensor.double().flatten().tolist())
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_and_empty_slots(place: Place, dtype: torch.dtype) -> None:
+    tensors, weights = [values(700, dtype), None, values(30, dtype, 1), values(5, dtype, 2)], [0.5, 9.0, 1.0, 0.25]
+    batch = batch_of(tensors, place)
+    present = [(tensor, weight) for tensor, weight in zip(tensors, weights, strict=True) if tensor is not None]
+    for given in (weights, None, weights):
+        total, flag = measured(batch, place, given, scale=4.0)
+        want = sum(squares(tensor) * (1.0 if given is None else weight) for tensor, weight in present) / 16
+        assert (total, flag) == (pytest.approx(want, rel=TOLERANCE), 0.0)
+
+
+def clip(batch: Batch, place: Place, scale: float, max_norm: float, norm: float = 1.0, flag: float = 0.0) -> None:
+    totals = torch.tensor([norm**2, flag, 0.0, scale, 1 / scale], dtype=torch.float64, device=place.device)
+    returned, wrote = passes.clip_batch_(batch, number(scale, place), totals, max_norm, None, 0)
+    assert (returned.dtype, returned.shape, returned.device, wrote) == (torch.float32, (), totals.device, False)
+    assert_same(returned.cpu(), torch.tensor(norm))
+
+
+def coefficient(max_norm: float, norm: float) -> float:
+    """Return what torch's clipping multiplies by."""
+    return (max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()
+
+
+@PLACES
+@pytest.mark.parametrize(
+    ("max_norm", "norm", "flag"),
+    [(0.3, 1.0, 0.0), (1 / 3, 7.5, 0.0), (1.0, 0.5, 0.0), (1.0, math.nan, 0.0), (0.0, 1.0, 0.0), (0.3, 1.0, 1.0)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clipping_is_torchs_two_products(
+    place: Place, dtype: torch.dtype, max_norm: float, norm: float, flag: float
+) -> None:
+    batch = batch_of(some(dtype, math.inf), place)
+    versions = [tensor._version for tensor in batch.present]
+    clip(batch, place, 3.0, max_norm, norm, flag)
+    wanted, _ = torchs(some(dtype, math.inf), 3.0, 1.0 if flag else coefficient(max_norm, norm))
+    for tensor, want in zip(batch.present, wanted, strict=True):
+        assert_same(tensor, want)
+    if place.backend == "triton":  # torch's ops count their own writes
+        assert all(tensor._version > was for tensor, was in zip(batch.present, versions, strict=True))
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_with_gaps_are_measured_and_clipped(place: Place, dtype: torch.dtype) -> None:
+    batch = batch_of([with_gaps(dtype)], place)
+    assert measured(batch, place)[0] == pytest.approx(squares(with_gaps(dtype)), rel=TOLERANCE)
+    clip(batch, place, 4.0, 0.3)
+    assert_same(batch.present[0], torchs([with_gaps(dtype)], 4.0, coefficient(0.3, 1.0))[0][0])
+
+
+@PLACES
+def test_a_batch_without_elements_has_a_norm(place: Place) -> None:
+    batch = batch_of([torch.ones(0)], place)
+    assert measured(batch, place) == (0.0, 0.0)
+    clip(batch, place, 2.0, 0.5, 3.0)
+
+
+@KERNELS
+def test_a_clip_writes_the_status_from_the_totals_of_several_ranks(place: Place) -> None:
+    batch, status = batch_of([torch.ones(3)], place), torch.zeros(STATUS, device=place.device)
+    totals = torch.tensor([9.0, 2.0, 1.0, 16.0, 0.25], dtype=torch.float64, device=place.device)
+    _, wrote = passes.clip_batch_(batch, number(8.0, place), totals, 1.0, status, 2)
+    assert (wrote, status.tolist()) == (True, [1.0, 1.0, 16.0, 0.0])
+
+
+@KERNELS
+def test_passes_with_equal_configurations_share_one_table(place: Place) -> None:
+    batch = batch_of([torch.ones(3)], place)
+    passes.check_batch(batch, number(0.0, place))
+    measured(batch, place)
+    clip(batch, place, 2.0, 2.0)
+    assert set(batch.layout.tables) == {"check", "norm", "clip"}
+    assert len({id(table) for table in batch.layout.tables.values()}) == 1
+    assert batch.present[0].tolist() == [0.5] * 3
+
+
+# A plan's gradients
+
+
+def check(grads: Sequence[Tensor | None], place: Place, divide: bool = True, scale: Any = 4.0) -> Any:
+    """Return plan, parameters and flags of a pass."""
+    params = parameters(grads, place.device)
+    plan = GradPlan(params, place.backend)
+    plan.marks = Marks(plan, Counters(None))
+    home = torch.zeros(STATUS, device=place.device)
+    given = number(scale, place) if isinstance(scale, float) else scale.to(place.device)
+    return plan, params, passes.check(plan, plan.collect(), given, Flag(home), divide=divide)
+
+
+@PLACES
+@pytest.mark.parametrize("divide", [False, True])
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+def test_one_flag_is_for_all_batches_of_a_device(place: Place, divide: bool, bad: int | None) -> None:
+    grads: list[Tensor] = [torch.full((3,), 8.0), torch.full((2,), 8.0).double(), torch.full((8,), 8.0)[::2]]
+    if bad is not None:
+        grads[bad][0] = math.nan
+    plan, params, found = check(grads, place, divide)
+    assert [flag.item() for flag in found.values()] == [float(bad is not None)]
+    assert plan.written is divide
+    assert [p.grad[-1].item() for p in params] == [2.0 if divide else 8.0] * 3
+
+
+@PLACES
+@pytest.mark.parametrize("scale", [torch.tensor([4.0]), torch.tensor(4.0).double(), torch.tensor(0.0)])
+def test_a_scale_is_taken_as_it_is_assigned(place: Place, scale: Tensor) -> None:
+    _, (parameter,), found = check([torch.tensor([8.0, 1.0])], place, scale=scale)
+    assert parameter.grad.tolist() == ([2.0, 0.25] if scale.item() else [math.inf] * 2)
+    assert [flag.item() for flag in found.values()] == [0.0]
+
+
+@PLACES
+def test_without_gradients_there_is_no_flag(place: Place) -> None:
+    plan, _, found = check([None], place)
+    assert (found, plan.written) == ({}, False)
+
+
+@pytest.mark.parametrize("scale", [4.0, 2.0**-10])
+def test_what_becomes_infinite_by_unscaling_is_neither_flagged_nor_marked(scale: float) -> None:
+    """The flag is about the gradients as computed."""
+    plan, (first, second), found = check(
+        [torch.tensor([1e38]), torch.tensor([math.nan])], Place("cpu", "torch"), True, scale
+    )
+    assert [flag.item() for flag in found.values()] == [1.0]
+    assert plan.marks.of(0) == {1: 1}
+    assert math.isinf(first.grad.item()) is (scale < 1)
+    assert math.isnan(second.grad.item())
+
+
+# Tensor subclasses
+
+
+class Unscalable(Pair):
+    """A pair that has nothing but torch's unscaling, as a subclass may that was made for training."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func not in (aten._amp_foreach_non_finite_check_and_unscale_.default, aten.detach.default):
+            raise NotImplementedError(f"{func}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def paired(kind: type, place: Place, right: float) -> tuple[Any, Any, Any]:
+    """Return an optimizer of a plain parameter and a pair, the plain one, and the pair's gradient: 8 and `right`."""
+    (plain,) = parameters([torch.full((2,), 8.0)], place.device)
+    zero = torch.zeros(3, device=place.device)
+    parameter = torch.nn.Parameter(Pair(zero, zero.clone()))
+    parameter.grad = kind(torch.full_like(zero, 8.0), torch.full_like(zero, right))
+    return torch.optim.SGD([plain, parameter], lr=1.0, foreach=False), plain, parameter.grad
+
+
+@PLACES
+@pytest.mark.parametrize("kind", [Pair, Unscalable])
+@pytest.mark.parametrize("method", ["unscale_", "_check_inf_per_device"])
+@pytest.mark.parametrize(("right", "bad"), [(16.0, 0.0), (math.inf, 1.0), (math.nan, 1.0)])
+def test_a_subclass_is_asked_what_torch_would_ask(
+    place: Place, kind: type, method: str, right: float, bad: float
+) -> None:
+    optimizer, plain, gradient = paired(kind, place, right)
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
+    getattr(scaler, method)(optimizer)
+    assert flags(scaler, optimizer) == [bad]
+    factor = 4.0 if method == "unscale_" else 1.0
+    assert (gradient.left.tolist(), plain.grad.tolist()) == ([8.0 / factor] * 3, [8.0 / factor] * 2)
+    if not math.isnan(right):
+        assert gradient.right.tolist() == [right / factor] * 3
+    assert "that torch's own op serves" in str(scaler.overflow_report()) or not bad
+
+
+@PLACES
+@pytest.mark.parametrize(("right", "bad"), [(16.0, 0.0), (math.inf, 1.0)])
+def test_a_subclass_is_measured_and_clipped_by_its_own_ops(place: Place, right: float, bad: float) -> None:
+    _, _, gradient = paired(Pair, place, right)
+    (batch,) = group([gradient], [0])
+    choose_backends([batch], place.backend, clips=True)
+    assert measured(batch, place, [0.5])[1] == bad
+    clip(batch, place, 4.0, 2.0)
+    assert (gradient.left.tolist(), gradient.right.tolist()) == ([2.0] * 3, [right / 4] * 3)
+    clip(batch, place, 1.0, 0.5)
+    assert gradient.left.tolist() == [2.0 * coefficient(0.5, 1.0)] * 3
+
+
+@PLACES
+def test_a_subclass_can_be_swapped_before_its_step(place: Place) -> None:
+    """As torch's modules always swap them; it refuses where a gradient has a weak reference."""
+    optimizer, plain, _ = paired(Pair, place, 8.0)
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
+    scaler.unscale_(optimizer)
+    parameter = optimizer.param_groups[0]["params"][1]
+    torch.nn.ParameterList([parameter, plain]).to(torch.float64)
+    assert parameter.grad.left.tolist() == parameter.grad.right.tolist() == [2.0] * 3
+    assert parameter.grad.dtype is torch.float64

@@ -1,0 +1,400 @@
+"""Plans: an optimizer's gradients as batches, what is kept between steps, and what is noticed when it changes."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import parameters
+from torch import Tensor
+
+from scaler_triton import plan
+from scaler_triton.plan import Batch, GradPlan, choose_backends, group, layout_key
+
+
+def made(*grads: Tensor | None) -> tuple[GradPlan, list[Any]]:
+    """Return a plan, and its parameters with these gradients."""
+    params = parameters(grads, "cpu")
+    return GradPlan(params, "torch"), params
+
+
+def found(batches: list[Batch]) -> list[Any]:
+    """Return what batches hold: of each the key, whether it is Partial, the positions and addresses of its tensors."""
+    return sorted(
+        (
+            str(batch.layout.key),
+            batch.is_partial,
+            [
+                (position, tensor.data_ptr(), tensor.numel())
+                for position, tensor in zip(batch.layout.positions, batch.tensors, strict=True)
+                if tensor is not None
+            ],
+        )
+        for batch in batches
+    )
+
+
+def outcome(of: GradPlan) -> Any:
+    """Return what a plan collects, or why it does not."""
+    try:
+        return found(of.collect())
+    except RuntimeError as error:
+        return str(error)
+
+
+def collected(of: GradPlan) -> list[int]:
+    """Return the addresses of the gradients that a plan collects, in order."""
+    return sorted(tensor.data_ptr() for batch in of.collect() for tensor in batch.present)
+
+
+def addresses(params: list[Any]) -> list[int]:
+    return sorted(p.grad.data_ptr() for p in params if p.grad is not None)
+
+
+def sparse(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(torch.zeros(1, n, dtype=torch.int64), torch.ones(n, dtype=dtype), (4,))
+
+
+class Own(Tensor):
+    """A subclass that changes nothing."""
+
+
+FORMS: dict[str, Callable[[], Tensor | None]] = {
+    "dense": lambda: torch.ones(4, 4),
+    "transposed": lambda: torch.ones(4, 4).t(),
+    "gaps": lambda: torch.ones(4, 8)[:, ::2],
+    "offset": lambda: torch.ones(17)[1:].view(4, 4),
+    "wider": lambda: torch.ones(4, 4).double(),
+    "flat": lambda: torch.ones(16),
+    "subclass": lambda: torch.ones(4, 4).as_subclass(Own),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "expanded": lambda: torch.ones(1).expand(4, 4),
+    "missing": lambda: None,
+}
+
+
+@pytest.fixture(params=["guards", "no guards"])
+def guards(request: Any, monkeypatch: Any) -> bool:
+    """Whether torch has its private guards."""
+    if request.param == "no guards":
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    return bool(request.param == "guards")
+
+
+def give(parameter: Any, grad: Tensor | None) -> None:
+    """Set a gradient, whatever its shape and dtype are: the parameter becomes like it."""
+    if grad is not None:
+        parameter.grad = None
+        parameter.data = torch.zeros(grad.shape, dtype=grad.dtype)
+    parameter.grad = grad
+
+
+@pytest.mark.parametrize("before", FORMS)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_new_form_is_noticed_whatever_was_known(before: str, steps: int, guards: bool) -> None:
+    for after in FORMS:
+        planned, params = made(torch.ones(2), torch.ones(4, 4))
+        for form in (*[before] * steps, after, after, before):
+            give(params[1], FORMS[form]())
+            assert outcome(planned) == outcome(GradPlan(params, "torch"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_forms_and_absences_that_change_together(seed: int, guards: bool) -> None:
+    """For longer than a plan has patience with guards that fail."""
+    choose = random.Random(seed)
+    planned, params = made(None, None, None)
+    for _ in range(60):
+        for parameter in params:
+            give(parameter, FORMS[choose.choice(["dense", "transposed", "gaps", "wider", "missing"])]())
+        assert outcome(planned) == outcome(GradPlan(params, "torch"))
+
+
+def test_gradients_that_come_and_go_rebuild_nothing() -> None:
+    planned, params = made(*[None] * 64)
+    choose = random.Random(0)
+    for _ in range(50):
+        for parameter in params:
+            parameter.grad = torch.ones_like(parameter) if choose.random() < 0.3 else None
+        assert collected(planned) == addresses(params)
+    assert planned.rebuilds == 0
+
+
+def events(call: Callable[[], Any]) -> int:
+    """Return how many functions a call enters, those in C included."""
+    count = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("grads", "most"),
+    [([torch.ones(3)], 5), ([torch.ones(3), None], 9), ([torch.ones(3), torch.ones(3).double()], 10)],
+    ids=["one layout", "missing ones", "two layouts"],
+)
+def test_a_steady_step_makes_few_calls_however_many_gradients_there_are(grads: list[Any], most: int) -> None:
+    counts = []
+    for times in (2, 100):
+        planned, _ = made(*grads * times)
+        for _ in range(3):
+            planned.collect()
+        counts.append(events(planned.collect))
+        assert [batch.complete for batch in planned.collect()] == [None not in grads] * len(planned.layouts)
+    assert counts[0] == counts[1] <= most
+
+
+def test_nothing_keeps_a_gradient_alive() -> None:
+    planned, params = made(torch.ones(4), torch.ones(9)[::2], torch.ones(3).double(), torch.eye(4).to_sparse())
+    for _ in range(3):
+        planned.collect()
+    references = [weakref.ref(parameter.grad) for parameter in params]
+    for parameter in params:
+        parameter.grad = None
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
+def test_layouts_are_the_same_objects_from_step_to_step() -> None:
+    planned, params = made(torch.ones(3), torch.ones(2).double(), None)
+    first = [batch.layout for batch in planned.collect()]
+    params[2].grad = torch.ones(3)
+    second = [batch.layout for batch in planned.collect()]
+    assert list(map(id, first)) == list(map(id, second))
+    assert [layout.numels for layout in first] == [[3, 3], [2]]
+
+
+def test_a_new_form_rebuilds_once_and_is_remembered_while_it_is_away() -> None:
+    planned, params = made(torch.ones(4, 6), None)
+    for grad in (torch.ones(6, 4).t(), None, torch.ones(6, 4).t()):
+        params[0].grad = grad
+        for _ in range(3):
+            assert collected(planned) == addresses(params)
+    assert planned.rebuilds == 1
+
+
+def test_frozen_and_lazy_parameters_have_no_slot_until_they_have_a_gradient() -> None:
+    params: list[Any] = [*parameters([None, None], "cpu"), torch.nn.UninitializedParameter()]
+    params[1].requires_grad_(False)
+    planned = GradPlan(params, "torch")
+    assert [layout.numels for layout in planned.layouts] == [[3]]
+    params[2].materialize((3,))
+    for parameter in params[1:]:
+        parameter.grad = torch.ones(3)
+        assert collected(planned) == addresses(params)
+    assert planned.rebuilds == 2
+
+
+def test_sparse_gradients_may_have_another_size_in_every_step() -> None:
+    planned, params = made(torch.ones(4))
+    for n in (1, 3, 2):
+        params[0].grad = sparse(n)
+        (batch,) = planned.collect()
+        assert (batch.layout.numels, batch.layout.positions) == ([n], [0])
+    assert planned.rebuilds == 0
+
+
+def test_a_sparse_fp16_gradient_with_duplicates_is_replaced_by_its_sum_once_all_are_checked() -> None:
+    planned, params = made(sparse(3, torch.float16).coalesce(), sparse(3, torch.float16), torch.ones(4))
+    params[2].grad = torch.ones(1).expand(4)
+    before = [parameter.grad for parameter in params]
+    with pytest.raises(RuntimeError, match="more than one element"):
+        planned.collect()
+    assert [parameter.grad is grad for parameter, grad in zip(params, before, strict=True)] == [True, True, True]
+    params[2].grad = None
+    batches = planned.collect()
+    assert [parameter.grad is grad for parameter, grad in zip(params, before, strict=True)] == [True, False, False]
+    assert [tensor.tolist() for batch in batches for tensor in batch.present] == [[3.0], [3.0]]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("missing", [False, True])
+def test_fp16_is_refused_however_well_it_is_known_and_before_other_errors(steps: int, missing: bool) -> None:
+    planned, params = made(torch.ones(3).half(), torch.ones(3), torch.ones(3))
+    if missing:
+        params[2].grad = None
+    for _ in range(steps):
+        planned.collect()
+    params[1].grad = torch.ones(1).expand(3)
+    for _ in range(2):  # then with a legal neighbour
+        with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
+            planned.collect(allow_fp16=False)
+        params[1].grad = torch.ones(3)
+    params[0].grad = None
+    assert len(planned.collect(allow_fp16=False)) == 1
+
+
+def test_an_error_names_the_parameters_position() -> None:
+    planned, params = made(torch.ones(3), torch.ones(3))
+    give(params[1], torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(NotImplementedError, match=r"^the gradient of parameter 1 has dtype torch.complex64"):
+        planned.collect()
+    with pytest.raises(AssertionError, match=r"^expected param to be torch.Tensor, got int$"):
+        GradPlan([params[0], 3], "torch")  # type: ignore[list-item]
+
+
+def test_gradients_that_are_part_of_a_graph_are_detached() -> None:
+    planned, params = made(torch.ones(3))
+    for _ in range(2):
+        params[0].grad = (params[0].detach().requires_grad_() * 2.0).sum() * torch.ones(3)
+        (batch,) = planned.collect()
+        assert not batch.present[0].requires_grad
+        assert batch.present[0].data_ptr() == params[0].grad.data_ptr()
+
+
+def test_flags_are_needed_on_devices_that_can_be_read() -> None:
+    nowhere = torch.nn.Parameter(torch.ones(3, device="meta"))
+    assert GradPlan([nowhere, *parameters([None], "cpu")], "torch").devices == [torch.device("cpu")]
+    assert GradPlan([], "torch").devices == GradPlan([], "torch").collect() == []
+
+
+def test_a_plan_is_for_the_parameters_it_was_made_for() -> None:
+    planned, params = made(torch.ones(3), torch.ones(3))
+    others = parameters([torch.ones(3)], "cpu")
+    assert planned.matches(params)
+    assert planned.matches(list(params))
+    for held in (params[:1], [*params, *others], [params[0], *others], params[::-1]):
+        assert not planned.matches(held)
+    torch.utils.swap_tensors(params[0], torch.nn.Parameter(torch.ones(3, device="meta")))
+    assert not planned.matches(params)
+
+
+# DTensors
+
+
+def placed(local: Tensor, placement: Any, ranks: int = 2) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, init_device_mesh("cpu", (ranks,)), [placement], run_check=False)
+
+
+@pytest.fixture
+def kinds(two_ranks: None) -> Any:
+    """The module with DTensor's placements, among two ranks."""
+    import torch.distributed.tensor as module
+
+    return module
+
+
+def test_a_dtensors_shard_is_collected_in_every_step(kinds: Any) -> None:
+    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Shard(0)))
+    planned = GradPlan([parameter], "torch")
+    assert planned.is_distributed
+    for _ in range(4):
+        parameter.grad = placed(torch.ones(3), kinds.Shard(0))
+        (batch,) = planned.collect()
+        assert type(batch.present[0]) is Tensor
+        assert batch.present[0].data_ptr() == parameter.grad.to_local().data_ptr()
+    parameter.grad = None
+    assert planned.collect() == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(steps: int, kinds: Any) -> None:
+    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Replicate()))
+    planned = GradPlan([parameter], "torch")
+    for _ in range(steps):
+        parameter.grad = placed(torch.ones(3), kinds.Replicate())
+        assert not any(batch.is_partial for batch in planned.collect())
+    parameter.grad = partial = placed(torch.ones(3), kinds.Partial())
+    batches = planned.collect()
+    (batch,) = (batch for batch in batches if batch.is_partial)
+    assert batch.present[0].tolist() == [2.0] * 3
+    assert parameter.grad is partial
+    parameter.grad = placed(torch.ones(3), kinds.Replicate())
+    assert not any(batch.is_partial for batch in planned.collect())
+
+
+def test_what_is_not_reduced_is_summed_on_request(kinds: Any) -> None:
+    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Replicate()))
+    parameter.grad = placed(torch.ones(3), kinds.Partial())
+    (table,) = parameters([None], "cpu")
+    give(table, sparse(3))
+    batches = GradPlan([parameter, table], "torch").collect(summed=True)
+    assert not any(batch.is_partial for batch in batches)
+    assert parameter.grad.placements == (kinds.Replicate(),)
+    assert (table.grad.is_coalesced(), table.grad._values().tolist()) == (True, [3.0])
+
+
+def test_a_gradient_may_be_sharded_in_another_way_than_its_parameter(kinds: Any) -> None:
+    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Shard(0)))
+    planned = GradPlan([parameter], "torch")
+    for local, placement, shards in (
+        (torch.ones(3), kinds.Shard(0), {}),
+        (torch.ones(6), kinds.Replicate(), {0: 1}),
+        (torch.ones(3), kinds.Shard(0), {0: 2}),
+    ):
+        parameter.grad = placed(local, placement)
+        planned.collect()
+        assert planned.grad_shards == shards
+
+
+def test_a_dtensor_that_is_swapped_for_one_placed_elsewhere_makes_a_new_plan(kinds: Any) -> None:
+    def parameter(placement: Any) -> torch.nn.Parameter:
+        return torch.nn.Parameter(placed(torch.zeros(3), placement))
+
+    (plain,), moved = parameters([torch.ones(3)], "cpu"), parameter(kinds.Shard(0))
+    for held in ([moved], [plain, moved]):
+        planned = GradPlan(held, "torch")
+        torch.utils.swap_tensors(moved, parameter(kinds.Shard(0)))
+        assert planned.matches(held)
+        torch.utils.swap_tensors(moved, parameter(kinds.Replicate()))
+        assert not planned.matches(held)
+        torch.utils.swap_tensors(moved, parameter(kinds.Shard(0)))
+
+
+def test_dtensors_are_collected_on_a_torch_without_the_private_names(kinds: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(plan.gradients, "SPEC", "no_such_name")
+    monkeypatch.setattr(plan, "_spec_of", lambda grad: grad.no_such_name)
+    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Shard(0)))
+    planned = GradPlan([parameter], "torch")
+    for _ in range(3):
+        parameter.grad = placed(torch.ones(3), kinds.Shard(0))
+        assert [batch.present[0].tolist() for batch in planned.collect()] == [[1.0] * 3]
+
+
+# Batches
+
+
+def test_tensors_are_grouped_by_what_they_share_in_order() -> None:
+    tensors = [torch.ones(3), torch.ones(2).double(), torch.ones(9)[::3], torch.ones(4, 2).t(), torch.ones(0)]
+    tensors.append(torch.ones(3).as_subclass(Own))
+    batches = group(tensors, [10, 11, 12, 13, 14, 15])
+    assert [batch.layout.positions for batch in batches] == [[10, 13, 14], [11], [12], [15]]
+    assert [batch.layout.numels for batch in batches] == [[3, 8, 0], [2], [3], [3]]
+    assert [(b.layout.key.dense, b.layout.key.plain) for b in batches] == [(1, 1), (1, 1), (0, 1), (0, 0)]
+    assert all(batch.complete for batch in batches)
+    assert layout_key(tensors[0]) == batches[0].layout.key
+
+
+def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses(monkeypatch: Any) -> None:
+    asked = []
+
+    def choose(device: Any, dtype: Any, requested: str, clips: bool = False) -> str:
+        asked.append((dtype, requested, clips))
+        return "triton"
+
+    monkeypatch.setattr(plan, "choose", choose)
+    batches = group([torch.ones(3), torch.ones(3).as_subclass(Own)], [0, 1])
+    for _ in range(2):
+        choose_backends(batches, "triton")
+    assert [(batch.layout.backend, batch.layout.clips) for batch in batches] == [("triton", None), ("torch", None)]
+    choose_backends(batches, "triton", clips=True)
+    assert [batch.layout.clips for batch in batches] == ["triton", "torch"]
+    assert asked == [(torch.float32, "triton", False), (torch.float32, "triton", True)]

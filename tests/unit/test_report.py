@@ -1,0 +1,412 @@
+"""Which gradients made the last step be skipped: the marks of every path, their generations, names and text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Place, parameters, places, started
+from torch import Tensor, nn
+
+from scaler_triton import GradScaler, ranks, report
+from scaler_triton.kernels.abi import COUNTERS, INF, NAN, SKIPPED
+from scaler_triton.plan import GradPlan
+from scaler_triton.report import BadGradient, Marks, OverflowReport
+from scaler_triton.update import Counters
+
+ROOT = Path(__file__).parents[2]
+# torch's op on a GPU leaves no marks.
+PLACES = pytest.mark.parametrize("place", [each for each in places() if each != Place("cuda", "torch")], ids=str)
+CPU = torch.device("cpu")
+
+
+class Run:
+    """A scaler and a model of two layers, whose gradients are ones but for what is said."""
+
+    def __init__(self, place: Place, fused: bool = False) -> None:
+        self.place = place
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(place.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, fused=fused)
+        self.scaler = started(GradScaler, place.device, init_scale=8.0, backend=place.backend)
+
+    def give(self, **bad: list[float]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = torch.ones_like(parameter)
+            for index, value in enumerate(bad.get("_" + name.replace(".", "_"), [])):
+                parameter.grad.view(-1)[index] = value
+
+    def step(self, how: str = "step", **bad: list[float]) -> None:
+        self.give(**bad)
+        if how == "clip":
+            self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def found(self) -> list[tuple[str, str]]:
+        return [(each.name, each.kinds) for each in self.scaler.overflow_report(self.model).bad]
+
+    @property
+    def marks(self) -> Any:
+        return self.scaler._ours.steps.last(self.optimizer).plan.marks
+
+
+# Marks
+
+
+@PLACES
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("how", ["step", "clip"])
+def test_the_last_skip_is_reported_and_survives_good_steps(place: Place, fused: bool, how: str) -> None:
+    run = Run(place, fused)
+    for _ in range(2):
+        run.step(how)
+        assert str(run.scaler.overflow_report(run.model)) == "No step was skipped."
+    assert not any(table.bits.any() for layout in run.marks.plan.layouts for table in layout.tables.values())
+    run.step(how, _0_bias=[math.inf])
+    assert run.found() == [("0.bias", "Inf")]
+    for _ in range(3):
+        run.step(how)
+    bad = {"_1_weight": [math.nan, -math.inf], "_1_bias": [math.nan]}
+    run.step(how, **bad)
+    for _ in range(3):
+        assert run.found() == [("1.weight", "NaN and Inf"), ("1.bias", "NaN")]
+        run.step(how)
+    last = run.scaler.overflow_report(run.model)
+    assert (last.update, [each.numel for each in last.bad]) == (7, [21, 3])
+    run.step(how, _0_weight=[math.nan])
+    assert run.found() == [("0.weight", "NaN")]
+
+
+@PLACES
+@pytest.mark.parametrize("new_scale", [None, 8.0])
+def test_before_and_after_its_update_it_is_the_current_step(place: Place, new_scale: float | None) -> None:
+    run = Run(place)
+    run.step(_0_bias=[math.inf])
+    run.give(_1_bias=[math.nan])
+    run.scaler.step(run.optimizer)
+    assert run.found() == [("1.bias", "NaN")]
+    assert str(run.scaler.overflow_report(run.model)).startswith("The last skip: 1 bad gradient on rank 0.\n")
+    run.scaler.update(new_scale)
+    assert (run.found(), run.scaler.overflow_report().update) == ([("1.bias", "NaN")], 2)
+
+
+@PLACES
+def test_a_step_that_comes_after_an_update_is_reported_in_both(place: Place) -> None:
+    """As where a framework updates after each of several optimizers that were unscaled together."""
+    run = Run(place)
+    run.give(_0_bias=[math.inf])
+    run.scaler.unscale_(run.optimizer)
+    for _ in range(2):
+        run.scaler.update()
+        assert run.found() == [("0.bias", "Inf")]
+        if run.scaler.stats().updates == 1:
+            run.scaler.step(run.optimizer)
+    run.step()
+    run.step(_1_bias=[math.nan])
+    assert run.found() == [("1.bias", "NaN")]
+
+
+@PLACES
+def test_a_skip_by_somebody_elses_flag_is_nothing_here(place: Place) -> None:
+    run = Run(place)
+    run.step(_0_bias=[math.inf])
+    run.give()
+    run.scaler.unscale_(run.optimizer)
+    for flag in run.scaler._found_inf_per_device(run.optimizer).values():
+        flag.fill_(1.0)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert run.found() == []
+    assert str(run.scaler.overflow_report()) == "The last skip, at update 2: nothing known on any rank."
+
+
+@PLACES
+def test_an_overflow_that_skips_no_step_leaves_the_last_skip(place: Place) -> None:
+    run = Run(place)
+    run.step(_0_bias=[math.inf])
+    for _ in range(2):
+        run.give(_1_bias=[math.nan])
+        run.scaler._check_inf_per_device(run.optimizer)
+        run.step()  # with other gradients
+        assert run.found() == [("0.bias", "Inf")]
+
+
+@PLACES
+@pytest.mark.parametrize("how", ["step", "clip"])
+def test_what_only_unscaling_makes_infinite_is_not_reported(place: Place, how: str) -> None:
+    run = Run(place)
+    run.scaler._scale.fill_(2.0**-100)
+    run.step(how, _0_bias=[math.inf], _1_bias=[1e30])
+    assert run.found() == [("0.bias", "Inf")]
+
+
+@PLACES
+@pytest.mark.parametrize("change", ["form", "parameters"])
+def test_after_a_change_of_forms_or_parameters_nothing_is_known_of_earlier_steps(place: Place, change: str) -> None:
+    run = Run(place)
+    run.step(_0_bias=[math.inf])
+    run.give()
+    if change == "form":
+        weight = run.model[0].weight
+        weight.grad = torch.ones(weight.shape[::-1], device=place.device).t()
+    else:
+        run.optimizer.add_param_group({"params": parameters([torch.ones(1)], place.device)})
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    if place.backend == "triton" or change == "parameters":
+        assert run.found() == []
+    run.step(_1_bias=[math.nan])
+    assert run.found() == [("1.bias", "NaN")]
+
+
+@PLACES
+def test_a_loaded_checkpoint_begins_without_marks(place: Place) -> None:
+    run = Run(place)
+    saved = run.scaler.state_dict()
+    run.step(_0_bias=[math.inf])
+    run.scaler.load_state_dict(saved)
+    assert run.found() == []
+    run.step(_1_bias=[math.nan])
+    assert run.found() == [("1.bias", "NaN")]
+
+
+@PLACES
+def test_sparse_gradients_are_marked_or_said_not_to_be(place: Place) -> None:
+    run, table = Run(place), nn.Parameter(torch.zeros(4, 2, device=place.device))
+    optimizer = torch.optim.SGD([table], lr=0.1)
+    for value in (1.0, math.inf):
+        values, index = torch.full((1, 2), value, device=place.device), torch.tensor([[1]], device=place.device)
+        table.grad = torch.sparse_coo_tensor(index, values, table.shape, check_invariants=True)
+        run.scaler.step(optimizer)
+        if value == 1.0:
+            assert str(run.scaler.overflow_report()) == "No step was skipped."
+            run.scaler.update()
+    last = run.scaler.overflow_report([("table", table)])
+    if place.backend == "torch":
+        assert [(each.name, each.kinds) for each in last.bad] == [("table", "Inf")]
+    else:
+        assert last.untold == (f"sparse and Partial gradients on {table.device}",)
+
+
+def test_the_host_keeps_a_few_generations() -> None:
+    run = Run(Place("cpu", "torch"))
+    for _ in range(9):
+        run.step(_0_bias=[math.inf])
+    assert [generation for generation in range(9) if run.marks.of(generation)] == [5, 6, 7, 8]
+
+
+def marked(device: torch.device) -> tuple[Marks, Any]:
+    """Return marks, and a layout of gradients on `device`, over a plan that holds it."""
+    plan = GradPlan(parameters([torch.ones(3), torch.ones(3)], "cpu"), "torch")
+    (layout,) = plan.layouts
+    layout.key = layout.key._replace(device=device)
+    return Marks(plan, Counters(None)), layout
+
+
+def test_a_kernel_reads_the_generation_on_the_scales_device_only() -> None:
+    """One that reads another GPU's memory ends the process."""
+    marks, layout = marked(CPU)
+    layout.tables = {"check": SimpleNamespace(generation=None), "norm": SimpleNamespace(generation=None)}
+    for _ in range(2):
+        marks.follow(layout, CPU)
+        counters = marks._counters.on(CPU)
+        for each in (layout, *layout.tables.values()):
+            assert each.generation.data_ptr() == counters[SKIPPED].data_ptr()
+        marks._counters.set([7] * COUNTERS)
+    marks, layout = marked(torch.device("cuda", 1))
+    marks.follow(layout, torch.device("cuda", 0))
+    assert layout.generation is None
+    assert list(marks.not_covered()) == ["gradients on cuda:1, where the scale is not"]
+
+
+def test_a_generations_marks_are_told_from_others_in_their_place() -> None:
+    marks, layout = marked(CPU)
+    bits = torch.tensor([[5 << 2 | INF, 0, 2 << 2 | NAN, 0], [9 << 2 | NAN, 5 << 2 | NAN, 0, 0]], dtype=torch.int32)
+    table = SimpleNamespace(bits=bits)
+    layout.tables = {"check": table, "clip": table, "norm": SimpleNamespace(bits=(bits & 3) + (5 << 2))}
+    assert [marks.of(generation) for generation in (2, 9, 3)] == [{0: NAN}, {1: NAN}, {}]
+    assert marks.of(5) == {0: INF | NAN, 1: NAN}
+    marks.forget()
+    assert marks.of(2) == {}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_torchs_op_checks_without_marks_is_said(device: str, backend: Any, plain: bool) -> None:
+    marks, layout = marked(torch.device(device))
+    layout.key, layout.backend = layout.key._replace(plain=plain), backend
+    covered = backend == "triton" or (device == "cpu" and plain)
+    assert list(marks.not_covered()) == ([] if covered else [f"gradients on {device} that torch's own op serves"])
+
+
+# Names
+
+
+def test_names_are_a_models_without_what_wrappers_add() -> None:
+    run = Run(Place("cpu", "torch"))
+    run.step(_0_bias=[math.inf])
+    wrap = "_orig_mod.a._fsdp_wrapped_module.b._checkpoint_wrapped_module."
+    for model, want in (
+        (run.model, "0.bias"),
+        (run.model.named_parameters(), "0.bias"),
+        ([(wrap + name, each) for name, each in run.model.named_parameters()], "a.b.0.bias"),
+        (None, "optimizer 0, parameter 1"),
+    ):
+        assert [each.name for each in run.scaler.overflow_report(model).bad] == [want]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (3, "got int"),
+        ("net", "got str for a name and a tensor"),
+        ([torch.ones(2)], "got Tensor for a name and a tensor"),
+        ({"weight": torch.ones(2)}, "got str for a name and a tensor"),
+        (enumerate([torch.ones(2)]), "got int for a name"),
+    ],
+)
+def test_what_gives_no_names_is_refused(model: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=rf"^model must be a module or what its named_parameters\(\) gives, {text}$"):
+        GradScaler("cpu").overflow_report(model)
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("has_private", [True, False])
+def test_fsdp2s_modules_may_hold_other_parameters_than_the_optimizer(has_private: bool, monkeypatch: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 4))
+    fully_shard(model)
+    shards = dict(model.named_parameters())
+    model.unshard()
+    if not has_private:
+        monkeypatch.delattr("torch.distributed._composable_state._get_module_state")
+    named = dict(report.named_parameters(model))
+    assert {name: each is named[name] for name, each in shards.items()} == dict.fromkeys(shards, has_private)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_ddp_over_tensor_parallel_leaves_dtensors_in_modules() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    model, shard = nn.Sequential(nn.Linear(2, 4, bias=False)), nn.Parameter(torch.ones(2, 2))
+    held = DTensor.from_local(shard.detach(), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+    shard._st_info = held  # type: ignore[attr-defined]
+    del model[0].weight
+    vars(model[0])["weight"] = held
+    model._module_parameters = [shard]  # type: ignore[assignment]
+    assert [(name, each is shard) for name, each in report.named_parameters(model)] == [("0.weight", True)]
+
+
+# Text
+
+BAD = BadGradient("up\x1b[2J\nweight", "NaN", 3, rank=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        (OverflowReport(None, (), True), ["No step was skipped."]),
+        (
+            OverflowReport(None, (), True, ("rank 0 raised TypeError",)),
+            ["No step was skipped.", "Not told: rank 0 raised TypeError."],
+        ),
+        (
+            OverflowReport(None, (), False, pending=True),
+            ["The last skip: nothing known on this rank; ask with gather=True."],
+        ),
+        (
+            OverflowReport(39, (BAD, BadGradient("b", "Inf", 12, 0)), True),
+            [
+                "The last skip, at update 39: 2 bad gradients on ranks 0-1.",
+                "rank  parameter      holds  numel",
+                "----  -------------  -----  -----",
+                "   1  up?[2J weight  NaN        3",
+                "   0  b              Inf       12",
+            ],
+        ),
+    ],
+)
+def test_as_a_person_reads_it(given: OverflowReport, want: list[str]) -> None:
+    assert str(given).splitlines() == want
+
+
+def test_the_pages_show_a_report_as_it_is() -> None:
+    shown = OverflowReport(39, (BadGradient("positions", "Inf", 2048, rank=1),), gathered=True)
+    for page in ("README.md", "docs/why-skipped.md"):
+        assert f"\n{shown}\n```" in (ROOT / page).read_text()
+
+
+# All ranks
+
+
+@pytest.fixture
+def peer(two_ranks: None, monkeypatch: Any) -> list[Any]:
+    """What rank 1 reports: [bad, not told]."""
+    theirs: list[Any] = [[{"name": "b", "kinds": "Inf", "numel": 2, "rank": 1}], ["a thing"]]
+
+    def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
+        sent.append((report.json.loads(data), group, home))
+        return [data, report.json.dumps(theirs).encode()]
+
+    sent: list[Any] = []
+    monkeypatch.setattr(ranks, "gather_bytes", gather_bytes)
+    return sent
+
+
+def test_a_gathered_report_is_of_all_ranks(peer: list[Any]) -> None:
+    run = Run(Place("cpu", "torch"))
+    run.step(_0_bias=[math.inf])
+    assert run.found() == [("0.bias", "Inf")]
+    assert "on rank 0, the only one asked." in str(run.scaler.overflow_report())
+    last = run.scaler.overflow_report(run.model, gather=True)
+    assert [(each.name, each.rank) for each in last.bad] == [("0.bias", 0), ("b", 1)]
+    assert (last.gathered, last.untold) == (True, ("a thing",))
+    assert [each[1:] for each in peer] == [(dist.group.WORLD, CPU)]
+
+
+def test_a_rank_that_raises_joins_the_others_first(peer: list[Any]) -> None:
+    with pytest.raises(TypeError, match="^model must be"):
+        GradScaler("cpu").overflow_report(3, gather=True)  # type: ignore[arg-type]
+    ((mine, _, _),) = peer
+    assert mine == [[], [mock.ANY]]
+    assert mine[1][0].startswith("rank 0 raised TypeError: model must be a module")
+
+
+def test_one_rank_alone_gathers_nothing() -> None:
+    last = GradScaler("cpu").overflow_report(gather=True)
+    assert (last.gathered, last.bad) == (True, ())
+
+
+@pytest.mark.parametrize(
+    ("enabled", "used", "where"), [(True, False, "meta"), (True, True, "meta"), (False, False, "cpu")]
+)
+def test_a_bare_group_gathers_where_it_reduces_the_flag(
+    enabled: bool, used: bool, where: str, monkeypatch: Any
+) -> None:
+    """torchft's NCCL groups take no host tensors."""
+    seen: list[torch.device] = []
+
+    def all_gather(parts: list[Tensor], mine: Tensor, group: Any) -> None:
+        seen.extend({each.device for each in (*parts, mine)})
+        raise ConnectionError
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    group: Any = SimpleNamespace(allreduce=None, rank=lambda: 0)
+    scaler = GradScaler("cpu", enabled=enabled, process_group=group)
+    scaler._device = "meta"  # stands for a GPU
+    if used:
+        scaler._scale = torch.ones((), device="meta")
+    with pytest.raises(ConnectionError):
+        scaler.overflow_report(gather=True)
+    assert seen == [torch.device(where)]

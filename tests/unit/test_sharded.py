@@ -1,0 +1,69 @@
+"""ShardedGradScaler: torch's order of arguments, what it is in Python's eyes, and what it keeps of dtypes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from helpers import sgd, started, values
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
+
+from scaler_triton import GradScaler, ShardedGradScaler
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(GradScaler, torch.amp.GradScaler), (ShardedGradScaler, TorchSharded)])
+def test_arguments_are_torchs_in_its_order_then_ours_by_keyword(ours: Any, theirs: Any) -> None:
+    mine, known = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+    places = [name for name, each in mine.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert places == [*known]
+    for name in {*places} - {"process_group"}:  # torch's is looked up once, when its module is imported
+        assert mine[name].default == known[name].default
+    extras = {"backend", "min_scale", "max_scale", "hysteresis", "max_consecutive_skips"}
+    assert {*mine} - {*known} == (extras if "process_group" in known else {*extras, "process_group"})
+
+
+def test_each_argument_arrives_where_it_belongs() -> None:
+    scaler = ShardedGradScaler("cpu", 8.0, 0.25, 4.0, 7, True, None, backend="torch", hysteresis=2, max_scale=64)
+    numbers = scaler.get_scale(), scaler.get_backoff_factor(), scaler.get_growth_factor(), scaler.get_growth_interval()
+    assert numbers == (8.0, 0.25, 4.0, 7)
+    assert (scaler.process_group, scaler._ours.steps.requested) == (None, "torch")
+    assert (scaler.limits.hysteresis, scaler.limits.max_scale) == (2, 64.0)
+
+
+def test_it_is_one_of_both() -> None:
+    """Fault 1: what is replaced on the one class reaches the other, and so do subclasses of both."""
+
+    class Own(GradScaler):
+        pass
+
+    class OwnSharded(Own, ShardedGradScaler):
+        pass
+
+    assert issubclass(ShardedGradScaler, TorchSharded)
+    assert ShardedGradScaler.__mro__[1] is GradScaler
+    for cls, sharded in ((Own, False), (OwnSharded, True), (ShardedGradScaler, True), (GradScaler, False)):
+        assert cls("cpu")._ours.sharded is sharded
+        assert cls("cpu")._ours.membership.sharded is sharded
+
+
+def test_without_a_default_group_torchs_error_is_raised_and_not_before_the_first_step() -> None:
+    scaler, optimizer = started(ShardedGradScaler, "cpu"), sgd([torch.ones(1)])
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_fp16_gradients_are_unscaled() -> None:
+    scaler, optimizer = started(ShardedGradScaler, "cpu", init_scale=4.0), sgd([torch.full((1,), 8.0).half()])
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
+def test_scale_keeps_the_dtype_of_each_output(dtype: torch.dtype) -> None:
+    loss = torch.ones((), dtype=dtype)
+    for cls in (TorchSharded, ShardedGradScaler):
+        one, [other] = cls("cpu", init_scale=8.0).scale((loss, [loss]))
+        assert (one.item(), one.dtype, other.dtype) == (8.0, dtype, dtype)

@@ -1,0 +1,691 @@
+"""The phases of an optimizer's step, event by event, and the registry of the steps."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import Place, grads, places, sgd, started, values
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from scaler_triton import GradScaler, passes, ranks
+from scaler_triton.step import _STAGES, Phase, Steps, unwrap
+
+CPU = torch.device("cpu")
+SCALE = 4.0
+
+# The gradient is 8, the scale 4, the learning rate 0.5, the weight 0 or, after a step, -1. A cell is the phase after
+# the event, and the gradient if it is neither 8, as it came (READY and CHECKED), nor 2, divided (the others). SKIPPED
+# is STEPPED with the weight where it was. "!": what the event makes fail is raised. One of ERRORS is raised by the
+# scaler, and nothing has changed then.
+TABLE = """
+event                           | READY      | CHECKED    | UNSCALED   | CARRIED      | FAILED  | STEPPED
+unscale_                        | UNSCALED   | UNSCALED   | again      | UNSCALED 0.5 | again   | after
+clip                            | UNSCALED   | UNSCALED   | again      | UNSCALED 0.5 | again   | after
+clip parameters= to 1           | UNSCALED 1 | UNSCALED 1 | UNSCALED 1 | UNSCALED 0.5 | FAILED  | after
+plain step                      | STEPPED    | STEPPED    | STEPPED    | STEPPED      | SKIPPED | twice
+fused step                      | STEPPED    | STEPPED    | STEPPED    | STEPPED      | SKIPPED | twice
+older step                      | STEPPED    | STEPPED    | STEPPED    | STEPPED      | SKIPPED | twice
+scale                           | READY      | CHECKED    | UNSCALED   | READY 2      | FAILED  | STEPPED
+update                          | none       | READY      | CARRIED    | none         | CARRIED | READY 2
+_check_inf_per_device           | CHECKED    | CHECKED    | UNSCALED   | CARRIED      | FAILED  | STEPPED
+unscale_ fails                  | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
+unscale_ fails after writes     | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
+unscale_ interrupted            | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
+... after writes                | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
+clip fails                      | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
+clip fails after writes         | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
+_check_inf_per_device fails     | READY!     | CHECKED!   | UNSCALED!  | CARRIED!     | FAILED  | STEPPED
+plain step fails to check       | READY!     | CHECKED!   | STEPPED    | STEPPED      | SKIPPED | twice
+fused step fails to check       | READY!     | CHECKED!   | STEPPED    | STEPPED      | SKIPPED | twice
+plain step fails after writes   | FAILED!    | FAILED!    | STEPPED    | STEPPED      | SKIPPED | twice
+ranks: unscale_ fails           | FAILED! 8  | FAILED! 8  | again      | FAILED!      | again   | after
+ranks: unscale_ interrupted     | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
+ranks: clip fails               | FAILED! 8  | FAILED! 8  | again      | FAILED!      | again   | after
+ranks: check fails              | READY!     | CHECKED    | UNSCALED   | FAILED!      | FAILED  | STEPPED
+ranks: reduction fails          | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
+ranks: it is interrupted        | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
+ranks: older step fails         | FAILED! 8  | FAILED! 8  | UNSCALED!  | UNSCALED!    | SKIPPED | twice
+plain optimizer.step fails      | UNSCALED!  | UNSCALED!  | UNSCALED!  | UNSCALED!    | SKIPPED | twice
+plain optimizer.step stopped    | UNSCALED!  | UNSCALED!  | UNSCALED!  | UNSCALED!    | SKIPPED | twice
+fused optimizer.step fails      | FAILED! 8  | FAILED! 8  | UNSCALED!  | UNSCALED!    | SKIPPED | twice
+fused optimizer.step stopped    | FAILED! 8  | FAILED! 8  | UNSCALED!  | UNSCALED!    | SKIPPED | twice
+older step fails at once        | READY!     | CHECKED!   | UNSCALED!  | UNSCALED!    | SKIPPED | twice
+older step fails having asked   | FAILED!    | FAILED!    | UNSCALED!  | UNSCALED!    | SKIPPED | twice
+scale, after a failed step      | READY 2    | READY 2    | READY 2    | READY 2      | SKIPPED | twice
+scale, after a fused failed one | READY      | READY      | READY 2    | READY 2      | SKIPPED | twice
+others write READY              | READY      | CHECKED    | READY 2    | CARRIED      | READY 2 | READY 2
+others write UNSCALED           | UNSCALED 8 | UNSCALED 8 | UNSCALED   | UNSCALED     | FAILED  | UNSCALED
+others write STEPPED            | STEPPED 8  | STEPPED 8  | STEPPED    | STEPPED      | STEPPED | STEPPED
+"""
+ERRORS = {
+    "again": "unscale_() has already been called on this optimizer since the last update().",
+    "after": "unscale_() is being called after step().",
+    "twice": "step() has already been called since the last update().",
+    "none": "No inf checks were recorded prior to update.",
+}
+
+
+class Older(torch.optim.SGD):
+    """An optimizer of the older kind: it asks the scaler for the flag, and divides where that is not done yet."""
+
+    _step_supports_amp_scaling = True
+    fails = ""  # or: before, or after it has asked and divided
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
+        if self.fails == "before":
+            raise MemoryError
+        stage = grad_scaler._per_optimizer_states[id(self)]["stage"]
+        found_inf = sum(flag.item() for flag in grad_scaler._check_inf_per_device(self).values())
+        if not found_inf:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad /= 1.0 if stage is OptState.UNSCALED else grad_scaler.get_scale()
+            if self.fails:
+                raise MemoryError
+            super().step()
+
+
+def optimizer_of(kind: str = "plain", gradient: float = 8.0, device: str = "cpu") -> Any:
+    optimizer = sgd([torch.tensor([gradient])], device, fused=kind == "fused")
+    return Older(optimizer.param_groups[0]["params"], lr=0.5) if kind == "older" else optimizer
+
+
+def renew(optimizer: Any, gradient: float = 8.0) -> None:
+    """Gradients of another backward."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, gradient)
+
+
+def failing(name: str, *, after: bool = False, error: type[BaseException] = MemoryError) -> Any:
+    """Make a pass or a reduction raise, before or after it has done its work."""
+    target = ranks.Ranks if name == "maximum_" else passes
+    real = getattr(target, name)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if after:
+            real(*args, **kwargs)
+        raise error
+
+    return mock.patch.object(target, name, fail)
+
+
+Event = Callable[[Any, Any], Any]
+
+
+def call(
+    method: str, *args: Any, fails: str = "", after: bool = False, error: type[BaseException] = MemoryError
+) -> Event:
+    """Return the event of a call to the scaler, during which something may fail."""
+
+    def event(scaler: Any, optimizer: Any) -> None:
+        with failing(fails, after=after, error=error) if fails else nullcontext():
+            getattr(scaler, method)(optimizer, *args)
+
+    return event
+
+
+def step_that_fails(error: type[BaseException] = MemoryError) -> Event:
+    def event(scaler: Any, optimizer: Any) -> None:
+        with mock.patch.object(optimizer, "step", side_effect=error):
+            scaler.step(optimizer)
+
+    return event
+
+
+def older_step_that_fails(when: str) -> Event:
+    def event(scaler: Any, optimizer: Any) -> None:
+        with mock.patch.object(optimizer, "fails", when):
+            scaler.step(optimizer)
+
+    return event
+
+
+def scale(scaler: Any, *_: Any) -> None:
+    scaler.scale(torch.ones(()))
+
+
+def scale_after_a_failed_step(scaler: Any, optimizer: Any) -> None:
+    with suppress(MemoryError):
+        step_that_fails()(scaler, optimizer)
+    scale(scaler)
+
+
+def clip_chosen(scaler: Any, optimizer: Any) -> None:
+    scaler.clip_grad_norm_(optimizer, 1.0, parameters=optimizer.param_groups[0]["params"])
+
+
+def write(stage: OptState) -> Event:
+    def event(scaler: Any, optimizer: Any) -> None:
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = stage
+        scaler._found_inf_per_device(optimizer)  # looks at the state
+
+    return event
+
+
+EVENTS: dict[str, Event] = {
+    "unscale_": call("unscale_"),
+    "clip": call("clip_grad_norm_", 1e6),
+    "clip parameters= to 1": clip_chosen,
+    "plain step": call("step"),
+    "fused step": call("step"),
+    "older step": call("step"),
+    "scale": scale,
+    "update": lambda scaler, _: scaler.update(),
+    "_check_inf_per_device": call("_check_inf_per_device"),
+    "unscale_ fails": call("unscale_", fails="check"),
+    "unscale_ fails after writes": call("unscale_", fails="unscale_batch_", after=True),
+    "unscale_ interrupted": call("unscale_", fails="check", error=KeyboardInterrupt),
+    "... after writes": call("unscale_", fails="unscale_batch_", after=True, error=KeyboardInterrupt),
+    "clip fails": call("clip_grad_norm_", 1e6, fails="norm_batch"),
+    "clip fails after writes": call("clip_grad_norm_", 1e6, fails="clip_batch_", after=True),
+    "_check_inf_per_device fails": call("_check_inf_per_device", fails="check"),
+    "plain step fails to check": call("step", fails="check"),
+    "fused step fails to check": call("step", fails="check"),
+    "plain step fails after writes": call("step", fails="unscale_batch_", after=True),
+    "ranks: unscale_ fails": call("unscale_", fails="check"),
+    "ranks: unscale_ interrupted": call("unscale_", fails="check", error=KeyboardInterrupt),
+    "ranks: clip fails": call("clip_grad_norm_", 1e6, fails="norm_batch"),
+    "ranks: check fails": call("_check_inf_per_device", fails="check"),
+    "ranks: reduction fails": call("unscale_", fails="maximum_"),
+    "ranks: it is interrupted": call("unscale_", fails="maximum_", error=KeyboardInterrupt),
+    "ranks: older step fails": older_step_that_fails("before"),
+    "plain optimizer.step fails": step_that_fails(),
+    "plain optimizer.step stopped": step_that_fails(KeyboardInterrupt),
+    "fused optimizer.step fails": step_that_fails(),
+    "fused optimizer.step stopped": step_that_fails(KeyboardInterrupt),
+    "older step fails at once": older_step_that_fails("before"),
+    "older step fails having asked": older_step_that_fails("after"),
+    "scale, after a failed step": scale_after_a_failed_step,
+    "scale, after a fused failed one": scale_after_a_failed_step,
+    "others write READY": write(OptState.READY),
+    "others write UNSCALED": write(OptState.UNSCALED),
+    "others write STEPPED": write(OptState.STEPPED),
+}
+
+
+def bring_to(phase: str, scaler: Any, optimizer: Any) -> None:
+    """From a fresh gradient."""
+    if phase == "CHECKED":
+        scaler._check_inf_per_device(optimizer)
+    elif phase in ("UNSCALED", "CARRIED"):
+        scaler.unscale_(optimizer)
+        if phase == "CARRIED":
+            scaler.update()
+    elif phase == "FAILED":
+        with suppress(MemoryError):
+            call("unscale_", fails="unscale_batch_", after=True)(scaler, optimizer)
+    elif phase == "STEPPED":
+        scaler.step(optimizer)
+
+
+def begin(event: str, phase: str, request: Any) -> tuple[Any, Any]:
+    """Return a scaler and an optimizer in a phase."""
+    kind = next((kind for kind in ("fused", "older") if kind in event.split()), "plain")
+    group = None
+    if "ranks:" in event:
+        request.getfixturevalue("two_ranks")
+        group = torch.distributed.group.WORLD
+    scaler = started(GradScaler, "cpu", init_scale=SCALE, process_group=group, backend="torch")
+    optimizer = optimizer_of(kind)
+    bring_to(phase, scaler, optimizer)
+    return scaler, optimizer
+
+
+def happens(event: str, scaler: Any, optimizer: Any) -> str:
+    """Return what the event raises, as the table has it."""
+    try:
+        EVENTS[event](scaler, optimizer)
+    except (MemoryError, KeyboardInterrupt):
+        return "!"
+    except (RuntimeError, AssertionError) as error:
+        text = str(error)
+        return next((key for key, each in ERRORS.items() if text.startswith(each)), text)
+    return ""
+
+
+ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
+PHASES = ROWS[0][1:]
+CELLS = [(event, phase, cell) for event, *cells in ROWS[1:] for phase, cell in zip(PHASES, cells, strict=True)]
+OLDER = pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
+
+
+def test_the_table_has_each_phase_and_each_event() -> None:
+    assert [row[0] for row in ROWS[1:]] == list(EVENTS)
+    assert [phase.name for phase in Phase] == PHASES
+
+
+@OLDER
+@pytest.mark.parametrize(("event", "phase", "cell"), CELLS)
+def test_after_an_event_the_phase_is_that_of_the_table(event: str, phase: str, cell: str, request: Any) -> None:
+    scaler, optimizer = begin(event, phase, request)
+    gradient = grads(optimizer)[0]
+    raised = happens(event, scaler, optimizer)
+    expected, *others = cell.replace("!", "").split()
+    step = scaler._ours.steps.open(optimizer)
+    if cell in ERRORS:
+        assert (raised, step.phase.name, grads(optimizer)) == (cell, phase, [gradient])
+    else:
+        assert raised == ("!" if "!" in cell else "")
+        assert step.phase.name == expected.replace("SKIPPED", "STEPPED")
+        assert grads(optimizer) == pytest.approx([float(*others or [8 if expected in ("READY", "CHECKED") else 2])])
+    assert step["stage"] is _STAGES[step.phase]
+    has_stepped = phase == "STEPPED" or (expected == "STEPPED" and "others" not in event)
+    assert values(optimizer) == [-1.0 if has_stepped else 0.0]
+
+
+@OLDER
+@pytest.mark.parametrize(("event", "phase"), [cell[:2] for cell in CELLS if "!" in cell[2]])
+def test_a_second_try_after_an_error_steps_with_gradients_that_were_divided_once_or_not_at_all(
+    event: str, phase: str, request: Any
+) -> None:
+    scaler, optimizer = begin(event, phase, request)
+    happens(event, scaler, optimizer)
+    failed = scaler._ours.steps.open(optimizer).phase is Phase.FAILED
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.0 if failed else -1.0]
+    assert scaler.was_skipped(optimizer) is failed
+
+
+@OLDER
+@pytest.mark.parametrize(("event", "phase"), [cell[:2] for cell in CELLS])
+def test_whatever_happened_the_next_batch_is_divided_and_stepped(event: str, phase: str, request: Any) -> None:
+    scaler, optimizer = begin(event, phase, request)
+    happens(event, scaler, optimizer)
+    scaler.update(SCALE)
+    before = values(optimizer)[0]
+    scale(scaler)
+    renew(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [before - 1.0]
+
+
+@OLDER
+@pytest.mark.parametrize(
+    "event", [event for event in EVENTS if "optimizer.step" in event or event[:12] == "older step f"]
+)
+@pytest.mark.parametrize("carried", [False, True])
+def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, carried: bool, request: Any) -> None:
+    """On other ranks it may not have failed. What a fused one has divided nobody knows, after an update neither."""
+    scaler, optimizer = begin(event, "CHECKED", request)
+    happens(event, scaler, optimizer)
+    failed = scaler._ours.steps.open(optimizer).phase is Phase.FAILED
+    scaler.update()
+    assert scaler.get_scale() == SCALE
+    if carried:
+        scaler.step(optimizer)
+        assert values(optimizer) == [0.0 if failed else -1.0]
+
+
+# CARRIED
+
+
+@OLDER
+@pytest.mark.parametrize("place", places(), ids=str)
+@pytest.mark.parametrize("kind", ["plain", "fused", "older"])
+@pytest.mark.parametrize("gradient", [8.0, math.inf])
+def test_18_the_flag_of_a_carried_step_outlives_the_update_and_others_steps(
+    place: Place, kind: str, gradient: float
+) -> None:
+    late, early = optimizer_of(kind, gradient, place.device), optimizer_of(device=place.device)
+    scaler = started(GradScaler, place.device, init_scale=SCALE, growth_interval=1, backend=place.backend)
+    scaler.unscale_(late)
+    scaler.step(early)
+    scaler.update()
+    renew(early, math.nan)
+    scaler.step(early)
+    scaler.update()
+    scaler.step(late)
+    assert values(late) == [-1.0 if gradient == 8.0 else 0.0]
+    assert scaler.was_skipped(late) is (gradient != 8.0)
+
+
+@pytest.mark.parametrize("checks", [0, 1, 2])
+def test_a_failed_step_that_was_carried_is_skipped_even_if_a_check_finds_nothing(checks: int) -> None:
+    scaler, optimizer = begin("", "FAILED", None)
+    scaler.update()
+    for _ in range(checks):
+        scaler._check_inf_per_device(optimizer)
+        scaler.update()
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.0]
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_check_of_carried_gradients_counts_what_it_finds(updates: bool) -> None:
+    scaler, optimizer = begin("", "CARRIED", None)
+    renew(optimizer, math.nan)
+    assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [1.0]
+    if updates:
+        scaler.update()
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.0]
+
+
+def test_gradients_that_graphs_may_have_written_are_not_carried() -> None:
+    """A replay writes new ones, and no call of `scale` tells of it."""
+    scaler, optimizer = begin("", "UNSCALED", None)
+    scaler._ours.steps.replayed = True
+    scaler.update()
+    renew(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_scale_looks_at_the_steps_only_if_one_was_left(phase: str) -> None:
+    scaler, _ = begin("", phase, None)
+    with mock.patch.object(Steps, "loss_scaled") as looked:
+        scale(scaler)
+    assert looked.called is (phase == "CARRIED")
+
+
+# The registry
+
+
+class Slotted:
+    """Around an optimizer, with its parameters; nothing refers to it weakly."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return list(self.optimizer.param_groups)  # a list of its own, as a container's
+
+    def step(self) -> Any:
+        return self.optimizer.step()
+
+
+class Wrapper(Slotted):
+    """One that can be referred to weakly."""
+
+
+def states(scaler: Any) -> Any:
+    return scaler._per_optimizer_states
+
+
+def a_scaler(**options: Any) -> Any:
+    return started(GradScaler, "cpu", init_scale=SCALE, **options)
+
+
+def state_of(stage: OptState, **flags: float) -> dict[str, Any]:
+    """Return a state of torch's."""
+    return {"stage": stage, "found_inf_per_device": {torch.device(on): torch.tensor(f) for on, f in flags.items()}}
+
+
+@pytest.mark.parametrize("wraps", [Wrapper, Slotted, lambda inner: Wrapper(Slotted(Wrapper(inner)))])
+def test_15_a_wrapper_has_the_step_of_the_optimizer_within(wraps: Any) -> None:
+    scaler, inner = a_scaler(), optimizer_of()
+    outer = wraps(inner)
+    scaler.unscale_(outer)
+    with pytest.raises(RuntimeError, match="has already been called"):
+        scaler.unscale_(inner)
+    scaler.step(inner)
+    assert scaler.was_skipped(outer) is False
+    assert states(scaler)[id(outer)] is states(scaler)[id(inner)]
+    assert values(inner) == [-1.0]
+
+
+def unrelated(optimizer: Any) -> Any:
+    """Another optimizer's wrapper."""
+    return SimpleNamespace(optimizer=optimizer_of(), param_groups=optimizer.param_groups)
+
+
+def circle(optimizer: Any) -> Any:
+    first, second = (SimpleNamespace(param_groups=optimizer.param_groups) for _ in range(2))
+    first.optimizer, second.optimizer = second, first
+    return first
+
+
+class Raising:
+    @property
+    def optimizer(self) -> Any:
+        raise OSError
+
+
+@pytest.mark.parametrize("make", [unrelated, circle, lambda _: Raising(), lambda inner: inner])
+def test_what_is_no_wrapper_is_an_optimizer_of_its_own(make: Any) -> None:
+    outer = make(optimizer_of())
+    assert unwrap(outer) is outer
+
+
+def test_a_state_that_was_looked_up_by_the_wrapper_first_is_that_of_the_step() -> None:
+    scaler, wrapper = a_scaler(), Wrapper(optimizer_of())
+    seen = states(scaler)[id(wrapper)]
+    scaler.unscale_(wrapper)
+    assert seen["stage"] is OptState.UNSCALED
+    assert seen is states(scaler)[id(wrapper.optimizer)]
+
+
+def test_a_state_put_at_the_wrappers_id_resets_the_step() -> None:
+    scaler, wrapper = a_scaler(), Wrapper(optimizer_of())
+    scaler.unscale_(wrapper)
+    states(scaler)[id(wrapper)] = _refresh_per_optimizer_state()
+    scaler.unscale_(wrapper)
+    assert grads(wrapper) == [0.5]
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_a_state_of_torchs_put_into_the_registry_is_followed(flag: float) -> None:
+    scaler, optimizer = a_scaler(), optimizer_of()
+    states(scaler)[id(optimizer)] = state_of(OptState.UNSCALED, cpu=flag)
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.0 if flag else -4.0]
+    scaler.update()
+    assert scaler.get_scale() == (SCALE / 2 if flag else SCALE)
+
+
+def test_a_state_of_an_optimizer_that_never_came_counts_once() -> None:
+    scaler = a_scaler()
+    states(scaler)["a name"] = state_of(OptState.STEPPED, cpu=1.0)
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+
+
+def test_a_state_that_was_moved_to_another_optimizer_is_that_ones() -> None:
+    """As frameworks do that replace an optimizer in the middle of a step."""
+    scaler, old, new = a_scaler(), optimizer_of(gradient=math.inf), optimizer_of()
+    scaler.unscale_(old)
+    states(scaler)[id(new)] = states(scaler).pop(id(old))
+    scaler.step(new)
+    assert values(new) == [0.0]
+
+
+def test_11_the_state_of_a_freed_optimizer_is_not_that_of_one_at_its_id() -> None:
+    scaler, freed, heir = a_scaler(), optimizer_of(), optimizer_of()
+    scaler.unscale_(freed)
+    state = states(scaler).pop(id(freed))
+    del freed
+    states(scaler)[id(heir)] = state
+    with pytest.raises(ValueError, match="was not stepped yet"):
+        scaler.was_skipped(heir)
+    scaler.step(heir)
+    assert values(heir) == [-1.0]
+
+
+@pytest.mark.parametrize("make", [dict, lambda: defaultdict(_refresh_per_optimizer_state)])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_new_dict_in_place_of_all_states_makes_every_step_ready_and_keeps_its_plan(make: Any, phase: str) -> None:
+    scaler, optimizer = begin("", phase, None)
+    plan = scaler._ours.steps.open(optimizer).plan
+    scaler._per_optimizer_states = make()
+    step = scaler._ours.steps.open(optimizer)
+    assert (step.phase, step.plan) == (Phase.READY, plan)
+    renew(optimizer)
+    scaler.step(optimizer)
+    assert step.phase is Phase.STEPPED
+
+
+def test_states_that_were_put_aside_and_put_back_go_on() -> None:
+    scaler, optimizer = begin("", "UNSCALED", None)
+    carried, other = optimizer_of(), optimizer_of(gradient=math.inf)
+    bring_to("CARRIED", scaler, carried)  # and the first one with it
+    aside, scaler._per_optimizer_states = states(scaler), {}
+    scaler.step(other)
+    scaler._per_optimizer_states = aside
+    scaler.step(optimizer)
+    scale(scaler)
+    assert scaler._ours.steps.open(carried).phase is Phase.READY
+    scaler.update(SCALE)
+    assert (values(optimizer), scaler.stats().skipped) == ([-1.0], 0)  # the other's flag is where it was
+
+
+def test_states_that_are_assigned_by_id_are_those_of_their_optimizers() -> None:
+    scaler, bad, good = a_scaler(), optimizer_of(), optimizer_of()
+    scaler.unscale_(bad)
+    scaler._per_optimizer_states = {id(bad): state_of(OptState.UNSCALED, cpu=1.0)}
+    for optimizer in (bad, good):
+        scaler.step(optimizer)
+    assert (values(bad), values(good)) == ([0.0], [-1.0])
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copy_of_a_state_is_one_of_torchs(copies: Any) -> None:
+    scaler, optimizer = begin("", "UNSCALED", None)
+    copied = copies(states(scaler)[id(optimizer)])
+    assert type(copied) is dict
+    assert copied == {"stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.zeros(())}}
+
+
+def test_carried_and_ready_steps_look_as_fresh_states_of_torchs() -> None:
+    scaler, optimizer = begin("", "CARRIED", None)
+    assert states(scaler)[id(optimizer)] == states(scaler)["unknown"] == _refresh_per_optimizer_state()
+
+
+def test_a_step_dies_with_its_optimizer() -> None:
+    scaler, kept, freed = a_scaler(), optimizer_of(), optimizer_of()
+    for optimizer in (kept, freed):
+        scaler.step(Wrapper(optimizer))
+    scaler.update()
+    del optimizer, freed  # no cycle keeps them
+    assert [*scaler._ours.steps] == [id(kept)]
+
+
+@pytest.mark.parametrize("gradient", [8.0, math.inf])
+def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: float) -> None:
+    scaler = a_scaler()
+    scaler.step(optimizer_of(gradient=gradient))
+    scaler.update()
+    assert scaler.get_scale() == (SCALE if gradient == 8.0 else SCALE / 2)
+    assert not scaler._ours.steps
+
+
+def test_an_optimizer_without_weak_references_is_kept_until_the_next_comes() -> None:
+    class Bare:
+        __slots__ = ("param_groups",)
+
+        def step(self) -> None:
+            pass
+
+    scaler = a_scaler()
+    for _ in range(3):
+        bare = Bare()
+        bare.param_groups = optimizer_of(gradient=math.inf).param_groups
+        scaler.step(bare)
+        scaler.update()
+        assert scaler.was_skipped(bare) is True
+        assert [*scaler._ours.steps] == [id(bare)]
+
+
+def add_group(optimizer: Any) -> None:
+    optimizer.add_param_group({"params": optimizer_of(gradient=16.0).param_groups[0]["params"]})
+
+
+def replace(optimizer: Any) -> None:
+    optimizer.param_groups = optimizer_of(gradient=16.0).param_groups
+
+
+@pytest.mark.parametrize("change", [add_group, replace])
+def test_parameters_that_came_or_were_replaced_are_stepped(change: Any) -> None:
+    scaler, optimizer = begin("", "STEPPED", None)
+    scaler.update()
+    change(optimizer)
+    scaler.step(optimizer)
+    assert optimizer.param_groups[-1]["params"][0].item() == -2.0
+
+
+def test_a_parameter_that_is_no_tensor_is_torchs_error() -> None:
+    bad = SimpleNamespace(param_groups=[{"params": [3]}], step=None)
+    with pytest.raises(AssertionError, match=r"^expected param to be torch\.Tensor, got int$"):
+        a_scaler().unscale_(bad)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_awaiting_are_the_optimizers_that_are_unscaled_and_not_stepped(phase: str) -> None:
+    scaler, optimizer = begin("", phase, None)
+    assert scaler._ours.steps.awaiting() == ([optimizer] if phase in ("UNSCALED", "CARRIED", "FAILED") else [])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("among", ["all", "these", "others"])
+def test_reset_makes_steps_ready_of_all_or_of_some_parameters(phase: str, among: str) -> None:
+    scaler, optimizer = begin("", phase, None)
+    given = {"all": None, "these": optimizer.param_groups[0]["params"], "others": [torch.ones(1)]}[among]
+    scaler._ours.steps.reset(given)
+    assert scaler._ours.steps.open(optimizer).phase.name == (phase if among == "others" else "READY")
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_an_outcome_is_told_until_the_next_check_begins(kind: str) -> None:
+    scaler, optimizer = a_scaler(), optimizer_of(kind, math.inf)
+    outcome = scaler._ours.steps.outcome
+    assert outcome(optimizer) is None
+    for act in (lambda: scaler.step(optimizer), scaler.update):
+        act()
+        assert bool(outcome(optimizer)) is True
+    scaler.unscale_(optimizer)
+    assert outcome(optimizer) is None
+
+
+@OLDER
+def test_the_outcome_of_a_step_that_asked_for_no_flag_is_that_it_was_not_skipped() -> None:
+    class Silent(Older):
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
+            pass
+
+    scaler, optimizer = a_scaler(), Silent(optimizer_of().param_groups[0]["params"])
+    scaler.step(optimizer)
+    assert not scaler._ours.steps.outcome(optimizer)
+    assert scaler.was_skipped(optimizer) is False
+
+
+def write_in_place(scaler: Any, optimizer: Any) -> None:
+    scaler._found_inf_per_device(optimizer)[CPU].fill_(1.0)
+
+
+def pop_and_put_back(scaler: Any, optimizer: Any) -> None:
+    held = states(scaler)[id(optimizer)]["found_inf_per_device"]
+    held[CPU] = held.pop(CPU) + 2.0  # as a sum over ranks
+
+
+def replace_dict(scaler: Any, optimizer: Any) -> None:
+    states(scaler)[id(optimizer)]["found_inf_per_device"] = {CPU: torch.tensor([math.nan])}
+
+
+def add_device(scaler: Any, optimizer: Any) -> None:
+    states(scaler)[id(optimizer)]["found_inf_per_device"]["other"] = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("write", [write_in_place, pop_and_put_back, replace_dict, add_device])
+def test_the_flag_is_what_stands_in_the_state_whoever_wrote_it(kind: str, write: Any) -> None:
+    scaler, optimizer = a_scaler(), optimizer_of(kind)
+    scaler.unscale_(optimizer)
+    write(scaler, optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.0]
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2

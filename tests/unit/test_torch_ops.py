@@ -1,0 +1,207 @@
+"""The passes in plain torch: to the bit with torch's own op, norms as good as fp64, and reads that write nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same
+from torch import Tensor
+
+from scaler_triton import torch_ops
+from scaler_triton.torch_ops import InverseScale
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SPECIALS = [None, math.nan, math.inf, -math.inf]
+
+
+class Away(Tensor):
+    """A tensor that says it is not on the CPU, as one on a GPU does: torch's op there lacks bf16, and true fp64."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+def flag(value: float = 0.0) -> Tensor:
+    return torch.tensor(value)
+
+
+def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def some(dtype: torch.dtype, special: float | None = None) -> list[Tensor]:
+    made = [values(7, dtype), values(0, dtype), values(40_000, dtype, 1), values(12, dtype, 2).view(3, 4).t()]
+    made += [values(9, dtype, 3)[::2], torch.tensor(3.0, dtype=dtype)]
+    if special is not None:
+        made[2][-1] = special
+    return made
+
+
+def every_bf16() -> list[Tensor]:
+    """All finite values, and a scalar."""
+    ours = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    return [ours[ours.isfinite()].clone(), torch.tensor(8.0, dtype=torch.bfloat16)]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("scale", [3.0, 65536.0, 2.0**-24])
+@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("kind", [*DTYPES, "bf16 on a GPU", "fp64 on a GPU"], ids=str)
+def test_unscaling_is_torchs(kind: Any, special: float | None, scale: float, shape: tuple[int, ...]) -> None:
+    makes = {"bf16 on a GPU": every_bf16, "fp64 on a GPU": lambda: some(torch.float64)}
+    ours, theirs = (makes.get(kind, lambda: some(kind))() for _ in range(2))
+    for each in (ours, theirs):
+        if special is not None:
+            each[0].view(-1)[5] = special
+    inv_scale, found, expected = torch_ops.inverse(torch.tensor(scale)).reshape(shape), flag(), flag()
+    away = [tensor.as_subclass(Away) for tensor in ours] if isinstance(kind, str) else ours
+    torch_ops.unscale_(away, inv_scale, found)
+    torch._amp_foreach_non_finite_check_and_unscale_(theirs, expected, inv_scale)
+    assert_same(found, expected)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+
+
+@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_check_reads_only(dtype: torch.dtype, special: float | None) -> None:
+    for before in (0.0, 1.0):
+        tensors, found = some(dtype, special), flag(before)
+        torch_ops.check(tensors, found)
+        assert found.item() == max(before, float(special is not None))
+        for tensor, want in zip(tensors, some(dtype, special), strict=True):
+            assert_same(tensor, want)
+
+
+@pytest.mark.parametrize("size", [1, 100, 40_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_numbers_are_finite_wherever_they_are(dtype: torch.dtype, size: int) -> None:
+    for kind in (Tensor, Away):
+        tensor, found = torch.full((size,), torch.finfo(dtype).max, dtype=dtype), flag()
+        torch_ops.check([tensor.as_subclass(kind), (-tensor[: size // 2]).as_subclass(kind)], found)
+        assert found.item() == 0.0
+        for position in {0, size // 2, size - 1}:
+            bad, found = tensor.clone(), flag()
+            bad[position] = -math.inf
+            torch_ops.check([tensor.as_subclass(kind), bad.as_subclass(kind)], found)
+            assert found.item() == 1.0
+
+
+# Norms
+
+
+def exact(tensors: Sequence[Tensor], weights: Sequence[float] | None = None) -> float:
+    sums = [math.fsum(x * x for x in tensor.double().flatten().tolist()) for tensor in tensors]
+    return sum(sums) if weights is None else sum(map(float.__mul__, sums, weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", [None, [0.5, 1.0, 0.25, 0.5, 1.0, 1.0]])
+def test_squares_are_summed_in_fp64(dtype: torch.dtype, weights: list[float] | None) -> None:
+    found = flag()
+    total = torch_ops.sum_of_squares(some(dtype), found, weights)
+    assert (total.dtype, total.shape, found.item()) == (torch.float64, (), 0.0)
+    assert total.item() == pytest.approx(exact(some(dtype), weights), rel=1e-12)
+
+
+@pytest.mark.parametrize("special", SPECIALS[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_flags_what_is_not_finite_and_only_that(dtype: torch.dtype, special: float) -> None:
+    found = flag()
+    assert not torch_ops.sum_of_squares(some(dtype, special), found, None).isfinite()
+    assert found.item() == 1.0
+    torch_ops.sum_of_squares(some(dtype), found, None)
+    assert found.item() == 1.0  # a flag that is set stays so
+    huge, found = torch.full((5,), 0.9 * torch.finfo(dtype).max, dtype=dtype), flag()
+    assert torch_ops.sum_of_squares([huge], found, None).isfinite() == (dtype is not torch.float64)
+    assert found.item() == 0.0
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.5, math.inf, -math.inf])
+def test_other_norms_are_torchs(order: float) -> None:
+    tensors = [values(700), torch.zeros(0), values(30, torch.float16, 1)]
+    whole = torch.cat([tensor.double() for tensor in tensors])
+    got = torch_ops.norm(tensors, order)
+    assert (got.dtype, got.shape) == (torch.float64, ())
+    assert got.item() == pytest.approx(torch.linalg.vector_norm(whole, order).item(), rel=1e-12)
+
+
+# Clipping
+
+
+@pytest.mark.parametrize("coef", [torch.tensor(0.3), torch.tensor([1.0]), torch.tensor(1 / 3).double()], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clipping_is_two_products_each_rounded(dtype: torch.dtype, coef: Tensor) -> None:
+    tensors, wanted = some(dtype, math.inf), some(dtype, math.inf)
+    inv_scale = torch_ops.inverse(torch.tensor(3.0))
+    torch_ops.clip_(tensors, inv_scale, coef)
+    torch._amp_foreach_non_finite_check_and_unscale_(wanted, flag(), inv_scale)
+    torch._foreach_mul_(wanted, coef.reshape(()).to(dtype if dtype.itemsize > 2 else torch.float32))
+    for tensor, want in zip(tensors, wanted, strict=True):
+        assert_same(tensor, want)
+
+
+@pytest.mark.parametrize(
+    ("squares", "overflows", "max_norm", "norm", "coef"),
+    [
+        (16.0, 0.0, 1.0, 4.0, 1.0 / (4.0 + 1e-6)),
+        (16.0, 0.0, 5.0, 4.0, 1.0),
+        (16.0, 2.0, 1.0, 4.0, 1.0),
+        (0.0, 0.0, 0.0, 0.0, 0.0),
+        (math.inf, 0.0, 1.0, math.inf, 0.0),
+        (math.nan, 0.0, 1.0, math.nan, math.nan),
+        (1e80, 0.0, 1.0, math.inf, 0.0),
+    ],
+)
+def test_norm_and_coefficient(squares: float, overflows: float, max_norm: float, norm: float, coef: float) -> None:
+    totals = torch.tensor([squares, overflows, 0.0, 1.0, 1.0], dtype=torch.float64)
+    got = torch_ops.norm_and_coefficient(totals, max_norm)
+    assert [each.dtype for each in got] == [torch.float32] * 2
+    assert [each.item() for each in got] == pytest.approx([norm, coef], rel=1e-6, nan_ok=True)
+    assert_same(torch_ops.norm_of(totals), got[0])
+
+
+# The inverse
+
+
+SCALES = [65536.0, 3.0, 1 / 3, 2.0**-126, torch.finfo(torch.float32).max, -2.0, 1e-40, 0.0, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_inverse_is_rounded_once_and_kept_in_one_tensor(scale: float, shape: tuple[int, ...]) -> None:
+    given = torch.full(shape, scale)
+    want = given.double().reciprocal().float().reshape(())
+    assert_same(torch_ops.inverse(given).reshape(()), want)
+    kept = InverseScale()
+    first = kept.of(torch.tensor(8.0))
+    assert (first.item(), kept.grows) == (0.125, False)
+    got = kept.of(given)
+    assert_same(got.reshape(()), want)
+    assert (got is first) is (scale != 0.0)
+    assert kept.grows is (0.0 < abs(scale) < 1.0)
+
+
+@pytest.mark.parametrize("make", [lambda s: s.to("meta"), lambda s: torch.nn.Parameter(s, False)], ids=["meta", "own"])
+def test_the_inverse_of_what_python_cannot_read_is_an_op(make: Any) -> None:
+    got = InverseScale().of(make(torch.tensor(4.0)))
+    assert (got.dtype, got.shape) == (torch.float32, ())
+
+
+def test_the_inverse_may_first_be_asked_for_in_inference_mode() -> None:
+    kept = InverseScale()
+    with torch.inference_mode():
+        kept.of(torch.tensor(4.0))
+    grad = torch.tensor([8.0])
+    torch_ops.unscale_([grad], kept.of(torch.tensor(2.0)), flag())
+    assert grad.item() == 4.0
+
+
+def test_memory_is_the_tensors_own() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    memory = torch_ops.host_memory(tensor)
+    memory[1] = 5.0
+    assert (tensor.tolist(), list(memory), tensor._version) == ([1.0, 5.0], [1.0, 5.0], 0)

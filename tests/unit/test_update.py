@@ -1,0 +1,486 @@
+"""The update rule in Python, in torch's ops and in the kernel; the counters, and what is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import Place, assert_same, places, sgd, started
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from scaler_triton import GradScaler, ScalerStats, SkipStreakError
+from scaler_triton import update as rule
+from scaler_triton.dispatch import kernels
+from scaler_triton.kernels.abi import COUNTERS, MAX_SCALE, MAX_TRACKER, MIN_SCALE, ROWS, UPDATES
+from scaler_triton.policy import COUNTER_NAMES, NO_LIMITS, Limits, no_counters
+from scaler_triton.update import Counters, DevicePolicy, LaggingCounters, Numbers
+
+CPU = torch.device("cpu")
+LAG = LaggingCounters.LAG
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+TRITON = [place for place in places() if place.backend == "triton"]
+
+
+def at(place: Place, **options: Any) -> Any:
+    return started(GradScaler, place.device, **{"init_scale": 64.0, "backend": place.backend, **options})
+
+
+def scales(scaler: Any, *, bad: str) -> list[float]:
+    """Return the scale after each of some updates: "x" overflows, "." does not."""
+    seen = []
+    for each in bad:
+        scaler.step(sgd([torch.tensor([math.inf if each == "x" else 1.0])], scaler._device))
+        scaler.update()
+        seen.append(scaler.get_scale())
+    return seen
+
+
+# The rule: plainly, and on every path
+
+
+def plain_rule(scale: float, tracker: int, bad: bool, numbers: Numbers, limits: Limits, counters: list[int]) -> Any:
+    """Return scale and tracker after an update, as the head of update.py tells; in fp32 by NumPy's rounding."""
+    growth, backoff, interval = numbers
+    updates, skipped, streak, growths, backoffs, last_skip, strikes = counters
+    fp32 = lambda number: torch.tensor(number, dtype=torch.float64).float().item()  # noqa: E731
+    updates, new = updates + 1, scale
+    if bad:
+        skipped, streak, strikes, last_skip, tracker = skipped + 1, streak + 1, strikes + 1, updates, 0
+        new = fp32(scale * backoff) if strikes >= limits.hysteresis else scale
+    else:
+        streak, tracker = 0, tracker + 1
+        if tracker >= interval:
+            grown = fp32(scale * growth)
+            new, tracker, strikes = grown if math.isfinite(grown) else scale, 0, 0
+    new = limits.min_scale if math.isnan(new) else min(max(new, limits.min_scale), limits.max_scale)
+    counters[:] = updates, skipped, streak, growths + (new > scale), backoffs + (new < scale), last_skip, strikes
+    return new, min(tracker, MAX_TRACKER)
+
+
+def by_host(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
+    rule.update_on_host_(scale, tracker, bool(flag.item() != 0), numbers, limits, held.on_host())
+
+
+def by_ops(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
+    rule.update_by_ops_(scale, tracker, flag, numbers, limits, held.on(scale.device))
+
+
+def by_kernel(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
+    policy = DevicePolicy(scale.device).hold(numbers, limits)
+    kernels().update_scale.launch_update(scale, tracker, flag, flag, policy, held.on(scale.device), 1, clear=False)
+
+
+PATHS = [("cpu", by_host), ("cpu", by_ops), *((place.device, by_kernel) for place in TRITON)]
+NAMED = pytest.mark.parametrize(("device", "path"), PATHS, ids=[path.__name__ for _, path in PATHS])
+
+
+def traced(device: str, path: Any, scale: float, flags: Any, numbers: Any, limits: Limits, shape: Any) -> list[Any]:
+    """Return scale, tracker and counters after each update."""
+    held, trace = Counters(), []
+    state = torch.full(shape, scale, device=device), torch.zeros(shape, dtype=torch.int32, device=device)
+    for flag in flags:
+        path(*state, torch.tensor(flag, device=device), numbers, limits, held)
+        trace.append((state[0].item(), state[1].item(), held.read()))
+    return trace
+
+
+@st.composite
+def any_limits(draw: st.DrawFn) -> Limits:
+    bounds = st.sampled_from([MIN_SCALE, 1.0, 4096.0, 65536.0, MAX_SCALE])
+    low, high = sorted((draw(bounds), draw(bounds)))
+    return Limits(low, high, draw(st.integers(1, 4)))
+
+
+@NAMED
+@given(
+    st.one_of(st.floats(width=32), st.sampled_from([MIN_SCALE, 2.0**127, 1e-45, 0.0, 65536.0])),
+    st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, math.nan]), min_size=1, max_size=12),
+    st.tuples(st.floats(1.0, 4.0), st.floats(0.01, 1.0), st.integers(1, 4)),
+    any_limits(),
+    st.sampled_from([(), (1,)]),
+)
+@example(65536.0, [1.0] * 4 + [0.0] * 4, (2.0, 0.5, 2), Limits(1.0, 65536.0, 3), ())
+@example(MAX_SCALE, [0.0, 0.0], (1 + 2.0**-26, 0.5, 1), NO_LIMITS, ())  # the product rounds back: no growth
+@example(math.nan, [0.0, 1.0, 1.0], (2.0, 0.5, 1), Limits(hysteresis=2), (1,))
+@example(2.0**127, [0.0], (2 - 2.0**-24, 0.5, 1), NO_LIMITS, ())  # the least product that rounds to infinity
+@settings(max_examples=60, deadline=None)
+def test_every_path_is_the_rule(
+    device: str, path: Any, scale: float, flags: list[float], numbers: Numbers, limits: Limits, shape: Any
+) -> None:
+    trace = traced(device, path, scale, flags, numbers, limits, shape)
+    counters, tracker = no_counters(), 0
+    for flag, got in zip(flags, trace, strict=True):
+        scale, tracker = plain_rule(scale, tracker, flag != 0, numbers, limits, counters)
+        assert got == (scale, tracker, counters)
+        assert limits.min_scale <= scale <= limits.max_scale
+
+
+@NAMED
+@given(
+    st.floats(2.0**-100, 2.0**127, width=32),
+    st.sampled_from([0.0, 1.0]),
+    st.tuples(st.floats(1.0, 1e3), st.floats(1e-3, 1.0), st.integers(1, 6)),
+    st.integers(0, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_path_is_torchs_op_where_that_is_right(
+    device: str, path: Any, scale: float, flag: float, numbers: Numbers, tracker: int
+) -> None:
+    theirs, ours = (
+        (torch.tensor(scale, device=on), torch.tensor(min(tracker, numbers[2] - 1), dtype=torch.int32, device=on))
+        for on in ("cpu", device)
+    )
+    torch._amp_update_scale_(*theirs, torch.tensor(flag), *numbers)
+    path(*ours, torch.tensor(flag, device=device), numbers, NO_LIMITS, Counters())
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine.cpu(), other)
+
+
+@NAMED
+@pytest.mark.parametrize(
+    ("before", "interval", "after"),
+    [
+        (7, 3, None),  # an interval set below the tracker is due
+        *((2, interval, 3) for interval in (2**31 + 1, 2**32 + 3, 10**12)),
+        *((tracker, 2**32 + 3, MAX_TRACKER) for tracker in (MAX_TRACKER - 1, MAX_TRACKER)),
+    ],
+)
+def test_3_the_scale_grows_at_or_beyond_the_interval_and_the_tracker_saturates(
+    device: str, path: Any, before: int, interval: int, after: int | None
+) -> None:
+    real = torch._amp_update_scale_
+
+    def on_cuda(*args: Any) -> Tensor:  # whose kernel takes the interval modulo 2^32
+        return real(*args[:-1], (args[-1] + 2**31) % 2**32 - 2**31)
+
+    scale, tracker = torch.tensor(4.0, device=device), torch.tensor(before, dtype=torch.int32, device=device)
+    with mock.patch.object(torch, "_amp_update_scale_", on_cuda):
+        path(scale, tracker, torch.zeros((), device=device), (2.0, 0.5, interval), NO_LIMITS, Counters())
+    assert (scale.item(), tracker.item()) == ((8.0, 0) if after is None else (4.0, after))
+
+
+@PLACES
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_single_update_counts_nothing_and_has_no_limits(place: Place, shape: tuple[int, ...]) -> None:
+    scale = torch.full(shape, 4.0, device=place.device)
+    tracker = torch.zeros(shape, dtype=torch.int32, device=place.device)
+    for flag, want in ((0.0, 12.0), (1.0, 1.2)):
+        rule.update_scale_(scale, tracker, torch.tensor(flag, device=place.device), (3.0, 0.1, 1), place.backend)
+        assert scale.item() == torch.tensor(want).item()
+
+
+# A scaler's updates
+
+
+@PLACES
+@pytest.mark.parametrize("gradient", [1.0, math.inf])
+@pytest.mark.parametrize("tracker", [0, 5])
+def test_every_update_writes_the_scale_whether_it_changes_or_not(place: Place, gradient: float, tracker: int) -> None:
+    """Fault 4: a loss that was scaled before cannot be differentiated after it, as with torch, at whichever step."""
+    scaler = at(place, growth_interval=tracker + 1, growth_factor=1.5, backoff_factor=0.5, hysteresis=2)
+    loss = scaler.scale(torch.ones((), device=place.device, requires_grad=True))
+    scaler.step(sgd([torch.tensor([gradient])], place.device))
+    version = scaler._scale._version
+    scaler.update()
+    if place.backend == "torch":  # a kernel's write does not count
+        assert scaler._scale._version > version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@PLACES
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_update_takes_the_flags_of_all_optimizers_wherever_they_are(place: Place, fused: bool) -> None:
+    scaler, count = at(place), ROWS + 3
+    optimizers = [sgd([torch.tensor([math.inf if i % 3 else 1.0])], place.device, fused=fused) for i in range(count)]
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [bool(i % 3) for i in range(count)]
+    assert scaler.stats() == ScalerStats(updates=1, skipped=1, consecutive_skips=1, backoffs=1, last_skip=1)
+
+
+def megatron(scale: float, interval: int, hysteresis: int, min_scale: float, bad: str) -> list[float]:
+    """The scales of megatron/core/optimizer/grad_scaler.py, told anew: a count that runs down to zero."""
+    good, left, seen = 0, hysteresis, []
+    for each in bad:
+        good, left = (0, left - 1) if each == "x" else (good + 1, left)
+        if each == "x" and left <= 0:
+            scale = max(scale / 2, min_scale)
+        elif good == interval:
+            good, left, scale = 0, hysteresis, scale * 2
+        seen.append(scale)
+    return seen
+
+
+@PLACES
+def test_hysteresis_is_megatrons(place: Place) -> None:
+    bad = "x..x.x..xx.x.xx.x..xx..xxxxxx.xxx.xx...x..xx...x"
+    scaler = at(place, growth_interval=2, hysteresis=3, min_scale=8.0)
+    want = megatron(64.0, 2, 3, 8.0, bad)
+    assert scales(scaler, bad=bad) == want
+    assert min(want) == 8.0 < 64.0 < max(want)
+
+
+@PLACES
+def test_a_scale_beyond_its_limits_is_brought_back_by_the_next_update(place: Place) -> None:
+    scaler = at(place, growth_interval=1, min_scale=24.0, max_scale=100.0)
+    assert scales(scaler, bad="..xxx") == [100, 100, 50, 25, 24]
+    scaler._scale.fill_(1e6)
+    assert scales(scaler, bad="x") == [100.0]
+
+
+@PLACES
+@pytest.mark.parametrize("checks", [False, True])
+def test_an_update_to_a_number_counts_if_gradients_were_checked(place: Place, checks: bool) -> None:
+    scaler = at(place, hysteresis=2, growth_interval=3)
+    scales(scaler, bad=".")
+    if checks:
+        scaler.step(sgd([torch.tensor([math.inf])], place.device))
+    scaler.update(8.0)
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 1)
+    assert (scaler.stats().updates, scaler.stats().skipped, scaler.stats().backoffs) == (1 + checks, checks, 0)
+    assert scales(scaler, bad="x") == [4.0 if checks else 8.0]
+
+
+BAD_SCALES: list[tuple[Any, type[Exception], str]] = [
+    (0.0, ValueError, "new_scale must be a positive finite fp32 number"),
+    (math.nan, ValueError, "new_scale must be a positive finite fp32 number"),
+    (10**400, ValueError, "new_scale must be a positive finite fp32 number, got 1000"),
+    (1.0, ValueError, r"new_scale must be in \[min_scale, max_scale\], \[2.0, 4096.0\], got 1.0"),
+    (torch.tensor(8192.0), ValueError, r"new_scale must be in \[min_scale, max_scale\], .*, got tensor\(8192.\)"),
+    ("8", TypeError, "new_scale must be a number, got '8'"),
+    (True, TypeError, "new_scale must be a number, got True"),
+    (torch.ones(2), AssertionError, "new_scale should be a float or a 1-element"),
+    (torch.ones((), requires_grad=True), AssertionError, "new_scale should be a float"),
+]
+
+
+@pytest.mark.parametrize(("value", "error", "text"), BAD_SCALES)
+def test_what_cannot_be_a_scale_is_refused_and_changes_nothing(value: Any, error: Any, text: str) -> None:
+    scaler = at(Place("cpu", "torch"), min_scale=2, max_scale=4096)
+    scaler.step(sgd([torch.tensor([math.inf])]))
+    with pytest.raises(error, match=f"^{text}"):
+        scaler.update(value)
+    assert (scaler.get_scale(), scaler.stats().updates) == (64.0, 0)
+    assert scales(scaler, bad="") == []
+    scaler.update()
+    assert scaler.get_scale() == 32.0
+
+
+BAD_NUMBERS = [
+    ("_growth_tracker", 0, TypeError, r"argument 'growth_tracker' \(position 2\) must be Tensor, not int"),
+    ("_scale", 4.0, TypeError, r"argument 'input' \(position 1\) must be Tensor|must be Tensor, not float"),
+    ("_growth_tracker", torch.zeros(()), RuntimeError, "growth_tracker must be an int tensor"),
+    ("_growth_tracker", torch.zeros(2, dtype=torch.int32), RuntimeError, "growth_tracker must be a 1-element tensor"),
+    ("_scale", torch.ones(2), RuntimeError, "current_scale must be a 1-element tensor"),
+    ("_scale", torch.tensor(4), RuntimeError, "current_scale must be a float tensor"),
+    (
+        "_growth_tracker",
+        torch.zeros((), dtype=torch.int32, device="meta"),
+        RuntimeError,
+        "growth_tracker must be on cpu, as the scale is, got meta",
+    ),
+]
+
+
+@PLACES
+@pytest.mark.parametrize(("name", "value", "error", "text"), BAD_NUMBERS)
+def test_a_replaced_scale_or_tracker_that_cannot_be_one_is_named(
+    place: Place, name: str, value: Any, error: Any, text: str
+) -> None:
+    """Fault 6."""
+    scaler = at(place)
+    scaler.step(sgd([torch.ones(1)], place.device))
+    replaced = value.to(place.device) if isinstance(value, Tensor) and not value.is_meta else value
+    setattr(scaler, name, replaced)
+    with pytest.raises(error, match=text.replace("cpu", str(torch.zeros(0, device=place.device).device))):
+        rule.update_by_flags(scaler, scaler._scale, scaler._growth_tracker, [], captured=False)
+
+
+@PLACES
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_replaced_scale_is_the_one_that_is_updated(place: Place, dtype: Any, shape: tuple[int, ...]) -> None:
+    scaler = at(place)
+    scales(scaler, bad="x")
+    scaler._scale = torch.full(shape, 16.0, dtype=dtype, device=place.device)
+    scaler._growth_tracker = torch.full(shape, 7, dtype=torch.int32, device=place.device)
+    assert scales(scaler, bad=".x") == [16.0, 8.0]
+    assert scaler._get_growth_tracker() == 0
+
+
+CHANGES = [
+    *(("growth_factor", 8.0), ("backoff_factor", 0.25), ("growth_interval", 3)),
+    *(("min_scale", 60.0), ("max_scale", 80.0), ("hysteresis", 2)),
+]
+
+
+@pytest.mark.parametrize("place", TRITON, ids=str)
+@pytest.mark.parametrize("how", ["set", "load"])
+@pytest.mark.parametrize(("name", "value"), CHANGES)
+def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how: str, name: str, value: Any) -> None:
+    """A replay is what an update launched, launched again."""
+    scaler, other = at(place, growth_interval=1), at(place, **{"growth_interval": 1, name: value})
+    module = kernels().update_scale
+    with mock.patch.object(module, "launch_update", wraps=module.launch_update) as launched:
+        scales(scaler, bad=".")
+    (tensors, options), counters = launched.call_args, scaler._ours.counters.values
+    if how == "load":
+        scaler.load_state_dict(other.state_dict())
+    else:
+        scaler.load_state_dict(GradScaler("cpu", init_scale=64.0, growth_interval=1).state_dict())
+        setter = getattr(scaler, f"set_{name}", None)
+        scaler.set_limits(**{name: value}) if setter is None else setter(value)
+    replayed = []
+    for found in (0.0, 1.0, 1.0):
+        tensors[2][:, 0] = found  # the flags of all optimizers
+        module.launch_update(*tensors, **options)
+        replayed.append(scaler.get_scale())
+    assert replayed == scales(other, bad=".xx")
+    assert scaler._ours.counters.values is counters  # where the graph counts
+    assert scaler.stats().updates == 3
+
+
+# The counters
+
+
+@PLACES
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_update_is_counted(place: Place, fused: bool) -> None:
+    scaler = at(place, growth_interval=2)
+    assert scaler.stats() == scaler.stats(wait=False) == ScalerStats()
+    for gradient in (1.0, math.inf, math.inf, 1.0, 1.0, math.inf):
+        scaler.step(sgd([torch.tensor([gradient])], place.device, fused=fused))
+        scaler.update()
+    want = ScalerStats(updates=6, skipped=3, consecutive_skips=1, growths=1, backoffs=3, last_skip=6)
+    assert scaler.stats() == want
+    assert str(scaler.stats()) == str(want)  # numbers, not tensors
+
+
+def test_stats_are_frozen_and_nothing_on_a_disabled_scaler() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ScalerStats().updates = 3  # type: ignore[misc]
+    assert GradScaler("cpu", enabled=False).stats() == ScalerStats()
+    assert ScalerStats.of(range(COUNTERS)) == ScalerStats(0, 1, 2, 3, 4, 5)
+    assert len(COUNTER_NAMES) == COUNTERS
+
+
+def test_counters_move_to_where_updates_run_and_back() -> None:
+    counters = Counters(range(COUNTERS))
+    assert counters.on_host() is counters.on_host()
+    tensor = counters.on(CPU)
+    assert tensor is counters.on(CPU)
+    tensor += 1
+    assert counters.on_host() == counters.read() == counters.newest() == [*range(1, COUNTERS + 1)]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a copy has arrived, question by question."""
+    given: list[bool] = []
+    monkeypatch.setattr(rule.HostCopy, "has_arrived", lambda self: given.pop(0))
+    return given
+
+
+def test_without_a_wait_stats_are_what_had_arrived(answers: list[bool]) -> None:
+    answers += [False, False, True, False, True, False]
+    counters, seen = Counters(), []
+    tensor = counters.on(CPU)
+    for _ in range(4):
+        tensor[UPDATES] += 1
+        seen.append(counters.newest()[UPDATES])
+    assert seen == [0, 0, 1, 3]  # copies were started by the first call and by the third
+
+
+def test_older_counters_that_arrive_late_are_not_taken(answers: list[bool]) -> None:
+    answers += [False, True, False]
+    counters = Counters()
+    tensor = counters.on(CPU)
+    assert counters.newest()[UPDATES] == 0
+    tensor[UPDATES] = 5
+    assert counters.read()[UPDATES] == counters.newest()[UPDATES] == 5
+
+
+def test_what_was_set_is_not_overtaken_by_a_copy_of_what_was_before(answers: list[bool]) -> None:
+    answers += [False, False]
+    counters = Counters()
+    counters.on(CPU)[UPDATES] = 9
+    counters.newest()
+    counters.set([1] * COUNTERS)
+    assert counters.newest() == counters.read() == [1] * COUNTERS
+
+
+# Too many skips in a row
+
+
+@pytest.mark.parametrize("values", [[0] * COUNTERS, torch.zeros(COUNTERS, dtype=torch.int64)], ids=["ints", "tensor"])
+def test_lagging_counters_are_those_of_so_many_updates_ago(values: Any) -> None:
+    lagging, seen = LaggingCounters(), []
+    for number in range(10):
+        values[0] = number
+        taken = lagging.push(values)
+        seen.append(taken and taken[0])
+    assert seen == [None] * LAG + [*range(10 - LAG)]
+
+
+def raised_at(scaler: Any, bad: str) -> list[int]:
+    """Return the numbers, from 1, of the updates that raised."""
+    numbers = []
+    for number, each in enumerate(bad, 1):
+        try:
+            scales(scaler, bad=each)
+        except SkipStreakError:
+            numbers.append(number)
+    return numbers
+
+
+@PLACES
+@pytest.mark.parametrize(
+    ("limit", "bad", "want"),
+    [
+        (2, ".xx.xxxx......", [7 + LAG, 8 + LAG]),  # late, and as long as it lasts
+        (0, "x......", [1 + LAG]),
+        (12, "x" * 12, []),
+        (None, "x" * 12, []),
+    ],
+)
+def test_too_many_skips_in_a_row_raise_a_few_updates_late(place: Place, limit: Any, bad: str, want: Any) -> None:
+    scaler = at(place, init_scale=2.0**40, max_consecutive_skips=limit)
+    assert raised_at(scaler, bad) == want
+    assert scaler.stats().updates == len(bad)  # those that raised were done
+
+
+def test_the_error_tells_what_was_counted_and_reports_the_last_overflow() -> None:
+    scaler = started(GradScaler, "cpu", init_scale=2.0**20, max_consecutive_skips=3)
+    scales(scaler, bad="." + "x" * (3 + LAG))
+    text = (
+        r"^4 consecutive skips, more than max_consecutive_skips=3; 4 updates later the scale is 4096.0. "
+        r"ScalerStats\(updates=5, skipped=4, consecutive_skips=4, growths=0, backoffs=4, last_skip=5\)\n"
+        r"The last skip, at update 9: 1 bad gradient on rank 0."
+    )
+    optimizer = sgd([torch.tensor([math.inf])])
+    scaler.step(optimizer)
+    with pytest.raises(FloatingPointError, match=text):
+        scaler.update()
+
+
+@PLACES
+@pytest.mark.parametrize("ends", ["update", "load", "set_limits"])
+def test_setting_the_scale_loading_or_setting_the_limit_starts_the_lag_anew(place: Place, ends: str) -> None:
+    scaler = at(place, init_scale=2.0**40, max_consecutive_skips=1)
+    saved = scaler.state_dict()
+    assert raised_at(scaler, "x" * (2 + LAG)) == [2 + LAG]
+    {
+        "update": lambda: scaler.update(1024.0),
+        "load": lambda: scaler.load_state_dict(saved),
+        "set_limits": lambda: scaler.set_limits(max_consecutive_skips=1),
+    }[ends]()
+    assert raised_at(scaler, "." * LAG) == []
+    assert raised_at(scaler, "xx" + "." * LAG) == [2 + LAG]
