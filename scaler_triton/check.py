@@ -135,7 +135,7 @@ def ranks_of(scaler: GradScaler, plan: GradPlan) -> Ranks | None:
 
 
 def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
-    """Return a cleared flag on the scale's device: the step's, unless an earlier check's result must survive a failure."""
+    """Return a cleared flag on the scale's device: the step's, unless that holds an earlier check's result."""
     home = scaler._scale.device
     flag = step.flag
     if flag is None or flag.device != home or step["found_inf_per_device"]:
@@ -148,7 +148,7 @@ def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
 
 
 def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, together: Ranks | None) -> Flags:
-    """Return the agreed flag on every device that needs it; none if nothing was checked, so that step and update raise."""
+    """Return the agreed flag on every device that needs it; none if nothing was checked: step and update then raise."""
     if not checked and together is None and not scaler._ours.sharded:
         return {}
     return flag.on_devices((*checked, *plan.devices) or (flag.device,))

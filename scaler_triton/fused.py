@@ -79,7 +79,7 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
     )
     divides, before = step.phase is not UNSCALED, step["found_inf_per_device"]
     if divides:
-        step["found_inf_per_device"] = {}  # so that the optimizer's question leads to a check, even if there was one before
+        step["found_inf_per_device"] = {}  # so that the optimizer's request leads to another check
     step.asks = divides
     try:
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
@@ -128,7 +128,7 @@ def skip_failed(step: OptimizerStep, optimizer: Any) -> None:
 def _skip_would_corrupt(optimizer: torch.optim.SGD) -> bool:
     """Return whether a skipped fused step would corrupt later ones, as SGD's first one with momentum does.
 
-    torch's fused SGD allocates momentum buffers without initialising them; if its kernel skips, the next step reads them.
+    torch's fused SGD allocates momentum buffers without initialising them; the next step reads them after a skip.
     """
     return any(
         parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
