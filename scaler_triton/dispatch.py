@@ -70,7 +70,9 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
         return "torch"
     with _lock:
         if key not in _chosen:
-            _chosen[key] = _decide(*key)
+            place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
+            backend, reason = _chosen[key] = _decide(*key, place)
+            _log.debug("%s is served by %s: %s", place, backend, reason)
         return _chosen[key][0]
 
 
@@ -94,12 +96,11 @@ def kernels() -> Any:
     return SimpleNamespace(clip=clip, launch=launch, norm=norm, table=table, unscale=unscale, update_scale=update_scale)
 
 
-def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> tuple[Backend, str]:
-    place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
+def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool, place: str) -> tuple[Backend, str]:
     if requested == "torch":
-        return _logged(place, "torch", "asked for")
+        return "torch", "asked for"
     if requested == "auto" and device.type != "cuda":
-        return _logged(place, "torch", "Triton is chosen for CUDA only")
+        return "torch", "Triton is chosen for CUDA only"
     refuse_capture(device, f"the first step with {place}")
     try:
         with sync_allowed(device):
@@ -115,8 +116,8 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
             _warned.add(device)
             text = f"Triton does not work for {place}, so torch's own ops are used there ({reason})"
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
-        return _logged(place, "torch", reason)
-    return _logged(place, "triton", f"{requested}, and a trial run was right")
+        return "torch", reason
+    return "triton", f"{requested}, and a trial run was right"
 
 
 def _try_unscaling(device: torch.device, dtype: torch.dtype) -> None:
@@ -149,11 +150,6 @@ def _try_clipping(device: torch.device, dtype: torch.dtype) -> None:
     modules.clip.launch_clip(table, scale, totals, 16.0, norm)
     if norm.item() != 8.0 or grads.tolist() != [2.0] * 16:
         raise RuntimeError(f"the Triton kernels run on {device} but clip to {grads.tolist()}, norm {norm.item()}")
-
-
-def _logged(place: str, backend: Backend, reason: str) -> tuple[Backend, str]:
-    _log.debug("%s is served by %s: %s", place, backend, reason)
-    return backend, reason
 
 
 def is_captured(tensor: Tensor) -> bool:
