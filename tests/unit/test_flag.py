@@ -150,6 +150,7 @@ ON_HOST = [
     (0.0, 0.0, ITS_OWN, True, False),
     (1.0, 1.0, ITS_OWN, True, True),
     (math.nan, math.nan, ITS_OWN, True, True),
+    (1.0, 1.0, {META: torch.zeros((), device="meta")}, True, True),  # a copy of it, which need not be read
     (0.0, 1.0, ITS_OWN, False, True),
     (0.0, 1.0, {CPU: torch.tensor(0.0)}, False, False),
     (0.0, 0.0, {CPU: torch.tensor([2.0])}, False, True),
