@@ -298,6 +298,7 @@ def test_a_replaced_scale_or_tracker_that_cannot_be_one_is_named(
 ) -> None:
     """Fault 6."""
     scaler = at(place)
+    scales(scaler, bad=".")  # the ones before were fine
     scaler.step(sgd([torch.ones(1)], place.device))
     replaced = value.to(place.device) if isinstance(value, Tensor) and not value.is_meta else value
     setattr(scaler, name, replaced)
