@@ -285,10 +285,8 @@ class GradScaler(torch.amp.GradScaler):
             skips = any(each.item() != 0.0 for each in flags.values())
         else:
             skips = flag.on_host(flags, fresh=step.fresh or not self._ours.steps.exposed)
+        result: float | None = None if skips else optimizer.step(*args, **kwargs)
         step.outcome = skips
-        if skips:
-            return None
-        result: float | None = optimizer.step(*args, **kwargs)
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -169,7 +169,10 @@ class GradPlan:
             if missing is None and self._whole is not None:
                 return [Batch(self._whole, local, True)]
             pairs = zip(self.layouts, self._rows, strict=True)
-            return [Batch(layout, local if row is None else row(local), missing is None) for layout, row in pairs]
+            rows = [Batch(layout, local if row is None else row(local), missing is None) for layout, row in pairs]
+            return (
+                rows if missing is None else [batch for batch in rows if any(map(is_not, batch.tensors, repeat(None)))]
+            )
         if summed:
             with torch.no_grad():
                 for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
