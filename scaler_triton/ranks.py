@@ -302,11 +302,10 @@ def checked_group(process_group: Any) -> Any:
         return process_group
     rank = dist.get_rank()  # raises torch's error without a default group
     group: Any = default_group() if process_group is None else process_group
-    absent = group is dist.GroupMember.NON_GROUP_MEMBER
-    if not absent and not isinstance(group, dist.ProcessGroup):  # such as a DeviceMesh, or a list of ranks
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
-    if absent or dist.get_rank(group) < 0:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"process_group must contain this rank, {rank}, got a group made for other ranks")
+    if not isinstance(group, dist.ProcessGroup):  # such as a DeviceMesh, or a list of ranks
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
     return group
 
 
