@@ -310,6 +310,8 @@ def test_a_replaced_scale_or_tracker_that_cannot_be_one_is_named(
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_replaced_scale_is_the_one_that_is_updated(place: Place, dtype: Any, shape: tuple[int, ...]) -> None:
+    if place.device == "cuda" and dtype is torch.float64:
+        pytest.skip("torch's op takes an fp32 scale only there")
     scaler = at(place)
     scales(scaler, bad="x")
     scaler._scale = torch.full(shape, 16.0, dtype=dtype, device=place.device)
