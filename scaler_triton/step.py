@@ -268,7 +268,7 @@ class Steps(dict[Any, Any]):
             if type(step) is not OptimizerStep or step.owner is None or step.owner() is None:
                 del self[key]  # other code has put it here, or its optimizer is freed
                 continue
-            if step.phase is READY:
+            if step.phase is READY and not step[_FLAGS]:  # others may have written that stage
                 continue
             sees_all = captured or not self.replayed  # a replay may write new gradients without a call of `scale`
             carries = step.phase is CARRIED or (step.phase in (UNSCALED, FAILED) and sees_all and step.kept)
