@@ -195,8 +195,8 @@ class GradScaler(torch.amp.GradScaler):
         The norm is that of the whole model: shards are summed over the ranks, replicas counted once. It moves 12 bytes
         per fp32 element instead of 20, and makes one reduction (one per dimension for a mesh that is a part of the
         world), after one for each Partial gradient, which all ranks of its mesh must have. On an overflow the gradients
-        are unscaled but not clipped, and the steps of all these optimizers are skipped. Either all ranks that must agree
-        call it, with the same options, or none does, as `unscale_` makes another reduction.
+        are unscaled but not clipped, and the steps of all these optimizers are skipped. Either all ranks that must
+        agree call it, with the same options, or none does, as `unscale_` makes another reduction.
 
         Args:
             optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.
