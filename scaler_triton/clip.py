@@ -277,10 +277,9 @@ def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
 
 
 def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, request: Request, *, checked: bool) -> None:
-    """Join the norm's reduction, where the other ranks wait, with a failure and a norm of NaN, and skip these steps.
+    """Join the reductions of the norm and, unless `checked`, of the checks as failed; skip the optimizers' steps.
 
-    Args:
-        checked: whether the reductions of the optimizers' checks are over; if not, they are joined first.
+    The other ranks wait in these reductions.
     """
     if not checked:
         for optimizer in optimizers:
@@ -303,11 +302,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, requ
 
 
 def _clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, sharded: bool) -> Tensor:
-    """Clip as torch does, for a disabled scaler; where ranks hold shards, by the fp32 norm over all ranks.
-
-    Args:
-        sharded: whether the norm is over all ranks of the group (None: the default group), whatever the parameters are.
-    """
+    """Clip as torch does, for a disabled scaler; with `sharded`, or where ranks hold shards, over all ranks."""
     max_norm, norm_type, error_if_nonfinite, model, chosen, _ = request
     together = (sharded or group is not None) and several_ranks()
     on_fsdp1 = gradients.has_fsdp1(parameters)
@@ -331,10 +326,7 @@ def _clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, s
 def _local_gradients(
     parameters: Iterable[Tensor], replicas: Iterable[int], chosen: Container[int] | None
 ) -> tuple[list[Tensor], list[int]]:
-    """Return this rank's shards of the chosen gradients, and how many ranks hold each; unreduced ones become sums.
-
-    A Partial gradient takes a collective. `replicas` holds how many ranks hold the same shard of each parameter.
-    """
+    """Return this rank's shards of the chosen gradients, first reduced where needed, and how many ranks hold each."""
     grads, counts = [], []
     for parameter, count in zip(parameters, replicas, strict=True):
         if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
@@ -350,12 +342,7 @@ def _local_gradients(
 
 
 def _terms_of_norm(grads: Sequence[Tensor], counts: Sequence[int], order: float, flag: Tensor) -> Tensor:
-    """Return this rank's contribution to `_norm_of_terms`, fp64, [2] or [3], on the flag's device.
-
-    Args:
-        counts: for each gradient, how many ranks hold it.
-        flag: fp32, `()`; reduced together with the norm.
-    """
+    """Return this rank's contribution to `_norm_of_terms`, fp64, [2] or [3], on the device of the flag (fp32, `()`)."""
     norms, weights = [torch.zeros((), dtype=torch.float64, device=flag.device)], [1.0]
     for grad, count in zip(grads, counts, strict=True):
         if grad.numel():
@@ -373,9 +360,6 @@ def _norm_of_terms(terms: Tensor, order: float, ranks: Ranks | None) -> tuple[Te
     """Return the norm of all ranks' gradients, each shard counted once: one reduction, no host wait.
 
         (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
-
-    Args:
-        terms: this rank's, from `_terms_of_norm`; written.
 
     Returns: the norm, and 1.0 if the flag of any rank is set, else 0.0; both fp32, `()`.
     """

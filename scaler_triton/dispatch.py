@@ -53,11 +53,7 @@ def usual_backend() -> str:
 
 
 def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: bool = False) -> Backend:
-    """Return the backend for tensors of `dtype` on `device` (with its index), decided once, by a trial run.
-
-    Args:
-        requested: as `check_backend` returns it.
-        clips: for norms and clipping, whose kernels are compiled on first use.
+    """Return the backend for tensors of `dtype` on `device`, with `clips` for norms and clipping, by a trial run.
 
     Raises: RuntimeError with the cause if "triton" was requested and does not work there; torch.OutOfMemoryError if the
         trial ran out of memory, which decides nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -18,11 +19,7 @@ DDP_SPEC = "_st_info"
 
 
 def check_gradient(gradient: Tensor, name: str) -> None:
-    """Raise if a local gradient cannot be unscaled.
-
-    Raises: NotImplementedError naming dtype or layout; ValueError naming the device; torch's RuntimeError for
-        overlapping memory.
-    """
+    """Raise if a local gradient has a dtype, layout or device that cannot be unscaled, or overlaps itself."""
     if gradient.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise NotImplementedError(f"{name} has dtype {gradient.dtype}; only {names} can be unscaled")
@@ -150,19 +147,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor has wait, Tensor has not
 
 
-def partial_terms(tensor: Tensor) -> int:
+def partial_terms(tensor: Any) -> int:
     """Return how many local tensors add up to a Partial DTensor; 1 if it is not Partial."""
-    terms = 1
-    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-        if placement.is_partial():
-            terms *= tensor.device_mesh.size(dim)  # type: ignore[attr-defined]
-    return terms
+    return math.prod(tensor.device_mesh.size(dim) for dim, each in enumerate(tensor.placements) if each.is_partial())
 
 
 def num_shards(tensor: Any) -> int:
     """Return the number of distinct shards of a DTensor, or of the tensor of a DTensorSpec."""
-    shards = 1
-    for dim, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # is_shard() is False for the strided shards of FSDP2 beside TP
-            shards *= tensor.device_mesh.size(dim)
-    return shards
+    # is_shard() is False for the strided shards of FSDP2 beside TP.
+    split = (dim for dim, each in enumerate(tensor.placements) if not each.is_replicate())
+    return math.prod(map(tensor.device_mesh.size, split))

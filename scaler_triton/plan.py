@@ -128,11 +128,7 @@ class GradPlan:
 
         Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does. A Partial one is multiplied by
         its number of terms: if that is finite, so is the sum, which needs a collective that a rank without such a
-        gradient would not join.
-
-        Args:
-            allow_fp16: False refuses fp16 gradients.
-            summed: replace every unreduced gradient by its sum; a Partial one takes a collective each.
+        gradient would not join. With `summed` every unreduced gradient is replaced by its sum, even so.
         """
         grads: list[Tensor | None] = list(map(_grad_of, self.parameters))
         local = self._known_shards(grads) if self._dtensors else grads
@@ -243,10 +239,7 @@ class GradPlan:
         return sparse
 
     def _learn(self, grads: Sequence[Tensor | None]) -> None:
-        """Make guards for inspected gradients: one for all if the same ones are missing again, else one for each.
-
-        The gradients of experts, for example, come and go.
-        """
+        """Make a guard for all gradients if the same ones are missing again; else, as with experts, one for each."""
         here = [index for index, grad in enumerate(grads) if grad is not None]
         missing = [index for index, grad in enumerate(grads) if grad is None]
         again, self._last_missing = missing in ([], self._last_missing), missing
@@ -326,12 +319,7 @@ def group(tensors: Iterable[Tensor], positions: Iterable[int]) -> list[Batch]:
 
 
 def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False) -> None:
-    """Choose the backend of every layout, here and not later: a kernel that does not compile must fail before a write.
-
-    Args:
-        requested: as `dispatch.check_backend` returns it.
-        clips: choose one for norms and clipping, too.
-    """
+    """Choose the backends of all layouts, with `clips` those of clipping, too: a kernel must fail before a write."""
     for batch in batches:
         layout, key = batch.layout, batch.layout.key
         if layout.backend is None:  # tensor subclasses implement torch's ops themselves

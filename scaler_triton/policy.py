@@ -188,10 +188,7 @@ _STATE_CHECKS = {
 
 
 def check_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the five fields of a scaler's checkpoint as plain Python numbers; other keys are left out.
-
-    Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
-    """
+    """Return the five fields of torch's checkpoint as plain numbers, without other keys; KeyError if one is missing."""
     return {name: check(state_dict[name], name) for name, check in _STATE_CHECKS.items()}
 
 
@@ -201,10 +198,7 @@ def to_checkpoint(limits: Limits, counters: Sequence[int]) -> dict[str, Any]:
 
 
 def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
-    """Return the limits and counters that `to_checkpoint`, of this version or of 0.1, wrote as `fields`.
-
-    Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
-    """
+    """Return the limits and counters that `to_checkpoint` of this version or 0.1 wrote; KeyError if one is missing."""
     fields = check_dict(fields, KEY)
     limits = NO_LIMITS.changed(**{name: fields[name] for name in Limits._fields})
     counters = check_dict(fields["counters"], "counters")

@@ -51,10 +51,7 @@ class Ranks:
     ranks: tuple[int, ...]
 
     def maximum_(self, values: Tensor) -> None:
-        """Replace `values` (fp32 or fp64, shape (n,), any device) by their elementwise maximum over the ranks.
-
-        This takes one all-reduce for each group and no host wait.
-        """
+        """Replace `values` (fp32 or fp64, shape (n,), any device) by their elementwise maximum over the ranks."""
         for group in self.groups:
             _all_reduce_(values, dist.ReduceOp.MAX, group)
 
@@ -333,11 +330,7 @@ def gathering_group(process_group: Any) -> Any:
 
 
 def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
-    """Return the data of every rank of `group`, by one all-gather, or two if a rank has more than 16 KB.
-
-    Args:
-        home: the device where the ranks reduce their flags, which a bare group is taken to serve.
-    """
+    """Return the data of every rank, by one all-gather, or two if a rank has over 16 KB; a bare group serves `home`."""
     if not is_bare(group):
         served = _serving_device(group, torch.device("cpu"))
         # The current device may be another rank's.

@@ -50,13 +50,8 @@ def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
 def sum_of_squares(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None) -> Tensor:
     """Return `sum(weight * (tensor.double() ** 2).sum())`, and set `found_inf` to 1 if a tensor holds NaN or Inf.
 
-    torch rounds norms to the gradients' dtype, and on the CPU fp32 sums of millions of squares drift: this sums in
-    fp64. There is no host wait.
-
-    Args:
-        weights: one for each tensor; None: 1 for all.
-
-    Returns: fp64, `()`, on the same device.
+    torch rounds norms to the gradients' dtype, and on the CPU fp32 sums of millions of squares drift: this sums in fp64
+    without a host wait. `weights` holds one for each tensor; None: 1 for all.
     """
     norms = torch._foreach_norm(list(tensors), 2, torch.float64)
     squares = torch._foreach_mul(norms, norms)
