@@ -40,6 +40,13 @@ Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 _COUNTED = "_counted"  # in a pickle: the limits, the backend and the counters
 
 
+class _Limits:
+    """The limits of the scale, read only; unlike a property it lets a subclass have an attribute of that name."""
+
+    def __get__(self, scaler: GradScaler | None, owner: type | None = None) -> Any:
+        return self if scaler is None else scaler._ours.limits
+
+
 class GradScaler(torch.amp.GradScaler):
     """Drop-in for `torch.amp.GradScaler`: dynamic loss scaling for fp16 training.
 
@@ -379,10 +386,7 @@ class GradScaler(torch.amp.GradScaler):
 
         return report.gathered(own, self.process_group, home, gather)
 
-    @property
-    def limits(self) -> Limits:
-        """The limits of the scale: min_scale, max_scale, hysteresis, max_consecutive_skips."""
-        return self._ours.limits
+    limits = _Limits()
 
     def set_limits(self, **changes: Any) -> None:
         """Change some of min_scale, max_scale, hysteresis and max_consecutive_skips, from the next update on.
