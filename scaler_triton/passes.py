@@ -79,7 +79,7 @@ def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: b
     if layout.backend == "torch":
         inv_scale = scale if inverse else torch_ops.inverse(scale)
         if layout.key.plain:
-            torch_ops.unscale_(batch.present, inv_scale, found_inf)
+            torch_ops.unscale_(batch.tensors if batch.complete else batch.present, inv_scale, found_inf)
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
         return
@@ -93,7 +93,7 @@ def check_batch(batch: Batch, found_inf: Tensor) -> None:
     layout = batch.layout
     if layout.backend == "torch":
         if layout.key.plain:
-            torch_ops.check(batch.present, found_inf)
+            torch_ops.check(batch.tensors if batch.complete else batch.present, found_inf)
         else:
             ones = torch.ones_like(found_inf)
             torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, ones)
@@ -197,7 +197,7 @@ def _filled(dense: Batch, mode: str) -> GradTable:
     """Return the kernels' table for a pass over a layout, with this step's addresses."""
     table = _table(dense.layout, mode)
     if dense.complete:
-        table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
+        table.set_addresses(list(map(Tensor.data_ptr, dense.tensors)))  # type: ignore[arg-type]
     else:
         table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
     return table
