@@ -98,7 +98,7 @@ def check_batch(batch: Batch, found_inf: Tensor) -> None:
             ones = torch.ones_like(found_inf)
             torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, ones)
         return
-    dense = _dense(batch)  # a reference until the launch: an address keeps nothing alive
+    dense = _dense(batch)
     kernels().unscale.launch_check(_filled(dense, "check"), found_inf)
 
 
@@ -127,7 +127,7 @@ def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[flo
         inv_scale = factor if inverse else torch_ops.inverse(scale).double().reshape(())
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
         return torch.stack([squares, found_inf.double().reshape(()), failures, factor, factor.reciprocal()])
-    dense = _dense(batch)  # kept until the launch: an address keeps nothing alive
+    dense = _dense(batch)
     table = _filled(dense, "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
@@ -180,7 +180,7 @@ def clip_batch_(
 
 
 def _dense(batch: Batch) -> Batch:
-    """Return the batch itself, or dense copies of its tensors: kernels read one span of memory for each."""
+    """Return the batch itself, or dense copies, to be kept until the launch, as the addresses keep nothing alive."""
     if batch.layout.key.dense:
         return batch
     return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
@@ -197,7 +197,7 @@ def _filled(dense: Batch, mode: str) -> GradTable:
     """Return the kernels' table for a pass over a layout, with this step's addresses."""
     table = _table(dense.layout, mode)
     if dense.complete:
-        table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
+        table.set_addresses(list(map(Tensor.data_ptr, dense.tensors)))  # type: ignore[arg-type]
     else:
         table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
     return table
