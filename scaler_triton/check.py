@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
 
 class Ours:
-    """What a scaler has beyond torch's attributes.
-
-    Args:
-        sharded: whether it is a ShardedGradScaler: all ranks of the process group must agree, whatever the parameters
-            are, and `unscale_` takes fp16 gradients.
-    """
+    """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
     __slots__ = (
         "counters", "home", "lagging", "limits", "membership", "policies", "rows", "sharded", "steps",
@@ -76,8 +71,6 @@ def check(
     Args:
         by_step: whether `scaler.step` calls, and uses the flag at once.
         copy: start a copy of the flag to the host, where `scaler.step` will read it.
-
-    Raises: whatever the check raises, after it was reported to the other ranks.
     """
     ours, scale = scaler._ours, scaler._scale
     step.outcome = None
@@ -94,8 +87,7 @@ def check(
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
         else:
-            batches = plan.collect(allow_fp16=allow_fp16)
-            flags = passes.check(plan, batches, scale, flag, divide=divide)
+            flags = passes.check(plan, plan.collect(allow_fp16=allow_fp16), scale, flag, divide=divide)
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
@@ -172,11 +164,7 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
-    """Make a step FAILED, so that it is skipped; one that was only recorded into a graph starts over.
-
-    Args:
-        agreed: whether the ranks have agreed on a flag, which then counts in the update, so that scales stay equal.
-    """
+    """Make a step FAILED, with the flag if the ranks `agreed` on one; a step that was only captured starts over."""
     if not is_captured(scaler._scale):
         step.failed(None if agreed else scaler._scale.device)
     elif step.captured:
@@ -191,8 +179,6 @@ def refuse_without_scale(
 ) -> None:
     """Report to the other ranks that a method was called before `scale`, then raise torch's error.
 
-    The others will back off in `update`, and so must this rank: it gets a scale.
-
     Args:
         report: joins the reductions of the others; None: those of a check.
     """
@@ -205,7 +191,7 @@ def refuse_without_scale(
             if together is not None:
                 devices = [each.device for each in held if isinstance(each, Tensor)]
                 home = next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
-                scaler._lazy_init_scale_growth_tracker(home)
+                scaler._lazy_init_scale_growth_tracker(home)  # the others back off in `update`, and so must this rank
                 if report is not None:
                     report(optimizers, together)
                 else:

@@ -156,10 +156,7 @@ class Flag:
         return any(flag.item() != 0.0 for flag in flags.values())
 
     def last(self) -> bool:
-        """Return the flag of the last step, even if an update has cleared it, waiting for the device.
-
-        Raises: as `on_host`, but an update also clears another rank's failure.
-        """
+        """Return the flag of the last step, waiting for the device; an update clears a rank's failure, not this."""
         if self._with_scales:
             self._raise_if_apart(self.status.tolist())
         return bool(self.last_found_inf().item())

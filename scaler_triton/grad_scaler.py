@@ -119,15 +119,9 @@ class GradScaler(torch.amp.GradScaler):
             backoff_factor = policy.check_backoff_factor(backoff_factor)
             growth_interval = policy.check_growth_interval(growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
-        # Not through a subclass's `__setattr__`; torch would leave the numbers of a disabled scaler unset.
-        vars(self).update(
-            process_group=process_group,
-            _init_scale=init_scale,
-            _growth_factor=growth_factor,
-            _backoff_factor=backoff_factor,
-            _growth_interval=growth_interval,
-            _init_growth_tracker=0,
-        )
+        own = vars(self)  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
+        own.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
+        own.update(_growth_factor=growth_factor, _backoff_factor=backoff_factor, _growth_interval=growth_interval)
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs times the scale; the outputs themselves on a disabled scaler.
@@ -156,16 +150,16 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Any) -> None:
         """Divide the optimizer's gradients by the scale, and agree with the other ranks on whether one overflowed.
 
-        Equivalent PyTorch: `for p in params: p.grad.mul_(1 / scale)`, after a check of every gradient for NaN and
-        Inf. It makes one reduction of the flag where ranks must agree, and does not wait for the device.
+        Equivalent PyTorch: `for p in params: p.grad.mul_(1 / scale)`, after a check of each gradient for NaN and Inf.
+        It makes one reduction of the flag where ranks must agree, and does not wait for the device.
 
         Args:
-            optimizer: an object with `param_groups`; its gradients (fp16 only for ShardedGradScaler, bf16, fp32, fp64,
-                strided or sparse COO, DTensors) are written.
+            optimizer: an object with `param_groups`; its gradients (bf16, fp32, fp64, for ShardedGradScaler also fp16;
+                strided, sparse COO or DTensors) are written.
 
         Raises: torch's RuntimeError for a wrong order of calls and AssertionError before the first `scale`; the errors
-            of `ops.unscale_` for an illegal gradient. The step is skipped then if gradients were written or the
-            failure was reported to other ranks; otherwise the call may be repeated.
+            of `ops.unscale_` for an illegal gradient. If gradients were written or other ranks know of the failure,
+            the step will be skipped; otherwise the call may be repeated.
         """
         if not self._enabled:
             return
@@ -195,8 +189,8 @@ class GradScaler(torch.amp.GradScaler):
         The norm is that of the whole model: shards are summed over the ranks, replicas counted once. It moves 12 bytes
         per fp32 element instead of 20, and makes one reduction (one per dimension for a mesh that is a part of the
         world), after one for each Partial gradient, which all ranks of its mesh must have. On an overflow the gradients
-        are unscaled but not clipped, and the steps of all these optimizers are skipped. Either all ranks that must agree
-        call it, with the same options, or none does, as `unscale_` makes another reduction.
+        are unscaled but not clipped, and the steps of all these optimizers are skipped. All ranks that must agree call
+        it with the same options, or none does, as `unscale_` makes another reduction.
 
         Args:
             optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.
@@ -292,9 +286,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
             kind; ValueError or TypeError naming an illegal `new_scale`; nothing has changed then. `SkipStreakError`
-            after the update, if more than `max_consecutive_skips` updates in a row had been skipped
-            `update.LaggingCounters.LAG` updates ago: on every rank at once, and at each update until the streak ends
-            or the scale is set, but not while a graph is captured or replayed.
+            after the update if, `update.LaggingCounters.LAG` updates ago, more than `max_consecutive_skips` in a row
+            had been skipped: on all ranks at once, and at each update until the streak ends or the scale is set, but
+            not while a graph is captured or replayed.
         """
         if not self._enabled:
             return
@@ -338,8 +332,8 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             optimizer: the one that was stepped, or a wrapper around it; read.
 
-        Raises: ValueError if it was never stepped, or was unscaled since; for a fused one, whose `step` does not read
-            the flag, RuntimeError if another rank failed to check its gradients or the ranks' scales differ.
+        Raises: ValueError if it was never stepped, or was unscaled since; for a fused one RuntimeError, as `step` does
+            for others, if another rank failed to check its gradients or the ranks' scales differ.
         """
         if not self._enabled:
             return False
@@ -374,8 +368,7 @@ class GradScaler(torch.amp.GradScaler):
 
         def own() -> OverflowReport:
             steps = ours.steps.all()
-            flags = [flag for step in steps for flag in step["found_inf_per_device"].values()]
-            pending = any(flag.item() for flag in flags)
+            pending = any(flag.item() for step in steps for flag in step["found_inf_per_device"].values())
             marks = [step.plan.marks for step in steps if step.plan is not None]
             return report.own_report(marks, ours.counters.read(), pending, model, self.process_group)
 
@@ -383,7 +376,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def limits(self) -> Limits:
-        """The limits of the scale: min_scale, max_scale, hysteresis, max_consecutive_skips."""
+        """The limits of the scale: min_scale, max_scale, hysteresis and max_consecutive_skips."""
         return self._ours.limits
 
     def set_limits(self, **changes: Any) -> None:
@@ -405,7 +398,7 @@ class GradScaler(torch.amp.GradScaler):
         update.numbers_changed(self)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor of an overflow: in (0, 1], else ValueError or TypeError; 1 keeps the scale."""
+        """Set the factor that backs the scale off: in (0, 1], else ValueError or TypeError; 1 keeps the scale."""
         self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
         update.numbers_changed(self)
 
@@ -492,8 +485,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf)
         plan.written = False
-        batches = plan.collect(allow_fp16=allow_fp16)
-        return passes.check(plan, batches, inv_scale, flag, divide=True, inverse=True)
+        return passes.check(plan, plan.collect(allow_fp16=allow_fp16), inv_scale, flag, divide=True, inverse=True)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients without writing them, and return the agreed flag on every device.

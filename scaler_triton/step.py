@@ -147,17 +147,12 @@ class OptimizerStep(dict[str, Any]):
         self._enter(UNSCALED)
 
     def failed(self, home: torch.device | None) -> None:
-        """Set the flag on every device: gradients may be half written, or other ranks skip this step.
-
-        Args:
-            home: where the flag goes if there are no parameters; None: keep the flag that the ranks have agreed on.
-        """
-        self._enter(FAILED)  # first, in case that no flag can be made below
+        """Set the flag on each parameter's device, else on `home`; None keeps the agreed flag, for equal scales."""
+        self._enter(FAILED)  # first, in case no flag can be made below
         self.outcome = None
         if home is None:
             return
-        self.flag = None
-        self[_FLAGS] = {}
+        self.flag, self[_FLAGS] = None, {}
         owner = None if self.owner is None else self.owner()
         held = () if owner is None else parameters_of(owner)
         devices = [each.device for each in held if isinstance(each, Tensor) and not each.is_meta]
@@ -278,10 +273,9 @@ class Steps(dict[Any, Any]):
                 self.unfinished += 1
 
     def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
-        """Return the registry that other code has assigned: `states` itself if it is one.
+        """Return a registry for the assigned `states`: themselves if they are one; this one stays as it is.
 
-        Otherwise a new one, in which every step is READY unless `states` holds torch's dict for its optimizer. This one
-        stays as it is, and may be assigned again.
+        Otherwise every step in it is READY unless `states` holds torch's dict for its optimizer.
         """
         if isinstance(states, Steps):
             return states
@@ -318,10 +312,7 @@ class Steps(dict[Any, Any]):
             self.unfinished = 0
 
     def outcome(self, optimizer: Any) -> bool | Tensor | None:
-        """Return whether the last step was skipped, without a wait; None if it was not stepped or is unscaled since.
-
-        Where only the device knows, return a copy of the flag, fp32 `()`.
-        """
+        """Return whether the last step was skipped, or a copy of its flag on the device; None if unknown."""
         step = self.last(optimizer)
         outcome = None if step is None else step.outcome
         if isinstance(outcome, Flag):
