@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
-    __slots__ = (
-        "counters", "home", "lagging", "limits", "membership", "policies", "rows", "sharded", "steps",
-    )  # fmt: skip
+    __slots__ = ("counters", "home", "lagging", "limits", "membership", "policies", "rows", "sharded", "steps")
 
     def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
         self.sharded = sharded
@@ -158,13 +156,13 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
     try:
         if told is not None or (plan is not None and plan.written):
             step_failed(scaler, step)
-    finally:  # even if that fails: the others wait in the reduction
+    finally:  # even if that raises: the others wait in the reduction
         if told is not None:
             report_failure(told, scaler._scale.device)
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
-    """Make a step FAILED, with the flag if the ranks `agreed` on one; a step that was only captured starts over."""
+    """Make a step FAILED, with the flag that the ranks `agreed` on if any; one that was only captured starts over."""
     if not is_captured(scaler._scale):
         step.failed(None if agreed else scaler._scale.device)
     elif step.captured:
@@ -185,7 +183,7 @@ def refuse_without_scale(
     try:
         scaler._check_scale_growth_tracker(name)
     except AssertionError:
-        with suppress(Exception):  # torch's error matters more
+        with suppress(Exception):  # torch's error is more important
             held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
             together = scaler._ours.membership.find(held, scaler.process_group)
             if together is not None:

@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
             SCALER_TRITON_BACKEND, else "auto".
         min_scale: the smallest scale, including the first; None: 2^-126.
         max_scale: the largest scale, including the first; None: fp32 max.
-        hysteresis: >= 1; the scale is backed off from this overflow on, as in Megatron, until it is due to grow.
+        hysteresis: >= 1; overflow number `hysteresis` and each later one back the scale off, until it is due to grow.
         max_consecutive_skips: >= 0; if more updates in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
 
@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
 
     process_group: Any = None
     _scale: Any  # fp32, one element; None before the first `scale`
-    _growth_tracker: Any  # int32, one element, likewise
+    _growth_tracker: Any  # int32, one element; None before the first `scale`
 
     @functools.cached_property
     def _ours(self) -> Ours:
@@ -466,7 +466,7 @@ class GradScaler(torch.amp.GradScaler):
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
         device = torch.device(dev)
         if getattr(self, "_scale", None) is None:
-            refuse_capture(device, "a scaler's first scale")  # a replay would set it anew
+            refuse_capture(device, "a scaler's first scale")  # a replay would set it again
         # In torch.func's transforms they would have no address; updates outside inference mode must write them.
         module = sys.modules.get("torch._functorch.pyfunctorch")
         outside_transforms: Any = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)
@@ -521,9 +521,8 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        state = vars(self).copy()
-        ours = self._ours
-        state.pop("_ours")
+        ours, state = self._ours, vars(self).copy()
+        del state["_ours"]
         if self._enabled:
             state["_init_scale"], state["_init_growth_tracker"] = self.get_scale(), self._get_growth_tracker()
             state["_scale"] = state["_growth_tracker"] = None

@@ -15,11 +15,6 @@ from scaler_triton.grad_scaler import GradScaler, Outputs
 class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
     """Drop-in for `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and for FSDP2 too.
 
-        scaler = ShardedGradScaler(device.type)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
     If any rank's gradients overflow, no rank steps, whatever the optimizer: plain, foreach or fused.
 
     Args:

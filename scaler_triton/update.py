@@ -57,7 +57,7 @@ class ScalerStats:
         skipped: updates with an overflow, whose step was skipped.
         consecutive_skips: how many of them were the last ones in a row; 0 after an update without overflow.
         growths: updates that made the scale larger, even by a limit; `update(new_scale)` does not count.
-        backoffs: updates that made it smaller, likewise.
+        backoffs: updates that made it smaller, by the same count.
         last_skip: the number of the last update that skipped, from 1; None if none did.
     """
 
@@ -281,7 +281,7 @@ def numbers_changed(scaler: GradScaler) -> None:
 
 
 def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
-    """Make the current stream wait for fused steps on others, whose flags the update is going to clear."""
+    """Make the current stream wait for fused steps on other streams, whose flags the update is going to clear."""
     readers = {step.reader for step in checked if step.reader is not None}
     if readers:
         launch = kernels().launch
@@ -290,7 +290,7 @@ def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:
-    """Raise torch's errors for an illegal scale or tracker: others may replace both, and a kernel takes any address."""
+    """Raise torch's errors for an illegal scale or tracker: users may replace both, and a kernel takes any address."""
     if not isinstance(scale, Tensor) or not isinstance(growth_tracker, Tensor):
         torch._amp_update_scale_(scale, growth_tracker, torch.zeros(()), 2.0, 0.5, 1)  # raises torch's TypeError
     if growth_tracker.device != scale.device:
