@@ -170,10 +170,7 @@ def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False
 
 
 def refuse_without_scale(
-    scaler: GradScaler,
-    name: str,
-    optimizers: Sequence[Any],
-    report: Callable[[Sequence[Any], Ranks], None] | None = None,
+    scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Callable[[Any, Ranks], None] | None = None
 ) -> None:
     """Report to the other ranks that a method was called before `scale`, then raise torch's error.
 
@@ -194,8 +191,7 @@ def refuse_without_scale(
                     report(optimizers, together)
                 else:
                     for optimizer in optimizers:
-                        step = scaler._ours.steps.open(optimizer)
-                        step.failed(home)
+                        scaler._ours.steps.open(optimizer).failed(home)
                         report_failure(together, home)
         raise
 

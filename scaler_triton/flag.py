@@ -156,7 +156,7 @@ class Flag:
         return any(flag.item() != 0.0 for flag in flags.values())
 
     def last(self) -> bool:
-        """Return the flag of the last step, waiting for the device; raise as `on_host` does, until an update."""
+        """Return the flag of the last step, waiting for the device; until an update, raise as `on_host` does."""
         if self._with_scales:
             self._raise_if_apart(self.status.tolist())
         return bool(self.last_found_inf().item())

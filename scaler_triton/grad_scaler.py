@@ -451,9 +451,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _per_optimizer_states(self) -> Steps:
-        steps = self._ours.steps
-        steps.exposed = True
-        return steps
+        self._ours.steps.exposed = True
+        return self._ours.steps
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:
@@ -494,9 +493,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._scale is None or self._growth_tracker is None:
             refuse_without_scale(self, "_check_inf_per_device", [optimizer])
-        steps = self._ours.steps
-        steps.exposed = True
-        step = steps.open(optimizer)
+        step = self._per_optimizer_states.open(optimizer)
         if fused.may_check(self, step, optimizer):
             phase = step.phase
             try:
@@ -510,9 +507,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Return the optimizer's flags in this step by device, none before a check."""
-        steps = self._ours.steps
-        steps.exposed = True
-        flags: Flags = steps.open(optimizer)["found_inf_per_device"]
+        flags: Flags = self._per_optimizer_states.open(optimizer)["found_inf_per_device"]
         return flags
 
     def __getstate__(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class ScalerStats:
         skipped: updates with an overflow, whose step was skipped.
         consecutive_skips: how many of them were the last ones in a row; 0 after an update without overflow.
         growths: updates that made the scale larger, even by a limit; `update(new_scale)` does not count.
-        backoffs: updates that made it smaller, by the same count.
+        backoffs: updates that made it smaller, even by a limit.
         last_skip: the number of the last update that skipped, from 1; None if none did.
     """
 
