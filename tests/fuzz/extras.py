@@ -89,7 +89,6 @@ class AlreadyUnscaled(Refused):
 
 
 def error_of(name: str, value: Any) -> Refused | None:
-    """Return why a limit cannot be set to a value."""
     types, is_legal = {
         "min_scale": ((int, float), lambda x: SMALLEST <= x <= FP32_MAX),
         "max_scale": ((int, float), lambda x: SMALLEST <= x <= FP32_MAX),
@@ -453,13 +452,10 @@ class FullSpecification(ReportRules, ClippingRules, ExtrasRules, Specification):
 
 
 class FullShardedSpecification(ReportRules, ClippingRules, ExtrasRules, ShardedSpecification):
-    """Our ShardedGradScaler as it should be."""
-
     allows_fp16 = True
 
 
 def form(gradient: Tensor | None) -> Any:
-    """Return what a plan is made for."""
     if gradient is None:
         return None
     if gradient.is_sparse:
@@ -481,7 +477,6 @@ def kinds_in(gradient: Tensor) -> int:
 
 
 def values_in(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient, which may be sparse, sharing its memory."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
@@ -494,7 +489,6 @@ def sum_up(parameters: Iterable[Tensor]) -> None:
 
 
 def together(parameters: Sequence[Tensor]) -> Tensor:
-    """Return all numbers of all gradients in fp64."""
     parts = [values_in(p.grad).double().flatten() for p in parameters if p.grad is not None]
     whole = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
     return whole if whole.numel() else torch.zeros(1, dtype=torch.float64)  # torch has no inf-norm of nothing

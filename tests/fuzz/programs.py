@@ -27,8 +27,6 @@ from scaler_triton import GradScaler
 
 
 class Programs(RuleBasedStateMachine):
-    """Each rule is one call that a user can make, made in both worlds."""
-
     ours_class: type = GradScaler
     theirs_class: type = FullSpecification
     backend = "torch"
@@ -67,7 +65,6 @@ class Programs(RuleBasedStateMachine):
             self.both(lambda world: world.scaler.scale(torch.ones(())))
 
     def both(self, call: Callable[[World], Any]) -> None:
-        """Make a call in both worlds."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ours, theirs = outcome(call, self.ours), outcome(call, self.theirs)
@@ -82,7 +79,6 @@ class Programs(RuleBasedStateMachine):
         assert_same_worlds(self.ours, self.theirs)
 
     def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
-        """Make a call about one optimizer in both worlds."""
 
         def on_one(world: World) -> Any:
             optimizer = world.optimizers[index % len(world.optimizers)]
@@ -438,7 +434,6 @@ def put_flags(scaler: Any, optimizer: Any, value: float) -> None:
 
 
 def put_stage(scaler: Any, optimizer: Any, stage: OptState) -> None:
-    """Write a stage that torch's class would take up."""
     state = scaler._per_optimizer_states[id(optimizer)]
     if state["found_inf_per_device"]:
         state["stage"] = stage

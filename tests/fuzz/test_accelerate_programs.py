@@ -50,7 +50,6 @@ class Plain:
         self.scaled = torch.zeros(1, 2)
 
     def backward(self, value: float) -> None:
-        """Add a micro-batch's gradient as fp16 autocast leaves it."""
         outer = torch.tensor(value * self.scale / self.micro_batches, dtype=torch.float16)
         self.scaled += (torch.tensor([INPUT], dtype=torch.float16) * outer).float()
 
@@ -75,7 +74,6 @@ class Plain:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the next step."""
         return float(self.first_rate * DECAY**self.steps)
 
 

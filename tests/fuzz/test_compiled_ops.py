@@ -38,7 +38,6 @@ class Drawn(NamedTuple):
     value: float
 
     def tensor(self) -> Tensor:
-        """Make it anew."""
         count = self.rows * self.columns
         whole = torch.linspace(-3.0, 3.0, count).reshape(self.rows, self.columns).to(self.dtype)
         if count:
@@ -47,8 +46,6 @@ class Drawn(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What the ops take beside gradients."""
-
     flag: float
     inv_scale: float
     norm_type: float

@@ -25,7 +25,6 @@ WORDS = {"FAILURE": "\n## When something fails\n", "CLIPPING": "`clip_grad_norm_
 
 
 def sgd(*grads: float, cls: Any = torch.optim.SGD, **options: Any) -> Any:
-    """Return an optimizer over a parameter of zeros for each gradient."""
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in grads]
     for parameter, value in zip(parameters, grads, strict=True):
         parameter.grad = torch.full((2,), value)
@@ -43,7 +42,6 @@ def values(optimizer: Any) -> list[float]:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """Return what a call returns, or the type of its error."""
     try:
         return call()
     except Exception as error:

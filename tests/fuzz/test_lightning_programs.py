@@ -60,8 +60,6 @@ KINDS = ["good", "good", "good", "infinite loss", "inf in the first gradient", "
 
 @dataclass(frozen=True)
 class Program:
-    """A training, as long as there are batches."""
-
     optimizer: str
     order: str  # "automatic", or by hand: "one" optimizer; two "in turn", a backward each; two after one, "together"
     clip: tuple[str, float] | None
@@ -84,7 +82,6 @@ class Program:
 
     @property
     def is_refused(self) -> bool:
-        """Whether Lightning's own plugin raises."""
         return self.fused and self.clip is not None
 
     @property
@@ -123,8 +120,6 @@ def programs(draw: Any, orders: list[str]) -> Program:
 
 
 class Net(nn.Module):
-    """Two layers whose losses and gradients overflow on demand."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -305,7 +300,6 @@ class ByHand(Loop):
             self.trace.add(self.scaler, self.optimizers, self.net)
 
     def _automatic(self, batch: Tensor, kind: str, begins: bool, ends: bool) -> None:
-        """What Lightning does in each batch."""
         self.net.kind, (optimizer,) = kind, self.optimizers
         if begins:
             optimizer.zero_grad()
@@ -374,7 +368,6 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def norms_kept(scaler: Any, trace: Trace) -> Iterator[None]:
-    """Keep the norms that a scaler of ours returns."""
     clip = scaler.clip_grad_norm_
 
     def returned(*args: Any, **kwargs: Any) -> Tensor:
@@ -413,7 +406,6 @@ def train(program: Program, savers: tuple[str, ...]) -> Trace:
 
 
 def clipping(program: Program) -> dict[str, Any]:
-    """Return the arguments of the Trainer for clipping and accumulation."""
     algorithm, bound = program.clip or (None, None)
     return {
         "gradient_clip_val": bound,
@@ -458,8 +450,6 @@ def module_of(program: Program, data: list[tuple[Tensor, str]], trace: Trace) ->
 
 
 class ManualLoop(Loop):
-    """Lightning's manual optimization."""
-
     def __init__(self, module: Any, program: Program, trace: Trace) -> None:
         self.program, self.trace, self.module, self.net = program, trace, module, module.net
         optimizers, schedulers = module.optimizers(), module.lr_schedulers()

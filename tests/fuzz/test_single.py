@@ -41,8 +41,6 @@ class InterpretedPrograms(Programs):
 
 
 class InterpretedShardedPrograms(ShardedPrograms):
-    """Both at once."""
-
     backend = "triton"
 
 
@@ -53,8 +51,6 @@ class GpuPrograms(Programs):
 
 
 class GpuShardedPrograms(ShardedPrograms):
-    """Likewise."""
-
     backend, device = "triton", "cuda"
 
 

@@ -38,14 +38,11 @@ class Wrapper:
         return getattr(self.optimizer, name)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer inside."""
         return self.optimizer.step(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter to be."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     requires_grad: bool = True
@@ -68,14 +65,11 @@ def half_of(fused_momentum: bool, half: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer to be."""
-
     name: str
     variant: str
     parameters: tuple[ParameterSpec, ...]
 
     def build(self, half: torch.dtype) -> torch.optim.Optimizer:
-        """Return the optimizer with fresh parameters."""
         cls, options = OPTIMIZERS[self.name]
         half = half_of(self.name == "momentum" and self.variant == "fused", half)
         return cls([spec.build(half) for spec in self.parameters], lr=0.125, **options, **VARIANTS[self.variant])
@@ -91,7 +85,6 @@ class GradientSpec:
     plant: float | None = None  # this value somewhere
 
     def give(self, parameter: Tensor) -> None:
-        """Set or change `parameter.grad`."""
         if self.form == "keep" and parameter.grad is not None:
             return
         if self.form == "none":
@@ -107,12 +100,10 @@ class GradientSpec:
             parameter.grad = made
 
     def build(self, parameter: Tensor) -> Tensor:
-        """Return a gradient for `parameter`, of its shape and dtype."""
         values = self.values(parameter.shape, parameter.dtype)
         return FORMS.get(self.form, torch.clone)(values)
 
     def values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return dense values."""
         generator = torch.Generator("cpu").manual_seed(self.seed)
         values = (torch.randn(shape, generator=generator, device="cpu") * self.magnitude).to(dtype)
         values = values.to(torch.get_default_device())
@@ -183,21 +174,17 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class World:
-    """One scaler with what it works on."""
-
     scaler: Any
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     buried: list[torch.optim.Optimizer] | None = None  # replaced optimizers, where their ids must not come back
 
     def replace(self, index: int, new: Callable[[], torch.optim.Optimizer]) -> None:
-        """Exchange an optimizer for a new one."""
         if self.buried is not None:  # difference 11
             self.buried.append(self.optimizers[index])
         del self.optimizers[index]
         self.optimizers.insert(index, new())
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return every parameter of every optimizer."""
         pairs = enumerate(self.optimizers)
         return [(f"{i}.{j}", p) for i, optimizer in pairs for j, p in enumerate(parameters_of(optimizer))]
 
@@ -219,7 +206,6 @@ class ClipSpec:
     wrapped: bool = False
 
     def clip(self, world: World, **options: Any) -> Tensor:
-        """Make the call."""
         chosen = [world.optimizers[i] for i in dict.fromkeys(i % len(world.optimizers) for i in self.indices)]
         if self.subset is not None:
             parameters = [parameter for optimizer in chosen for parameter in parameters_of(optimizer)]
@@ -269,7 +255,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def assert_same_worlds(ours: World, theirs: World) -> None:
-    """Assert that scalers, optimizers, parameters and gradients of two worlds are equal."""
     for name in ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval", "_enabled"):
         assert_equal(getattr(ours.scaler, name, None), getattr(theirs.scaler, name, None), name)
     assert_equal(ours.scaler.state_dict(), theirs.scaler.state_dict(), "state_dict")
@@ -297,7 +282,6 @@ def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def outcome(call: Callable[[World], Any], world: World) -> Any:
-    """Return what a call returned, or the exception that it raised."""
     try:
         return call(world)
     except Exception as error:

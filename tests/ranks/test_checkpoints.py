@@ -29,13 +29,10 @@ class Sum(nn.Module):
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return each sample's sum."""
         return self.one(inputs).sum(1) + self.other(inputs).sum(1)
 
 
 class Training(Stateful):
-    """Model, optimizer and scaler, saved and loaded as one."""
-
     def __init__(self, kind: str, name: str, **extras: Any) -> None:
         torch.manual_seed(0)
         self.net = Sum()
@@ -49,12 +46,10 @@ class Training(Stateful):
         return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what DCP loaded."""
         set_state_dict(self.net, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
     def step(self, number: int) -> None:
-        """Take one step; every rank works on its share of the same batch."""
         share = BATCH // torch.distributed.get_world_size()
         rank = torch.distributed.get_rank()
         inputs = cases.drawn((BATCH, WIDTH), torch.Generator().manual_seed(number)).round().clamp(-1, 1)

@@ -26,7 +26,6 @@ ORDERS = (2.0, 1.0, 3.0, math.inf)
 
 
 def total(values: Sequence[float], order: float) -> float:
-    """The norm of numbers."""
     return max(map(abs, values)) if order == math.inf else sum(abs(each) ** order for each in values) ** (1 / order)
 
 

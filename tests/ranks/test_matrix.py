@@ -214,7 +214,6 @@ def test_ddp_with_optimizer_states_split_over_the_ranks(two, kind, fused):
 
 
 def accumulated(rank: int, wrapper: str, whose: str) -> tuple[list[float], list[list[str]]]:
-    """Train; scales and digests after each step."""
     kind = "sharded" if wrapper.startswith("fsdp1") else "grad"
     scaler = cases.torch_scaler(kind) if whose == "torch" else cases.new_scaler(kind)
     model = models.WRAPPERS[wrapper](Net())
