@@ -91,7 +91,7 @@ def clipped_a_factor_apart(rank: int, backend: str, dtypes: list[torch.dtype], f
         scaler.scale(torch.ones(()))
         params = [[plain_param(3, dtype=dtype) for dtype in dtypes] for _ in range(several)]
         optimizers = [new_optimizer("sgd-fused", each) for each in params]
-        for param in sum(params, []):
+        for param in (param for each in params for param in each):
             param.grad = torch.ones_like(param)
         if rank == 1:
             scaler._scale.mul_(factor)
