@@ -120,33 +120,17 @@ class OnEveryDevice(TorchDispatchMode):
 
 
 class Specification(torch.amp.GradScaler):
-    def __init__(
-        self,
-        device: str = "cpu",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        super().__init__(
-            device=device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
-        if enabled:
-            demand("scale", init_scale, "init_scale")
-            demand("growth_factor", growth_factor)
-            demand("backoff_factor", backoff_factor)
-            demand("growth_interval", growth_interval)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        given = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, **options}
+        if self._enabled:
+            demand("scale", given["init_scale"], "init_scale")
+            for field in ("growth_factor", "backoff_factor", "growth_interval"):
+                demand(field, given[field])
         else:
             departs(6)
-            self._init_scale, self._init_growth_tracker = init_scale, 0
-            self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
-            self._growth_interval = growth_interval
+            self._init_growth_tracker = 0
+            vars(self).update({f"_{name}": value for name, value in given.items() if name not in ("device", "enabled")})
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._carried: dict[int, bool] = {}  # whether the flag was set, by the optimizer's id
 

@@ -125,10 +125,10 @@ def test_programs_of_an_accelerator(chunk: Chunk) -> None:
     @seed(chunk.seed)
     @settings_for(chunk.programs)
     @given(st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from([1, 2, 4]), st.lists(MICRO_BATCHES, max_size=20))
-    def as_plain(*drawn: Any) -> None:
+    def as_plain(name: str, micro_batches: int, batches: list[Any]) -> None:
         try:
             with tempfile.TemporaryDirectory() as folder:
-                train(*drawn, folder)
+                train(name, micro_batches, batches, folder)
         finally:  # the next Accelerator of this process is its first
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()

@@ -80,8 +80,8 @@ def outcome(op: Callable[..., Any], drawn: list[Drawn], flag: float, inv_scale: 
 def test_compiled_ops_do_the_same(chunk: Chunk, name: str) -> None:
     @seed(chunk.seed)
     @settings_for(chunk.programs)
-    @given(GRADIENTS, FLAGS, INV_SCALES, NORMS)
-    def agree(*drawn: Any) -> None:
+    @given(st.tuples(GRADIENTS, FLAGS, INV_SCALES, NORMS))
+    def agree(drawn: Any) -> None:
         with fresh_compiler():
             ours = outcome(torch.compile(OPS[name], backend="aot_eager", fullgraph=True), *drawn)
         for mine, other in zip(ours, outcome(OPS[name], *drawn), strict=True):

@@ -19,11 +19,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adagrad": (torch.optim.Adagrad, {}),
 }
-VARIANTS: dict[str, dict[str, bool]] = {
-    "plain": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
+VARIANTS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 SHAPES = [(3,), (), (0,), (1,), (4, 5), (7, 1), (2, 3, 2, 2)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -101,7 +97,8 @@ class GradientSpec:
 
     def build(self, parameter: Tensor) -> Tensor:
         values = self.values(parameter.shape, parameter.dtype)
-        return FORMS.get(self.form, torch.clone)(values)
+        dims, make = FORMS.get(self.form, (0, torch.clone))
+        return make(values) if values.dim() >= dims else values
 
     def values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(self.seed)
@@ -117,58 +114,27 @@ def _copied(values: Tensor, stride: Sequence[int], offset: int, size: int) -> Te
     return made.copy_(values)
 
 
-def _transposed(values: Tensor) -> Tensor:
-    return values.mT.contiguous().mT if values.dim() > 1 else values
-
-
-def _channels_last(values: Tensor) -> Tensor:
-    return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
-
-
-def _gaps(values: Tensor) -> Tensor:
-    stride = tuple(2 * s for s in values.stride())
-    return _copied(values, stride, 1, 2 * values.numel() + 2)
-
-
-def _offset(values: Tensor) -> Tensor:
-    return _copied(values, values.stride(), 3, values.numel() + 5)
-
-
 def _expanded(values: Tensor) -> Tensor:
-    if not values.dim():
-        return values
     # As large as if it were dense: torch's fused kernels read on, and must read the same in both worlds.
     memory = torch.full((values.numel() + 1,), 7.0, dtype=values.dtype)
     return memory.as_strided(values.shape, (0, *values.stride()[1:]))
 
 
-def _sparse(values: Tensor) -> Tensor:
-    return values.to_sparse(1) if values.dim() > 1 else values
-
-
-def _uncoalesced(values: Tensor) -> Tensor:
-    if values.dim() < 2:
-        return values
-    rows = torch.arange(values.shape[0]) // 3  # up to three values a row
+def _with_rows(values: Tensor, row: Callable[[Tensor], Tensor]) -> Tensor:
+    rows = row(torch.arange(len(values)))
     return torch.sparse_coo_tensor(rows[None], values, values.shape, check_invariants=False)
 
 
-def _piled(values: Tensor) -> Tensor:
-    if values.dim() < 2:
-        return values
-    return torch.sparse_coo_tensor(torch.zeros(1, len(values), dtype=torch.long), values, values.shape)
-
-
-FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dense": torch.clone,
-    "transposed": _transposed,
-    "channels-last": _channels_last,
-    "gaps": _gaps,
-    "offset": _offset,
-    "expanded": _expanded,
-    "sparse": _sparse,
-    "uncoalesced": _uncoalesced,
-    "piled": _piled,
+# Each from a number of dims on.
+FORMS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "transposed": (2, lambda values: values.mT.contiguous().mT),
+    "channels-last": (4, lambda values: values.contiguous(memory_format=torch.channels_last)),
+    "gaps": (0, lambda values: _copied(values, [2 * s for s in values.stride()], 1, 2 * values.numel() + 2)),
+    "offset": (0, lambda values: _copied(values, values.stride(), 3, values.numel() + 5)),
+    "expanded": (1, _expanded),
+    "sparse": (2, lambda values: values.to_sparse(1)),
+    "uncoalesced": (2, lambda values: _with_rows(values, lambda row: row // 3)),  # up to three values a row
+    "piled": (2, lambda values: _with_rows(values, lambda row: row * 0)),
 }
 
 

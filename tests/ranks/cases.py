@@ -462,31 +462,22 @@ def _scaler_steps(
 ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     """Take one step with every optimizer; how many collectives each cost, and what each raised."""
     counts, errors = [0] * len(optimizers), [None] * len(optimizers)
-    for method in _calls(scaler, habits):
+    calls = [scaler.unscale_] if habits.unscale else []
+    if habits.max_norm is not None:
+        calls = [functools.partial(scaler.clip_grad_norm_, max_norm=habits.max_norm)]
+    for method in (*calls, scaler.step):
         for index, optimizer in enumerate(optimizers):
             if errors[index] is None:
                 count, error = counted(method, optimizer)
                 counts[index] += count
-                errors[index] = _handled(error, scaler, optimizer, habits)
+                if error is not None and not habits.tolerant:
+                    raise error
+                if error is not None and habits.retry:
+                    scaler.step(optimizer)
+                errors[index] = None if error is None else described(error)
         if method == scaler.unscale_:
             habits.after_unscale()
     return tuple(counts), tuple(errors)
-
-
-def _calls(scaler: Any, habits: Habits) -> list[Callable[..., Any]]:
-    if habits.max_norm is not None:
-        return [functools.partial(scaler.clip_grad_norm_, max_norm=habits.max_norm), scaler.step]
-    return [scaler.unscale_, scaler.step] if habits.unscale else [scaler.step]
-
-
-def _handled(error: Exception | None, scaler: Any, optimizer: Any, habits: Habits) -> str | None:
-    if error is None:
-        return None
-    if not habits.tolerant:
-        raise error
-    if habits.retry:
-        scaler.step(optimizer)
-    return described(error)
 
 
 def _snapshot(optimizer: torch.optim.Optimizer) -> list[str]:

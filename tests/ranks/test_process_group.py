@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from torch.distributed.tensor import Shard
@@ -111,17 +110,6 @@ def test_meshes_that_do_not_tell_need_a_group(four, method, name):
         assert_refused(each, "process_group is needed", str([[0, 1], [2, 3]][rank // 2]), f"[{rank % 2}, ")
     for each in four.run(try_group, "two meshes", "world", name, method):
         assert (each.error, each.collectives) == (None, 1)
-
-
-@METHODS
-def test_without_a_default_group_torchs_error_and_untouched_gradients(method):
-    assert not dist.is_initialized()
-    scaler, param = new_scaler("sharded"), plain_param(3)
-    param.grad = scaler.scale(torch.ones(3))
-    optimizer = new_optimizer("sgd", [param])
-    with pytest.raises(ValueError, match="Default process group has not been initialized"):
-        getattr(scaler, method)(optimizer)
-    assert param.grad.tolist() == [8.0] * 3
 
 
 # Whom a group binds.
