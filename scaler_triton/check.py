@@ -1,12 +1,12 @@
-"""A check: one pass over an optimizer's gradients, one reduction of the flag; and what an error in it means.
+"""A check: one pass over an optimizer's gradients and one reduction of the flag; what follows from an error in it.
 
     batches = plan.collect()                  every gradient is validated before the first is written
     passes.check(batches)                     flag = any gradient is NaN or Inf; perhaps g *= 1 / scale
     flag.agree(ranks)                         one reduction, where other ranks must agree
     step.checked() or step.unscaled()
 
-This is the one place where a rank tells the others of its failure: it joins the reduction with the flag set, then
-raises. The others skip the step, and raise when they read the flag.
+Only here does a rank report its failure to the others: it joins the reduction with the flag set, then raises. The
+others skip the step, and raise when they read the flag.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
 
 
 class Ours:
-    """All that a scaler of ours has beyond torch's attributes.
+    """What a scaler has beyond torch's attributes.
 
     Args:
         sharded: whether it is a ShardedGradScaler: all ranks of the process group must agree, whatever the parameters
             are, and `unscale_` takes fp16 gradients.
-        counters: what the counters of its updates start with; None: zeros.
     """
 
     __slots__ = (
@@ -57,18 +56,16 @@ class Ours:
         self.home: Home | None = None  # of the scale that was updated last
 
     def rows_on(self, device: torch.device) -> FlagRows:
-        """Return the flags on a device, made once."""
-        rows = self.rows.get(device)
-        if rows is None:
-            rows = self.rows[device] = FlagRows(device)
-        return rows
+        """Return the rows of flags on a device, made once."""
+        if device not in self.rows:
+            self.rows[device] = FlagRows(device)
+        return self.rows[device]
 
     def policy_on(self, device: torch.device) -> DevicePolicy:
         """Return the numbers of the update rule on a device, made once."""
-        policy = self.policies.get(device)
-        if policy is None:
-            policy = self.policies[device] = DevicePolicy(device)
-        return policy
+        if device not in self.policies:
+            self.policies[device] = DevicePolicy(device)
+        return self.policies[device]
 
 
 def check(
@@ -77,12 +74,10 @@ def check(
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
     Args:
-        step: the optimizer's; it gets the flag, and is CHECKED or UNSCALED then.
-        divide: False reads the gradients only.
-        by_step: whether `scaler.step` asks, and is going to use the flag at once.
+        by_step: whether `scaler.step` calls, and uses the flag at once.
         copy: start a copy of the flag to the host, where `scaler.step` will read it.
 
-    Raises: whatever the check raises, after the other ranks were told.
+    Raises: whatever the check raises, after it was reported to the other ranks.
     """
     ours, scale = scaler._ours, scaler._scale
     step.outcome = None
@@ -94,7 +89,7 @@ def check(
             together = ranks_of(scaler, plan)
         flag = new_flag(scaler, step)
         allow_fp16 = ours.sharded or not divide
-        if is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that the plan does not have
+        if is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
             plan.written = divide
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
@@ -121,7 +116,8 @@ def check(
         if copy and not flag.is_on_host and not step.captured:
             flag.start_copy()
         step.fresh = by_step
-        step.began &= by_step  # a fresh check is another attempt
+        if divide:
+            step.began &= by_step  # another attempt
         plan.written = False
     except BaseException:
         step_failed(scaler, step)
@@ -129,7 +125,7 @@ def check(
 
 
 def ranks_of(scaler: GradScaler, plan: GradPlan) -> Ranks | None:
-    """Return the ranks that must agree on an optimizer's flag, kept in its plan; None: no other rank must."""
+    """Return the ranks that must agree on an optimizer's flag, cached in its plan; None: only this one."""
     ours, key = scaler._ours, (scaler.process_group, ranks.default_group())
     if plan.ranks is None or plan.ranks[0] != key:
         plan.ranks = key, ours.membership.find(plan.parameters, scaler.process_group)
@@ -139,10 +135,7 @@ def ranks_of(scaler: GradScaler, plan: GradPlan) -> Ranks | None:
 
 
 def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
-    """Return a flag for a check, cleared, on the scale's device: the step's, unless it holds that of an earlier check.
-
-    Should the new one fail, that flag still counts.
-    """
+    """Return a cleared flag on the scale's device: the step's, unless that holds an earlier check's result."""
     home = scaler._scale.device
     flag = step.flag
     if flag is None or flag.device != home or step["found_inf_per_device"]:
@@ -155,20 +148,16 @@ def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
 
 
 def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, together: Ranks | None) -> Flags:
-    """Return the agreed flag on every device that needs it; nowhere if nothing was checked: step and update raise then.
-
-    Args:
-        checked: of each device that holds gradients. Other ranks need the flag even if there are none here.
-    """
+    """Return the agreed flag on every device that needs it; none if nothing was checked: step and update then raise."""
     if not checked and together is None and not scaler._ours.sharded:
         return {}
     return flag.on_devices((*checked, *plan.devices) or (flag.device,))
 
 
 def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseException, together: Ranks | None) -> None:
-    """An error came before the reduction: tell the other ranks, and skip the step if they will.
+    """Report an error, unless it is an interrupt, to the other ranks, which wait in the reduction.
 
-    It is skipped, too, if gradients have been written. An interrupt is not told.
+    This rank's step will be skipped if theirs will, or if gradients have been written.
     """
     plan = step.plan
     if isinstance(error, Exception) and together is None:
@@ -184,7 +173,7 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
-    """Skip this step. What was recorded into a graph has not been done: such a step begins anew.
+    """Make a step FAILED, so that it is skipped; one that was only recorded into a graph starts over.
 
     Args:
         agreed: whether the ranks have agreed on a flag, which then counts in the update, so that scales stay equal.
@@ -201,13 +190,11 @@ def refuse_without_scale(
     optimizers: Sequence[Any],
     report: Callable[[Sequence[Any], Ranks], None] | None = None,
 ) -> None:
-    """Raise torch's error for a method that is called before `scale`, after the other ranks were told.
+    """Report to the other ranks that a method was called before `scale`, then raise torch's error.
 
-    They will back off in `update`, and so must this rank: it gets a scale.
+    The others will back off in `update`, and so must this rank: it gets a scale.
 
     Args:
-        name: the method's.
-        optimizers: that it was called with.
         report: joins the reductions of the others; None: those of a check.
     """
     try:
@@ -231,7 +218,7 @@ def refuse_without_scale(
 
 
 def is_replaced(scaler: GradScaler, name: str) -> bool:
-    """Return whether a subclass, or somebody on the object, has replaced a method of ours."""
+    """Return whether a method of ours was replaced, by a subclass or on the object."""
     return getattr(getattr(scaler, name), "__func__", None) is not _METHODS[name]
 
 
@@ -239,5 +226,5 @@ _METHODS: dict[str, Any] = {}
 
 
 def methods_of(cls: type, *names: str) -> None:
-    """Note a class's methods, to be able to tell later whether one is replaced."""
+    """Store a class's methods, for `is_replaced`."""
     _METHODS.update({name: vars(cls)[name] for name in names})

@@ -49,30 +49,27 @@ _NONFINITE = (
 
 
 class Request(NamedTuple):
-    """A checked call: the arguments of `clip_grad_norm_`, and the ids of the parameters to be clipped; None: all.
-
-    `at_once`: whether the pass that checks the gradients gives the norm, too; all ranks know, and reduce alike.
-    """
+    """The checked arguments of `clip_grad_norm_`."""
 
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
     model: nn.Module | None
-    chosen: set[int] | None
-    at_once: bool
+    chosen: set[int] | None  # the ids of the parameters to be clipped; None: all
+    at_once: bool  # whether the pass that checks also gives the norm, in one reduction; equal on all ranks
 
 
 class Part(NamedTuple):
-    """One of the optimizers that are clipped together; `replicas`: how many ranks hold each parameter's shard."""
+    """One of the optimizers that are clipped together."""
 
     optimizer: Any
     step: OptimizerStep
     plan: GradPlan
-    replicas: Sequence[int]
+    replicas: Sequence[int]  # how many ranks hold each parameter's shard
 
 
 class Measured(NamedTuple):
-    """What the pass that reads found for one optimizer: its flag, the flag of each device, and the batches' totals."""
+    """The results of the pass that reads one optimizer's gradients."""
 
     part: Part
     flag: Flag
@@ -90,7 +87,7 @@ def clip_grad_norm_(
     model: nn.Module | None,
     parameters: Iterable[Tensor] | Tensor | None,
 ) -> Tensor:
-    """`GradScaler.clip_grad_norm_`."""
+    """Do the work of `GradScaler.clip_grad_norm_`."""
     together = _checked_optimizers(optimizers)
     with torch.no_grad():
         chosen = None if parameters is None else _chosen_ids(parameters, together)
@@ -114,7 +111,7 @@ def clip_grad_norm_(
             plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, together, strict=True)]
             ranks = _joint_ranks(scaler, plans)
             replicas = [_replicas(plan, ranks, model) for plan in plans]
-        except ValueError:  # a wrong argument, which raises on all ranks
+        except ValueError:  # a wrong argument raises on all ranks
             raise
         except Exception:
             with suppress(Exception):  # the first error matters more
@@ -130,14 +127,15 @@ def clip_grad_norm_(
 
 
 def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request) -> tuple[Tensor, bool]:
-    """Clip by the 2-norm of all gradients, which the pass that checks them computes.
-
-    Returns: the norm, and whether it is not finite and an error is asked for: then nothing is clipped.
-    """
+    """Clip by the 2-norm of the checking pass; return it, and whether it must raise, so that nothing was clipped."""
     with _failure_joins(scaler, parts, ranks, request):
         measured = [_measure(scaler, part) for part in parts]
-        totals = _sum_of([total for each in measured for total in each.totals], scaler._scale.device)
-        if ranks is not None and sum(len(each.batches) for each in measured) != 1:  # a single batch's totals have it
+        every = [total for each in measured for total in each.totals]
+        if not every:
+            totals = torch.zeros(TOTALS, dtype=torch.float64, device=scaler._scale.device)
+        else:
+            totals = every[0] if len(every) == 1 else torch.stack(every).sum(0)
+        if ranks is not None and len(every) != 1:  # a single batch's totals hold the scale
             write_scales(totals[SCALES:], scaler._scale)
     with _failure_skips(scaler, parts):
         if ranks is not None:
@@ -163,7 +161,7 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
 
 
 def _measure(scaler: GradScaler, part: Part) -> Measured:
-    """Check one optimizer's gradients and sum their squares, each divided by the number of its replicas."""
+    """Check one optimizer's gradients and sum their squares, each divided by its number of replicas."""
     part.step.outcome, part.step.fresh, part.step.began = None, False, False
     part.plan.marks.resumed = {}
     flag = new_flag(scaler, part.step)
@@ -180,9 +178,8 @@ def _measure(scaler: GradScaler, part: Part) -> Measured:
         found_inf = flags[device]
         if layout.clips != "torch":
             part.plan.marks.follow(layout, flag.device)
-        total = passes.norm_batch(
-            batch, fp32_on(device, scaler._scale), found_inf, _weights(batch, replicas), inverse=False
-        )
+        scale = fp32_on(device, scaler._scale)
+        total = passes.norm_batch(batch, scale, found_inf, _weights(batch, replicas), inverse=False)
         if layout.clips == "torch" and found_inf.is_cpu and layout.key.plain and found_inf.item():
             part.plan.marks.mark_on_host(batch)
         totals.append(total.to(flag.device))
@@ -196,15 +193,15 @@ def _unscale_and_clip(
     """Unscale and clip all gradients, and compute the flags from the totals of `ranks` ranks; return the norm."""
     norm: Tensor | None = None
     for each in measured:
-        is_told = False
+        has_status = False
         for batch in each.batches:
             device = batch.layout.key.device
             scale, here = fp32_on(device, scaler._scale), device == totals.device
             local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
-            status = each.flag.status if here and not is_told else None
+            status = each.flag.status if here and not has_status else None
             got, wrote = passes.clip_batch_(batch, scale, local, max_norm, status, ranks)
-            norm, is_told = got if here else norm, is_told or wrote
-        if ranks and not is_told:
+            norm, has_status = got if here else norm, has_status or wrote
+        if ranks and not has_status:
             each.flag.read_sums(totals)
     return torch_ops.norm_of(totals) if norm is None else norm
 
@@ -212,7 +209,7 @@ def _unscale_and_clip(
 def _clip_by_passes(
     scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request
 ) -> tuple[Tensor, bool]:
-    """Unscale the optimizers one by one, then clip the chosen gradients by one norm; returns as `_clip_at_once`."""
+    """Unscale the optimizers one by one, then clip the chosen gradients by one norm; return as `_clip_at_once` does."""
     with _failure_joins(scaler, parts, ranks, request):
         _unscale_each(scaler, parts, ranks)
         flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
@@ -231,7 +228,7 @@ def _clip_by_passes(
 
 
 def _unscale_each(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> None:
-    """Unscale those that are not yet; raise the first error only after the last: each one has a reduction."""
+    """Unscale what is still scaled; raise the first error only after the last part, as each of them has a reduction."""
     errors: list[Exception] = []
     for part in parts:
         if part.step.phase in (READY, CHECKED, CARRIED):
@@ -243,11 +240,11 @@ def _unscale_each(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None
                 errors.append(error)
     if errors:
         del errors[1:]
-        raise errors.pop()  # if this frame kept it, the cycle would keep gradients alive
+        raise errors.pop()  # a reference from this frame would be a cycle that keeps gradients alive
 
 
 def _take_flag(step: OptimizerStep, shared: Tensor, exposed: bool) -> None:
-    """Replace an optimizer's flag by that of all that are clipped together, on every device."""
+    """Replace an optimizer's flag on every device by the flag of all that are clipped together."""
     flag, flags = step.own_flag(exposed), step["found_inf_per_device"]
     step.fresh = False
     if flag is not None:
@@ -259,7 +256,7 @@ def _take_flag(step: OptimizerStep, shared: Tensor, exposed: bool) -> None:
 
 @contextmanager
 def _failure_joins(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request) -> Iterator[None]:
-    """An error comes before the norm's reduction: join it first, as the other ranks wait there."""
+    """After an error before the norm's reduction, join that reduction, as the other ranks wait there."""
     try:
         yield
     except Exception:
@@ -270,7 +267,7 @@ def _failure_joins(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, r
 
 @contextmanager
 def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
-    """An error leaves gradients half written: their steps will be skipped."""
+    """After an error, which leaves gradients half written, skip their steps."""
     try:
         yield
     except BaseException:
@@ -280,10 +277,9 @@ def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
 
 
 def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, request: Request, *, checked: bool) -> None:
-    """Join the reductions that the other ranks wait in, with the failure set and a norm of NaN; skip these steps, too.
+    """Join the reductions of the norm and, unless `checked`, of the checks as failed; skip the optimizers' steps.
 
-    Args:
-        checked: False: not only the norm's, but also that of the check of each optimizer.
+    The other ranks wait in these reductions.
     """
     if not checked:
         for optimizer in optimizers:
@@ -296,7 +292,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, requ
             _local_gradients(parameters, [1] * len(parameters), request.chosen)  # reduces Partial ones
         for optimizer in optimizers:
             step_failed(scaler, scaler._ours.steps.open(optimizer))
-    finally:  # even if that fails: they wait
+    finally:  # even if that fails, as the other ranks wait
         takes_maximum = request.norm_type == math.inf
         # Without a scale: an update clears the failure, but scales are still compared then.
         numbers = [math.nan, 1.0, 1.0, 0.0, 0.0] if request.at_once else [math.nan, 1.0]
@@ -306,15 +302,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, requ
 
 
 def _clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, sharded: bool) -> Tensor:
-    """Clip as torch does, for a disabled scaler; where ranks hold shards, by the norm over all ranks.
-
-    Args:
-        parameters: all of the optimizers'; their gradients are written.
-        group: the scaler's process group.
-        sharded: the norm is over all ranks of the group, whatever the parameters are; None is the default group then.
-
-    Returns: the norm, `()`, as torch's clipping does; fp32 if it is over several ranks.
-    """
+    """Clip as torch does, for a disabled scaler; with `sharded`, or where ranks hold shards, over all ranks."""
     max_norm, norm_type, error_if_nonfinite, model, chosen, _ = request
     together = (sharded or group is not None) and several_ranks()
     on_fsdp1 = gradients.has_fsdp1(parameters)
@@ -338,13 +326,7 @@ def _clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, s
 def _local_gradients(
     parameters: Iterable[Tensor], replicas: Iterable[int], chosen: Container[int] | None
 ) -> tuple[list[Tensor], list[int]]:
-    """Return this rank's shards of the gradients, and how many ranks hold each.
-
-    Args:
-        parameters: their unreduced gradients are replaced by the sums, which takes a collective for a Partial one.
-        replicas: for each parameter, how many of the ranks hold the same shard of it as this rank.
-        chosen: the ids of the parameters that count; None: all.
-    """
+    """Return this rank's shards of the chosen gradients, first reduced where needed, and how many ranks hold each."""
     grads, counts = [], []
     for parameter, count in zip(parameters, replicas, strict=True):
         if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
@@ -360,14 +342,7 @@ def _local_gradients(
 
 
 def _terms_of_norm(grads: Sequence[Tensor], counts: Sequence[int], order: float, flag: Tensor) -> Tensor:
-    """Return this rank's contribution to `_norm_of_terms`, fp64, [2] or [3], on the flag's device.
-
-    Args:
-        grads: floating point, of any devices; read.
-        counts: for each, how many ranks hold it.
-        order: > 0.
-        flag: fp32, `()`, on the device where the norm is wanted; reduced together with it.
-    """
+    """Return this rank's contribution to `_norm_of_terms`, fp64, [2] or [3], on the device of the flag (fp32, `()`)."""
     norms, weights = [torch.zeros((), dtype=torch.float64, device=flag.device)], [1.0]
     for grad, count in zip(grads, counts, strict=True):
         if grad.numel():
@@ -375,7 +350,7 @@ def _terms_of_norm(grads: Sequence[Tensor], counts: Sequence[int], order: float,
             weights.append(1.0 / count)
     if order == math.inf:
         largest = torch.stack(norms).amax()
-        is_nan = largest.isnan()  # apart: a MAX reduction may drop NaN
+        is_nan = largest.isnan()  # in a number of its own, as a MAX reduction may drop NaN
         return torch.stack([torch.where(is_nan, 0.0, largest), is_nan.double(), flag.double()])
     shares = torch._foreach_mul(torch._foreach_pow(norms, order), weights)
     return torch.stack([torch.stack(shares).sum(), flag.double()])
@@ -385,9 +360,6 @@ def _norm_of_terms(terms: Tensor, order: float, ranks: Ranks | None) -> tuple[Te
     """Return the norm of all ranks' gradients, each shard counted once: one reduction, no host wait.
 
         (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
-
-    Args:
-        terms: this rank's, from `_terms_of_norm`; written.
 
     Returns: the norm, and 1.0 if the flag of any rank is set, else 0.0; both fp32, `()`.
     """
@@ -399,24 +371,18 @@ def _norm_of_terms(terms: Tensor, order: float, ranks: Ranks | None) -> tuple[Te
 
 
 def _multiply_(grads: Sequence[Tensor], coefficient: Tensor) -> None:
-    """Multiply gradients (of any devices, written) by a coefficient, fp32 `()`, as torch's clipping does."""
+    """Multiply gradients of any devices by a coefficient, fp32 `()`, as torch's clipping does."""
     for device in dict.fromkeys(grad.device for grad in grads):
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
 
 
-def _sum_of(totals: list[Tensor], device: torch.device) -> Tensor:
-    if len(totals) == 1:
-        return totals[0]
-    return torch.stack(totals).sum(0) if totals else torch.zeros(TOTALS, dtype=torch.float64, device=device)
-
-
 def _all_parameters(optimizers: Sequence[Any]) -> list[Tensor]:
-    """Return the parameters of all optimizers, in order; shared ones come twice."""
+    """Return the parameters of all optimizers, in order; a shared one comes twice."""
     return [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
 
 
 def _joint_ranks(scaler: GradScaler, plans: Sequence[GradPlan]) -> Ranks | None:
-    """Return the ranks that must agree on optimizers that share one reduction, kept in the first one's plan."""
+    """Return the ranks that must agree on optimizers which share one reduction; the first one's plan keeps them."""
     first = plans[0]
     if len(plans) == 1:
         needed = first.is_distributed or scaler._ours.sharded or scaler.process_group is not None
@@ -429,7 +395,7 @@ def _joint_ranks(scaler: GradScaler, plans: Sequence[GradPlan]) -> Ranks | None:
 
 
 def _replicas(plan: GradPlan, ranks: Ranks | None, model: nn.Module | None) -> list[int]:
-    """`replicas_of` the plan's parameters, kept in the plan."""
+    """Return `replicas_of` the plan's parameters, which the plan keeps."""
     key = (ranks, None if model is None else weakref.ref(model))
     if plan.replicas is None or plan.replicas[0] != key:
         plan.replicas = key, replicas_of(plan.parameters, ranks, model)
@@ -437,7 +403,7 @@ def _replicas(plan: GradPlan, ranks: Ranks | None, model: nn.Module | None) -> l
 
 
 def _replicas_of_gradients(plan: GradPlan, replicas: Sequence[int]) -> Sequence[int]:
-    """Return how many ranks hold each gradient that the plan collected last: backward may shard it differently."""
+    """Return how many ranks hold each gradient that was collected last: backward may shard it differently."""
     if not plan.grad_shards:
         return replicas  # the same list: see `_weights`
     counts = list(replicas)
@@ -447,7 +413,7 @@ def _replicas_of_gradients(plan: GradPlan, replicas: Sequence[int]) -> Sequence[
 
 
 def _weights(batch: Batch, replicas: Sequence[int]) -> list[float] | None:
-    """Return 1 / replicas for each gradient, the same list as long as `replicas` is the same; None: 1 for all."""
+    """Return 1 / replicas for each gradient, None if all are 1; the same list as long as `replicas` is the same."""
     layout = batch.layout
     if layout.weights is None or layout.weights[0] is not replicas:
         weights = [1.0 / replicas[position] for position in layout.positions]
@@ -456,10 +422,7 @@ def _weights(batch: Batch, replicas: Sequence[int]) -> list[float] | None:
 
 
 def _checked_optimizers(optimizers: Any) -> list[Any]:
-    """Return one optimizer or several as a list.
-
-    Raises: TypeError naming `optimizers` for what has no `param_groups`; ValueError for none, or one of them twice.
-    """
+    """Return one optimizer or several as a list; raise if there is none, one comes twice, or one is no optimizer."""
     if hasattr(optimizers, "param_groups"):
         return [optimizers]
     several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
@@ -483,7 +446,7 @@ def _chosen_ids(parameters: Iterable[Tensor] | Tensor, optimizers: Sequence[Any]
     if not chosen and isinstance(parameters, GeneratorType):  # probably consumed before
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=stacklevel())
     ids = {id(each) for each in chosen}
-    trained = any(each.requires_grad for each in chosen)  # frozen ones are in no optimizer
+    trained = any(each.requires_grad for each in chosen)  # a frozen one may be in no optimizer
     if trained and ids.isdisjoint(map(id, _all_parameters(optimizers))):
         warnings.warn(_NOT_HELD, stacklevel=stacklevel())
     return ids

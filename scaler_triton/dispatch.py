@@ -1,4 +1,4 @@
-"""Triton or torch for a device, and why; and what both have to know of a GPU: capture, waits that are made once."""
+"""The choice between Triton and torch for a device; CUDA graph capture, one-time waits and compiled callers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _warned: set[torch.device] = set()
 
 
 def _renew_lock() -> None:
-    """Take a new lock in a forked child, where one that another thread of the parent held is never released."""
+    """Replace the lock in a forked child, where one held by another thread of the parent is never released."""
     global _lock
     _lock = threading.Lock()
 
@@ -38,10 +38,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_backend(backend: str | None) -> str:
-    """Return the backend asked for: the argument, else the environment's, else "auto".
-
-    Raises: ValueError naming where an unknown one came from.
-    """
+    """Return the backend asked for: the argument, else the environment's, else "auto"; raise ValueError if unknown."""
     source, value = ("backend", backend) if backend is not None else (ENV_VARIABLE, os.environ.get(ENV_VARIABLE))
     value = value or "auto"
     if value not in _CHOICES:
@@ -50,21 +47,16 @@ def check_backend(backend: str | None) -> str:
 
 
 def usual_backend() -> str:
-    """Return the backend that the environment asks for, "auto" if it names none that there is."""
+    """Return the backend that the environment asks for, "auto" if it names none or an unknown one."""
     value = os.environ.get(ENV_VARIABLE)
     return value if value in _CHOICES else "auto"
 
 
 def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: bool = False) -> Backend:
-    """Return the backend for tensors of `dtype` on `device`, decided once; for Triton the kernels are compiled and run.
-
-    Args:
-        device: with its index.
-        requested: as `check_backend` returns it.
-        clips: for norms and clipping, whose kernels are compiled on first use.
+    """Return the backend for tensors of `dtype` on `device`, with `clips` for norms and clipping, by a trial run.
 
     Raises: RuntimeError with the cause if "triton" was requested and does not work there; torch.OutOfMemoryError if the
-        trial ran out of memory, and nothing is decided then.
+        trial ran out of memory, which decides nothing.
     """
     key = (device, dtype, requested, clips)
     known = _chosen.get(key)
@@ -74,57 +66,58 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: b
         return "torch"
     with _lock:
         if key not in _chosen:
-            _chosen[key] = _decide(*key)
+            place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
+            backend, reason = _chosen[key] = _decide(*key, place)
+            _log.debug("%s is served by %s: %s", place, backend, reason)
         return _chosen[key][0]
 
 
 def choose_for_scale(scale: Tensor, requested: str) -> Backend:
-    """As `choose`, for the kernel that updates the scale, which must be a plain fp32 tensor for that."""
+    """Return the backend that updates `scale`: a kernel needs a plain fp32 tensor."""
     if scale.dtype is not torch.float32 or type(scale) is not Tensor:
         return "torch"
     return choose(scale.device, scale.dtype, requested)
 
 
 def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
-    """Return the reason for the choice that `choose` made for these."""
+    """Return the reason for the choice that `choose` made."""
     return _chosen[device, dtype, requested, False][1]
 
 
 @functools.cache
 def kernels() -> Any:
-    """Return the kernels' modules, imported on first use: triton is slow to import, and may be missing."""
+    """Return the kernels' modules, imported on first use: triton is slow to import and may be missing."""
     from scaler_triton.kernels import clip, launch, norm, table, unscale, update_scale
 
     return SimpleNamespace(clip=clip, launch=launch, norm=norm, table=table, unscale=unscale, update_scale=update_scale)
 
 
-def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool) -> tuple[Backend, str]:
-    place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
+def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool, place: str) -> tuple[Backend, str]:
     if requested == "torch":
-        return _logged(place, "torch", "asked for")
+        return "torch", "asked for"
     if requested == "auto" and device.type != "cuda":
-        return _logged(place, "torch", "Triton is chosen for CUDA only")
+        return "torch", "Triton is chosen for CUDA only"
     refuse_capture(device, f"the first step with {place}")
     try:
         with sync_allowed(device):
             (_try_clipping if clips else _try_unscaling)(device, dtype)
     except torch.OutOfMemoryError:
-        raise  # says nothing about Triton: the next call tries again
+        raise  # this says nothing about Triton: the next call tries again
     except Exception as cause:
         reason = f"{type(cause).__name__}: {cause}"
         if requested == "triton":
             remedy = f"backend='auto' or {ENV_VARIABLE}=auto takes torch's ops there"
             raise RuntimeError(f"backend='triton' does not work for {place}: {reason}; {remedy}") from cause
-        _warn_once(device, f"Triton does not work for {place}, so torch's own ops are used there ({reason})")
-        return _logged(place, "torch", reason)
-    return _logged(place, "triton", f"{requested}, and a trial run was right")
+        if device not in _warned:
+            _warned.add(device)
+            text = f"Triton does not work for {place}, so torch's own ops are used there ({reason})"
+            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
+        return "torch", reason
+    return "triton", f"{requested}, and a trial run was right"
 
 
 def _try_unscaling(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels of every step and run them on a few numbers; raise whatever they raise, or if one is wrong.
-
-    The tests compare the kernels with torch. This only finds a machine on which they do not work at all.
-    """
+    """Compile and run the kernels of every step on a few numbers; raise if they fail or give wrong ones."""
     modules = kernels()
     modules.launch.check_device(device)
     grads = torch.full((8,), 4.0, dtype=dtype, device=device)
@@ -140,7 +133,7 @@ def _try_unscaling(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _try_clipping(device: torch.device, dtype: torch.dtype) -> None:
-    """As `_try_unscaling`, for the kernels of norms and clipping."""
+    """Do as `_try_unscaling` does for the kernels of norms and clipping."""
     from scaler_triton.kernels.abi import TOTALS
 
     modules = kernels()
@@ -155,31 +148,20 @@ def _try_clipping(device: torch.device, dtype: torch.dtype) -> None:
         raise RuntimeError(f"the Triton kernels run on {device} but clip to {grads.tolist()}, norm {norm.item()}")
 
 
-def _warn_once(device: torch.device, text: str) -> None:
-    if device not in _warned:
-        _warned.add(device)
-        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
-
-
-def _logged(place: str, backend: Backend, reason: str) -> tuple[Backend, str]:
-    _log.debug("%s is served by %s: %s", place, backend, reason)
-    return backend, reason
-
-
 def is_captured(tensor: Tensor) -> bool:
-    """Return whether ops on `tensor` are being captured into a CUDA graph, not run."""
+    """Return whether ops on `tensor` are being captured into a CUDA graph instead of run."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
-    """Raise RuntimeError while a graph is captured on `device`: `what` has to be done once before."""
+    """Raise RuntimeError while a graph is captured on `device`: `what` must have run once before."""
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{what} cannot be captured in a graph: take one step like it before")
 
 
 @contextmanager
 def sync_allowed(device: torch.device) -> Iterator[None]:
-    """Permit a wait that is made once, so that `torch.cuda.set_sync_debug_mode` reports only those of a loop."""
+    """Permit a one-time wait, so that `torch.cuda.set_sync_debug_mode` reports only waits inside the training loop."""
     asked = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     mode = torch.cuda.get_sync_debug_mode() if asked else 0
     if mode:
@@ -192,7 +174,7 @@ def sync_allowed(device: torch.device) -> Iterator[None]:
 
 
 def stacklevel() -> int:
-    """Return the `stacklevel` with which a warning by the caller names the last line outside this package."""
+    """Return the `stacklevel` with which a warning names the innermost line outside this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "scaler_triton":
         level, frame = level + 1, frame.f_back
@@ -203,11 +185,11 @@ _NOT_TRACED = "a scaler runs beside compiled code, not in it; compiled callers h
 
 
 def skip_tracing(cls: type) -> None:
-    """Have every method of a class run uncompiled under `torch.compile`, with all that it calls.
+    """Make the methods of a class run uncompiled under `torch.compile`, as a plan's addresses must not enter a graph.
 
-    A plan holds addresses, which must not become constants of a graph. Equivalent PyTorch: `torch.compiler.disable` on
-    each method, but without a wrapper in every call and without importing Dynamo. What is compiled itself, such as an
-    optimizer's step, runs compiled within them. Dynamo treats names such as `__init__` specially: they are left out.
+    Equivalent PyTorch: `torch.compiler.disable` on each method, but without a wrapper around every call and without
+    importing Dynamo. A compiled function, such as an optimizer's step, still runs compiled within them. Names such as
+    `__init__` are left out, as Dynamo treats them specially.
     """
     for name, member in vars(cls).items():
         if not isinstance(member, FunctionType) or name.startswith("__"):

@@ -1,7 +1,7 @@
 """The flag (found_inf) of an optimizer's step: its row on the device, agreed by the ranks, copied to the host.
 
 A flag is fp32, shape `()`, 0.0 or 1.0. It is the first number of a row of status (`kernels.abi`), which the ranks
-reduce to its maximum; the other three tell of a rank that failed, and compare the ranks' scales:
+reduce; the other three report a rank that failed, and compare the ranks' scales:
 
     status = [found_inf, failed, scale, -scale]             # each rank's; a MAX reduction
     status = [found_inf, failed, sum of scales, excess]     # after clipping, whose reduction is a SUM
@@ -26,19 +26,13 @@ from scaler_triton.torch_ops import host_memory
 
 Flags = dict[torch.device, Tensor]
 
-# For n equal scales, `excess` is below n times this in fp64, in whatever order the sums are taken: each of 2n roundings
-# is at most an eighth of it.
+# For n equal scales, `excess` is below n times this in fp64 in any order of summation: each of 2n roundings is at most
+# an eighth of it.
 _ROUNDING = 2.0**-50
 
 
 class FlagRows:
-    """The status of a scaler's optimizers on one device, a row each: an update reads and clears all in one launch.
-
-    Attributes:
-        status: fp32 [ROWS, STATUS].
-        last_flags: fp32 [ROWS], the flags that an update cleared last.
-        captured: flags that graphs write at each replay: their rows are never freed.
-    """
+    """The status of a scaler's optimizers on one device, a row each, so that an update reads all in one launch."""
 
     @torch.inference_mode(False)  # later steps write it outside that mode
     def __init__(self, device: torch.device) -> None:
@@ -46,13 +40,13 @@ class FlagRows:
         # A copy from the host is waited for; a zeroing kernel could run after another stream has set a flag.
         with sync_allowed(device):
             self.status = torch.zeros(ROWS, STATUS, dtype=torch.float32, device="cpu").to(device)
-            self.last_flags = torch.zeros(ROWS, dtype=torch.float32, device="cpu").to(device)
-        self.captured: set[Flag] = set()
+            self.last_flags = torch.zeros(ROWS, dtype=torch.float32, device="cpu").to(device)  # what updates cleared
+        self.captured: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
         self._free = list(reversed(range(ROWS)))
 
     @torch.inference_mode(False)
     def flag(self) -> Flag:
-        """Return a flag on a free row, which is freed with it; on memory of its own if no row is free."""
+        """Return a flag on a free row, which is freed with the flag, or on new memory if no row is free."""
         if not self._free:
             return Flag(torch.zeros_like(self.status[0]))
         row = self._free.pop()
@@ -62,12 +56,7 @@ class FlagRows:
 
 
 class Flag:
-    """Whether one optimizer's step is to be skipped; reused from step to step.
-
-    Args:
-        status: fp32 [STATUS], on the scale's device.
-        rows: the FlagRows of which the status is row `row`; None: of none.
-    """
+    """Whether one optimizer's step is to be skipped; `status` is fp32 [STATUS], perhaps one of the `rows`."""
 
     __slots__ = (
         "__weakref__", "_copied", "_copy", "_memory", "_summed_over", "_with_scales",
@@ -81,8 +70,8 @@ class Flag:
         self.cleared = False  # whether flag and failure are known to be zero
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
         self.shared = False  # whether it is the flag of several optimizers, which were clipped together
-        self._with_scales = False  # whether the ranks' scales were reduced with it,
-        self._summed_over = 0  # by a SUM over so many ranks; 0: by a MAX
+        self._with_scales = False  # whether the ranks' scales were reduced with it
+        self._summed_over = 0  # how many ranks that reduction summed; 0: it was a MAX
         self._copy: HostCopy | None = None
         self._copied = False
         # On the CPU Python reads and writes the memory itself: an op costs twenty times as much.
@@ -90,10 +79,10 @@ class Flag:
         self.is_on_host = self._memory is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Flag:
-        return self  # it belongs to its scaler's memory
+        return self  # its memory is the scaler's
 
     def clear(self, captured: bool = False) -> None:
-        """Clear the status for a new check; in a capture always, as each replay follows another step."""
+        """Clear the status for a new check; always in a capture, as each replay follows another step."""
         if self._memory is not None:
             self._memory[FLAG] = self._memory[FAILED] = 0.0
         elif captured or not self.cleared:
@@ -101,19 +90,19 @@ class Flag:
         self.cleared = self.saved = self.shared = self._copied = self._with_scales = False
 
     def add(self, flags: Iterable[Tensor]) -> None:
-        """Set the flag if any of `flags` is set: those of other devices, or what an override returned."""
+        """Set the flag if any of `flags` is set, which are on other devices or were returned by an override."""
         for flag in flags:
             if flag is not self.found_inf:
                 self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
 
     def is_set(self) -> bool:
-        """Return whether the flag is set on this device, waiting for it."""
+        """Return whether the flag is set, waiting for its device."""
         return bool(self.found_inf.item() if self._memory is None else self._memory[FLAG])
 
     def share(self, overflows: Tensor) -> None:
-        """Set the flag to that of optimizers that are clipped together: 1.0 if `overflows` is not 0, else 0.0."""
+        """Set the flag to 1.0 if `overflows`, that of optimizers which are clipped together, is not 0, else to 0.0."""
         torch.ne(overflows, 0, out=self.found_inf)
-        self.shared, self._copied = True, False  # a copy that has begun is of this optimizer's flag alone
+        self.shared, self._copied = True, False  # an earlier copy has this optimizer's own flag
 
     def write_scale(self, scale: Tensor) -> None:
         """Add the scale (one element, on this device) to the status, so that `agree` compares the ranks' scales."""
@@ -125,9 +114,8 @@ class Flag:
         self._with_scales, self._summed_over = True, 0
 
     def agreed_by_sums(self, ranks: int) -> None:
-        """Note that the status is, or will be, computed from sums over so many ranks, by a kernel or `read_sums`."""
-        self._with_scales, self._summed_over = True, ranks
-        self.shared = True
+        """Record that a kernel or `read_sums` computes the status from sums over `ranks` ranks."""
+        self._with_scales, self._summed_over, self.shared = True, ranks, True
 
     def read_sums(self, totals: Tensor) -> None:
         """Compute the status from totals (fp64 [TOTALS], on this device) that were summed over the ranks."""
@@ -138,14 +126,13 @@ class Flag:
         torch.addcmul(minus_one, scales, inverses, value=1 / self._summed_over**2, out=self.status[EXCESS:])
 
     def on_devices(self, devices: Sequence[torch.device]) -> Flags:
-        """Return the flag on each of `devices`, without duplicates, in their order."""
+        """Return the flag on each device, in their order."""
         flag, home = self.found_inf, self.device
         return {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
 
     def start_copy(self) -> None:
         """Start copying the status to the host, without waiting."""
-        if self._copy is None:
-            self._copy = HostCopy(self.status)
+        self._copy = self._copy or HostCopy(self.status)
         self._copy.start()
         self._copied = True
 
@@ -153,9 +140,8 @@ class Flag:
         """Return whether the step is to be skipped, waiting for the device.
 
         Args:
-            flags: those that stand in the step: they count, whoever wrote them.
-            fresh: whether the check was made just now, so that nobody can have written them, and the copy that it
-                started is of them.
+            flags: the step's, which count whoever wrote them.
+            fresh: whether the check was just made: nobody else can have written the flags, and its copy is valid.
 
         Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
         """
@@ -170,20 +156,20 @@ class Flag:
         return any(flag.item() != 0.0 for flag in flags.values())
 
     def last(self) -> bool:
-        """Return the flag of the last step, even if an update has cleared it since, waiting for the device.
+        """Return the flag of the last step, even if an update has cleared it, waiting for the device.
 
-        Raises: as `on_host`; but a failure of another rank is cleared by the update, too.
+        Raises: as `on_host`, but an update also clears another rank's failure.
         """
         if self._with_scales:
             self._raise_if_apart(self.status.tolist())
         return bool(self.last_found_inf().item())
 
     def last_found_inf(self) -> Tensor:
-        """Return the flag of the last step where it is on the device, until the next one."""
+        """Return the tensor that holds the flag of the last step until the next one."""
         return self.rows.last_flags[self.row] if self.rows is not None and self.saved else self.found_inf
 
     def _raise_if_apart(self, values: Sequence[float]) -> None:
-        """Raise if the agreed status tells of a failed rank or of different scales."""
+        """Raise if the agreed status shows a failed rank or different scales."""
         if values[FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         scale, other = values[SCALE], values[EXCESS]
@@ -200,17 +186,17 @@ class Flag:
 
 def report_failure(ranks: Ranks, device: torch.device) -> None:
     """Join the reduction of a status with the failure set: the other ranks skip, and raise when they read the flag."""
-    status = [1.0, 1.0, -math.inf, -math.inf]  # without a scale: the others compare theirs
+    status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
     ranks.maximum_(torch.tensor(status, dtype=torch.float32, device=device))
 
 
 def write_scales(rows: Tensor, scale: Tensor) -> None:
-    """Write the scale and its inverse into `rows` (fp64 [2]), for ranks that compare by sums."""
+    """Write the scale and its inverse into `rows` (fp64 [2]), for ranks that compare their sums."""
     torch.pow(scale, constants(scale, torch.float64, 1.0, -1.0), out=rows)
 
 
 def _compare_sums(ranks: int, scales: float, excess: float) -> str:
-    """Return how the scales differ, by their sum and by how much their mean exceeds the harmonic one; "" if equal."""
+    """Return how the scales differ, "" if they do not, from their sum and their mean's excess over the harmonic."""
     if not (excess > ranks * _ROUNDING or math.isnan(scales)):
         return ""
     high = min(scales, MAX_SCALE) / ranks
@@ -234,15 +220,15 @@ def any_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def fp32_on(device: torch.device, number: Tensor) -> Tensor:
-    """Return a one-element tensor as fp32 on `device`, itself if it is that already, without a host wait."""
+    """Return a one-element tensor as fp32 on `device`; only a copy to the CPU waits."""
     if number.device == device and number.dtype is torch.float32:
         return number
-    # Not to the CPU: it would read before the copy has arrived.
+    # The CPU would read before a copy without a wait has arrived.
     return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
 
 
 def constants(beside: Tensor, dtype: torch.dtype, *numbers: float) -> Tensor:
-    """Return `numbers` on the device of `beside`, cached; not for fake tensors, which are valid in their mode only."""
+    """Return `numbers` on the device of `beside`, cached unless it is a fake tensor, valid in its mode only."""
     make = _kept_constants if type(beside) is Tensor else _kept_constants.__wrapped__
     return make(beside.device, dtype, *numbers)
 
@@ -254,12 +240,7 @@ def _kept_constants(device: torch.device, dtype: torch.dtype, *numbers: float) -
 
 
 class HostCopy:
-    """An asynchronous copy of a small device tensor on the host, waited for only when it is read.
-
-    Args:
-        source: a small tensor on any device, read. On CUDA a copy goes to pinned memory and an event marks its end;
-            elsewhere it is a clone, which `read` waits for.
-    """
+    """A copy of a small tensor on the host: from CUDA to pinned memory, with an event; elsewhere a clone."""
 
     @torch.inference_mode(False)
     def __init__(self, source: Tensor) -> None:
@@ -272,7 +253,7 @@ class HostCopy:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Start a copy on the current stream; it overwrites the one before."""
+        """Start a copy on the current stream; it overwrites the previous one."""
         if self._event is None:
             self._copy = self.source.clone()
         elif torch.cuda.current_device() == self.source.device.index:

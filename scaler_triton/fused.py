@@ -1,7 +1,7 @@
-"""Fused optimizers, which divide and skip by themselves: which ones are, and what they are given for their step.
+"""The step of a fused optimizer, which divides and skips by itself.
 
-Newer ones, such as torch's with `fused=True`, read `grad_scale` and `found_inf` from their attributes. Those of the
-older kind, such as apex's, take the scaler as an argument and ask it for both.
+Newer ones, such as torch's with `fused=True`, read `grad_scale` and `found_inf` from their attributes. Older ones, such
+as apex's, take the scaler as an argument and ask it for both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Step an optimizer that takes scale and flag on the device; it has `_step_supports_amp_scaling`.
-
-    Its gradients are checked, unless they are unscaled already. There is no host wait.
-    """
+    """Check the gradients unless they are unscaled, and call the optimizer's step, without a host wait."""
     function = getattr(optimizer.step, "__func__", optimizer.step)
     if step.function is not function:
         step.function = function
@@ -45,7 +42,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     flag, flags = step.own_flag(exposed), step["found_inf_per_device"]
     found_inf = any_flag(flags.values(), scale.device) if flag is None else flag.found_inf
     if flag is not None and exposed:
-        found_inf = as_flag(found_inf, flag.device)  # others may have summed it over ranks
+        found_inf = as_flag(found_inf, flag.device)  # other code may have summed it over ranks
     inner = optimizer if step.owner is None else step.owner()
     if isinstance(inner, torch.optim.SGD) and _skip_would_corrupt(inner) and found_inf.item():
         remove_scale(optimizer, inner)
@@ -56,14 +53,14 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         choose_for_scale(scale, scaler._ours.steps.requested) == "triton" if home is None else home.by_kernel
     ):
         step.reader = kernels().launch.current_stream(scale.device)
-    if getattr(inner, "grad_scale", None) is scale:  # an interrupt came before it was removed
+    if getattr(inner, "grad_scale", None) is scale:  # an interrupt prevented its removal
         remove_scale(optimizer, inner)
     on_host = not scale.is_cpu and any(device.type == "cpu" for device in flags)
     factor = None if not divides else scale.reshape(()) if scale.ndim else scale
     try:
         result = _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
     except BaseException:
-        # Nobody knows which gradients its kernels have divided; and what was captured has not been done.
+        # Its kernels may have divided some of the gradients; what was captured has not run yet.
         if divides or (step.captured and is_captured(scale)):
             step_failed(scaler, step, agreed=True)
         raise
@@ -72,7 +69,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
 
 
 def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Step an optimizer of the older kind, which gets the scaler itself and asks it for the flag."""
+    """Step an older optimizer, which gets the scaler itself and asks it for the flag."""
     warnings.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the passed "
         "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -82,11 +79,11 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
     )
     divides, before = step.phase is not UNSCALED, step["found_inf_per_device"]
     if divides:
-        step["found_inf_per_device"] = {}  # to be checked again, even if that was asked for before
+        step["found_inf_per_device"] = {}  # so that the optimizer's request leads to another check
     step.asks = divides
     try:
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
-        # It did not ask, for want of gradients, say: other ranks may wait in the reduction.
+        # If it did not ask, perhaps for lack of gradients, other ranks may still wait in the reduction.
         if not step["found_inf_per_device"] and _must_agree(scaler, step, optimizer):
             scaler._check_inf_per_device(optimizer)
     except BaseException as error:
@@ -97,7 +94,7 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         raise
     finally:
         step.asks = False
-        if not step["found_inf_per_device"]:  # nobody asked: what was found before still counts
+        if not step["found_inf_per_device"]:  # nothing was checked: an earlier flag still counts
             step["found_inf_per_device"] = before
     flag: Flag | None = step.own_flag(exposed=True)
     step.stepped([*step["found_inf_per_device"].values()] if flag is None else flag)
@@ -105,19 +102,20 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
 
 
 def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
-    """Return whether gradients may be checked: once more only by no reduction, which other ranks would not join.
+    """Return whether gradients may be checked.
 
-    And not after a step, a failure, or a clipping together with other optimizers.
+    A second check is not allowed if other ranks would have to join it, nor after a step, a failure or a joint clip.
     """
     if not step["found_inf_per_device"]:
         return True
-    if step.phase in (STEPPED, FAILED) or step.asks or step.flag is None or step.flag.shared:
+    known = step.flag is None or (step.phase is UNSCALED and step.flag.shared)
+    if step.phase in (STEPPED, FAILED) or step.asks or known:
         return False
     return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None
 
 
 def _must_agree(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
-    """Return whether other ranks must agree; a container of the older kind may have no parameters to tell."""
+    """Return whether other ranks must agree; False for an older container without `param_groups`."""
     return hasattr(optimizer, "param_groups") and ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is not None
 
 
@@ -129,10 +127,9 @@ def skip_failed(step: OptimizerStep, optimizer: Any) -> None:
 
 
 def _skip_would_corrupt(optimizer: torch.optim.SGD) -> bool:
-    """Return whether a skipped fused step would leave garbage behind: SGD's first one with momentum.
+    """Return whether a skipped fused step would corrupt later ones, as SGD's first one with momentum does.
 
-    torch's fused SGD allocates momentum buffers without initialising them, its kernel then skips, and the next step
-    reads them. Such a step must not be called.
+    torch's fused SGD allocates momentum buffers without initialising them; the next step reads them after a skip.
     """
     return any(
         parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
@@ -145,17 +142,15 @@ def _skip_would_corrupt(optimizer: torch.optim.SGD) -> bool:
 def _step_with_scale(
     optimizer: Any, inner: Any, scale: Tensor | None, found_inf: Tensor, on_host: bool, args: Any, kwargs: Any
 ) -> Any:
-    """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set for the duration of the call.
+    """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set on both optimizers.
 
     A `grad_scale` that the user has set is multiplied in and removed after the step; it is restored if the step raised.
 
     Args:
-        optimizer: to be stepped.
-        inner: the one within, or `optimizer` itself if it is no wrapper: either may read the attributes.
-        scale: fp32, shape (); None if the gradients are unscaled already.
-        found_inf: fp32, shape (), 0.0 or 1.0. Like `scale`, cloned unless the optimizer is known not to write it.
-        on_host: give copies on the CPU, waited for, to an optimizer with parameters there: torch's fused ones copy both
-            to each device without waiting, and their CPU kernels read before the copy has arrived.
+        inner: the optimizer in a wrapper, else `optimizer` itself: either may read the attributes.
+        scale: None if the gradients are unscaled already.
+        on_host: pass copies on the CPU, after a wait, to an optimizer with parameters there: torch's fused ones copy
+            both to each device without waiting, and their CPU kernels would read before the copy has arrived.
     """
     own = getattr(optimizer, "grad_scale", None)
     product = own if scale is None else scale if own is None else scale * own
@@ -167,7 +162,7 @@ def _step_with_scale(
         for each in (optimizer,) if inner is optimizer else (optimizer, inner):
             try:  # `suppress` would cost more than all of this
                 each.grad_scale, each.found_inf = product, found_inf
-            except AttributeError:  # a wrapper with slots: the one inside has them
+            except AttributeError:  # a wrapper with slots: the optimizer inside has the attributes
                 continue
         result = optimizer.step(*args, **kwargs)
     except BaseException:
@@ -180,17 +175,17 @@ def _step_with_scale(
 
 
 def remove_scale(optimizer: Any, inner: Any) -> None:
-    """Delete `grad_scale` and `found_inf`, also a `grad_scale` of the user's: it is for one step, even if skipped."""
+    """Delete `grad_scale` and `found_inf`; the user's `grad_scale`, too, is for one step, even if that is skipped."""
     for each in (optimizer,) if inner is optimizer else (optimizer, inner):
         for name in ("grad_scale", "found_inf"):
             try:
                 delattr(each, name)
-            except AttributeError:  # the inner one's, seen through the wrapper, or a class attribute
+            except AttributeError:  # the wrapper forwards the inner one's, or it is a class attribute
                 continue
 
 
 def _only_reads(optimizer: Any) -> bool:
-    """Return whether a fused step does not write what it is given: one of torch's own, without hooks."""
+    """Return whether a fused step only reads its scale and flag: one of torch's own, without hooks."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return False
     everywhere = sys.modules["torch.optim.optimizer"]  # torch.optim.optimizer is shadowed

@@ -1,13 +1,13 @@
 """GradScaler: dynamic loss scaling for fp16 training. One step, from top to bottom:
 
     scale     outputs * scale
-    unscale_  flag = any gradient is NaN or Inf, on any rank that must agree; g *= 1 / scale
-    step      unscale_, if it was not called; optimizer.step() unless flag
+    unscale_  flag = any gradient is NaN or Inf on any rank that must agree; g *= 1 / scale
+    step      unscale_ if it was not called; optimizer.step() unless flag
               (a fused optimizer gets scale and flag, and does both itself on the device)
     update    scale *= backoff_factor if any flag, scale *= growth_factor after growth_interval updates without one
 
-A gradient's way is `step -> check -> plan -> passes -> kernel -> flag agreed -> flag on the host`:
-`check.py` has the check and its failures, `step.py` the phases of a step, `update.py` the rule of the scale.
+A gradient goes through `step -> check -> plan -> passes -> kernel -> flag agreed -> flag on the host`: `check.py` has
+the check and its failures, `step.py` the phases of a step, `update.py` the rule of the scale.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 
-_COUNTED = "_counted"  # what the counters read, in a pickle
+_COUNTED = "_counted"  # in a pickle: the limits, the backend and the counters
+
+
+class _Limits:
+    """The limits of the scale, read only; unlike a property it lets a subclass have an attribute of that name."""
+
+    def __get__(self, scaler: GradScaler | None, owner: type | None = None) -> Any:
+        return self if scaler is None else scaler._ours.limits
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -48,28 +55,24 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    Ranks agree where DTensor parameters (FSDP2, tensor parallel) say that they must; for FSDP1 use
-    `ShardedGradScaler`. DDP's ranks hold equal gradients and need nothing.
+    Ranks agree where parameters are DTensors (FSDP2, tensor parallel); for FSDP1 use `ShardedGradScaler`. DDP's ranks
+    hold equal gradients and need no agreement.
 
     Args:
-        device: device type the scale will live on, a string or a `torch.device`.
+        device: the device type of the scale, a string or a `torch.device`.
         init_scale: first scale, in [2^-126, fp32 max].
-        growth_factor: > 1; factor after `growth_interval` good steps.
+        growth_factor: > 1; factor after `growth_interval` updates without overflow.
         backoff_factor: in (0, 1); factor after an overflow.
         growth_interval: steps, >= 1.
         enabled: False makes every method a pass-through.
         process_group: the ranks that must agree, instead of those of the parameters' meshes.
-        backend: "auto" (Triton for CUDA, torch elsewhere), "triton" or "torch"; default: the environment's
+        backend: "auto" (Triton for CUDA, torch elsewhere), "triton" or "torch"; None: the environment variable
             SCALER_TRITON_BACKEND, else "auto".
-        min_scale: the smallest scale, first one included; None: 2^-126.
-        max_scale: the largest scale, first one included; None: fp32 max.
-        hysteresis: how many overflows, >= 1, it takes to back the scale off, as in Megatron; each further one backs it
-            off again, until it is due to grow.
-        max_consecutive_skips: updates, >= 0; if more in a row are skipped, `update` raises `SkipStreakError`, on all
+        min_scale: the smallest scale, including the first; None: 2^-126.
+        max_scale: the largest scale, including the first; None: fp32 max.
+        hysteresis: >= 1; the scale is backed off from this overflow on, as in Megatron, until it is due to grow.
+        max_consecutive_skips: >= 0; if more updates in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
-
-    Once one of `min_scale` to `max_consecutive_skips` is not its default, `state_dict` holds them and the counters
-    under one more key.
 
     Raises: torch's AssertionErrors for its own limits; ValueError or TypeError naming another illegal argument.
     """
@@ -80,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @functools.cached_property
     def _ours(self) -> Ours:
-        # Made when it is first asked for: public subclasses have an `__init__` of their own, which makes torch's only.
+        # Made on first use, as some public subclasses have an `__init__` that calls only torch's.
         return Ours(_is_sharded(type(self)))
 
     def __init__(
@@ -110,24 +113,20 @@ class GradScaler(torch.amp.GradScaler):
         numbers = {"init_scale": init_scale, **factors, "growth_interval": growth_interval}
         try:
             super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
-        except TypeError:  # torch compares the factors with 1 before it knows that they are numbers
+        except TypeError:  # torch compares the factors with 1 before it checks that they are numbers
             policy.check_growth_factor(growth_factor)
             policy.check_backoff_factor(backoff_factor)
             raise
         limits = NO_LIMITS
         if self._enabled:
-            limits = NO_LIMITS.changed(
-                min_scale=min_scale,
-                max_scale=max_scale,
-                hysteresis=hysteresis,
-                max_consecutive_skips=max_consecutive_skips,
-            )
+            extremes = {"min_scale": min_scale, "max_scale": max_scale}
+            limits = limits.changed(**extremes, hysteresis=hysteresis, max_consecutive_skips=max_consecutive_skips)
             init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"))
             growth_factor = policy.check_growth_factor(growth_factor)
             backoff_factor = policy.check_backoff_factor(backoff_factor)
             growth_interval = policy.check_growth_interval(growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
-        # Past a subclass's `__setattr__`. torch leaves its numbers unset on a disabled scaler: its getters raise then.
+        # Not through a subclass's `__setattr__`; torch would leave the numbers of a disabled scaler unset.
         vars(self).update(
             process_group=process_group,
             _init_scale=init_scale,
@@ -138,14 +137,14 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def scale(self, outputs: Outputs) -> Outputs:
-        """Return the outputs times the scale; themselves on a disabled scaler.
+        """Return the outputs times the scale; the outputs themselves on a disabled scaler.
 
         Args:
             outputs: a loss, or an iterable of them, of any shape, dtype and device; read.
 
-        Returns: the products, in torch's dtypes: `ShardedGradScaler` keeps that of each output.
+        Returns: the products, in torch's dtypes; `ShardedGradScaler` keeps that of each output.
 
-        Raises: RuntimeError for a scaler's first call if a graph is being captured; torch's errors otherwise.
+        Raises: RuntimeError if a scaler's first call is captured in a graph; torch's errors.
         """
         if not self._enabled:
             return outputs
@@ -153,7 +152,7 @@ class GradScaler(torch.amp.GradScaler):
         if ours.steps.unfinished:
             ours.steps.loss_scaled()
         if scale is not None and scale.is_cuda and torch.cuda.is_current_stream_capturing():
-            ours.steps.replayed = True  # each replay writes gradients, and no call of this method tells
+            ours.steps.replayed = True  # each replay writes gradients without a call of this method
         if isinstance(outputs, Tensor) and scale is not None and scale.device == outputs.device:
             product: Any = outputs * scale
             scaled: Outputs = product.type(outputs.dtype) if ours.sharded else product
@@ -165,16 +164,15 @@ class GradScaler(torch.amp.GradScaler):
         """Divide the optimizer's gradients by the scale, and agree with the other ranks on whether one overflowed.
 
         Equivalent PyTorch: `for p in params: p.grad.mul_(1 / scale)`, after a check of every gradient for NaN and
-        Inf; one reduction of the flag where ranks must agree; no host wait.
+        Inf. It makes one reduction of the flag where ranks must agree, and does not wait for the device.
 
         Args:
-            optimizer: whatever has `param_groups`; its gradients (fp16 only for ShardedGradScaler, bf16, fp32, fp64,
+            optimizer: an object with `param_groups`; its gradients (fp16 only for ShardedGradScaler, bf16, fp32, fp64,
                 strided or sparse COO, DTensors) are written.
 
-        Raises: torch's RuntimeError for a wrong order of calls, and AssertionError before the first `scale`; those of
-            `ops.unscale_` for a gradient that cannot be unscaled. The stage stays READY then, unless gradients were
-            written or the failure was reported to other ranks: then it is UNSCALED with the flag set, so that the step
-            is skipped.
+        Raises: torch's RuntimeError for a wrong order of calls and AssertionError before the first `scale`; the errors
+            of `ops.unscale_` for an illegal gradient. The step is skipped then if gradients were written or the
+            failure was reported to other ranks; otherwise the call may be repeated.
         """
         if not self._enabled:
             return
@@ -203,44 +201,43 @@ class GradScaler(torch.amp.GradScaler):
 
         The norm is that of the whole model: shards are summed over the ranks, replicas counted once. It moves 12 bytes
         per fp32 element instead of 20, and makes one reduction (one per dimension for a mesh that is a part of the
-        world), after one for each Partial gradient, which all ranks of its mesh must have. An overflow skips the steps
-        of all these optimizers; gradients are unscaled then, not clipped. All ranks that must agree call it, with the
-        same options, or none does: `unscale_` makes another reduction.
+        world), after one for each Partial gradient, which all ranks of its mesh must have. On an overflow the gradients
+        are unscaled but not clipped, and the steps of all these optimizers are skipped. Either all ranks that must
+        agree call it, with the same options, or none does, as `unscale_` makes another reduction.
 
         Args:
             optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.
-            max_norm: >= 0, of the unscaled gradients.
+            max_norm: >= 0, the largest norm of the unscaled gradients.
             norm_type: 2.0; inf or another p > 0, which takes a reduction for each optimizer and one more.
             error_if_nonfinite: raise torch's RuntimeError on every rank if the norm is NaN or infinite; waits for it.
-            model: what holds the FSDP1 modules, where parameters are theirs; read.
-            parameters: any tensors: clip only these, by their norm; their gradients are written. All gradients of the
-                optimizers are unscaled and checked. The call may be repeated with others. Warns if the optimizers hold
-                none of them.
+            model: the module with the FSDP1 modules, if the parameters are theirs; read.
+            parameters: clip only these tensors, by their norm; their gradients are written. All gradients of the
+                optimizers are unscaled and checked. The call may be repeated with other parameters, and warns if the
+                optimizers hold none of them.
 
         Returns: the norm, fp32, shape (), on the scale's device, equal on all ranks; NaN if another rank failed. A
-            disabled scaler, which only clips, gives torch's, in torch's dtype, of gradients that are not sharded.
+            disabled scaler only clips gradients that are not sharded, and returns torch's norm in torch's dtype.
 
-        Raises: as `unscale_`; ValueError naming `optimizers`, `max_norm`, `norm_type` or `model`; TypeError naming
-            `parameters` or one of these, if it is of a wrong type.
+        Raises: as `unscale_`; ValueError or TypeError naming an illegal argument.
         """
         return clip.clip_grad_norm_(self, optimizers, max_norm, norm_type, error_if_nonfinite, model, parameters)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
 
-        Gradients are unscaled first if `unscale_` was not called. Waits for the flag on the host, unless the
+        Gradients are unscaled first if `unscale_` was not called. The call waits for the flag on the host, unless the
         optimizer reads it on the device (`fused=True`) and skips by itself.
 
         Args:
-            optimizer: to be stepped, or a wrapper around one; its gradients are written if they are still scaled.
+            optimizer: an optimizer, or a wrapper around one; its gradients are written if they are still scaled.
             args, kwargs: for `optimizer.step`; no `closure=`.
 
         Returns: what `optimizer.step` returns, None when skipped.
 
         Raises: torch's RuntimeError for a wrong order of calls and for a closure, AssertionError before the first
             `scale` or if there was no gradient to check; RuntimeError if another rank failed to check its gradients;
-            whatever `optimizer.step` raises. The call may be repeated then: that steps, or skips if a fused optimizer
-            was unscaling when it raised. If another loss is scaled first, it counts as that one's step.
+            whatever `optimizer.step` raises. The call may be repeated then: it steps, or skips if a fused optimizer
+            was dividing when it raised. After another `scale` it belongs to the new loss.
         """
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)
@@ -285,32 +282,30 @@ class GradScaler(torch.amp.GradScaler):
             skips = any(each.item() != 0.0 for each in flags.values())
         else:
             skips = flag.on_host(flags, fresh=step.fresh or not self._ours.steps.exposed)
+        result: float | None = None if skips else optimizer.step(*args, **kwargs)
         step.outcome = skips
-        if skips:
-            return None
-        result: float | None = optimizer.step(*args, **kwargs)
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Back the scale off if any optimizer's flag was set, let it grow after `growth_interval` good updates.
+        """Back the scale off if any optimizer's flag was set; let it grow after `growth_interval` updates without one.
 
-        Equivalent PyTorch: `torch._amp_update_scale_` with the largest flag, but for >= and the extras.
+        Equivalent PyTorch: `torch._amp_update_scale_` with the largest flag, except for >= and the limits.
 
         Args:
             new_scale: sets the scale instead, and leaves the growth tracker: a number in [min_scale, max_scale], or a
                 one-element tensor of any dtype on a device of the scaler's type, which is read with one host wait.
 
         Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
-            kind; ValueError or TypeError naming `new_scale` outside [min_scale, max_scale] or no number. Nothing has
-            changed then. `SkipStreakError`, once the update is done, if more than `max_consecutive_skips` updates in a
-            row had been skipped `update.LaggingCounters.LAG` updates ago: on every rank at the same update, and at each
-            one until the streak ends or the scale is set. Not while a graph is captured or replayed.
+            kind; ValueError or TypeError naming an illegal `new_scale`; nothing has changed then. `SkipStreakError`
+            after the update, if more than `max_consecutive_skips` updates in a row had been skipped
+            `update.LaggingCounters.LAG` updates ago: on every rank at once, and at each update until the streak ends
+            or the scale is set, but not while a graph is captured or replayed.
         """
         if not self._enabled:
             return
         ours, scale, tracker = self._ours, self._scale, self._growth_tracker
         if scale is None or tracker is None:
-            self._check_scale_growth_tracker("update")  # raises
+            self._check_scale_growth_tracker("update")  # raises torch's AssertionError
         checked, unstepped = [], False
         for state in ours.steps.values():
             unstepped |= state["stage"] is OptState.UNSCALED
@@ -330,26 +325,26 @@ class GradScaler(torch.amp.GradScaler):
             update.check_streak(self, is_set=new_scale is not None)
 
     def stats(self, *, wait: bool = True) -> ScalerStats:
-        """Return what the updates did so far, replayed ones included; all 0 on a disabled scaler.
+        """Return what the updates have done so far, including replayed ones; all 0 on a disabled scaler.
 
         Args:
             wait: True waits for the device once. False never waits on CUDA: it returns the latest values on the host
-                and starts the next copy, so a call after every update is one or two updates behind.
+                and starts the next copy, so that a call after every update is one or two updates behind.
         """
         counters = self._ours.counters
         return ScalerStats.of(counters.read() if wait else counters.newest())
 
     def was_skipped(self, optimizer: Any) -> bool:
-        """Return whether the last `step(optimizer)` was skipped, fused or not, until its next `unscale_`, clip or step.
+        """Return whether the last `step(optimizer)` was skipped, until its next `unscale_`, clip or step.
 
-        May be called before and after `update()`; waits for the device if the optimizer is fused. For a step in a
-        graph the last replay counts. Always False on a disabled scaler.
+        It may be called before and after `update()`, and waits for the device if the optimizer is fused. For a step in
+        a graph, the last replay counts. A disabled scaler returns False.
 
         Args:
             optimizer: the one that was stepped, or a wrapper around it; read.
 
-        Raises: ValueError if it was never stepped, or unscaled since; for a fused one, whose `step` does not read the
-            flag, RuntimeError if another rank failed to check its gradients, or the ranks' scales differ.
+        Raises: ValueError if it was never stepped, or was unscaled since; for a fused one, whose `step` does not read
+            the flag, RuntimeError if another rank failed to check its gradients or the ranks' scales differ.
         """
         if not self._enabled:
             return False
@@ -363,22 +358,21 @@ class GradScaler(torch.amp.GradScaler):
         return any(flag.item() for flag in outcome) if isinstance(outcome, list) else outcome
 
     def overflow_report(self, model: Model = None, gather: bool = False) -> OverflowReport:
-        """Return which gradients made the last skipped step be skipped; it survives `zero_grad()` and good steps.
+        """Return which gradients caused the last skip; `zero_grad()` and later steps without overflow do not change it.
 
-        Steps without overflow launch nothing for it. Waits for the device. Once an optimizer's parameters, or the
-        shapes or dtypes of its gradients, have changed, nothing is known of its earlier steps.
+        A step without overflow launches nothing for it; the call waits for the device. Once an optimizer's parameters,
+        or the shapes or dtypes of its gradients, have changed, its earlier steps are unknown.
 
         Args:
-            model: names the parameters: a module, or what its `named_parameters()` gives, any tensors; only names are
-                read. None: they are numbered.
-            gather: report on all ranks, by an all-gather that each of them must join (two for more than a hundred bad
-                gradients on a rank), instead of on this one.
+            model: names the parameters: a module, or what its `named_parameters()` returns; only names are read. None:
+                they are numbered.
+            gather: report on all ranks, not only on this one, by an all-gather that each of them must join (two for
+                more than a hundred bad gradients on a rank).
 
         Returns: a report whose `str` is a table.
 
-        Raises: TypeError naming `model` for what is neither, such as parameters without names: with `gather` on this
-            rank only, the others' reports tell of it. With `gather`, ValueError naming `process_group` if pickling lost
-            it or this rank is not in it.
+        Raises: TypeError naming an illegal `model`: with `gather` on this rank only, and the others' reports show it.
+            With `gather`, ValueError naming `process_group` if pickling lost it or this rank is not in it.
         """
         ours, scale = self._ours, self._get_scale_async()
         home = scale.device if scale is not None else torch.device(self._device if self._enabled else "cpu")
@@ -392,18 +386,15 @@ class GradScaler(torch.amp.GradScaler):
 
         return report.gathered(own, self.process_group, home, gather)
 
-    @property
-    def limits(self) -> Limits:
-        """The limits of the scale: min_scale, max_scale, hysteresis, max_consecutive_skips."""
-        return self._ours.limits
+    limits = _Limits()
 
     def set_limits(self, **changes: Any) -> None:
         """Change some of min_scale, max_scale, hysteresis and max_consecutive_skips, from the next update on.
 
         Args:
-            changes: by name, as the constructor takes them; what is not named stays.
+            changes: by name, as the constructor takes them; the others stay.
 
-        Raises: ValueError or TypeError naming a wrong one and its value; nothing has changed then.
+        Raises: ValueError or TypeError naming an illegal one and its value; nothing has changed then.
         """
         self._ours.limits = self._ours.limits.changed(**changes)
         if "max_consecutive_skips" in changes:
@@ -411,25 +402,25 @@ class GradScaler(torch.amp.GradScaler):
         update.numbers_changed(self)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor the scale grows by: finite, >= 1 (1: it stays); else ValueError or TypeError."""
+        """Set the factor by which the scale grows: finite, >= 1, else ValueError or TypeError; 1 keeps the scale."""
         self._growth_factor = policy.check_growth_factor(new_factor, "new_factor")
         update.numbers_changed(self)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor the scale is backed off by: in (0, 1] (1: it stays); else ValueError or TypeError."""
+        """Set the factor of an overflow: in (0, 1], else ValueError or TypeError; 1 keeps the scale."""
         self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
         update.numbers_changed(self)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many updates in a row without overflow the scale grows: >= 1; else ValueError or TypeError."""
+        """Set after how many updates without overflow the scale grows: >= 1, else ValueError or TypeError."""
         self._growth_interval = policy.check_growth_interval(new_interval, "new_interval")
         update.numbers_changed(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five fields; `{}` if disabled.
+        """Return torch's five fields; `{}` on a disabled scaler.
 
-        Limits and counters are under one more key, `scaler_triton`, once one of `min_scale` to `max_consecutive_skips`
-        is not its default. torch's class loads that, too, and ignores the key.
+        If any of `min_scale`, `max_scale`, `hysteresis` and `max_consecutive_skips` is not its default, they and the
+        counters are under one more key, `scaler_triton`, which torch's class ignores.
         """
         if not self._enabled:
             return {}
@@ -439,15 +430,15 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch's returned; nothing on a disabled scaler.
+        """Load what `state_dict` of this class or of torch's returned; a disabled scaler loads nothing.
 
-        Without the key `scaler_triton` limits stay as they are. Counters are the checkpoint's, all 0 if it has none.
+        Without the key `scaler_triton` the limits stay and the counters become 0.
 
         Args:
             state_dict: the five fields, and perhaps that key; read.
 
         Raises: torch's RuntimeError for an empty dict and KeyError for a missing field; ValueError or TypeError
-            naming a wrong field and its value; TypeError for what is no dict. The scaler is as before then.
+            naming an illegal field and its value; TypeError if it is no dict. The scaler is unchanged then.
         """
         if not self._enabled:
             return
@@ -462,10 +453,10 @@ class GradScaler(torch.amp.GradScaler):
         ours.counters.set(counters)
         for step in ours.steps.all():
             if step.plan is not None:
-                step.plan.marks.forget()  # their generations count another run's skips
+                step.plan.marks.forget()  # they refer to another run's skips
         update.numbers_changed(self)
 
-    # What follows is private to torch's class; frameworks and subclasses call, replace or write it.
+    # The names below are private to torch's class; frameworks and subclasses call, replace or write them.
 
     @property
     def _per_optimizer_states(self) -> Steps:
@@ -485,7 +476,7 @@ class GradScaler(torch.amp.GradScaler):
         device = torch.device(dev)
         if getattr(self, "_scale", None) is None:
             refuse_capture(device, "a scaler's first scale")  # a replay would set it anew
-        # Within torch.func's transforms they would have no address; updates outside inference mode must write them.
+        # In torch.func's transforms they would have no address; updates outside inference mode must write them.
         module = sys.modules.get("torch._functorch.pyfunctorch")
         outside_transforms: Any = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)
         with torch.inference_mode(False), outside_transforms():
@@ -495,15 +486,9 @@ class GradScaler(torch.amp.GradScaler):
                 self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True) -> Flags:
-        """Unscale on this rank only, and return a flag for each device that holds gradients.
-
-        Args:
-            inv_scale: fp32, one element.
-            found_inf: fp32, shape (); what the flags begin with, read.
-            allow_fp16: False refuses fp16 gradients as torch does.
-        """
+        """Unscale on this rank only; return a flag, which starts as `found_inf`, for each device with gradients."""
         steps = self._ours.steps
-        # A call from outside a step, perhaps for a few parameters only, must not begin one.
+        # A call from outside a step, perhaps for a few parameters, must not begin one.
         step = steps.last(optimizer) or OptimizerStep()
         plan = steps.plan(step, optimizer)
         flag = Flag(found_inf.new_zeros(STATUS))
@@ -513,12 +498,9 @@ class GradScaler(torch.amp.GradScaler):
         return passes.check(plan, batches, inv_scale, flag, divide=True, inverse=True)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
-        """Check the optimizer's gradients, read-only, and agree with the other ranks, once per step.
+        """Check the optimizer's gradients without writing them, and return the agreed flag on every device.
 
-        Where no other rank must agree, each call checks again, until the optimizer was stepped or clipped together with
-        others.
-
-        Returns: the agreed flag, fp32 `()`, 0.0 or 1.0, on every device that holds parameters.
+        If other ranks must agree, they are checked once per step; else by each call until a step or a joint clip.
         """
         if self._scale is None or self._growth_tracker is None:
             refuse_without_scale(self, "_check_inf_per_device", [optimizer])
@@ -537,7 +519,7 @@ class GradScaler(torch.amp.GradScaler):
         return flags
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
-        """Return the optimizer's flags in this step, by device; empty before they are computed."""
+        """Return the optimizer's flags in this step by device, none before a check."""
         steps = self._ours.steps
         steps.exposed = True
         flags: Flags = steps.open(optimizer)["found_inf_per_device"]
@@ -555,12 +537,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             state["_init_scale"], state["_init_growth_tracker"] = self.get_scale(), self._get_growth_tracker()
             state["_scale"] = state["_growth_tracker"] = None
-        # Plain numbers: a pickle would name the modules of our classes.
-        state[_COUNTED] = {
-            "limits": tuple(ours.limits),
-            "backend": ours.steps.requested,
-            "counters": ours.counters.read(),
-        }
+        # Plain numbers: otherwise the pickle would name the modules of our classes.
+        numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
+        state[_COUNTED] = numbers
         return {**state, "process_group": ranks.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -580,14 +559,14 @@ class GradScaler(torch.amp.GradScaler):
         return clone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        clone = memo[id(self)] = type(self).__new__(type(self))  # first: its attributes may refer to it
+        clone = memo[id(self)] = type(self).__new__(type(self))  # before the copy: its attributes may refer to it
         clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         vars(clone)["process_group"] = self.process_group
         return clone
 
 
 def unscale_once(scaler: GradScaler, optimizer: Any) -> None:
-    """`unscale_`, unless the gradients are unscaled already, in this step or before the last update."""
+    """Call `unscale_` unless the gradients were unscaled in this step, or before the last update."""
     if scaler._enabled:
         step = scaler._ours.steps.open(optimizer)
         if step.phase is CARRIED:
@@ -597,7 +576,7 @@ def unscale_once(scaler: GradScaler, optimizer: Any) -> None:
 
 
 def _resume(scaler: GradScaler, step: OptimizerStep) -> None:
-    """Go on with a step that was CARRIED, unless a graph is captured now and was not then, or the other way round."""
+    """Continue a CARRIED step if it and this call are both captured in a graph or both not; else start it over."""
     if is_captured(scaler._scale) == step.captured:
         step.resume()
     else:
@@ -605,7 +584,7 @@ def _resume(scaler: GradScaler, step: OptimizerStep) -> None:
 
 
 def _is_sharded(cls: type) -> bool:
-    """Return whether a scaler's class is sharded, without importing FSDP, which takes a second."""
+    """Return whether a scaler's class is sharded, without the import of FSDP, which takes a second."""
     module = sys.modules.get("scaler_triton.sharded")
     return module is not None and issubclass(cls, getattr(module, "ShardedGradScaler", ()))
 

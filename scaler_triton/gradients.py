@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -11,18 +12,14 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# DTensor's private names for its shard and its layout, which are quicker to read than `to_local` and `placements`.
+# DTensor's private names for its shard and its layout: reading them is quicker than `to_local` and `placements`.
 SHARD, SPEC = "_local_tensor", "_spec"
 # Private to DDP over tensor parallel: the DTensorSpec of a parameter that DDP replaced by its local shard.
 DDP_SPEC = "_st_info"
 
 
 def check_gradient(gradient: Tensor, name: str) -> None:
-    """Raise if `gradient` (local, strided or sparse COO) cannot be unscaled; nothing is written.
-
-    Raises: torch's own error for overlapping memory; NotImplementedError naming dtype or layout, ValueError naming
-        the device, for what no backend serves.
-    """
+    """Raise if a local gradient has a dtype, layout or device that cannot be unscaled, or overlaps itself."""
     if gradient.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise NotImplementedError(f"{name} has dtype {gradient.dtype}; only {names} can be unscaled")
@@ -36,12 +33,12 @@ def check_gradient(gradient: Tensor, name: str) -> None:
         raise ValueError(f"{name} is on device {gradient.device}, where there is nothing to unscale")
     if gradient.layout is torch.strided:
         check_overlap(gradient)
-    elif gradient.dtype is not torch.float16:  # those are replaced by ones that can be written
+    elif gradient.dtype is not torch.float16:  # fp16 values are coalesced into new memory first
         check_overlap(sparse_values(gradient))
 
 
 def is_acceptable(gradient: Tensor) -> bool:
-    """Return whether `check_gradient` lets a gradient pass."""
+    """Return whether `check_gradient` accepts a gradient."""
     try:
         check_gradient(gradient, "")
     except (ValueError, RuntimeError):  # NotImplementedError is a RuntimeError
@@ -50,13 +47,13 @@ def is_acceptable(gradient: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether elements of `tensor` share memory by an expanded dimension."""
+    """Return whether elements of `tensor` share memory because a dimension was expanded."""
     expanded = (stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.numel() > 0 and any(expanded)
 
 
 def check_overlap(tensor: Tensor) -> None:
-    """Raise torch's RuntimeError if elements of `tensor` share memory by an expanded dimension."""
+    """Raise torch's RuntimeError if `tensor` overlaps itself."""
     if overlaps(tensor):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory "
@@ -82,13 +79,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def sparse_values(gradient: Tensor) -> Tensor:
-    """Return the values of a sparse COO gradient, sharing its memory: what an op reads and writes."""
+    """Return the values of a sparse COO gradient, which share its memory."""
     values: Tensor = gradient._values()
     return values
 
 
 def coalesce_fp16(gradient: Tensor) -> Tensor:
-    """Return a sparse fp16 gradient with its duplicates summed in fp32, itself if it has none; sums may overflow."""
+    """Return a sparse fp16 gradient with its duplicates summed in fp32, else itself; a sum may overflow."""
     is_ready = gradient.is_coalesced() and not overlaps(sparse_values(gradient))
     return gradient if is_ready else gradient.float().coalesce().half()
 
@@ -101,7 +98,7 @@ def is_unreduced(gradient: Tensor) -> bool:
 
 
 def reduced(gradient: Tensor) -> Tensor:
-    """Return an unreduced gradient summed; for a Partial DTensor a collective that all ranks of its mesh must join."""
+    """Return the sum of an unreduced gradient; for a Partial DTensor all ranks of its mesh must call this."""
     if not is_dtensor(gradient):
         return coalesce_fp16(gradient) if gradient.dtype is torch.float16 else gradient.coalesce()
     from torch.distributed.tensor import Replicate
@@ -113,7 +110,7 @@ def reduced(gradient: Tensor) -> Tensor:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return whether `tensor` is a DTensor, without importing DTensor: no instance can exist before that."""
+    """Return whether `tensor` is a DTensor; the module is not imported, as no DTensor exists before its import."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -129,17 +126,17 @@ def has_fsdp1(parameters: Iterable[Tensor]) -> bool:
 
 
 def dtensor_spec(tensor: Any) -> Any:
-    """Return what has a tensor's `device_mesh` and `placements`: a DTensor itself, what DDP kept of one, else None."""
+    """Return what holds a tensor's `device_mesh` and `placements`: a DTensor itself, DDP's DTensorSpec, or None."""
     return tensor if is_dtensor(tensor) else getattr(tensor, DDP_SPEC, None)
 
 
 def is_distributed(parameter: Any) -> bool:
-    """Return whether a parameter is known to be sharded or replicated over ranks: a DTensor, or FSDP1's."""
+    """Return whether a parameter is known to be sharded or replicated over ranks: a DTensor or one of FSDP1."""
     return dtensor_spec(parameter) is not None or is_fsdp1(parameter)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return a DTensor's local shard (waited for if its collective is still in flight), any other tensor itself."""
+    """Return a DTensor's local shard, after its collective has finished, and any other tensor itself."""
     if type(tensor) is Tensor or not is_dtensor(tensor):
         return tensor
     shard = getattr(tensor, SHARD, None)
@@ -150,19 +147,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor has wait, Tensor has not
 
 
-def partial_terms(tensor: Tensor) -> int:
+def partial_terms(tensor: Any) -> int:
     """Return how many local tensors add up to a Partial DTensor; 1 if it is not Partial."""
-    terms = 1
-    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-        if placement.is_partial():
-            terms *= tensor.device_mesh.size(dim)  # type: ignore[attr-defined]
-    return terms
+    return math.prod(tensor.device_mesh.size(dim) for dim, each in enumerate(tensor.placements) if each.is_partial())
 
 
 def num_shards(tensor: Any) -> int:
     """Return the number of distinct shards of a DTensor, or of the tensor of a DTensorSpec."""
-    shards = 1
-    for dim, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # is_shard() is False for the strided shards of FSDP2 beside TP
-            shards *= tensor.device_mesh.size(dim)
-    return shards
+    # is_shard() is False for the strided shards of FSDP2 beside TP.
+    split = (dim for dim, each in enumerate(tensor.placements) if not each.is_replicate())
+    return math.prod(map(tensor.device_mesh.size, split))

@@ -1,4 +1,4 @@
-"""Scaler states of Megatron and DeepSpeed as one of ours, for `load_state_dict`; dicts in, dicts out."""
+"""Converts the scaler states of Megatron and DeepSpeed into one that `load_state_dict` takes; dicts in, dicts out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def from_megatron(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
 ) -> dict[str, Any]:
-    """Return a state dict of ours that goes on as Megatron's `DynamicGradScaler` would have.
+    """Return a state dict with which a scaler goes on as Megatron's `DynamicGradScaler` would have.
 
         _growth_tracker = growth_tracker, overflows counted = hysteresis - hysteresis_tracker
 
@@ -59,13 +59,13 @@ def from_megatron(
 
 
 def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict of ours that goes on as DeepSpeed's loss scaler would have; a static scale stays as it is.
+    """Return a state dict with which a scaler goes on as DeepSpeed's would have; a static scale stays as it is.
 
         good = cur_iter - last_overflow_iter - 1
         _growth_tracker = (good - 1) % scale_window if good else 0, overflows counted = delayed_shift - cur_hysteresis
 
     DeepSpeed (ZeRO: since 0.17.1) grows one good step later than its window says, the first time after an overflow;
-    ours does not. FP16_Optimizer backs off at every overflow, whatever its configuration says of hysteresis.
+    GradScaler does not. FP16_Optimizer backs off at every overflow, whatever its configuration says of hysteresis.
     See deepspeed/runtime/fp16/loss_scaler.py and fused_optimizer.py.
 
     Args:
@@ -77,9 +77,9 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises: KeyError for a missing field; TypeError or ValueError naming a wrong one and its value.
     """
     scale = policy.check_scale(_number(state, "cur_scale"), "cur_scale")
-    name = "dynamic" if "dynamic" in state else "dynamic_loss_scale"  # the latter is FP16_Optimizer's
-    if name == "dynamic_loss_scale":
-        state = {**state, **_NO_HYSTERESIS}
+    name = "dynamic"
+    if name not in state:
+        name, state = "dynamic_loss_scale", {**state, **_NO_HYSTERESIS}  # FP16_Optimizer's
     if not policy.check_bool(_field(state, name), name):
         return _state_dict(scale, (1.0, 1.0), 1, 0, NO_LIMITS, strikes=0)
     factor = policy.check_growth_factor(_number(state, "scale_factor"), "scale_factor")
@@ -127,7 +127,7 @@ def _field(state: Mapping[str, Any], name: str) -> Any:
 
 
 def _number(state: Mapping[str, Any], name: str) -> Any:
-    """Return a field's value, of a tensor its element: what kind of number it is, the caller checks."""
+    """Return a field's value, the element where it is a tensor; the caller checks what kind of number it is."""
     value = _field(state, name)
     if not isinstance(value, Tensor):
         return value

@@ -44,7 +44,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
     def unscale_one(batch: Batch, flag: Tensor) -> None:
         passes.unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, inverse=True)
 
-    _run(grads, found_inf, backend, unscale_one)
+    _run(grads, found_inf, backend, unscale_one, clips=False)
 
 
 def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str | None = None) -> None:
@@ -58,7 +58,7 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
         _check_op(_shards(grads), found_inf, backend)
         return
     _check_scalar(found_inf, "found_inf")
-    _run(grads, found_inf, backend, passes.check_batch)
+    _run(grads, found_inf, backend, passes.check_batch, clips=False)
 
 
 def grad_norm(
@@ -131,7 +131,7 @@ def update_scale_(
     *,
     backend: str | None = None,
 ) -> None:
-    """Back the scale off after an overflow, let it grow after `growth_interval` good steps.
+    """Reduce the scale after an overflow, and let it grow after `growth_interval` good steps.
 
     On a GPU it waits for the device only if factors or interval are new, which cannot be captured.
 
@@ -170,19 +170,14 @@ def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _first_device(tensors: Sequence[Tensor]) -> torch.device:
-    """Return the first tensor's device, where results are put; the CPU if there is none."""
+    """Return the first tensor's device, the CPU if there is no tensor."""
     return tensors[0].device if len(tensors) and isinstance(tensors[0], Tensor) else torch.device("cpu")
 
 
 def _run(
-    grads: Sequence[Tensor],
-    found_inf: Tensor,
-    backend: str | None,
-    op: Callable[[Batch, Tensor], None],
-    *,
-    clips: bool = False,
+    grads: Sequence[Tensor], found_inf: Tensor, backend: str | None, op: Callable[[Batch, Tensor], None], clips: bool
 ) -> None:
-    """Check and group `grads`, run `op` on each batch with a flag on its device, combine the flags."""
+    """Check and group `grads`, run `op` on each batch with a flag on its device, and combine the flags."""
     if found_inf.is_meta:
         raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
     requested = check_backend(backend)
@@ -208,7 +203,7 @@ def _checked(grads: Sequence[Tensor]) -> list[Tensor]:
         check_gradient(local, f"grads[{index}]")
         if local.layout is torch.sparse_coo:
             local = sparse_values(local)
-            check_overlap(local)  # of fp16, too: a plan would coalesce it
+            check_overlap(local)  # of fp16, too, which only a plan coalesces
         locals_.append(local)
     return locals_
 
@@ -220,8 +215,8 @@ def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32)
         raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")
 
 
-# Dynamo puts custom ops into its graph without tracing into them. Eager callers do not pay their host costs. Each call
-# may write a table of addresses, so inductor must not capture them in its own CUDA graphs.
+# Dynamo puts custom ops into its graph without tracing into them, and eager callers do not pay their host costs. A call
+# may write a table of addresses, so inductor must not capture it in its own CUDA graphs.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 

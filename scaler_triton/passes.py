@@ -23,28 +23,19 @@ from scaler_triton.plan import Batch, GradPlan, Layout
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
 
-_data_ptr = Tensor.data_ptr
-
 
 def check(
-    plan: GradPlan,
-    batches: Sequence[Batch],
-    scale: Tensor,
-    flag: Flag,
-    *,
-    divide: bool,
-    inverse: bool = False,
+    plan: GradPlan, batches: Sequence[Batch], scale: Tensor, flag: Flag, *, divide: bool, inverse: bool = False
 ) -> Flags:
-    """Check every gradient, and divide it by the scale if asked to: one pass.
+    """Check every gradient, and divide all but Partial ones by the scale if asked to: one pass.
+
+    Afterwards `plan.written` says whether an error came after a write, `plan.marks` which gradients were not finite.
 
     Args:
-        plan: of the gradients; `plan.written` tells whether an error came after a write, and `plan.marks` which
-            gradients were not finite.
-        batches: what `plan.collect` returned; written if `divide`, but for Partial ones.
+        batches: what `plan.collect` returned.
         scale: one element, any device; with `inverse` it is 1 / scale.
-        flag: set if a gradient on its device is not finite.
 
-    Returns: the flag of each device that holds gradients: `flag.found_inf` on its own.
+    Returns: the flag of each device that holds gradients: on the device of `flag` its `found_inf`.
     """
     flags: Flags = {}
     for batch in batches:
@@ -54,36 +45,35 @@ def check(
         if found_inf is None:
             found_inf = flag.found_inf if device == flag.device else torch.zeros_like(flag.found_inf, device=device)
             flags[device] = found_inf
-        to_be_marked = on_torch and found_inf.is_cpu and layout.key.plain  # subclasses may lack the ops for it
+        to_be_marked = on_torch and found_inf.is_cpu and layout.key.plain  # subclasses may lack the ops to find marks
         if not on_torch:
             plan.marks.follow(layout, flag.device)
         if not divide or batch.is_partial:
             check_batch(batch, found_inf)
         else:
             here = scale.device == device and scale.dtype is torch.float32
-            number, is_inverse = scale if here else fp32_on(device, scale), inverse
+            number = scale if here else fp32_on(device, scale)
             if on_torch and not inverse:
-                number, is_inverse = plan.inverse.of(number), True
+                number = plan.inverse.of(number)
                 if to_be_marked and plan.inverse.grows:
-                    # Unscaling may make finite gradients infinite, which is no overflow: look for marks before it.
+                    # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
                     check_batch(batch, found_inf)
                     if found_inf.item():
                         plan.marks.mark_on_host(batch)
                     to_be_marked = False
             plan.written = True
-            unscale_batch_(batch, number, found_inf, inverse=is_inverse)
+            unscale_batch_(batch, number, found_inf, inverse=inverse or on_torch)
         if to_be_marked and found_inf.item():
             plan.marks.mark_on_host(batch)
     return flags
 
 
 def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool) -> None:
-    """Multiply a batch by 1 / scale, and flag what was not finite before.
+    """Multiply a batch by 1 / scale, and set `found_inf` to 1 if a gradient was not finite before.
 
     Args:
         batch: written; its backend is chosen.
-        scale: fp32, one element, the batch's device; with `inverse` it is 1 / scale.
-        found_inf: fp32, one element, the batch's device; set to 1.0 on overflow, else left as it is.
+        scale, found_inf: fp32, one element, the batch's device; with `inverse` the scale is 1 / scale.
     """
     layout = batch.layout
     if layout.backend == "torch":
@@ -99,7 +89,7 @@ def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: b
 
 
 def check_batch(batch: Batch, found_inf: Tensor) -> None:
-    """Flag what is not finite in a batch, which is read only; `found_inf` as `unscale_batch_` takes it."""
+    """Set `found_inf` (as `unscale_batch_` takes it) to 1 if a gradient is not finite; the batch is read only."""
     layout = batch.layout
     if layout.backend == "torch":
         if layout.key.plain:
@@ -113,29 +103,26 @@ def check_batch(batch: Batch, found_inf: Tensor) -> None:
 
 
 def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None, *, inverse: bool) -> Tensor:
-    """Return the weighted sum of squares of a batch as if it were unscaled, and flag what is not finite in it.
+    """Check a batch, and return the weighted sum of its squares as if it were unscaled; the batch is read only.
 
         squares = sum(w * (grad.double() * inv_scale).square().sum() for grad, w in zip(batch.tensors, weights))
         totals = [squares, found_inf, 0, scale, 1 / scale]    # in the order of `kernels.abi`; may be summed
 
     Args:
-        batch: read only; its backend for clipping is chosen.
         scale, found_inf, inverse: as `unscale_batch_` takes them.
-        weights: for each slot of the batch's layout 1 / the number of ranks that hold the gradient; None: 1 for all.
-            New weights are copied to the device.
+        weights: for each slot of the layout 1 / the number of ranks that hold the gradient; None: 1 for all.
 
     Returns: totals, fp64 [TOTALS], on the batch's device.
     """
     layout = batch.layout
     if layout.clips == "torch":
-        present = batch.present
         if weights is not None:
             weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
         ignored = found_inf
         if not layout.key.plain:  # the sum's check is not for tensor subclasses
             check_batch(batch, found_inf)
             ignored = torch.zeros_like(found_inf)
-        squares = torch_ops.sum_of_squares(present, ignored, weights)
+        squares = torch_ops.sum_of_squares(batch.present, ignored, weights)
         factor = scale.double().reshape(())
         inv_scale = factor if inverse else torch_ops.inverse(scale).double().reshape(())
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
@@ -160,12 +147,10 @@ def clip_batch_(
     `torch._foreach_mul_(grads, coef)` as on the CPU.
 
     Args:
-        batch: written; of its layout the last one that `norm_batch` read.
+        batch: written; the last one of its layout that `norm_batch` read.
         scale: fp32, one element, the batch's device.
-        totals: fp64 [TOTALS], the batch's device: the sum of what `norm_batch` returned.
-        max_norm: >= 0.
-        status: fp32 [STATUS], the batch's device, to be computed from the totals if a kernel runs; None: not here.
-        ranks: how many ranks' totals were summed; 0: there is no status to be computed.
+        totals: fp64 [TOTALS], the batch's device: the sum of what `norm_batch` returned, on `ranks` ranks.
+        status: fp32 [STATUS], the batch's device; a kernel computes it from the totals unless it is None or `ranks` 0.
 
     Returns: the norm, fp32, `()`, on the batch's device; whether the status was written.
     """
@@ -195,7 +180,7 @@ def clip_batch_(
 
 
 def _dense(batch: Batch) -> Batch:
-    """Return the batch itself, or dense copies of tensors with gaps: kernels read one span of memory per tensor."""
+    """Return the batch itself, or dense copies of its tensors: kernels read one span of memory for each."""
     if batch.layout.key.dense:
         return batch
     return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
@@ -209,17 +194,17 @@ def _copy_back(dense: Batch, batch: Batch) -> None:
 
 
 def _filled(dense: Batch, mode: str) -> GradTable:
-    """Return the kernels' table of a layout for a pass, with this step's addresses."""
+    """Return the kernels' table for a pass over a layout, with this step's addresses."""
     table = _table(dense.layout, mode)
     if dense.complete:
-        table.set_addresses(list(map(_data_ptr, dense.tensors)))  # type: ignore[arg-type]
+        table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
     else:
         table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
     return table
 
 
 def _table(layout: Layout, mode: str) -> GradTable:
-    """Return the table of a layout for a pass, made once; passes with equal launch configurations share one."""
+    """Return the table for a pass over a layout, made once; passes with equal launch configurations share one."""
     table = layout.tables.get(mode)
     if table is None:
         from scaler_triton.kernels.config import config_for

@@ -1,7 +1,7 @@
-"""An optimizer's gradients as batches, kept from step to step; and the guard that tells that all is as before.
+"""An optimizer's gradients as batches, whose layouts are kept from step to step.
 
-A batch is what one pass reads and writes: local, plain tensors of one device and dtype. In a steady step one call of
-torch's guard finds that every gradient has the form (type, dtype, device, shape, strides) it had when it was inspected.
+A batch is what one pass reads and writes: local tensors of one device and dtype. In a steady step one call of torch's
+guard finds that every gradient has the form (type, dtype, device, shape, strides) it had when it was inspected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _spec_of, _shard_of = attrgetter(gradients.SPEC), attrgetter(gradients.SHARD)
 _grad_of = attrgetter("grad")
 _signature = attrgetter("__class__", "layout", "dtype", "device", "shape")
 
-# How often a guard is made anew. Some fail for reasons that do not matter here, perhaps at every step, and making one
-# costs more than comparing without.
+# How often a guard is replaced. A guard may fail at every step for reasons that do not matter here, and making one
+# costs more than comparing the forms.
 _PATIENCE = 16
 
 
@@ -43,32 +43,27 @@ class LayoutKey(NamedTuple):
 
 
 class Layout:
-    """The part of a batch that is kept between steps: a slot for each tensor, and what its passes use.
-
-    Args:
-        key: of the tensors.
-        numels: elements of each slot.
-        positions: each slot's parameter, by its index in the optimizer.
-    """
+    """The part of a batch that is kept between steps: a slot for each tensor, and what its passes use."""
 
     __slots__ = ("backend", "clips", "generation", "key", "numels", "positions", "tables", "weights")
 
     def __init__(self, key: LayoutKey, numels: list[int], positions: list[int]) -> None:
+        # For each slot: its number of elements, and its parameter's index in the optimizer.
         self.key, self.numels, self.positions = key, numels, positions
         self.backend: Backend | None = None  # None: not chosen yet
-        self.clips: Backend | None = None  # likewise, for norms and clipping
+        self.clips: Backend | None = None  # the same, for norms and clipping
         self.tables: dict[str, GradTable] = {}  # for kernels, by pass
         self.generation: Tensor | None = None  # the skip count that kernels mark with, on the device; None: no marks
         self.weights: tuple[Any, list[float] | None] | None = None  # replica counts, and each slot's weight in a norm
 
 
 class Batch(NamedTuple):
-    """Gradients for one pass, at least one: `tensors[i]` fills slot i of `layout`, None where one is missing."""
+    """At least one gradient for one pass: `tensors[i]` fills slot i of `layout`, None where one is missing."""
 
     layout: Layout
     tensors: Sequence[Tensor | None]
-    complete: bool = False  # known to hold no None
-    is_partial: bool = False  # unreduced (Partial) gradients, each times its number of terms: to be checked only
+    complete: bool = False  # whether no gradient is known to be missing
+    is_partial: bool = False  # whether these are Partial gradients times their numbers of terms: only to be checked
 
     @property
     def present(self) -> Sequence[Tensor]:
@@ -85,20 +80,11 @@ class GradPlan:
     """The parameters of one optimizer, and the layouts of their gradients.
 
     A missing gradient leaves its slot empty; only a new shape, stride, dtype or device changes the layouts. The plan
-    keeps parameters and layouts alive, but no gradient; replaced parameters until the next step.
-
-    Args:
-        parameters: the optimizer's, in order; of DTensors the local shards are used.
-        requested: the backend asked for, as `dispatch.check_backend` returns it.
-
-    Attributes:
-        devices: the parameters', where a flag is needed.
-        is_distributed: whether some parameters are known to be sharded or replicated over ranks.
-        rebuilds: how often gradients of a new form have changed the layouts.
+    keeps parameters and layouts alive, but no gradient; it keeps replaced parameters until the next step.
     """
 
-    marks: Marks  # of overflows; made with the plan
-    devices: list[torch.device]
+    marks: Marks  # of overflows; set by the registry that makes the plan
+    devices: list[torch.device]  # the parameters' devices, which need a flag
     layouts: Sequence[Layout]
     _guard: Callable[..., bool] | None  # of all gradients that are not missing
     _missing: Row | None  # selects the gradients that were missing; None: none was
@@ -106,7 +92,7 @@ class GradPlan:
     _last_missing: list[int] | None
     _each: list[Callable[..., bool] | None]  # guards of single gradients
     _patience: int
-    _whole: Layout | None  # whose slots are all gradients in their order, where there is one
+    _whole: Layout | None  # the layout whose slots are all gradients in their order, if there is one
 
     def __init__(self, parameters: Sequence[Tensor], requested: str) -> None:
         for parameter in parameters:
@@ -115,24 +101,21 @@ class GradPlan:
         self.parameters = list(parameters)
         self.requested = requested
         self.is_distributed = any(map(gradients.is_distributed, self.parameters))
-        self.rebuilds = 0
+        self.rebuilds = 0  # how often gradients of a new form have changed the layouts
         # What other modules compute from the parameters, each with what it was computed from.
         self.ranks: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
-        self.joint_ranks: tuple[Any, Ranks | None] | None = None  # of optimizers that are clipped together
+        self.joint_ranks: tuple[Any, Ranks | None] | None = None  # the same, for optimizers that are clipped together
         self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self.inverse = InverseScale()
         self.written = False  # whether the last pass began to write the gradients
         self._dtensors = [i for i, parameter in enumerate(self.parameters) if gradients.is_dtensor(parameter)]
         self._specs = self._specs_of(self.parameters)
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
-        self.grad_shards: dict[int, int] = {}  # number of a gradient's shards where it is not its parameter's
+        self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether `parameters` are the ones this plan was made for, the first still on the same device.
-
-        A DTensor that was swapped in place for one with another placement does not match.
-        """
+        """Return whether `parameters` are this plan's, with the same placements, the first on the same device."""
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, self.parameters, parameters))
@@ -141,18 +124,11 @@ class GradPlan:
         )
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
-        """Return this step's gradients as batches, detached; every one is checked, none is written.
+        """Return this step's gradients as batches, detached and accepted by `gradients.check_gradient`.
 
-        Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does. A Partial one is multiplied
-        by its number of terms: if that is finite, so is the sum, which takes a collective that a rank without such a
-        gradient would not join.
-
-        Args:
-            allow_fp16: False refuses fp16 gradients.
-            summed: replace every unreduced gradient by its sum: all uncoalesced ones, and Partial ones, which takes a
-                collective each.
-
-        Raises: what `gradients.check_gradient` raises, naming the parameter's position.
+        Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does. A Partial one is multiplied by
+        its number of terms: if that is finite, so is the sum, which needs a collective that a rank without such a
+        gradient would not join. With `summed` every unreduced gradient is replaced by its sum, even so.
         """
         grads: list[Tensor | None] = list(map(_grad_of, self.parameters))
         local = self._known_shards(grads) if self._dtensors else grads
@@ -169,7 +145,10 @@ class GradPlan:
             if missing is None and self._whole is not None:
                 return [Batch(self._whole, local, True)]
             pairs = zip(self.layouts, self._rows, strict=True)
-            return [Batch(layout, local if row is None else row(local), missing is None) for layout, row in pairs]
+            rows = [Batch(layout, local if row is None else row(local), missing is None) for layout, row in pairs]
+            return (
+                rows if missing is None else [batch for batch in rows if any(map(is_not, batch.tensors, repeat(None)))]
+            )
         if summed:
             with torch.no_grad():
                 for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
@@ -178,34 +157,35 @@ class GradPlan:
         return self._inspect(grads, allow_fp16)
 
     def _known_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the local shards if every gradient has the DTensorSpec that was seen before, not a Partial one."""
+        """Return the local shards if every gradient has the DTensorSpec seen before and is not Partial; else none."""
         try:
-            same = list(map(_spec_of, grads)) == self._reduced_specs  # of the same object without a look into it
+            same = list(map(_spec_of, grads)) == self._reduced_specs  # equal objects are found without a look into them
             return list(map(_shard_of, grads)) if same else []
         except AttributeError:  # a gradient is missing or no DTensor, or this torch has no such attribute
             return []
 
     def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
-        """Look at each gradient: what `collect` does when something has changed."""
+        """Do the work of `collect` when something has changed: look at each gradient."""
         partials = self._localise(grads)
         if self._fp16 and not allow_fp16:
             self._refuse_fp16(grads)
         sparse: dict[int, Tensor] = {}
-        if not all(map(_has_known_form, grads, self._each)):
+        pairs = zip(grads, self._each, strict=True)
+        if not all(grad is None or (guard is not None and guard(grad)) for grad, guard in pairs):
             grads = [grad.detach() if grad is not None and grad.requires_grad else grad for grad in grads]
             sparse = self._add_forms(grads, allow_fp16)
         if not sparse:
             self._learn(grads)
-        pairs = zip(self.layouts, self._rows, strict=True)
-        rows = [Batch(layout, grads if row is None else row(grads)) for layout, row in pairs]
-        batches = [batch for batch in rows if any(tensor is not None for tensor in batch.tensors)]
-        unreduced = [batch._replace(is_partial=True) for batch in group(partials.values(), partials)]
-        every = batches + group(sparse.values(), sparse) + unreduced
-        choose_backends(every, self.requested)
-        return every
+        rows = zip(self.layouts, self._rows, strict=True)
+        every = [Batch(layout, grads if row is None else row(grads)) for layout, row in rows]
+        batches = [batch for batch in every if any(tensor is not None for tensor in batch.tensors)]
+        batches += group(sparse.values(), sparse)
+        batches += [batch._replace(is_partial=True) for batch in group(partials.values(), partials)]
+        choose_backends(batches, self.requested)
+        return batches
 
     def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
-        """Replace DTensors by their local shards; return what is checked of Partial ones, by parameter."""
+        """Replace DTensors by their local shards; return the tensors to be checked for Partial ones, by parameter."""
         partials = {}
         for index in self._dtensors:
             grad = grads[index]
@@ -217,23 +197,18 @@ class GradPlan:
                 continue  # DTensor caches specs: mostly the same object in every step
             if gradients.is_dtensor(grad) and (terms := gradients.partial_terms(grad)) > 1:
                 partials[index] = local.detach() * terms
-            else:
-                self._reduced_specs[index] = spec
-                self._note_shards(index, grad)
+                continue
+            self._reduced_specs[index] = spec
+            parameter, before = self.parameters[index], self.grad_shards.get(index)
+            # A plain gradient of a DTensor parameter is a local shard, split as the parameter is.
+            shards = gradients.num_shards(grad if gradients.is_dtensor(grad) else parameter)
+            if shards != (gradients.num_shards(parameter) if before is None else before):
+                self.grad_shards[index] = shards
         return partials
 
-    def _note_shards(self, index: int, grad: Tensor) -> None:
-        parameter, before = self.parameters[index], self.grad_shards.get(index)
-        # A plain gradient of a DTensor parameter is a local shard, split as the parameter is.
-        shards = gradients.num_shards(grad if gradients.is_dtensor(grad) else parameter)
-        if shards != (gradients.num_shards(parameter) if before is None else before):
-            self.grad_shards[index] = shards
-
     def _refuse_fp16(self, grads: Sequence[Tensor | None]) -> None:
-        for index in self._fp16:  # those of a new form: see `_add_forms`
-            grad = grads[index]
-            if grad is not None and grad.dtype is torch.float16:
-                raise ValueError("Attempting to unscale FP16 gradients.")
+        if any((grad := grads[index]) is not None and grad.dtype is torch.float16 for index in self._fp16):
+            raise ValueError("Attempting to unscale FP16 gradients.")
 
     def _add_forms(self, grads: list[Tensor | None], allow_fp16: bool) -> dict[int, Tensor]:
         """Check gradients of a new form and give them slots; remove and return the values of sparse ones."""
@@ -264,11 +239,7 @@ class GradPlan:
         return sparse
 
     def _learn(self, grads: Sequence[Tensor | None]) -> None:
-        """Make guards of the forms of these gradients, which were inspected.
-
-        One guard is of all of them, once the same ones are missing twice in a row. Where gradients come and go, as
-        those of experts do, each has a guard of its own.
-        """
+        """Make a guard for all gradients if the same ones are missing again; else, as with experts, one for each."""
         here = [index for index, grad in enumerate(grads) if grad is not None]
         missing = [index for index, grad in enumerate(grads) if grad is None]
         again, self._last_missing = missing in ([], self._last_missing), missing
@@ -284,12 +255,12 @@ class GradPlan:
                 self._each[index] = self._each[index] or _guard([grads[index]])
 
     def _specs_of(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """Return the DTensorSpecs; None if this torch has no such attribute."""
+        """Return each DTensor's DTensorSpec, None if this torch has no such attribute."""
         dtensors = parameters if len(self._dtensors) == len(parameters) else [parameters[i] for i in self._dtensors]
         return list(map(getattr, dtensors, repeat(gradients.SPEC), repeat(None)))
 
     def _build_layouts(self, forms: list[_Form | None]) -> None:
-        """Build a layout for each LayoutKey, with a slot for each form; if this raises, nothing has changed."""
+        """Build a layout for each LayoutKey, with a slot for each form; change nothing if this raises."""
         every = dict.fromkeys(parameter.device for parameter in self.parameters)
         devices = [device for device in every if device.type != "meta"]  # where no flag can be read
         members: dict[LayoutKey, list[int]] = {}
@@ -304,14 +275,14 @@ class GradPlan:
         self._fp16 = [i for key, places in members.items() if key.dtype is torch.float16 for i in places]
         self._first_device = next(iter(every), None)
         self.devices, self._forms, self.layouts = devices, forms, layouts
-        # The guards were of the layouts before.
+        # The guards belonged to the former layouts.
         self._guard = self._missing = self._present = self._last_missing = None
         self._each, self._patience = [None] * len(forms), _PATIENCE
         self._whole = layouts[0] if len(layouts) == 1 and len(layouts[0].positions) == len(forms) else None
 
 
 class _Form(NamedTuple):
-    """All that a pass depends on: a gradient whose form was checked before need not be checked again."""
+    """All that a pass depends on: a gradient of a form that was checked need not be checked again."""
 
     signature: tuple[Any, ...]
     stride: tuple[int, ...]
@@ -326,7 +297,7 @@ def _form(tensor: Tensor) -> _Form:
 def _expected_form(parameter: Tensor) -> _Form | None:
     """Return the form of the gradient that a parameter has or is likely to get; None if it will have none."""
     if parameter.grad is None and (not parameter.requires_grad or torch.nn.parameter.is_lazy(parameter)):
-        return None  # frozen or lazy: an empty slot costs programs in every launch
+        return None  # frozen or lazy: a launch spends programs on an empty slot, too
     local = local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
     return _form(local) if gradients.is_acceptable(local) and local.layout is torch.strided else None
 
@@ -338,11 +309,7 @@ def layout_key(tensor: Tensor) -> LayoutKey:
 
 
 def group(tensors: Iterable[Tensor], positions: Iterable[int]) -> list[Batch]:
-    """Return `tensors` (local, already checked) as batches, one for each layout key, in order of appearance.
-
-    Args:
-        positions: each tensor's parameter, by its index, or its index in a list.
-    """
+    """Return local, checked `tensors` as batches, one for each layout key, in order of appearance."""
     groups: dict[LayoutKey, tuple[list[int], list[Tensor]]] = {}
     for index, tensor in zip(positions, tensors, strict=False):
         places, members = groups.setdefault(layout_key(tensor), ([], []))
@@ -352,13 +319,7 @@ def group(tensors: Iterable[Tensor], positions: Iterable[int]) -> list[Batch]:
 
 
 def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False) -> None:
-    """Choose the backend of every layout: a kernel that does not compile or load fails here, before any write.
-
-    Args:
-        batches: their layouts are written.
-        requested: as `dispatch.check_backend` returns it.
-        clips: for norms and clipping, too.
-    """
+    """Choose the backends of all layouts, with `clips` those of clipping, too: a kernel must fail before a write."""
     for batch in batches:
         layout, key = batch.layout, batch.layout.key
         if layout.backend is None:  # tensor subclasses implement torch's ops themselves
@@ -377,9 +338,9 @@ def _row(indices: Sequence[int], size: int) -> Row:
 
 
 def _guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """Return a check of type, dtype, device, sizes and strides of a list of tensors; None where torch has none.
+    """Return a check of the type, dtype, device, sizes and strides of tensors; None where torch has none.
 
-    torch's own, private guards take 40 ns a tensor, the public way 500. A match is reliable. A mismatch may be wrong:
+    torch's private guards take 40 ns a tensor, public attributes 500. A match is reliable, but a mismatch may be wrong:
     the plan then looks at each gradient itself.
     """
     try:
@@ -388,7 +349,3 @@ def _guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
         return check if check(*tensors) is True else None
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return None
-
-
-def _has_known_form(grad: Tensor | None, guard: Callable[..., bool] | None) -> bool:
-    return grad is None or (guard is not None and guard(grad))

@@ -25,7 +25,7 @@ COUNTER_NAMES = ("updates", "skipped", "consecutive_skips", "growths", "backoffs
 
 
 class Limits(NamedTuple):
-    """What the update rule has beyond torch's three numbers; by default it changes nothing.
+    """The limits of the update rule beyond torch's three numbers; the defaults change nothing.
 
     Args:
         min_scale, max_scale: bounds of the scale, fp32 numbers.
@@ -106,17 +106,11 @@ def check_backoff_factor(value: Any, name: str = "backoff_factor") -> float:
 
 def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
     """Return `value` as an int if it is a number of steps, at least 1."""
-    number = _as_int(value, name)
-    if not 1 <= number < 2**63:
-        raise ValueError(f"{name} must be an int >= 1 (steps), got {value!r}")
-    return number
+    return _int_in(value, name, 1, "an int >= 1 (steps)")
 
 
 def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
-    """Return `value` as an int if it can be a count of good steps, which is kept in int32.
-
-    A float, or a tensor of one, that is a whole number passes, too: torch loads these.
-    """
+    """Return `value` as an int if it fits into int32; torch loads whole floats and tensors, so they pass, too."""
     plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     number = int(plain) if isinstance(plain, float) and plain.is_integer() else _as_int(plain, name)
     if not 0 <= number <= MAX_TRACKER:
@@ -126,25 +120,16 @@ def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
 
 def check_hysteresis(value: Any, name: str = "hysteresis") -> int:
     """Return `value` as an int if it is a number of overflows, at least 1 (1: each one backs off)."""
-    number = _as_int(value, name)
-    if not 1 <= number < 2**63:
-        raise ValueError(f"{name} must be an int >= 1 (overflows), got {value!r}")
-    return number
+    return _int_in(value, name, 1, "an int >= 1 (overflows)")
 
 
 def check_max_skips(value: Any, name: str = "max_consecutive_skips") -> int | None:
     """Return `value` as an int if it is a number of updates, at least 0, or None (no limit)."""
-    number = None if value is None else _as_int(value, name)
-    if number is not None and number < 0:
-        raise ValueError(f"{name} must be None or an int >= 0 (updates), got {value!r}")
-    return number
+    return None if value is None else _int_in(value, name, 0, "None or an int >= 0 (updates)", math.inf)
 
 
 def check_norm_type(value: Any, *, positive: bool) -> float:
-    """Return a norm's order as a float, as torch takes it ("inf" is one, too): not 0, and positive if asked.
-
-    A norm of order 0 counts elements, and does not scale with them.
-    """
+    """Return a norm's order as a float ("inf" is one, too): not 0, which counts elements, and positive if asked."""
     try:
         order = float(value)
     except (TypeError, ValueError):
@@ -174,11 +159,8 @@ def check_bool(value: Any, name: str) -> bool:
 
 
 def check_count(value: Any, name: str) -> int:
-    """Return `value` as an int if it can be a count, which is kept in int64."""
-    number = _as_int(value, name)
-    if not 0 <= number < 2**63:
-        raise ValueError(f"{name} must be an int in [0, 2**63), got {value!r}")
-    return number
+    """Return `value` as an int if it is a count that fits into int64."""
+    return _int_in(value, name, 0, "an int in [0, 2**63)")
 
 
 def check_dict(value: Any, name: str) -> Mapping[str, Any]:
@@ -206,10 +188,7 @@ _STATE_CHECKS = {
 
 
 def check_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the five fields of a scaler's checkpoint as plain Python numbers; other keys are left out.
-
-    Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
-    """
+    """Return the five fields of torch's checkpoint as plain numbers, without other keys; KeyError if one is missing."""
     return {name: check(state_dict[name], name) for name, check in _STATE_CHECKS.items()}
 
 
@@ -219,10 +198,7 @@ def to_checkpoint(limits: Limits, counters: Sequence[int]) -> dict[str, Any]:
 
 
 def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
-    """Return the limits and counters that `to_checkpoint`, of this version or 0.1, made `fields` of.
-
-    Raises: KeyError for a missing field; ValueError or TypeError naming a wrong one.
-    """
+    """Return the limits and counters that `to_checkpoint` of this version or 0.1 wrote; KeyError if one is missing."""
     fields = check_dict(fields, KEY)
     limits = NO_LIMITS.changed(**{name: fields[name] for name in Limits._fields})
     counters = check_dict(fields["counters"], "counters")
@@ -257,3 +233,10 @@ def _as_int(value: Any, name: str) -> int:
         return operator.index(value)
     except TypeError as error:
         raise TypeError(f"{name} must be an int, got {one_line(repr(value))}") from error
+
+
+def _int_in(value: Any, name: str, low: int, what: str, high: float = 2**63 - 1) -> int:
+    number = _as_int(value, name)
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+    return number

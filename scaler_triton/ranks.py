@@ -1,6 +1,6 @@
-"""Who must agree on a step: the ranks, found by process group and parameters, never by gradients; their collectives.
+"""The ranks that must agree on a step, found by process group and parameters, never by gradients; their collectives.
 
-And how many of them hold the same shard of a parameter.
+Also, how many of them hold the same shard of a parameter.
 """
 
 from __future__ import annotations
@@ -43,19 +43,15 @@ class Ranks:
     """The ranks on which one optimizer's flag must be equal.
 
     Args:
-        groups: their process group; or one group for each dimension of a mesh, to be reduced over one after the other.
-        ranks: the global ranks, in ascending order; of a bare group its own numbers.
+        groups: their process group, or one group for each dimension of a mesh, which are reduced over one by one.
+        ranks: the global ranks in ascending order; for a bare group its own numbers.
     """
 
     groups: tuple[ProcessGroup, ...]
     ranks: tuple[int, ...]
 
     def maximum_(self, values: Tensor) -> None:
-        """Replace `values` by their elementwise maximum over the ranks: one all-reduce for each group, no host wait.
-
-        Args:
-            values: fp32 or fp64, shape (n,), any device; written.
-        """
+        """Replace `values` (fp32 or fp64, shape (n,), any device) by their elementwise maximum over the ranks."""
         for group in self.groups:
             _all_reduce_(values, dist.ReduceOp.MAX, group)
 
@@ -66,21 +62,14 @@ class Ranks:
 
 
 class Membership:
-    """Finds the ranks that must agree on a scaler's optimizers, and warns once where it cannot be told.
-
-    Args:
-        sharded: whether all ranks of the process group must agree, whatever the parameters are.
-    """
+    """Finds the ranks that must agree on a scaler's optimizers, and warns once where they cannot be found."""
 
     def __init__(self, sharded: bool) -> None:
-        self.sharded = sharded
+        self.sharded = sharded  # whether all ranks of the process group must agree, whatever the parameters are
         self._warned_fsdp1 = self._warned_apart = False
 
     def find(self, parameters: Sequence[Tensor], process_group: Any) -> Ranks | None:
-        """Return the ranks that must agree on an optimizer of these parameters; None: no other rank must.
-
-        Raises: as `group_ranks` and `mesh_ranks`.
-        """
+        """Return the ranks that must agree on an optimizer of these parameters, None if no other rank must."""
         if self.sharded or process_group is not None:
             return group_ranks(parameters, process_group)
         if several_ranks() and has_fsdp1(parameters):
@@ -104,10 +93,9 @@ class Membership:
 
 
 def group_ranks(parameters: Iterable[Tensor], process_group: Any) -> Ranks | None:
-    """Return all ranks of `process_group`, or of the default group where it is None; None for a group of one rank.
+    """Return all ranks of `process_group`, by default of the default group; None for a group of one rank.
 
-    Raises: torch's ValueError without a default group; ValueError if this rank is not in the group or a
-        parameter's mesh has ranks outside it. Neither is checked for a bare group.
+    Raises: as `checked_group`; ValueError if a parameter's mesh has ranks outside the group, unless that is bare.
     """
     group = checked_group(process_group)
     if is_bare(group):
@@ -118,12 +106,12 @@ def group_ranks(parameters: Iterable[Tensor], process_group: Any) -> Ranks | Non
 def mesh_ranks(parameters: Iterable[Tensor]) -> Ranks | None:
     """Return the ranks of the parameters' meshes; None without DTensors.
 
-    One 1-D mesh: its group. Otherwise all ranks of the root mesh, of several root meshes the one with the ranks of all,
-    as every rank arrives at the same set only there: by the default group if that is the whole world, else by the
-    root's own groups, one for each dimension. No group is created here, as not all ranks would join: it could hang, and
-    the names that torch gives to groups could differ between ranks.
+    For a single 1-D mesh these are its ranks. Otherwise they are all ranks of the root mesh, or of the root mesh that
+    contains all others, as only then every rank finds the same set. They reduce over the default group if they are the
+    whole world, else over the root's groups, one for each dimension. No group is created here, as not all ranks would
+    join: it could hang, and the names that torch gives to groups could differ between ranks.
 
-    Raises: ValueError if no root mesh has the ranks of all, or if this rank is not in the mesh.
+    Raises: ValueError if no root mesh contains all others, or if this rank is not in the mesh.
     """
     meshes = _meshes(parameters)
     if not meshes:
@@ -147,7 +135,7 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """Return the root mesh that has the ranks of all root meshes; None, for the whole world, if one is unknown."""
+    """Return the root mesh that contains all root meshes; None, for the whole world, if one is unknown."""
     roots = [mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else None for mesh in meshes]
     known = [root for root in roots if root is not None]
     if len(known) < len(roots):
@@ -163,7 +151,7 @@ def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
 
 
 def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[DeviceMesh]) -> Ranks | None:
-    """Return `members`, None for a single rank; raise if a mesh has other ranks."""
+    """Return `members` as Ranks, None for a single rank; raise if a mesh has other ranks."""
     for mesh in meshes:
         missing = sorted(set(_ranks_of(mesh)) - set(members))
         if missing:
@@ -178,17 +166,16 @@ def replicas_of(parameters: Sequence[Tensor], ranks: Ranks | None, model: nn.Mod
     """Return for each parameter how many of the ranks hold the same shard of it as this rank: a norm counts it once.
 
     A DTensor's placements give the number of shards; ranks outside its mesh are taken to hold copies. An FSDP1
-    parameter looks the same sharded or not, so its FSDP module is asked, which also knows how tensor parallelism had
-    sharded it before. DDP over tensor parallel keeps the DTensorSpec on the parameter. Any other parameter is taken to
-    be replicated on all ranks, as under DDP.
+    parameter looks the same sharded or not, but its FSDP module knows, also how tensor parallelism had sharded it
+    before. DDP over tensor parallel keeps the DTensorSpec on the parameter. Any other parameter is taken to be
+    replicated on all ranks, as under DDP.
 
     Args:
-        parameters: of any kind, frozen ones too.
-        ranks: whose gradients make up the norm; None: this one alone.
-        model: holds the `FullyShardedDataParallel` modules, where there are any.
+        ranks: the ranks whose gradients make up the norm; None: this one alone.
+        model: the module that holds the `FullyShardedDataParallel` modules, if there are any.
 
-    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules, or holds several whose replicas
-        count differently; naming `process_group` if one has more shards than there are ranks.
+    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules, or flattens parameters with
+        different numbers of replicas; naming `process_group` if one has more shards than there are ranks.
     """
     count = 1 if ranks is None else len(ranks.ranks)
     if count == 1 and not (several_ranks() and has_fsdp1(parameters)):
@@ -229,7 +216,7 @@ def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     shards = {}
-    for module in FullyShardedDataParallel.fsdp_modules(model):  # outer ones first: the innermost has the last word
+    for module in FullyShardedDataParallel.fsdp_modules(model):  # outer ones first, so that the innermost counts
         whole = module.sharding_strategy is ShardingStrategy.NO_SHARD
         size = 1 if whole else dist.get_world_size(module.process_group)
         shards.update({id(parameter): size for parameter in module.parameters()})
@@ -238,7 +225,7 @@ def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
 
 
 def _shards_before_fsdp1(module: Any) -> dict[int, int]:
-    """Return how many shards tensor parallelism made of an FSDP1 module's own parameters, by their ids."""
+    """Return the number of shards that tensor parallelism made of an FSDP1 module's own parameters, by their ids."""
     try:
         flat = module._handle.flat_param
         specs, originals = flat._param_extensions, flat._params
@@ -266,31 +253,28 @@ def several_ranks() -> bool:
 
 
 def is_bare(group: Any) -> bool:
-    """Return whether torch does not know a group's ranks: a bare backend, a fake, or a ProcessGroup of somebody's own.
-
-    torchft makes such ones; a destroyed group has become one.
-    """
+    """Return whether torch does not know a group's ranks, as of a bare backend, torchft's groups or a destroyed one."""
     if not isinstance(group, dist.ProcessGroup):
         return hasattr(group, "allreduce")
     try:
         dist.get_rank(group)  # quicker than to list its ranks
     except ValueError:
         return True
-    # torchft's `register` enters its group, which spans processes that torch knows nothing of, under this rank alone.
+    # torchft's `register` lists this rank alone for a group that spans processes which torch does not know.
     return type(group) is not dist.ProcessGroup and len(dist.get_process_group_ranks(group)) == 1 < group.size()
 
 
 def own_rank(process_group: Any) -> int:
-    """Return this process's global rank; without a default group its rank in a bare group, 0 without that."""
+    """Return this process's global rank; without a default group its rank in a bare group, else 0."""
     if default_group() is not None:
         return dist.get_rank()
     return int(process_group.rank()) if is_bare(process_group) else 0
 
 
 def checked_group(process_group: Any) -> Any:
-    """Return a scaler's process group, the default one for None; a bare one is not checked, as by torch.
+    """Return a scaler's process group, the default one for None; a bare one is not checked.
 
-    Raises: torch's ValueError without a default group; ValueError if it was lost by pickling, or is without this rank;
+    Raises: torch's ValueError without a default group; ValueError if pickling lost the group or this rank is not in it;
         TypeError if it is no group.
     """
     if isinstance(process_group, GroupRanks):
@@ -302,23 +286,22 @@ def checked_group(process_group: Any) -> Any:
         return process_group
     rank = dist.get_rank()  # raises torch's error without a default group
     group: Any = default_group() if process_group is None else process_group
-    absent = group is dist.GroupMember.NON_GROUP_MEMBER
-    if not absent and not isinstance(group, dist.ProcessGroup):  # such as a DeviceMesh, or a list of ranks
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
-    if absent or dist.get_rank(group) < 0:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"process_group must contain this rank, {rank}, got a group made for other ranks")
+    if not isinstance(group, dist.ProcessGroup):  # such as a DeviceMesh, or a list of ranks
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
     return group
 
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """What a pickle holds of a process group, which cannot be pickled itself."""
+    """The ranks of a process group: a pickle holds them instead of the group."""
 
     ranks: tuple[int, ...]
 
 
 def picklable(process_group: Any) -> Any:
-    """Return what of `process_group` can be pickled: None for the default group, else its ranks."""
+    """Return what a pickle holds of `process_group`: None for the default group, else its ranks."""
     if process_group is None or isinstance(process_group, GroupRanks):
         return process_group
     if process_group is default_group():
@@ -330,7 +313,7 @@ def picklable(process_group: Any) -> Any:
 
 
 def _all_reduce_(values: Tensor, op: Any, group: ProcessGroup) -> None:
-    """All-reduce `values` (any device, written) over the group, on a device that its backend serves."""
+    """All-reduce `values` of any device over the group, on a device that its backend serves."""
     device = _serving_device(group, values.device)
     if device == values.device:
         dist.all_reduce(values, op=op, group=group)
@@ -341,20 +324,13 @@ def _all_reduce_(values: Tensor, op: Any, group: ProcessGroup) -> None:
 
 
 def gathering_group(process_group: Any) -> Any:
-    """Return the group to gather over, None for a process without a group.
-
-    Raises: as `checked_group`.
-    """
+    """Return the `checked_group` to gather over, None for a process without a group."""
     alone = process_group is None and default_group() is None
     return None if alone else checked_group(process_group)
 
 
 def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
-    """Return the data of every rank of `group`, by one all-gather; two if a rank has more than 16 KB.
-
-    Args:
-        home: where the ranks reduce their flags: a bare group, of which torch knows nothing, is taken to serve it.
-    """
+    """Return the data of every rank, by one all-gather, or two if a rank has over 16 KB; a bare group serves `home`."""
     if not is_bare(group):
         served = _serving_device(group, torch.device("cpu"))
         # The current device may be another rank's.
@@ -383,7 +359,7 @@ def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:
         return device
     config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     served = [entry.split(":")[0] for entry in config.split(",")]
-    bound = getattr(group, "bound_device_id", None)  # by init_process_group(device_id=): of its type it takes no other
+    bound = getattr(group, "bound_device_id", None)  # of init_process_group: the only device of its type that it serves
     if bound is not None and bound.type in served and (device.type == bound.type or device.type not in served):
         return torch.device(bound)
     if device.type in served:

@@ -1,8 +1,8 @@
 """Which parameter overflowed, on which rank: marks that the passes leave, and the report made of them.
 
-A mark is of one gradient: what it held, and a generation, which is the number of skips before. Kernels write marks on
-the device, where they read the generation from the counters, and torch's ops on the CPU leave them on the host. A good
-step writes none.
+A mark says what one gradient held, and in which generation, the number of skips before. Kernels write marks on the
+device, where they read the generation from the counters, and torch's ops on the CPU leave them on the host. A step
+without an overflow writes none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _KINDS = NAN | INF
 _WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
-# How many generations the host keeps: the last skip's, and later ones.
+# How many generations of marks the host keeps: that of the last skip, and later ones.
 _GENERATIONS = 4
 # What FSDP1, activation checkpointing and torch.compile add to the names of wrapped modules.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -38,27 +39,20 @@ Model = nn.Module | Iterable[tuple[str, Tensor]] | None
 
 
 class Marks:
-    """The marks of one optimizer's gradients, for as long as its parameters and their layouts stay.
-
-    Args:
-        plan: of the gradients.
-        counters: the scaler's.
-    """
+    """The marks of one optimizer's gradients, kept as long as its parameters and their layouts."""
 
     def __init__(self, plan: GradPlan, counters: Counters) -> None:
         self.plan, self._counters = plan, counters
-        self.resumed: Flags = {}  # of a step that was CARRIED: the update before has counted it, too
+        self.resumed: Flags = {}  # the flags of a step that was CARRIED, which the update before has counted, too
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
         self._source: Tensor | None = None  # the counters on the device
         self._generation: Any = None  # the skip count, a view of them: int32, one element
-        self._unmarked: set[str] = set()  # what kernels check without a mark
+        self._unmarked: set[str] = set()  # gradients that kernels check without a mark, in words
 
     def follow(self, layout: Layout, home: torch.device) -> None:
-        """Prepare for a kernel that checks a batch: it marks with the generation that the counters hold.
+        """Prepare a layout for a kernel that marks with the generation of the counters on `home`, the scale's device.
 
-        Args:
-            layout: the batch's; that of sparse and Partial gradients is made anew in each step, and has no marks.
-            home: the scale's device, where the counters are.
+        The layouts of sparse and Partial gradients are made anew in each step, so their marks are lost.
         """
         device = layout.key.device
         if device != home:  # kernels cannot read another GPU's memory
@@ -88,7 +82,7 @@ class Marks:
                     seen[position] = seen.get(position, 0) | kinds
 
     def of(self, generation: int) -> dict[int, int]:
-        """Return the kinds that made steps of this generation skip, by parameter, waiting for the device."""
+        """Wait for the device, and return the kinds that made steps of this generation skip, by parameter."""
         kinds = dict(self._on_host.get(generation, {}))
         for layout in self.plan.layouts:
             for each in {id(one): one for one in layout.tables.values()}.values():
@@ -99,7 +93,7 @@ class Marks:
         return kinds
 
     def not_covered(self) -> Iterator[str]:
-        """Yield descriptions of gradients that were checked without marks."""
+        """Describe the gradients that were checked without marks."""
         for layout in self.plan.layouts:
             device = layout.key.device
             if "torch" in (layout.backend, layout.clips) and (device.type != "cpu" or not layout.key.plain):
@@ -133,14 +127,14 @@ class BadGradient:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """What `overflow_report` found of the last skip.
+    """What `overflow_report` found about the last skip.
 
     Args:
-        update: the number of that update, counted from 1; None: none was skipped, or its update is still to come.
+        update: the number of that update, counted from 1; None if none was skipped, or its update is still to come.
         bad: the gradients, by rank, each rank's in the order of its parameters.
-        gathered: whether this is of all ranks, or only of this one of several.
-        untold: what has no record, in words.
-        pending: whether it is a skip whose update is still to come.
+        gathered: whether the report covers all ranks, not only this one of several.
+        untold: descriptions of what has no record.
+        pending: whether the update of the skip is still to come.
     """
 
     update: int | None
@@ -151,30 +145,23 @@ class OverflowReport:
 
     def __str__(self) -> str:
         when = "The last skip" if self.update is None else f"The last skip, at update {self.update}"
-        none = self.update is None and not self.pending
-        lines = ["No step was skipped."] if none else [f"{when}: {self._summary()}", *self._table()]
+        if self.update is None and not self.pending:
+            lines = ["No step was skipped."]
+        elif not self.bad:
+            lines = [f"{when}: nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"]
+        else:
+            where = rank_names(sorted({each.rank for each in self.bad}))
+            where = where if self.gathered else f"{where}, the only one asked"
+            rows = [(str(each.rank), one_line(each.name), each.kinds, str(each.numel)) for each in self.bad]
+            lines = [f"{when}: {count_of(len(self.bad), 'bad gradient')} on {where}."]
+            lines += table([("rank", "parameter", "holds", "numel"), *rows], "><<>")
         return "\n".join([*lines, *(f"Not told: {text}." for text in self.untold)])
-
-    def _summary(self) -> str:
-        found = sorted({each.rank for each in self.bad})
-        if not self.bad:
-            return f"nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"
-        where = rank_names(found) if self.gathered else f"{rank_names(found)}, the only one asked"
-        return f"{count_of(len(self.bad), 'bad gradient')} on {where}."
-
-    def _table(self) -> list[str]:
-        rows = [(str(each.rank), one_line(each.name), each.kinds, str(each.numel)) for each in self.bad]
-        return table([("rank", "parameter", "holds", "numel"), *rows], "><<>") if rows else []
 
 
 def gathered(own: Callable[[], OverflowReport], process_group: Any, home: torch.device, gather: bool) -> OverflowReport:
-    """Return this rank's report, or that of all ranks, which all of them must ask for.
+    """Return this rank's report, or with `gather` that of all ranks, all of which must call this.
 
-    A rank whose own report raises joins the all-gather first, and the others' reports tell of it.
-
-    Args:
-        own: returns this rank's report.
-        home: the device on which the ranks reduce their flags.
+    A rank whose own report raises joins the all-gather first, and the other ranks' reports contain the error.
     """
     group = ranks.gathering_group(process_group) if gather else None
     try:
@@ -192,16 +179,7 @@ def gathered(own: Callable[[], OverflowReport], process_group: Any, home: torch.
 def own_report(
     marks: Sequence[Marks], counters: Sequence[int], pending: bool, model: Model, process_group: Any
 ) -> OverflowReport:
-    """Return the report of this rank.
-
-    Args:
-        marks: of each optimizer.
-        counters: the scaler's.
-        pending: whether a step will be skipped whose update is still to come.
-        model: names the parameters; None: they are numbered.
-
-    Raises: TypeError naming `model` for what gives no names.
-    """
+    """Return this rank's report; `pending` says that a step will be skipped by an update which is still to come."""
     update = None if pending else counters[LAST_SKIP] or None
     generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
     names, rank = names_by_id(model), ranks.own_rank(process_group)
@@ -219,13 +197,7 @@ def own_report(
 
 
 def names_by_id(model: Model) -> dict[int, str]:
-    """Return parameters' names by their ids, without the parts that wrappers add.
-
-    Args:
-        model: a module, or what its `named_parameters()` gives; None: there are no names.
-
-    Raises: TypeError naming `model` for what is neither.
-    """
+    """Return parameters' names by their ids, without the parts that wrappers add; TypeError if `model` is no Model."""
     named = named_parameters(model) if isinstance(model, nn.Module) else () if model is None else model
     if not isinstance(named, Iterable):
         raise TypeError(f"{_NO_NAMES}, got {type(named).__name__}")
@@ -235,11 +207,8 @@ def names_by_id(model: Model) -> dict[int, str]:
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's parameters by name: those that optimizers hold, also while modules hold others.
 
-    From a forward until the end of backward, FSDP2's modules may hold unsharded parameters instead; from the first
+    From forward until the end of backward, FSDP2's modules may hold unsharded parameters instead; from the first
     forward on, those of DDP over tensor parallel hold DTensors over its parameters' memory.
-
-    Args:
-        model: any module; left as it is.
     """
     shards = _fsdp2_shards(model) if "torch.distributed.fsdp" in sys.modules else {}
     for name, parameter in model.named_parameters():
@@ -251,7 +220,7 @@ def _checked_pair(pair: Any) -> tuple[int, str]:
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
         raise TypeError(f"{_NO_NAMES}, got {type(pair).__name__} for a name and a tensor")
     name, parameter = pair
-    if not isinstance(name, str):  # such as a number, of `enumerate`
+    if not isinstance(name, str):  # such as a number from `enumerate`
         raise TypeError(f"{_NO_NAMES}, got {type(name).__name__} for a name")
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
@@ -261,24 +230,22 @@ def _checked_pair(pair: Any) -> tuple[int, str]:
 def _fsdp2_shards(model: nn.Module) -> dict[int, Tensor]:
     """Return FSDP2's sharded parameters by the ids of the modules' current ones; empty if this torch lacks the API."""
     try:
-        places = [(each._module_info, each.sharded_param) for module in model.modules() for each in _fsdp2_in(module)]
-        return {id(getattr(place.module, place.param_name)): shard for place, shard in places}
+        from torch.distributed._composable_state import _get_module_state
+
+        shards: dict[int, Tensor] = {}
+        for module in model.modules():
+            state: Any = _get_module_state(module)
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for param in chain.from_iterable(group.fsdp_params for group in groups if group is not None):
+                place = param._module_info
+                shards[id(getattr(place.module, place.param_name))] = param.sharded_param
+        return shards
     except (ImportError, AttributeError):
         return {}
 
 
-def _fsdp2_in(module: nn.Module) -> Iterator[Any]:
-    from torch.distributed._composable_state import _get_module_state
-
-    state: Any = _get_module_state(module)
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for group in groups:
-        if group is not None:
-            yield from group.fsdp_params
-
-
 def _named_by_ddp(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield DDP's parameters that are shards of tensor parallelism, once modules hold DTensors in their place."""
+    """Yield DDP's parameters that are shards of tensor parallelism, if modules hold DTensors in their place."""
     parameters = [each for module in model.modules() for each in getattr(module, "_module_parameters", ())]
     shards = {each.data_ptr(): each for each in parameters if hasattr(each, DDP_SPEC)}
     for path, module in model.named_modules() if shards else ():
@@ -288,7 +255,7 @@ def _named_by_ddp(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
-    """Return the report with the findings of every rank of `group`, which serves `home`; all must call this."""
+    """Return the report with the findings of every rank of `group`, all of which must call this."""
     mine = json.dumps([[asdict(each) for each in own.bad], list(own.untold)]).encode()
     found = [json.loads(data) for data in ranks.gather_bytes(mine, group, home)]
     bad = tuple(BadGradient(**each) for rank_bad, _ in found for each in rank_bad)

@@ -1,4 +1,4 @@
-"""ShardedGradScaler: the scaler for FSDP, in a file of its own, as importing FSDP takes a second."""
+"""ShardedGradScaler, the scaler for FSDP; it has its own file because the import of FSDP takes a second."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
     If any rank's gradients overflow, no rank steps, whatever the optimizer: plain, foreach or fused.
 
     Args:
-        process_group: the ranks that must agree; None: the default group, looked up whenever it is used.
+        process_group: the ranks that must agree; None: the default group of the moment.
 
-    The other arguments are `GradScaler`'s, in torch's order: backoff before growth.
+    The other arguments are those of `GradScaler`, in torch's order: backoff before growth.
 
     Raises: as `GradScaler`; at the first unscale or step, torch's ValueError without an initialised default group,
         ValueError if this rank is not in the group or a parameter's mesh reaches beyond it.

@@ -1,6 +1,6 @@
 """The state machine of an optimizer's step, and the only registry of optimizers.
 
-Each optimizer has one OptimizerStep, for as long as it lives; `update` makes it ready for the next step. Nothing else
+An optimizer has one OptimizerStep for as long as it lives; `update` makes it ready for the next step. Only this module
 writes its phase.
 """
 
@@ -24,22 +24,21 @@ from scaler_triton.report import Marks
 if TYPE_CHECKING:
     from scaler_triton.update import Counters
 
-_WRAPPERS = 32  # around one optimizer at most; more are taken for a cycle
 _FLAGS = "found_inf_per_device"
 
 
 class Phase(Enum):
     """What is known of an optimizer's gradients."""
 
-    READY = "gradients are scaled, nothing is known of them"
+    READY = "gradients are scaled and have not been checked"
     CHECKED = "ranks agreed on the flag; gradients are still scaled"
     UNSCALED = "ranks agreed on the flag; gradients are divided, perhaps clipped"
-    CARRIED = "divided before the last update, but not stepped: so until the next loss is scaled"
+    CARRIED = "gradients were divided before the last update, but not stepped; ends when the next loss is scaled"
     FAILED = "an error left gradients half written: this step will be skipped"
     STEPPED = "stepped or skipped"
 
 
-# An enum's member is looked up in 100 ns, a global in 10.
+# Looking up an enum's member takes 100 ns, a global 10.
 READY, CHECKED, UNSCALED, CARRIED, FAILED, STEPPED = Phase
 _STAGES = {
     READY: OptState.READY,
@@ -53,7 +52,7 @@ _PHASES = {OptState.READY: READY, OptState.UNSCALED: UNSCALED, OptState.STEPPED:
 
 
 class OptimizerStep(dict[str, Any]):
-    """One optimizer's step: a dict with torch's two keys, which frameworks read and write, and our fields beside it.
+    """The step of one optimizer: a dict with torch's two keys, which frameworks read and write, and fields of ours.
 
     | phase    | unscale_, clip | step                 | scale | update  | error in a check | in optimizer.step |
     |----------|----------------|----------------------|-------|---------|------------------|-------------------|
@@ -69,23 +68,7 @@ class OptimizerStep(dict[str, Any]):
     (3) But `clip_grad_norm_(parameters=...)` clips once more; the phase stays.
     (4) READY if `step` began and did not return: the loss belongs to another batch.
 
-    Others write "stage": the phase follows it, once, in `Steps.open`.
-
-    Attributes:
-        stage: torch's stage that the phase implies.
-        owner: returns the innermost optimizer, None once it is freed; None: it is not known yet.
-        handles: by id, what returns the optimizer and each wrapper around it that was passed, None once it is freed.
-        plan: of its gradients; None before the first check.
-        flag: of the last check; None before it.
-        earlier: of earlier checks in this step: whoever asked for one may still read it.
-        fresh: whether that check was made by the `step` that is running, so that nobody can have written its flag.
-        captured: whether it was recorded into a graph.
-        began: whether `step` was entered and has not returned.
-        asks: whether the optimizer's own `step` is running, which asks the scaler for the flag.
-        kept: the flags of a step that is CARRIED.
-        outcome: of the last step, for `was_skipped`: whether it was skipped, or the flags that tell; None: not stepped.
-        reader: handle of the stream on which a fused step reads its flag.
-        function, takes_scaler: the optimizer's `step`, and whether it takes the scaler as an argument, the older way.
+    Other code may write "stage": the phase then follows it, in `Steps.open`.
     """
 
     __slots__ = (
@@ -94,19 +77,24 @@ class OptimizerStep(dict[str, Any]):
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self["stage"] = self.stage = OptState.READY
+        self["stage"] = self.stage = OptState.READY  # the one that the phase implies
         self[_FLAGS] = {}
         self.phase = READY
-        self.owner: Callable[[], Any] | None = None
-        self.handles: dict[int, Callable[[], Any]] = {}
-        self.plan: GradPlan | None = None
-        self.flag: Flag | None = None
-        self.earlier: list[Flag | None] = []
-        self.kept: Flags = {}
+        self.owner: Callable[[], Any] | None = None  # returns the innermost optimizer, None once it is freed
+        self.handles: dict[int, Callable[[], Any]] = {}  # such functions for it and for its wrappers, by id
+        self.plan: GradPlan | None = None  # made by the first check
+        self.flag: Flag | None = None  # the last check's
+        self.earlier: list[Flag | None] = []  # the earlier checks' in this step: the callers may still read them
+        self.kept: Flags = {}  # what a CARRIED step is going to use
+        # What `was_skipped` returns after the last step, or the flags to read it from; None: not stepped.
         self.outcome: bool | Flag | list[Tensor] | None = None
-        self.reader: int | None = None
-        self.function: Any = None
-        self.fresh = self.captured = self.began = self.asks = self.takes_scaler = False
+        self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
+        self.function: Any = None  # a fused optimizer's `step`
+        self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
+        self.fresh = False  # whether the running `step` made the check: nobody else can have written its flag
+        self.captured = False  # whether the check was recorded into a graph
+        self.began = False  # whether `step` was entered and has not returned
+        self.asks = False  # whether the optimizer's own `step` is running and has to ask the scaler for the flag
 
     def __reduce__(self) -> Any:
         return dict, ({"stage": self["stage"], _FLAGS: dict(self[_FLAGS])},)  # a copy is a plain state of torch's
@@ -116,36 +104,31 @@ class OptimizerStep(dict[str, Any]):
         self["stage"] = self.stage = _STAGES[phase]
 
     def require_unscalable(self, hint: str = "", *, again: bool = False) -> None:
-        """Raise torch's errors for a wrong order of calls, before any reduction.
-
-        Args:
-            hint: follows the text that says that gradients are unscaled already.
-            again: gradients that are unscaled already may be clipped again.
-        """
+        """Raise torch's errors for a wrong order of calls; with `again`, UNSCALED and FAILED gradients are accepted."""
         if self.phase is STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         if self.phase in (UNSCALED, FAILED) and not again:
             raise RuntimeError(f"unscale_() has already been called on this optimizer since the last update().{hint}")
 
     def begin(self) -> None:
-        """`step` is entered."""
+        """Enter `step`, or raise torch's error if it was already called."""
         if self.phase is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         self.began, self.fresh = True, False
 
     def checked(self, flag: Flag | None, flags: Flags) -> None:
-        """The ranks agreed on the flag; the gradients are as they were."""
+        """Store the flag that the ranks agreed on; the gradients were only read."""
         if flag is not self.flag:
             self.earlier.append(self.flag)
         self.flag, self[_FLAGS] = flag, flags
-        if self.phase is CARRIED:  # divided already: what was found before still counts
+        if self.phase is CARRIED:  # an overflow that was found before the division still counts
             for device, found in flags.items():
                 self.kept[device] = torch.maximum(found, self.kept.get(device, found))
         elif self.phase is READY:
             self.phase = CHECKED
 
     def unscaled(self, flag: Flag, flags: Flags) -> None:
-        """The ranks agreed on the flag; the gradients are divided."""
+        """Store the flag that the ranks agreed on; the gradients are divided."""
         if flag is not self.flag:
             self.earlier.append(self.flag)
         self.flag, self[_FLAGS] = flag, flags
@@ -153,8 +136,8 @@ class OptimizerStep(dict[str, Any]):
         self["stage"] = self.stage = OptState.UNSCALED
 
     def resume(self) -> None:
-        """A step that was CARRIED goes on: its gradients are divided, and its flag is known."""
-        for device, flag in self[_FLAGS].items():  # somebody has looked meanwhile
+        """Continue a CARRIED step: its gradients are divided, and its flags were kept."""
+        for device, flag in self[_FLAGS].items():  # a caller has checked them since
             kept = self.kept.get(device)
             self.kept[device] = flag if kept is None else torch.maximum(kept, as_flag(flag, device))
         self[_FLAGS], self.kept = self.kept, {}
@@ -164,12 +147,12 @@ class OptimizerStep(dict[str, Any]):
         self._enter(UNSCALED)
 
     def failed(self, home: torch.device | None) -> None:
-        """Gradients may be half written, or other ranks skip this step: so must this one, on every device.
+        """Set the flag on every device: gradients may be half written, or other ranks skip this step.
 
         Args:
-            home: where the flag goes if there are no parameters; None: the ranks have agreed on one, which stays.
+            home: where the flag goes if there are no parameters; None: keep the flag that the ranks have agreed on.
         """
-        self._enter(FAILED)  # first: gradients may have been written, even if no flag can be made below
+        self._enter(FAILED)  # first, in case that no flag can be made below
         self.outcome = None
         if home is None:
             return
@@ -182,13 +165,13 @@ class OptimizerStep(dict[str, Any]):
         self[_FLAGS] = ones
 
     def stepped(self, outcome: bool | Flag | list[Tensor]) -> None:
-        """`step` returns."""
+        """Leave `step`."""
         self.phase = STEPPED
         self["stage"] = self.stage = OptState.STEPPED
         self.outcome, self.began, self.fresh = outcome, False, False
 
     def reset(self) -> None:
-        """The next step begins: its gradients are scaled, and nothing is known of them."""
+        """Begin the next step: its gradients are scaled and have not been checked."""
         self.phase = READY
         self["stage"] = self.stage = OptState.READY
         self[_FLAGS] = {}
@@ -197,16 +180,12 @@ class OptimizerStep(dict[str, Any]):
         self.kept, self.reader, self.began, self.fresh = {}, None, False, False
 
     def adopt(self) -> None:
-        """Follow a stage that others have written."""
+        """Follow a stage that other code has written."""
         self.phase, self.stage = _PHASES.get(self["stage"], READY), self["stage"]
-        self.fresh = False
+        self.fresh = self.began = False
 
     def own_flag(self, exposed: bool) -> Flag | None:
-        """Return the flag if it is what stands in the step, None if others may have put something else there.
-
-        Args:
-            exposed: whether others have looked at the steps.
-        """
+        """Return the flag, or None if other code had access (`exposed`) and the step no longer holds that flag."""
         flag, flags = self.flag, self[_FLAGS]
         if flag is not None and exposed and not (len(flags) == 1 and flags.get(flag.device) is flag.found_inf):
             return None
@@ -214,24 +193,15 @@ class OptimizerStep(dict[str, Any]):
 
 
 class Steps(dict[Any, Any]):
-    """The steps of a scaler's optimizers, by the ids of these and of wrappers around them; `_per_optimizer_states`.
-
-    Args:
-        counters: the scaler's, for the marks of overflows.
-        requested: the backend asked for.
-
-    Attributes:
-        unfinished: how many steps are CARRIED, or began and did not return: `scale` looks at them.
-        exposed: whether others have looked at the steps. They may write flags, also by a collective, unnoticed.
-        replayed: whether graphs may write gradients, so that no call of `scale` tells of new ones.
-    """
+    """The steps of a scaler's optimizers, by the ids of these and of their wrappers: `_per_optimizer_states`."""
 
     __slots__ = ("__weakref__", "_held", "counters", "exposed", "replayed", "requested", "unfinished")
 
     def __init__(self, counters: Counters, requested: str) -> None:
-        self.counters, self.requested = counters, requested
-        self.unfinished = 0
-        self.exposed = self.replayed = False
+        self.counters, self.requested = counters, requested  # the scaler's counters and the requested backend
+        self.unfinished = 0  # how many steps are CARRIED, or began and did not return: `scale` resets them
+        self.exposed = False  # whether other code has seen the steps: it may write flags at any time
+        self.replayed = False  # whether graphs may write gradients without a call of `scale`
         self._held: set[int] = set()  # ids of objects without weak references, which their steps keep alive
 
     def __missing__(self, key: Any) -> OptimizerStep:
@@ -239,7 +209,7 @@ class Steps(dict[Any, Any]):
         return step
 
     def open(self, optimizer: Any) -> OptimizerStep:
-        """Return the optimizer's step: a wrapper's is that of the optimizer within."""
+        """Return the step of an optimizer, or of the one in a wrapper; it is made if there is none."""
         step = self.get(id(optimizer))
         if type(step) is OptimizerStep:
             handle = step.handles.get(id(optimizer))
@@ -248,7 +218,7 @@ class Steps(dict[Any, Any]):
         return self._find_or_make(optimizer)
 
     def last(self, optimizer: Any) -> OptimizerStep | None:
-        """Return the step of an optimizer, or of a wrapper's, if it has one."""
+        """Return the step of an optimizer, or of the one in a wrapper; None if there is none."""
         for each in (optimizer, unwrap(optimizer)):
             step = self.get(id(each))
             if type(step) is OptimizerStep and id(each) in step.handles and step.handles[id(each)]() is each:
@@ -256,10 +226,7 @@ class Steps(dict[Any, Any]):
         return None
 
     def plan(self, step: OptimizerStep, optimizer: Any) -> GradPlan:
-        """Return the plan of the optimizer's gradients; a new one if its parameters changed.
-
-        Raises: AssertionError with torch's text if a parameter is not a tensor.
-        """
+        """Return the plan of the optimizer's gradients, a new one if its parameters changed."""
         groups, plan = optimizer.param_groups, step.plan
         only = type(groups) is list and len(groups) == 1
         parameters = groups[0]["params"] if only else [each for group in groups for each in group["params"]]
@@ -273,10 +240,12 @@ class Steps(dict[Any, Any]):
         return list({id(step): step for step in [*self.values()] if type(step) is OptimizerStep}.values())
 
     def loss_scaled(self) -> None:
-        """A loss is scaled: what was carried, and what began and did not return, is READY for its gradients."""
+        """Make each step READY that is CARRIED, or that began and did not return: a new loss is being scaled."""
         for step in self.all():
+            if step["stage"] is not step.stage:
+                step.adopt()
             if step.phase is CARRIED:
-                flags = step[_FLAGS]  # of somebody who has looked meanwhile
+                flags = step[_FLAGS]  # a caller has checked the gradients since the update
                 step.reset()
                 if flags:
                     step.checked(step.flag, flags)
@@ -285,7 +254,7 @@ class Steps(dict[Any, Any]):
         self.unfinished = 0
 
     def keep_unstepped(self) -> None:
-        """Copy the flags of steps that this update will carry, as it may clear them; those of a FAILED one are set."""
+        """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set."""
         for step in self.all():
             if step.phase is UNSCALED:
                 step.kept = {device: flag.clone() for device, flag in step[_FLAGS].items()}
@@ -293,34 +262,28 @@ class Steps(dict[Any, Any]):
                 step.kept = {device: torch.ones_like(flag) for device, flag in step[_FLAGS].items()}
 
     def close(self, captured: bool) -> None:
-        """The update is done: each step is READY, or CARRIED if it was unscaled and not stepped.
-
-        Args:
-            captured: whether it was recorded into a graph.
-        """
+        """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""
         self.unfinished = 0
         for key, step in [*self.items()]:
             if type(step) is not OptimizerStep or step.owner is None or step.owner() is None:
-                del self[key]  # others have put it here, or its optimizer is freed
+                del self[key]  # other code has put it here, or its optimizer is freed
                 continue
-            if step.phase is READY:
+            if step.phase is READY and not step[_FLAGS]:  # others may have written that stage
                 continue
-            is_told = captured or not self.replayed  # else a graph's replay may write new gradients unnoticed
-            carries = step.phase is CARRIED or (step.phase in (UNSCALED, FAILED) and is_told and step.kept)
-            if not carries:
-                step.reset()
-                continue
+            sees_all = captured or not self.replayed  # a replay may write new gradients without a call of `scale`
+            carries = step.phase is CARRIED or (step.phase in (UNSCALED, FAILED) and sees_all and step.kept)
             kept = step.kept
             step.reset()
-            step.kept = kept
-            step._enter(CARRIED)
-            self.unfinished += 1
+            if carries:
+                step.kept = kept
+                step._enter(CARRIED)
+                self.unfinished += 1
 
     def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
-        """Return the registry that others put in this one's place: `states` itself if it is one.
+        """Return the registry that other code has assigned: `states` itself if it is one.
 
-        Else every step is READY there, but for what `states` holds: dicts with torch's two keys, by the optimizer's id.
-        This one stays as it is, and may be put back.
+        Otherwise a new one, in which every step is READY unless `states` holds torch's dict for its optimizer. This one
+        stays as it is, and may be assigned again.
         """
         if isinstance(states, Steps):
             return states
@@ -342,16 +305,12 @@ class Steps(dict[Any, Any]):
         return steps
 
     def awaiting(self) -> list[Any]:
-        """Return the optimizers whose gradients are unscaled, perhaps since before an update, and not stepped yet."""
+        """Return the optimizers whose gradients were unscaled, perhaps before the last update, but not stepped."""
         owners = [step.owner() for step in self.all() if step.owner and step.phase in (UNSCALED, CARRIED, FAILED)]
         return [owner for owner in owners if owner is not None]
 
     def reset(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Make every step READY, wherever it was interrupted.
-
-        Args:
-            parameters: only steps of optimizers that hold one of them; None: all.
-        """
+        """Make every step READY, or only the steps of optimizers that hold one of `parameters`."""
         given = None if parameters is None else {id(parameter) for parameter in parameters}
         for step in self.all():
             owner = step.owner() if step.owner else None
@@ -361,10 +320,9 @@ class Steps(dict[Any, Any]):
             self.unfinished = 0
 
     def outcome(self, optimizer: Any) -> bool | Tensor | None:
-        """Return whether the optimizer's last step was skipped, without a wait.
+        """Return whether the last step was skipped, without a wait; None if it was not stepped or is unscaled since.
 
-        Returns: a copy of the flag, fp32 `()`, where only the device knows it; None: it was not stepped, or is unscaled
-            since.
+        Where only the device knows, return a copy of the flag, fp32 `()`.
         """
         step = self.last(optimizer)
         outcome = None if step is None else step.outcome
@@ -375,7 +333,7 @@ class Steps(dict[Any, Any]):
         return outcome
 
     def _find_or_make(self, optimizer: Any) -> OptimizerStep:
-        """`open` for an optimizer that is new, or whose step others have moved, replaced or written."""
+        """Do what `open` does for an optimizer that is new, or whose step other code has moved, replaced or written."""
         inner = unwrap(optimizer)
         given: Any = self.get(id(optimizer))
         if inner is not optimizer and id(inner) not in self and _has_no_owner(given):
@@ -407,7 +365,7 @@ class Steps(dict[Any, Any]):
 
     def _add_handle(self, step: OptimizerStep, optimizer: Any, *, owns: bool = False) -> None:
         key = id(optimizer)
-        for other in [*self._held]:  # until the next one comes
+        for other in [*self._held]:  # one that is READY is kept only until the next object comes
             held = self[other]
             if held is not step and held.phase is READY:
                 self._held.remove(other)
@@ -424,7 +382,7 @@ class Steps(dict[Any, Any]):
 
 
 def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
-    """Drop a freed optimizer's step; if its flag is to count in the next update, that drops it."""
+    """Drop a freed optimizer's step; if its flag counts in the next update, that update drops it."""
     steps = registry()
     step = None if steps is None else steps.get(key)
     if steps is None or type(step) is not OptimizerStep or step.handles.get(key) is not handle:
@@ -435,14 +393,14 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
 
 
 def _has_no_owner(state: Any) -> bool:
-    """Return whether a state was put into the registry by others, or made for them by a lookup."""
+    """Return whether a state was put into the registry by other code, or made for its lookup."""
     return state is not None and getattr(state, "owner", None) is None
 
 
 def unwrap(optimizer: Any) -> Any:
-    """Return the optimizer behind wrappers that keep it as `.optimizer` and share its `param_groups`."""
+    """Return the optimizer inside wrappers that keep it as `.optimizer` and share its `param_groups`."""
     outermost = optimizer
-    for _ in range(_WRAPPERS):
+    for _ in range(32):  # more are taken for a cycle
         try:
             inner = getattr(optimizer, "optimizer", None)
             if inner is None or inner is optimizer or not _same_groups(inner.param_groups, optimizer.param_groups):
@@ -454,18 +412,15 @@ def unwrap(optimizer: Any) -> Any:
 
 
 def _same_groups(groups: Any, others: Any) -> bool:
-    """Return whether the groups hold the same lists of parameters.
-
-    A container of optimizers puts its groups into a new list each time; `load_state_dict` keeps only the parameters'.
-    """
+    """Return whether the groups hold the same lists of parameters, which alone survive `load_state_dict`."""
     if groups is others:
         return True
-    pairs = itertools.zip_longest(groups, others)
+    pairs = itertools.zip_longest(groups, others)  # a container of optimizers makes a new list of groups each time
     return all(mine is theirs or mine["params"] is theirs["params"] for mine, theirs in pairs)
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of an optimizer, in order; the list may be the optimizer's own, do not write it."""
+    """Return the parameters of an optimizer, in order; the list may be the optimizer's own and must not be written."""
     groups = optimizer.param_groups
     if type(groups) is list and len(groups) == 1 and type(groups[0]["params"]) is list:
         return groups[0]["params"]

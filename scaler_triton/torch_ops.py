@@ -1,7 +1,8 @@
 """The passes over gradients in plain torch: for devices without Triton, and the tests' reference for the kernels.
 
 Each takes tensors of one device and dtype (fp16, bf16, fp32 or fp64; any shape and strides), at least one. Products are
-taken in fp32 (fp64 for fp64) and rounded once.
+taken in fp32 (fp64 for fp64) and rounded once. `inv_scale`, `coef` and `found_inf` are fp32 tensors of one element on
+the same device; `found_inf` is written only to become 1.
 """
 
 from __future__ import annotations
@@ -20,12 +21,7 @@ from scaler_triton.kernels.abi import OVERFLOWS, SQUARES
 def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply every gradient by `inv_scale` and set `found_inf` to 1 if one held NaN or Inf before.
 
-    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, also for bf16 on GPUs, where that op has none.
-
-    Args:
-        tensors: written.
-        inv_scale: fp32, one element, on the same device.
-        found_inf: fp32, one element, on the same device; written only to become 1.
+    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, which does not take bf16 on GPUs.
     """
     first = tensors[0]
     if not first.is_cpu and first.dtype is torch.bfloat16:
@@ -42,9 +38,9 @@ def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> No
 
 
 def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
-    """Set `found_inf` (as `unscale_` takes it) to 1 if a gradient holds NaN or Inf; gradients keep their bits."""
+    """Set `found_inf` to 1 if a gradient holds NaN or Inf; gradients keep their bits."""
     if not tensors[0].is_cpu and tensors[0].dtype is torch.float64:
-        # torch's own op on a GPU checks them in fp32, where large ones are infinite.
+        # On a GPU torch's own op checks them in fp32, where large ones are infinite.
         _flag_if(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), found_inf)
     else:
         one = _kept_one(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
@@ -54,15 +50,8 @@ def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
 def sum_of_squares(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None) -> Tensor:
     """Return `sum(weight * (tensor.double() ** 2).sum())`, and set `found_inf` to 1 if a tensor holds NaN or Inf.
 
-    torch's own norms are rounded to the gradients' dtype, and on the CPU their fp32 sums of millions of squares drift:
-    this sums in fp64 throughout. No host wait.
-
-    Args:
-        tensors: read.
-        found_inf: fp32, one element, on the same device; written only to become 1.
-        weights: one a tensor; None: 1 for all.
-
-    Returns: fp64, `()`, on the same device.
+    torch rounds norms to the gradients' dtype, and on the CPU fp32 sums of millions of squares drift: this sums in fp64
+    without a host wait. `weights` holds one for each tensor; None: 1 for all.
     """
     norms = torch._foreach_norm(list(tensors), 2, torch.float64)
     squares = torch._foreach_mul(norms, norms)
@@ -80,29 +69,17 @@ def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor) -> None:
 
     Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by `coef` in fp32 (for
     fp64 gradients in fp64).
-
-    Args:
-        tensors: written.
-        inv_scale: fp32, one element, on the same device.
-        coef: fp32 or fp64, one element, on the same device.
     """
     ignored = torch.zeros_like(inv_scale)
     unscale_(tensors, inv_scale, ignored)
     if tensors[0].dtype in (torch.float32, torch.float64):
         torch._foreach_mul_(list(tensors), coef.reshape(()).to(tensors[0].dtype))
-    else:  # the same product; with a factor of another dtype `_foreach_mul_` is one op per tensor
+    else:  # the same product: `_foreach_mul_` by a tensor of another dtype runs one op per gradient
         unscale_(tensors, coef.to(torch.float32), ignored)
 
 
 def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return `torch.linalg.vector_norm` of all elements in fp64, as torch takes it: the norm of the tensors' norms.
-
-    Args:
-        tensors: not all of them empty; read.
-        norm_type: its order; inf is the largest absolute value.
-
-    Returns: fp64, `()`, on the same device.
-    """
+    """Return the norm of the norms of tensors that are not all empty, fp64 `()`; order inf is the largest abs value."""
     norms = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64) for t in tensors if t.numel()]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return whole
@@ -125,35 +102,26 @@ def norm_and_coefficient(totals: Tensor, max_norm: float) -> tuple[Tensor, Tenso
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Return float(1 / double(scale)): what torch multiplies by."""
+    """Return float(1 / double(scale)), the factor that torch multiplies by."""
     return scale.double().reciprocal().float()
 
 
 def host_memory(tensor: Tensor) -> memoryview[float]:
-    """Return a CPU tensor's memory, for Python to read and write; writes do not count in the tensor's version."""
+    """Return a CPU tensor's memory for Python to read and write; writes do not change the tensor's version."""
     return cast("memoryview[float]", tensor.numpy().data)
 
 
 class InverseScale:
-    """Computes the inverse of a scale; on the CPU in Python, into one tensor that is reused from step to step.
-
-    Attributes:
-        grows: whether the inverse computed last is above 1, so that unscaling may make a finite gradient infinite;
-            known on the CPU only, else False.
-    """
+    """Computes the inverse of a scale; on the CPU in Python, into one tensor that is reused from step to step."""
 
     __slots__ = ("_kept", "grows")
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, memoryview[float]] | None = None
-        self.grows = False
+        self.grows = False  # whether the last inverse can make finite gradients infinite; always False off the CPU
 
     def of(self, scale: Tensor) -> Tensor:
-        """Return float(1 / double(scale)), fp32, on the scale's device; the next call overwrites it.
-
-        Args:
-            scale: one element.
-        """
+        """Return `inverse(scale)` of a scale of one element; the next call overwrites it."""
         self.grows = False
         if scale.is_cpu and type(scale) is Tensor:  # fake tensors cannot be read
             value = scale.item()

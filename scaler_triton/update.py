@@ -1,13 +1,13 @@
-"""The update rule: growth, backoff and limits of the scale; the counters it keeps, and what `stats` makes of them.
+"""The update rule: growth, backoff and limits of the scale, and the counters that `stats` returns.
 
     if found_inf: strikes += 1; tracker = 0; scale *= backoff_factor if strikes >= hysteresis else 1
     elif tracker + 1 < growth_interval: tracker += 1
     else: scale = scale * growth_factor if that is finite else scale; tracker = strikes = 0
     scale = clamp(scale, min_scale, max_scale)                # NaN becomes min_scale
 
-This is `torch._amp_update_scale_`, but for >= and the limits. Products are taken in fp64 and rounded once to fp32, as
-torch does. Hysteresis is Megatron's `DynamicGradScaler` (megatron/core/optimizer/grad_scaler.py). The rule stands three
-times, with the same bits: in Python for a scale on the CPU, in torch's ops, and in `kernels/update_scale.py`.
+This is `torch._amp_update_scale_` except for >= and the limits. Products are computed in fp64 and rounded once to fp32,
+as in torch. Hysteresis is that of Megatron's `DynamicGradScaler` (megatron/core/optimizer/grad_scaler.py). There are
+three implementations with the same bits: Python for a scale on the CPU, torch's ops, and `kernels/update_scale.py`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from scaler_triton.text import count_of
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
 
-# Doubles from here on round to infinity in fp32.
-_ROUNDS_TO_INF = 2.0**128 - 2.0**103
+_ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the smallest double that fp32 rounds to infinity
 
 Numbers = tuple[float, float, int]  # growth_factor, backoff_factor, growth_interval
 
@@ -50,15 +49,15 @@ class SkipStreakError(FloatingPointError):
 
 @dataclass(frozen=True)
 class ScalerStats:
-    """Counts of what a scaler's updates did so far.
+    """What a scaler's updates have done so far.
 
     Args:
         updates: calls of `update`; `update(new_scale)` counts only if gradients were checked since the last update.
-        skipped: updates with an overflow, after which a step was skipped.
+        skipped: updates with an overflow, whose step was skipped.
         consecutive_skips: how many of them were the last ones in a row; 0 after an update without overflow.
-        growths: updates after which the scale was larger, also if a limit made it so; none by `update(new_scale)`.
-        backoffs: updates after which it was smaller, the same way.
-        last_skip: which update skipped last, the first one being 1; None if none did.
+        growths: updates that made the scale larger, even by a limit; `update(new_scale)` does not count.
+        backoffs: updates that made it smaller, likewise.
+        last_skip: the number of the last update that skipped, from 1; None if none did.
     """
 
     updates: int = 0
@@ -84,25 +83,25 @@ class Counters:
         self._copy: HostCopy | None = None
 
     def on_host(self) -> list[int]:
-        """Return the ints, to be written by an update on the host."""
+        """Return the ints, which an update on the host writes."""
         if not isinstance(self.values, list):
             self.values = self.read()
         return self.values
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the tensor, to be written by an update on `device`; the same one each time."""
+        """Return the tensor, the same one each time, which an update on `device` writes."""
         if isinstance(self.values, list) or self.values.device != device:
             refuse_capture(device, "a scaler's first step")
             with torch.inference_mode(False), sync_allowed(device):
-                # Waited for, once per scaler: kernels on other streams read it.
+                # Kernels on other streams read it, so the copy is waited for, once per scaler.
                 self.values = torch.tensor(self.read(), dtype=torch.int64, device="cpu").to(device)
             self._copy = None
         return self.values
 
     def set(self, values: Sequence[int]) -> None:
-        """Write other values, on the device into the same tensor, which graphs write."""
+        """Write other values, into the same tensor if there is one, as graphs write it."""
         self._known = list(values)
-        self._copy = None  # it is of the old values
+        self._copy = None  # it has the old values
         if isinstance(self.values, list):
             self.values = list(values)
         else:
@@ -114,7 +113,7 @@ class Counters:
         return list(self._known)
 
     def newest(self) -> list[int]:
-        """Return the newest values that have arrived on the host, and start the next copy; on CUDA without waiting."""
+        """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
         if isinstance(self.values, list):
             return self.read()
         if not is_captured(self.values):
@@ -137,7 +136,7 @@ class Counters:
 
 
 class LaggingCounters:
-    """The counters of some updates ago: on the host by then, and the same on every rank."""
+    """The counters of `LAG` updates ago, which are on the host by then, and equal on every rank."""
 
     LAG = 4  # updates
 
@@ -145,13 +144,7 @@ class LaggingCounters:
         self._taken: list[HostCopy | list[int]] = []
 
     def push(self, values: list[int] | Tensor) -> list[int] | None:
-        """Store the counters after an update, and return those of `LAG` updates before, None if there are none yet.
-
-        Waits only for a device that is more than `LAG` updates behind.
-
-        Args:
-            values: `Counters.values`.
-        """
+        """Store the counters after an update, and return those of `LAG` updates before; None if there are none yet."""
         oldest = self._taken.pop(0) if len(self._taken) == self.LAG else None
         seen = oldest.read() if isinstance(oldest, HostCopy) else oldest
         if isinstance(values, list):
@@ -167,8 +160,7 @@ class LaggingCounters:
 class DevicePolicy:
     """The numbers of the rule in device memory, where graphs read the current ones at each replay.
 
-    Attributes:
-        values: fp64 [POLICY]. Scalar arguments of a kernel would be fp32, in which 1.1 is another number.
+    They are fp64: scalar arguments of a kernel would be fp32, in which 1.1 is another number.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -178,12 +170,12 @@ class DevicePolicy:
         self._held: tuple[float, ...] = ()
 
     def hold(self, numbers: Numbers, limits: Limits) -> Tensor:
-        """Set the values and return them; nothing is copied if they are the same."""
+        """Set the values, if they differ, and return their tensor."""
         asked = (*numbers, limits.min_scale, limits.max_scale, limits.hysteresis)
         if asked != self._held:
-            self._held = ()  # an interrupted copy may have arrived or not
+            self._held = ()  # unknown if the copy is interrupted
             with sync_allowed(self.values.device):
-                if self.values.is_cuda:  # updates, and replays, may be queued on any stream: they go by the old ones
+                if self.values.is_cuda:  # updates and replays that are queued, on any stream, use the old values
                     torch.cuda.synchronize(self.values.device)
                 self.values.copy_(torch.tensor(asked, dtype=torch.float64, device="cpu"))
             self._held = asked
@@ -191,36 +183,16 @@ class DevicePolicy:
 
 
 class Home:
-    """What is known of a scale and its tracker, asked once for as long as these two stay.
-
-    Args:
-        scale: one element, fp32 or fp64, any device.
-        growth_tracker: int32, one element, on the same device.
-        rows: the flags on that device.
-        requested: the backend asked for.
-
-    Attributes:
-        by_kernel: whether a kernel updates them.
-        on_host: whether Python does: on the CPU, where it can read them.
-
-    Raises: torch's TypeError and RuntimeErrors for what cannot be a scale or a tracker, as others may replace both.
-    """
+    """How a scale and its tracker are updated: by a kernel, by Python (`on_host`) or by torch's ops."""
 
     def __init__(self, scale: Tensor, growth_tracker: Tensor, rows: FlagRows, requested: str) -> None:
-        self.scale, self.growth_tracker, self.rows = scale, growth_tracker, rows
-        self.device = scale.device
+        self.scale, self.growth_tracker, self.rows, self.device = scale, growth_tracker, rows, scale.device
         self.by_kernel = choose_for_scale(scale, requested) == "triton"
         self.on_host = not self.by_kernel and scale.is_cpu and type(scale) is Tensor  # fake tensors cannot be read
 
 
 def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked: Sequence[Any], captured: bool) -> None:
-    """Update the scale by the flags of all steps; a kernel also clears those that are the scaler's own.
-
-    Args:
-        scale, tracker: the scaler's; written.
-        checked: the steps that have flags.
-        captured: whether a graph is being captured.
-    """
+    """Update the scale by the flags of the `checked` steps; a kernel also clears those that are the scaler's own."""
     ours = scaler._ours
     home, limits = ours.home, ours.limits
     if home is None or home.scale is not scale or home.growth_tracker is not tracker:
@@ -229,12 +201,13 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
     own: list[Any] = []
     exposed = ours.steps.exposed
-    for step in checked:  # others may have put plain dicts there
+    for step in checked:  # other code may have put plain dicts there
         own.append(None if type(step) is dict else step.own_flag(exposed))
     if home.on_host:
         skips = False
         for step, flag in zip(checked, own, strict=True):
-            skips |= _is_any_set(step) if flag is None else flag.is_set()
+            flags = step["found_inf_per_device"].values()
+            skips |= any(each.item() != 0.0 for each in flags) if flag is None else flag.is_set()
         update_on_host_(scale, tracker, skips, numbers, limits, ours.counters.on_host())
         return
     rows, counters = home.rows, ours.counters.on(home.device)
@@ -261,7 +234,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
 
 
 def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> None:
-    """Set the scale to a number; that counts as an update if gradients were checked."""
+    """Set the scale; this counts as an update if gradients were checked."""
     ours, scale = scaler._ours, scaler._scale
     if isinstance(new_scale, Tensor) and (
         new_scale.device.type != scaler._device or new_scale.numel() != 1 or new_scale.requires_grad
@@ -287,13 +260,7 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
 
 
 def check_streak(scaler: GradScaler, *, is_set: bool) -> None:
-    """Raise if more than `max_consecutive_skips` updates in a row were skipped, some updates ago.
-
-    Args:
-        is_set: whether the scale was set: whoever does so has seen to the skips so far.
-
-    Raises: SkipStreakError.
-    """
+    """Raise SkipStreakError if too many updates in a row were skipped; start again if the user has set the scale."""
     ours, limit = scaler._ours, scaler._ours.limits.max_consecutive_skips
     if is_set:
         ours.lagging = LaggingCounters()
@@ -303,23 +270,19 @@ def check_streak(scaler: GradScaler, *, is_set: bool) -> None:
         raise SkipStreakError(
             f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
             f"{LaggingCounters.LAG} updates later the scale is {scaler.get_scale()}. {ScalerStats.of(seen)}\n"
-            f"{scaler.overflow_report()}"  # of this rank: not all ranks may get here
+            f"{scaler.overflow_report()}"  # this rank's only: not all ranks may get here
         )
 
 
 def numbers_changed(scaler: GradScaler) -> None:
-    """Write the rule's numbers where graphs read them at each replay."""
+    """Write the rule's numbers to the memory that graphs read at each replay."""
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
     for held in scaler._ours.policies.values():
         held.hold(numbers, scaler._ours.limits)
 
 
-def _is_any_set(step: Any) -> bool:
-    return any(flag.item() != 0.0 for flag in step["found_inf_per_device"].values())
-
-
 def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
-    """Have the current stream wait for fused steps on others: the update is going to clear the flags they read."""
+    """Make the current stream wait for fused steps on others, whose flags the update is going to clear."""
     readers = {step.reader for step in checked if step.reader is not None}
     if readers:
         launch = kernels().launch
@@ -328,7 +291,7 @@ def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:
-    """Raise as torch's update does for what cannot be a scale or a tracker: a kernel would take any address for one."""
+    """Raise torch's errors for an illegal scale or tracker: others may replace both, and a kernel takes any address."""
     if not isinstance(scale, Tensor) or not isinstance(growth_tracker, Tensor):
         torch._amp_update_scale_(scale, growth_tracker, torch.zeros(()), 2.0, 0.5, 1)  # raises torch's TypeError
     if growth_tracker.device != scale.device:
@@ -345,14 +308,9 @@ def _check_numbers(scale: Any, growth_tracker: Any) -> None:
 def update_on_host_(
     scale: Tensor, growth_tracker: Tensor, found_inf: bool, numbers: Numbers, limits: Limits, counters: list[int]
 ) -> None:
-    """Update a scale on the CPU in Python's doubles, in which torch's op multiplies, too.
+    """Update a scale (fp32 or fp64) on the CPU in Python's doubles, in which torch's op multiplies, too.
 
-    Args:
-        scale: fp32 or fp64, one element; written in every update, which autograd counts as torch's op does.
-        growth_tracker: int32, one element; written.
-        found_inf: whether any flag is set.
-        numbers: growth_factor, backoff_factor, growth_interval.
-        counters: written.
+    Like torch's op, it writes the scale in every update: autograd counts the writes.
     """
     growth_factor, backoff_factor, interval = numbers
     before = value = scale.item()
@@ -386,13 +344,12 @@ def update_on_host_(
 def update_by_ops_(
     scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, limits: Limits, counters: Tensor
 ) -> None:
-    """Update without a host wait, on any device; if memory runs out, nothing has changed.
+    """Update on any device without a host wait; if memory runs out, nothing has changed.
 
     Args:
         scale: fp32, one element; written.
         growth_tracker: int32, one element, same device; written.
         found_inf: fp32, one element, same device; anything but 0 is an overflow.
-        numbers, limits: as `update_on_host_` takes them.
         counters: int64 [COUNTERS], same device; written.
     """
     bad, after = found_inf.reshape(()) != 0, scale.clone()
@@ -421,15 +378,7 @@ def update_by_ops_(
 
 
 def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, requested: str) -> None:
-    """Update once, without limits, by the backend of the scale's device; nothing is counted.
-
-    Args:
-        scale: fp32, one element, any device; written.
-        growth_tracker: int32, one element, same device; written.
-        found_inf: fp32, one element, same device; read.
-        numbers: growth_factor, backoff_factor, growth_interval.
-        requested: as `dispatch.check_backend` returns it.
-    """
+    """Update once by the backend of the scale's device, without limits or counters, as `torch._amp_update_scale_`."""
     if choose_for_scale(scale, requested) == "triton":
         policy, ignored = _kept_policy(scale.device, numbers), _scratch(scale.device)
         launch = kernels().update_scale.launch_update
@@ -441,7 +390,7 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numb
         update_by_ops_(scale, growth_tracker, found_inf, numbers, NO_LIMITS, counters)
 
 
-# Kept for ever: a graph may read or write them at each replay.
+# Never freed: a graph may read or write them at each replay.
 _policies: dict[tuple[torch.device, Numbers], Tensor] = {}
 _scratches: dict[torch.device, Tensor] = {}
 

@@ -400,6 +400,11 @@ class ReportRules:
             self._now().doubtful.update(self._look(optimizer))
         return flags
 
+    def _resume(self, optimizer: Any) -> None:
+        if id(optimizer) in self._carried:  # a report may name what the update before has counted, too
+            self._now().doubtful.update(map(id, parameters_of(optimizer)))
+        super()._resume(optimizer)
+
     def clip_grad_norm_(self, optimizers: Any, *args: Any, **kwargs: Any) -> Tensor:
         before = [self._look(unwrapped(optimizer)) for optimizer in optimizers]
         try:

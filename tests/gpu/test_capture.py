@@ -221,6 +221,22 @@ def test_gradients_that_a_graph_wrote_anew_are_scaled(fused: bool, replay_before
     assert_same(weight.detach(), torch.full((3,), -2.0, device="cuda"))
 
 
+@pytest.mark.parametrize(("value", "wanted"), [(8.0, -2.0), (float("inf"), -1.0)])
+def test_a_plain_step_reads_the_flag_of_a_replayed_unscaling(value: float, wanted: float) -> None:
+    """Not the copy that a capture only recorded."""
+    weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), started(GradScaler, "cuda", init_scale=8.0)
+    weight.grad = torch.full((3,), 8.0, device="cuda")
+    take_step(scaler, optimizer, "unscale_")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaler.unscale_(optimizer)
+    weight.grad.fill_(value)
+    graph.replay()
+    scaler.step(optimizer)
+    assert weight[0].item() == wanted
+
+
 @MAY_BE_EMPTY
 def test_a_step_that_reads_the_flag_on_the_host_is_refused_in_a_capture() -> None:
     weight = torch.nn.Parameter(torch.ones(3, device="cuda"))

@@ -54,7 +54,9 @@ def reductions(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[list[fl
 )
 def test_every_gradient_is_validated_before_the_first_is_written(place: Place, bad: Any, error: type) -> None:
     optimizer = sgd([torch.full((2,), 8.0), torch.zeros(2, dtype=bad.dtype)], place.device)
-    optimizer.param_groups[0]["params"][1].grad = bad.to(place.device)
+    optimizer.param_groups[0]["params"][1].grad = (
+        bad[:1].to(place.device).expand(2) if bad.stride(0) == 0 else bad.to(place.device)
+    )
     scaler = started(GradScaler, place.device, init_scale=SCALE, backend=place.backend)
     with pytest.raises(error):
         scaler.unscale_(optimizer)

@@ -223,16 +223,16 @@ def test_a_bad_gradient_outside_the_chosen_ones_skips_the_step(place: Place) -> 
 @pytest.mark.parametrize("how", ["set", "cleared", "replaced"])
 def test_flags_that_others_wrote_are_shared_and_stay_each_optimizers_own(how: str) -> None:
     optimizers = [sgd([torch.ones(3)]), sgd([torch.full((5,), 1.0 if how == "set" else math.inf)])]
-    scaler, cpu = scaler_on(), torch.device("cpu")
-    scaler.unscale_(optimizers[0])
-    own = torch.full((), float(how == "set"))
-    if how == "replaced":
-        scaler._per_optimizer_states[id(optimizers[0])]["found_inf_per_device"] = {cpu: own}
-    else:
-        scaler._found_inf_per_device(optimizers[0])[cpu].copy_(own)
+    scaler, cpu, written = scaler_on(), torch.device("cpu"), [torch.tensor(float(how == "set")), torch.tensor(1.0)]
+    for optimizer, flag in zip(optimizers[: 2 if how == "replaced" else 1], written, strict=False):
+        scaler.unscale_(optimizer)
+        if how == "replaced":
+            scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {cpu: flag}
+        else:
+            scaler._found_inf_per_device(optimizer)[cpu].copy_(flag)
     scaler.clip_grad_norm_(optimizers, 1.0, parameters=[])
     assert [flags(scaler, optimizer) for optimizer in optimizers] == [[1.0], [1.0]]
-    assert own.item() == float(how == "set")
+    assert [flag.item() for flag in written] == [float(how == "set"), 1.0]
     scaler._found_inf_per_device(optimizers[0])[cpu].fill_(0.0)
     for optimizer in optimizers:
         scaler.step(optimizer)

@@ -150,6 +150,7 @@ ON_HOST = [
     (0.0, 0.0, ITS_OWN, True, False),
     (1.0, 1.0, ITS_OWN, True, True),
     (math.nan, math.nan, ITS_OWN, True, True),
+    (1.0, 1.0, {META: torch.zeros((), device="meta")}, True, True),  # a copy of it, which need not be read
     (0.0, 1.0, ITS_OWN, False, True),
     (0.0, 1.0, {CPU: torch.tensor(0.0)}, False, False),
     (0.0, 0.0, {CPU: torch.tensor([2.0])}, False, True),
@@ -306,7 +307,9 @@ def test_sums_of_flags_and_failures_are_one_flag_and_one_failure(failures: float
 def test_constants_are_kept_for_plain_tensors_and_made_for_fake_ones() -> None:
     with FakeTensorMode():
         assert type(constants(torch.ones(1), torch.float32, 7.0)) is not torch.Tensor
-    assert constants(torch.ones(1), torch.float32, 7.0) is constants(torch.ones(2), torch.float32, 7.0)
+    kept = constants(torch.ones(1), torch.float32, 7.0)
+    assert type(kept) is torch.Tensor
+    assert constants(torch.ones(2), torch.float32, 7.0) is kept
 
 
 # Functions

@@ -261,6 +261,14 @@ def test_the_first_scale_is_brought_within_the_bounds() -> None:
     assert GradScaler("cpu", max_scale=64).get_scale() == 64.0
 
 
+def test_6_the_first_loss_may_be_scaled_in_inference_mode() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    with torch.inference_mode():
+        scaler.scale(torch.ones(()))
+    assert not any(each.is_inference() for each in (scaler._scale, scaler._growth_tracker))
+    assert update(scaler, bad=True) == 4.0
+
+
 @pytest.mark.parametrize("backend", ["cuda", 3])
 def test_a_backend_that_there_is_not_is_named(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="backend must be one of"):

@@ -291,15 +291,6 @@ def test_marks_of_fsdp1_and_of_ddp_over_tensor_parallel(name: str, value: Any) -
     assert gradients.dtensor_spec(parameter) is (value if name == "_st_info" else None)
 
 
-def test_duplicates_are_summed() -> None:
-    for dtype in (torch.float32, torch.float16):
-        assert gradients.is_unreduced(sparse(dtype))
-        assert values(gradients.reduced(sparse(dtype))).tolist() == [1.5, 9.0, -3.0]
-    assert not gradients.is_unreduced(sparse().coalesce())
-    coalesced = sparse(torch.float16).coalesce()
-    assert gradients.coalesce_fp16(coalesced) is coalesced
-
-
 def test_dtensor_is_not_imported_to_find_out_that_a_tensor_is_none(monkeypatch: Any) -> None:
     """Its import takes a second."""
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)

@@ -72,7 +72,6 @@ def test_an_import_loads_neither_triton_nor_fsdp() -> None:
 def test_every_file_of_the_core_has_a_unit_test_of_its_name() -> None:
     tests = ROOT / "tests/unit"
     expected = {f"test_{path.stem}.py" for path in PACKAGE.glob("*.py") if not path.stem.startswith("_")}
-    expected -= {"test_sharded.py"}  # its class is tested beside GradScaler
     assert expected - {path.name for path in tests.glob("test_*.py")} == set()
     expected = {f"test_{path.stem}.py" for path in KERNELS.glob("*.py")} - {"test_abi.py"}  # numbers
     assert expected - {path.name for path in (tests / "kernels").glob("test_*.py")} == set()

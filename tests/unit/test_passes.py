@@ -216,6 +216,15 @@ def test_a_scale_is_taken_as_it_is_assigned(place: Place, scale: Tensor) -> None
 
 
 @PLACES
+def test_what_stands_for_a_partial_gradient_is_only_checked(place: Place) -> None:
+    plan, _, _ = check([torch.ones(1)], place, divide=False)
+    batch = batch_of([torch.tensor([8.0, math.inf])], place)._replace(is_partial=True)
+    flag = Flag(torch.zeros(STATUS, device=place.device))
+    passes.check(plan, [batch], number(4.0, place), flag, divide=True)
+    assert (batch.present[0].tolist(), flag.found_inf.item(), plan.written) == ([8.0, math.inf], 1.0, False)
+
+
+@PLACES
 def test_without_gradients_there_is_no_flag(place: Place) -> None:
     plan, _, found = check([None], place)
     assert (found, plan.written) == ({}, False)

@@ -139,6 +139,8 @@ def test_one_dimension_agrees_by_its_group(world: Any) -> None:
     assert mesh_ranks([plain(), on(mesh), on(mesh)]) == Ranks((mesh.get_group(),), (0, 1, 2, 3))
     part = mesh_of(ranks=[0, 2])
     assert mesh_ranks([on(part)]) == Ranks((part.get_group(),), (0, 2))
+    row = mesh_of(2, 2)["b"]
+    assert mesh_ranks([on(row)]) == Ranks((row.get_group(),), (0, 1))
 
 
 def test_more_dimensions_agree_by_the_world_or_by_a_group_each(world: Any) -> None:
@@ -155,11 +157,11 @@ def test_more_dimensions_agree_by_the_world_or_by_a_group_each(world: Any) -> No
 
 def test_of_several_roots_the_widest_decides_the_one_with_fewest_dimensions(world: Any) -> None:
     world(8)
-    line, square, part = mesh_of(8), mesh_of(2, 4), mesh_of(ranks=[0, 1])
-    assert mesh_ranks([on(part), on(square), on(line)]) == Ranks((line.get_group(),), tuple(range(8)))
-    with pytest.raises(
-        ValueError, match=r"^process_group is needed: .* span different ranks \[\[0, 1\], \[0, 2\]\], so "
-    ):
+    line, square, part = (mesh_of(ranks=each) for each in ([0, 1, 2, 3], [[0, 1], [2, 3]], [0, 1]))
+    for meshes in ((part, square, line), (line, part, square)):
+        assert mesh_ranks(map(on, meshes)) == Ranks((line.get_group(),), (0, 1, 2, 3))
+    assert mesh_ranks([on(mesh_of(2, 4)), on(line)]) == Ranks((dist.group.WORLD,), tuple(range(8)))
+    with pytest.raises(ValueError, match=r"^process_group is needed: .* different ranks \[\[0, 1\], \[0, 2\]\], so "):
         mesh_ranks([on(part), on(mesh_of(ranks=[0, 2]))])
 
 

@@ -107,6 +107,7 @@ def any_limits(draw: st.DrawFn) -> Limits:
 )
 @example(65536.0, [1.0] * 4 + [0.0] * 4, (2.0, 0.5, 2), Limits(1.0, 65536.0, 3), ())
 @example(MAX_SCALE, [0.0, 0.0], (1 + 2.0**-26, 0.5, 1), NO_LIMITS, ())  # the product rounds back: no growth
+@example(64.0, [0.0, 1.0], (1 + 2.0**-30, 1 - 2.0**-30, 1), NO_LIMITS, ())
 @example(math.nan, [0.0, 1.0, 1.0], (2.0, 0.5, 1), Limits(hysteresis=2), (1,))
 @example(2.0**127, [0.0], (2 - 2.0**-24, 0.5, 1), NO_LIMITS, ())  # the least product that rounds to infinity
 @settings(max_examples=60, deadline=None)
@@ -297,6 +298,7 @@ def test_a_replaced_scale_or_tracker_that_cannot_be_one_is_named(
 ) -> None:
     """Fault 6."""
     scaler = at(place)
+    scales(scaler, bad=".")  # the ones before were fine
     scaler.step(sgd([torch.ones(1)], place.device))
     replaced = value.to(place.device) if isinstance(value, Tensor) and not value.is_meta else value
     setattr(scaler, name, replaced)
@@ -308,6 +310,8 @@ def test_a_replaced_scale_or_tracker_that_cannot_be_one_is_named(
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_replaced_scale_is_the_one_that_is_updated(place: Place, dtype: Any, shape: tuple[int, ...]) -> None:
+    if place.device == "cuda" and dtype is torch.float64:
+        pytest.skip("torch's op takes an fp32 scale only there")
     scaler = at(place)
     scales(scaler, bad="x")
     scaler._scale = torch.full(shape, 16.0, dtype=dtype, device=place.device)
@@ -409,7 +413,7 @@ def test_older_counters_that_arrive_late_are_not_taken(answers: list[bool]) -> N
 
 
 def test_what_was_set_is_not_overtaken_by_a_copy_of_what_was_before(answers: list[bool]) -> None:
-    answers += [False, False]
+    answers += [False, True, False]
     counters = Counters()
     counters.on(CPU)[UPDATES] = 9
     counters.newest()

@@ -35,7 +35,7 @@ def test_of_a_lower_limit_the_lowest_answers() -> None:
     goal = Goal("share", "passes", ".*", ".*", "unscale", 0.95, "copy / ours", at_least=True)
     rows = [
         Place("passes", "", case).row("unscale", "copy / ours", "ratio", [share])
-        for case, share in zip("ab", (1, 0.96))
+        for case, share in zip("ab", (1, 0.96), strict=True)
     ]
     (answer,) = answers(entries(*rows), [goal])
     assert (answer.row.p50, answer.met) == (0.96, "yes")
