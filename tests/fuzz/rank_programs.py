@@ -58,18 +58,6 @@ class Place:
         return self.own.size * cut < 4
 
 
-def _dp() -> DeviceMesh:
-    return cases.square()["dp"]
-
-
-def _tp() -> DeviceMesh:
-    return cases.square()["tp"]
-
-
-def _one_replica() -> DeviceMesh:
-    return cases.mesh((1, 4), ("replica", "shard"))
-
-
 NOTHING, LINE, SQUARE, ROWS, COLUMNS = (Axes(d) for d in ((), ((4, 1),), ((2, 2), (2, 1)), ((2, 2),), ((2, 1),)))
 
 PLACES = {
@@ -80,11 +68,11 @@ PLACES = {
     "square-sharded": Place(cases.square, SQUARE, "01"),
     "square-replicated": Place(cases.square, SQUARE, "RR"),
     "hsdp": Place(cases.square, SQUARE, "R0"),
-    "one-replica": Place(_one_replica, Axes(((1, 4), (4, 1))), "R0"),
+    "one-replica": Place(lambda: cases.mesh((1, 4), ("replica", "shard")), Axes(((1, 4), (4, 1))), "R0"),
     "square-half": Place(cases.square, SQUARE, "0R"),
     "fsdp-tp": Place(cases.square, SQUARE, "s0"),
-    "dp-slice": Place(_dp, ROWS, "0", COLUMNS),
-    "tp-slice": Place(_tp, COLUMNS, "0", ROWS),
+    "dp-slice": Place(lambda: cases.square()["dp"], ROWS, "0", COLUMNS),
+    "tp-slice": Place(lambda: cases.square()["tp"], COLUMNS, "0", ROWS),
 }
 SLICES = ("dp-slice", "tp-slice")
 PLAIN = ("plain", "own")

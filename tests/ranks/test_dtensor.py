@@ -248,20 +248,3 @@ def test_partial_gradients_whose_sum_overflows_spare_the_weights(two, kind, name
     assert all(report.finite for report, _ in results)
     (first, weights), (second, same_weights) = results
     assert (first.scales, first.stepped, weights) == (second.scales, second.stepped, same_weights)
-
-
-def plain_grads(rank: int, kind: str) -> tuple[list[list[float]], list[float]]:
-    """A replicated parameter with plain gradients, as an optimizer of one's own may want them; rank 1's is bad once."""
-    scaler, param = new_scaler(kind), cases.dtensor_param(line(), [Replicate()])
-    optimizer, flags = new_optimizer("sgd", [param]), []
-    for value in (torch.inf if rank else 3.0, 3.0):
-        param.grad = scaler.scale(torch.full((2, 3), value))
-        scaler.unscale_(optimizer)
-        flags.append([flag.item() for flag in scaler._found_inf_per_device(optimizer).values()])
-        scaler.update()
-    return flags, param.grad.flatten().tolist()
-
-
-@KINDS
-def test_plain_gradients_of_a_distributed_parameter_are_what_this_rank_holds(two, kind):
-    assert two.run(plain_grads, kind) == [([[1.0], [0.0]], [3.0] * 6)] * 2
