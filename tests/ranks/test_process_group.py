@@ -52,10 +52,8 @@ def try_group(rank: int, what: str, kind: str, name: str, method: str, layout: s
         params = [cases.dtensor_param(on, [Shard(0)]) for on in (rows[rank // 2], columns[rank % 2])]
         scaler = new_scaler(kind)
     else:
-        groups = {"stranger": _first_only, "mesh": cases.line, "list": lambda: [0, 1], "pickled": lambda: _pair(rank)}
+        groups = {"stranger": _first_only, "mesh": cases.line, "list": lambda: [0, 1]}
         scaler = new_scaler(kind, process_group=groups.get(what, lambda: _pair(rank))())
-    if what == "pickled":
-        scaler = pickle.loads(pickle.dumps(scaler))
     cases.give_grads(scaler, params, 0)
     return cases.attempt(scaler, method, new_optimizer(name, params))
 
@@ -94,13 +92,6 @@ def test_what_is_no_group(two, kind, method, what, word):
 def test_a_group_that_misses_ranks_of_a_mesh(four, kind, method, name, layout):
     for rank, each in enumerate(four.run(try_group, "too small", kind, name, method, layout)):
         assert_refused(each, f"ranks {[0, 1] if rank < 2 else [2, 3]} without [")
-
-
-@KINDS
-@METHODS
-def test_a_pickled_group_is_refused_until_set(four, kind, method):
-    for rank, each in enumerate(four.run(try_group, "pickled", kind, "sgd", method)):
-        assert_refused(each, "[0, 1]" if rank < 2 else "[2, 3]", "set scaler.process_group")
 
 
 @METHODS
