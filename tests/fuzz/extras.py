@@ -41,30 +41,18 @@ NAN, INF = 1, 2
 WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
 
 
-class TooManySkips(Refused):
-    """The SkipStreakError of an update that is done."""
+class Raises(Refused):
+    """An error of a type, that begins with a text."""
 
-    def __init__(self, streak: int, limit: int) -> None:
-        departs(13)
-        skips = f"{streak} consecutive skip{'s' if streak > 1 else ''}"
-        ValueError.__init__(self, f"{skips}, more than max_consecutive_skips={limit}")
-
-    def is_met_by(self, error: BaseException) -> bool:
-        return type(error) is SkipStreakError and str(error).startswith(f"{self}; ")
+    def __init__(self, error: type[Exception], begin: str) -> None:
+        ValueError.__init__(self, begin)
+        self.error, self.begin, self.end = error, begin, ""
 
 
 class Mistyped(Refused):
     """Difference 2: a TypeError, else as a ValueError."""
 
     error = TypeError
-
-
-class OutOfOrder(Refused):
-    """The ValueError of a bound beyond the other one."""
-
-    def __init__(self, low: float, high: float) -> None:
-        super().__init__("min_scale", None)
-        self.end = f"min_scale must be <= max_scale, got {low} and {high}"
 
 
 class OneOf(Refused):
@@ -78,18 +66,11 @@ class OneOf(Refused):
         return any(each.is_met_by(error) for each in self.errors)
 
 
-class AlreadyUnscaled(Refused):
-    """torch's error about a second `unscale_`, with a hint behind it."""
-
-    def __init__(self) -> None:
-        ValueError.__init__(self, "unscale_() has already been called on this optimizer since the last update().")
-
-    def is_met_by(self, error: BaseException) -> bool:
-        return type(error) is RuntimeError and str(error).startswith(f"{self} ")
+# torch's, with a hint behind it.
+ALREADY_UNSCALED = "unscale_() has already been called on this optimizer since the last update(). "
 
 
 def error_of(name: str, value: Any) -> Refused | None:
-    """Return why a limit cannot be set to a value."""
     types, is_legal = {
         "min_scale": ((int, float), lambda x: SMALLEST <= x <= FP32_MAX),
         "max_scale": ((int, float), lambda x: SMALLEST <= x <= FP32_MAX),
@@ -132,7 +113,8 @@ class ExtrasRules:
         bounds = {name: torch.tensor(float(changes[name])).item() for name in changes if name.endswith("_scale")}
         limits = {**self._limits, **changes, **bounds}
         if limits["min_scale"] > limits["max_scale"]:
-            raise OutOfOrder(limits["min_scale"], limits["max_scale"])
+            low, high = limits["min_scale"], limits["max_scale"]
+            raise Raises(ValueError, f"min_scale must be <= max_scale, got {low} and {high}")
         self._limits = limits
         if "max_consecutive_skips" in changes:
             self._streaks = []  # updates before it do not count
@@ -162,7 +144,9 @@ class ExtrasRules:
             self._streaks.append(self._counters["consecutive_skips"])
             streak = self._streaks.pop(0) if len(self._streaks) > LAG else 0
             if streak > limit:
-                raise TooManySkips(streak, limit)
+                departs(13)
+                skips = f"{streak} consecutive skip{'s' * (streak > 1)}"
+                raise Raises(SkipStreakError, f"{skips}, more than max_consecutive_skips={limit}; ")
 
     def _update_as_torch(self) -> None:
         # torch adds the flags up in one of them: what they were is read before.
@@ -239,22 +223,12 @@ class ExtrasRules:
             return False
         inner = unwrapped(optimizer)
         if id(inner) not in self._skips:
-            raise NotStepped
+            raise Raises(ValueError, "was_skipped: this ")
         return any(bool(flag) for flag in self._skips[id(inner)])
 
     def stats(self) -> SimpleNamespace:
         shown = {name: value for name, value in self._counters.items() if name != "strikes"}
         return SimpleNamespace(**{**shown, "last_skip": shown["last_skip"] or None})
-
-
-class NotStepped(Refused):
-    """The ValueError of a question that no step answers."""
-
-    def __init__(self) -> None:
-        ValueError.__init__(self, "not stepped since the last check")
-
-    def is_met_by(self, error: BaseException) -> bool:
-        return type(error) is ValueError and "stepped" in str(error)
 
 
 class ClippingRules:
@@ -329,7 +303,7 @@ class ClippingRules:
             if stage is OptState.STEPPED:
                 raise RuntimeError("unscale_() is being called after step().")
             if stage is OptState.UNSCALED and not again:
-                raise AlreadyUnscaled
+                raise Raises(RuntimeError, ALREADY_UNSCALED)
 
     def _check_gradients(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
@@ -458,13 +432,10 @@ class FullSpecification(ReportRules, ClippingRules, ExtrasRules, Specification):
 
 
 class FullShardedSpecification(ReportRules, ClippingRules, ExtrasRules, ShardedSpecification):
-    """Our ShardedGradScaler as it should be."""
-
     allows_fp16 = True
 
 
 def form(gradient: Tensor | None) -> Any:
-    """Return what a plan is made for."""
     if gradient is None:
         return None
     if gradient.is_sparse:
@@ -486,7 +457,6 @@ def kinds_in(gradient: Tensor) -> int:
 
 
 def values_in(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient, which may be sparse, sharing its memory."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
@@ -499,7 +469,6 @@ def sum_up(parameters: Iterable[Tensor]) -> None:
 
 
 def together(parameters: Sequence[Tensor]) -> Tensor:
-    """Return all numbers of all gradients in fp64."""
     parts = [values_in(p.grad).double().flatten() for p in parameters if p.grad is not None]
     whole = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
     return whole if whole.numel() else torch.zeros(1, dtype=torch.float64)  # torch has no inf-norm of nothing

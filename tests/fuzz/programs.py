@@ -27,8 +27,6 @@ from scaler_triton import GradScaler
 
 
 class Programs(RuleBasedStateMachine):
-    """Each rule is one call that a user can make, made in both worlds."""
-
     ours_class: type = GradScaler
     theirs_class: type = FullSpecification
     backend = "torch"
@@ -37,29 +35,13 @@ class Programs(RuleBasedStateMachine):
 
     @initialize(
         specs=st.lists(draw.optimizer_specs(), min_size=1, max_size=3),
-        scale=draw.scales,
-        growth=st.sampled_from([2.0, 1.1, 4.0]),
-        backoff=st.sampled_from([0.5, 0.3]),
-        interval=draw.intervals,
-        enabled=draw.rarely.map(lambda disabled: not disabled),
+        options=draw.constructions,
         started=draw.rarely.map(lambda not_yet: not not_yet),
         limits=st.none() | st.none() | draw.limits,
     )
-    def start(
-        self,
-        specs: list[Any],
-        scale: float,
-        growth: float,
-        backoff: float,
-        interval: int,
-        enabled: bool,
-        started: bool,
-        limits: dict[str, Any] | None,
-    ) -> None:
-        options = {"device": self.device, "init_scale": scale, "growth_factor": growth, "backoff_factor": backoff}
-        options |= {"growth_interval": interval, "enabled": enabled}
-        ours = self.ours_class(**options, backend=self.backend, **(limits or {}))
-        theirs = self.theirs_class(**options, limits=limits)
+    def start(self, specs: list[Any], options: dict[str, Any], started: bool, limits: dict[str, Any] | None) -> None:
+        ours = self.ours_class(device=self.device, **options, backend=self.backend, **(limits or {}))
+        theirs = self.theirs_class(device=self.device, **options, limits=limits)
         self.ours = World(ours, [spec.build(self.half) for spec in specs])
         self.theirs = World(theirs, [spec.build(self.half) for spec in specs], buried=[])
         theirs.tells_sparse = self.backend == "torch"
@@ -67,7 +49,6 @@ class Programs(RuleBasedStateMachine):
             self.both(lambda world: world.scaler.scale(torch.ones(())))
 
     def both(self, call: Callable[[World], Any]) -> None:
-        """Make a call in both worlds."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ours, theirs = outcome(call, self.ours), outcome(call, self.theirs)
@@ -82,7 +63,6 @@ class Programs(RuleBasedStateMachine):
         assert_same_worlds(self.ours, self.theirs)
 
     def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
-        """Make a call about one optimizer in both worlds."""
 
         def on_one(world: World) -> Any:
             optimizer = world.optimizers[index % len(world.optimizers)]
@@ -131,10 +111,7 @@ class Programs(RuleBasedStateMachine):
     def update(self) -> None:
         self.both(lambda world: world.scaler.update())
 
-    @rule(
-        gradients=st.lists(draw.backwards, min_size=1, max_size=3),
-        explicit=st.lists(st.booleans(), min_size=1, max_size=3),
-    )
+    @rule(gradients=draw.several_backwards, explicit=st.lists(st.booleans(), min_size=1, max_size=3))
     def train(self, gradients: list[list[GradientSpec]], explicit: list[bool]) -> None:
         self.both(lambda world: world.scaler.scale(torch.ones(())))
         for index in range(len(self.ours.optimizers)):
@@ -156,7 +133,7 @@ class Programs(RuleBasedStateMachine):
 
         self.both(call)
 
-    @rule(gradients=st.lists(draw.backwards, min_size=1, max_size=3), spec=draw.clips)
+    @rule(gradients=draw.several_backwards, spec=draw.clips)
     def train_clipped(self, gradients: list[list[GradientSpec]], spec: Any) -> None:
         self.both(lambda world: world.scaler.scale(torch.ones(())))
         for index in range(len(self.ours.optimizers)):
@@ -181,16 +158,12 @@ class Programs(RuleBasedStateMachine):
 
     # Steps out of turn, and flags as frameworks touch them.
 
-    @rule(
-        index=draw.indices, loss=st.booleans(), gradients=st.none() | draw.backwards, zeroed=st.none() | st.booleans()
-    )
-    def step_that_fails(
-        self, index: int, loss: bool, gradients: list[GradientSpec] | None, zeroed: bool | None
-    ) -> None:
+    @rule(index=draw.indices, loss=st.booleans(), gradients=st.none() | draw.backwards, zero=st.none() | st.booleans())
+    def step_that_fails(self, index: int, loss: bool, gradients: list[GradientSpec] | None, zero: bool | None) -> None:
         """And is tried again, or another batch follows without an update."""
         self.at(index, failing_step)
-        if zeroed is not None:
-            self.zero_grad(index, to_none=zeroed)
+        if zero is not None:
+            self.zero_grad(index, to_none=zero)
         if loss:
             self.scale(1.0, torch.float32, "tensor")
         if gradients is not None:
@@ -260,14 +233,8 @@ class Programs(RuleBasedStateMachine):
     def update_to_number(self, value: float) -> None:
         self.both(lambda world: world.scaler.update(value))
 
-    @rule(
-        value=draw.any_scales,
-        shape=st.sampled_from([(), (1,), (2,)]),
-        dtype=st.sampled_from([torch.float32, torch.float64]),
-        requires_grad=st.booleans(),
-    )
-    def update_to_tensor(self, value: float, shape: Any, dtype: torch.dtype, requires_grad: bool) -> None:
-        options = {"dtype": dtype, "requires_grad": requires_grad}
+    @rule(value=draw.any_scales, shape=st.sampled_from([(), (1,), (2,)]), options=draw.tensor_options)
+    def update_to_tensor(self, value: float, shape: Any, options: dict[str, Any]) -> None:
         self.both(lambda world: world.scaler.update(torch.full(shape, value, **options)))
 
     @rule(value=draw.any_scales, shape=st.sampled_from([(), (1,)]))
@@ -289,22 +256,14 @@ class Programs(RuleBasedStateMachine):
         self.both(lambda world: world.scaler.set_limits(**changes))
         self.both(lambda world: tuple(world.scaler.limits))
 
-    @rule(
-        overflows=st.lists(st.booleans(), min_size=1, max_size=8), changes=st.lists(draw.changes_of_limits, max_size=4)
-    )
-    def set_while_training(self, overflows: list[bool], changes: list[dict[str, Any]]) -> None:
-        half = len(overflows) // 2
-        for each in changes[::2]:
-            self.set_limits(each)
-        self.train_one(overflows[:half])
-        for each in changes[1::2]:
-            self.set_limits(each)
-        self.train_one(overflows[half:])
-
-    def train_one(self, overflows: list[bool]) -> None:
+    @rule(events=st.lists(st.booleans() | st.booleans() | draw.changes_of_limits, min_size=1, max_size=12))
+    def set_while_training(self, events: list[Any]) -> None:
         """Step the first optimizer, as often as it takes for a limit of skips, which lags behind."""
-        for overflow in overflows:
-            self.backward(0, [GradientSpec("dense", plant=draw.INF if overflow else None)])
+        for event in events:
+            if isinstance(event, dict):
+                self.set_limits(event)
+                continue
+            self.backward(0, [GradientSpec("dense", plant=draw.INF if event else None)])
             self.step(0)
             self.update()
 
@@ -399,14 +358,8 @@ def rearrange(optimizer: torch.optim.Optimizer, whole: bool) -> None:
 
 
 def scaled(scaler: Any, loss: torch.Tensor, form: str) -> Any:
-    losses = {
-        "tensor": loss,
-        "list": [loss, loss.reshape(1)],
-        "tuple": (loss, [loss]),
-        "generator": (each for each in [loss]),
-        "number": 3,
-    }
-    result = scaler.scale(losses[form])
+    losses = {"tensor": loss, "list": [loss, loss.reshape(1)], "tuple": (loss, [loss]), "number": 3}
+    result = scaler.scale(iter([loss]) if form == "generator" else losses[form])
     return list(result) if form == "generator" else result
 
 
@@ -438,7 +391,6 @@ def put_flags(scaler: Any, optimizer: Any, value: float) -> None:
 
 
 def put_stage(scaler: Any, optimizer: Any, stage: OptState) -> None:
-    """Write a stage that torch's class would take up."""
     state = scaler._per_optimizer_states[id(optimizer)]
     if state["found_inf_per_device"]:
         state["stage"] = stage

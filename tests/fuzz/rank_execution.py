@@ -22,8 +22,6 @@ from scaler_triton import ScalerStats, SkipStreakError, audit
 
 
 class Audited(NamedTuple):
-    """What an audit said."""
-
     verdict: str
     differences: tuple[str, ...]
     compared: tuple[str, ...]
@@ -50,7 +48,6 @@ class Trace:
 
 
 def execute(rank: int, program: Program) -> Trace:
-    """Run the program on this rank."""
     run = Run(rank, program)
     for step in range(program.finished):
         run.give_up(step)
@@ -64,8 +61,6 @@ def execute(rank: int, program: Program) -> Trace:
 
 
 class Run:
-    """One rank with its scaler and optimizers."""
-
     def __init__(self, rank: int, program: Program) -> None:
         self.rank, self.program, self.trace = rank, program, Trace()
         self.scaler = cases.new_scaler(program.kind, **program.limits)
@@ -74,7 +69,6 @@ class Run:
         self.call = ""  # the last one
 
     def give_gradients(self, step: int) -> None:
-        """Set limits, and do what backward does."""
         self.scaler.set_limits(**self.program.settings_of(step))
         scale = self.scaler.scale(torch.ones(())).item()
         for index, optimizer in enumerate(self.optimizers):
@@ -103,7 +97,6 @@ class Run:
         trace.skipped.append([self._was_skipped(index) for index in range(len(self.optimizers))])
 
     def update(self, step: int) -> None:
-        """Update, and write down what is known then."""
         trace, scaler, errors = self.trace, self.scaler, [None]
 
         def call() -> None:
@@ -129,7 +122,6 @@ class Run:
             self.trace.apart = self.call, str(error)
 
     def audit(self) -> None:
-        """Ask whether the ranks have split."""
         replicated = not any(each.place == "own" for o in self.program.optimizers for each in o.parameters)
         report = audit(self.optimizers, self.scaler, replicated=replicated, file=io.StringIO())
         self.trace.audited = Audited(report.verdict, tuple(report.differences), tuple(report.compared))

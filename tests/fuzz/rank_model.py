@@ -26,8 +26,6 @@ class After(NamedTuple):
 
 
 class Rule:
-    """The update rule with its limits and counters."""
-
     def __init__(self, **limits: Any) -> None:
         self.limits = {"min_scale": 0.0, "max_scale": math.inf, **limits}
         self.scale, self.tracker, self.strikes = INIT_SCALE, 0, 0
@@ -35,13 +33,11 @@ class Rule:
         self.streaks: list[int] = []  # after each of the last updates
 
     def set(self, settings: dict[str, Any]) -> None:
-        """Change limits."""
         self.limits |= settings
         if "max_consecutive_skips" in settings:
             self.streaks = []  # updates before it do not count
 
     def update(self, bad: bool) -> After:
-        """Return what is known after one more update."""
         before = self.scale
         self._move_scale(bad)
         self._count(bad, before)
@@ -80,7 +76,6 @@ class Rule:
 
 
 def expected_updates(program: Program) -> list[After]:
-    """Return what is known after each update."""
     rule = Rule(**program.limits)
     trace = []
     for step in range(program.finished):

@@ -29,11 +29,9 @@ class Axes:
 
     @property
     def size(self) -> int:
-        """How many places there are."""
         return math.prod(size for size, _ in self.dims)
 
     def where(self, rank: int) -> tuple[int, ...]:
-        """Return where a rank stands."""
         return tuple(rank // stride % size for size, stride in self.dims)
 
 
@@ -60,18 +58,6 @@ class Place:
         return self.own.size * cut < 4
 
 
-def _dp() -> DeviceMesh:
-    return cases.square()["dp"]
-
-
-def _tp() -> DeviceMesh:
-    return cases.square()["tp"]
-
-
-def _one_replica() -> DeviceMesh:
-    return cases.mesh((1, 4), ("replica", "shard"))
-
-
 NOTHING, LINE, SQUARE, ROWS, COLUMNS = (Axes(d) for d in ((), ((4, 1),), ((2, 2), (2, 1)), ((2, 2),), ((2, 1),)))
 
 PLACES = {
@@ -82,11 +68,11 @@ PLACES = {
     "square-sharded": Place(cases.square, SQUARE, "01"),
     "square-replicated": Place(cases.square, SQUARE, "RR"),
     "hsdp": Place(cases.square, SQUARE, "R0"),
-    "one-replica": Place(_one_replica, Axes(((1, 4), (4, 1))), "R0"),
+    "one-replica": Place(lambda: cases.mesh((1, 4), ("replica", "shard")), Axes(((1, 4), (4, 1))), "R0"),
     "square-half": Place(cases.square, SQUARE, "0R"),
     "fsdp-tp": Place(cases.square, SQUARE, "s0"),
-    "dp-slice": Place(_dp, ROWS, "0", COLUMNS),
-    "tp-slice": Place(_tp, COLUMNS, "0", ROWS),
+    "dp-slice": Place(lambda: cases.square()["dp"], ROWS, "0", COLUMNS),
+    "tp-slice": Place(lambda: cases.square()["tp"], COLUMNS, "0", ROWS),
 }
 SLICES = ("dp-slice", "tp-slice")
 PLAIN = ("plain", "own")
@@ -108,7 +94,6 @@ class Parameter:
     grads: tuple[str, ...] = ()
 
     def way(self, step: int) -> str:
-        """Return how a step's gradient is placed."""
         return self.grads[step % len(self.grads)] if self.grads else PLACES[self.place].letters
 
     def held(self, step: int) -> tuple[Tensor, ...]:
@@ -144,14 +129,11 @@ ADAGRAD_TAKES_FLAG = hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer over some parameters, a param group each."""
-
     name: str
     parameters: tuple[Parameter, ...]
 
     @property
     def has_dtensors(self) -> bool:
-        """Whether a parameter lives on a mesh."""
         return any(parameter.place not in PLAIN for parameter in self.parameters)
 
     @property
@@ -161,7 +143,6 @@ class Optimizer:
 
     @property
     def takes_flag(self) -> bool:
-        """Whether its step reads the flag itself."""
         return self.name.endswith("-fused") and (self.name != "adagrad-fused" or ADAGRAD_TAKES_FLAG)
 
 
@@ -256,11 +237,9 @@ class Program:
 
     @property
     def finished(self) -> int:
-        """How many steps come to their end."""
         return self.steps if self.split is None else self.split.step
 
     def settings_of(self, step: int) -> dict[str, Any]:
-        """What is set in a step."""
         return {each.name: each.value for each in self.settings if each.step == step}
 
     def clip_of(self, step: int, optimizer: int | None = None) -> Clip | None:
@@ -269,7 +248,6 @@ class Program:
         return clip if clip is None or optimizer is None or optimizer in clip.optimizers else None
 
     def gives_up(self, step: int, optimizer: int) -> bool:
-        """Whether a batch fails before."""
         return (step, optimizer) in self.given_up
 
     def clips_at_once(self, clip: Clip) -> bool:
@@ -277,11 +255,9 @@ class Program:
         return clip.order == 2.0 and clip.subset is None
 
     def clip_agrees(self, clip: Clip) -> bool:
-        """Whether ranks reduce the norm."""
         return any(self.agrees(index) for index in clip.optimizers)
 
     def parameter_of(self, spot: Spot) -> Parameter:
-        """Return whose gradient it is."""
         return self.optimizers[spot.optimizer].parameters[spot.parameter]
 
     def bad(self, step: int) -> list[Spot]:
@@ -319,7 +295,6 @@ def whole(described: Parameter, spot: Spot) -> Tensor:
 
 
 def piece(described: Parameter, spot: Spot) -> Tensor:
-    """Return what a rank holds of a gradient."""
     return cut(whole(described, spot), described.way(spot.step), PLACES[described.place].axes, spot.rank)
 
 

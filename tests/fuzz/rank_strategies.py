@@ -85,7 +85,6 @@ def ways(place: str) -> list[str]:
 
 
 def is_whole(place: str) -> bool:
-    """Whether each rank holds all of a parameter."""
     return set(PLACES[place].letters) <= {"R"}
 
 
@@ -156,7 +155,6 @@ def is_shared(parameter: Parameter) -> bool:
 
 @st.composite
 def clipped(draw: Any, program: Program, clip: st.SearchStrategy[Clip | None]) -> Program:
-    """Draw what is clipped in each step."""
     return replace(program, clips=tuple(draw(clip) for _ in range(program.steps)))
 
 

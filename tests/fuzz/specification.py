@@ -39,12 +39,10 @@ def departs(number: int | str) -> None:
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return an optimizer's parameters."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def gradients_of(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the gradients that there are."""
     return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
 
 
@@ -54,7 +52,6 @@ def is_fp16(gradient: Tensor) -> bool:
 
 
 def overlaps(gradient: Tensor) -> bool:
-    """Return whether elements share memory."""
     if gradient.layout is not torch.strided or not gradient.numel():
         return False
     return any(stride == 0 < size - 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
@@ -74,7 +71,6 @@ def lacks_momentum(optimizer: Any) -> bool:
 
 
 def any_set(flags: dict[Any, Tensor]) -> bool:
-    """Return whether a flag among these is set."""
     return any(flag.item() for flag in flags.values())
 
 
@@ -89,7 +85,6 @@ class Refused(ValueError):
         self.begin, self.end = field, f"got {value!r}"
 
     def is_met_by(self, error: BaseException) -> bool:
-        """Return whether `error` is such an error."""
         return type(error) is self.error and str(error).startswith(self.begin) and str(error).endswith(self.end)
 
 
@@ -125,35 +120,17 @@ class OnEveryDevice(TorchDispatchMode):
 
 
 class Specification(torch.amp.GradScaler):
-    """torch's GradScaler as it should be, on one process and one device."""
-
-    def __init__(
-        self,
-        device: str = "cpu",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        super().__init__(
-            device=device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
-        if enabled:
-            demand("scale", init_scale, "init_scale")
-            demand("growth_factor", growth_factor)
-            demand("backoff_factor", backoff_factor)
-            demand("growth_interval", growth_interval)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        given = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, **options}
+        if self._enabled:
+            demand("scale", given["init_scale"], "init_scale")
+            for field in ("growth_factor", "backoff_factor", "growth_interval"):
+                demand(field, given[field])
         else:
             departs(6)
-            self._init_scale, self._init_growth_tracker = init_scale, 0
-            self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
-            self._growth_interval = growth_interval
+            self._init_growth_tracker = 0
+            vars(self).update({f"_{name}": value for name, value in given.items() if name not in ("device", "enabled")})
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._carried: dict[int, bool] = {}  # whether the flag was set, by the optimizer's id
 
@@ -351,8 +328,6 @@ class Specification(torch.amp.GradScaler):
 
 
 class ShardedSpecification(Specification, TorchShardedGradScaler):
-    """torch's ShardedGradScaler as it should be, in a group of one rank."""
-
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
         if found_inf.dim():
             departs(1)  # fused Adam takes a flag of shape () only
@@ -364,12 +339,10 @@ class ShardedSpecification(Specification, TorchShardedGradScaler):
 
 
 def is_ready(state: dict[str, Any]) -> bool:
-    """Return whether a step has not begun."""
     return state["stage"] is OptState.READY
 
 
 def has_failed(state: dict[str, Any]) -> bool:
-    """Return whether a step can only be skipped."""
     return state["stage"] is OptState.UNSCALED and state.get("failed", False)
 
 

@@ -8,16 +8,7 @@ import torch
 from extras import LARGEST_INT
 from hypothesis import strategies as st
 from specification import FP32_MAX, SMALLEST
-from worlds import (
-    DTYPES,
-    OPTIMIZERS,
-    SHAPES,
-    VARIANTS,
-    ClipSpec,
-    GradientSpec,
-    OptimizerSpec,
-    ParameterSpec,
-)
+from worlds import DTYPES, OPTIMIZERS, SHAPES, VARIANTS, ClipSpec, GradientSpec, OptimizerSpec, ParameterSpec
 
 INF, NAN = float("inf"), float("nan")
 
@@ -61,6 +52,19 @@ gradient_specs = st.builds(
     st.sampled_from(PLANTS),
 )
 backwards = st.lists(gradient_specs, min_size=1, max_size=6)
+several_backwards = st.lists(backwards, min_size=1, max_size=3)
+tensor_options = st.fixed_dictionaries(
+    {"dtype": st.sampled_from([torch.float32, torch.float64]), "requires_grad": st.booleans()}
+)
+constructions = st.fixed_dictionaries(
+    {
+        "init_scale": scales,
+        "growth_factor": st.sampled_from([2.0, 1.1, 4.0]),
+        "backoff_factor": st.sampled_from([0.5, 0.3]),
+        "growth_interval": intervals,
+        "enabled": rarely.map(lambda disabled: not disabled),
+    }
+)
 settings = st.one_of(
     st.tuples(st.just("growth_factor"), any_growth_factors),
     st.tuples(st.just("backoff_factor"), any_backoff_factors),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
+from typing import Any
 
 import pytest
 import torch
 from fuzz_profile import Chunk, chunks, settings_for
-from hypothesis import seed
+from hypothesis import given, seed
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from torch import Tensor
 
 pytest.importorskip("accelerate")
 
@@ -32,26 +31,18 @@ OPTIMIZERS = {
 }
 
 
-def forget() -> None:
-    """Let the next Accelerator of this process be its first."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 class Plain:
     """What training should come to: exact gradients, no scaling, a step for each batch that does not overflow."""
 
     def __init__(self, name: str, micro_batches: int) -> None:
         self.weight = torch.nn.Parameter(torch.zeros(1, 2))
         self.optimizer = OPTIMIZERS[name.removesuffix("-fused")]([self.weight])
-        self.first_rate = self.optimizer.param_groups[0]["lr"]
-        self.micro_batches = micro_batches
+        self.first_rate, self.micro_batches = self.optimizer.param_groups[0]["lr"], micro_batches
         self.scale, self.tracker, self.steps = INIT_SCALE, 0, 0
         self.scaled = torch.zeros(1, 2)
 
     def backward(self, value: float) -> None:
-        """Add a micro-batch's gradient as fp16 autocast leaves it."""
-        outer = torch.tensor(value * self.scale / self.micro_batches, dtype=torch.float16)
+        outer = torch.tensor(value * self.scale / self.micro_batches, dtype=torch.float16)  # as autocast has it
         self.scaled += (torch.tensor([INPUT], dtype=torch.float16) * outer).float()
 
     def step(self, clip: str | None, bound: float) -> tuple[bool, float]:
@@ -75,96 +66,71 @@ class Plain:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the next step."""
         return float(self.first_rate * DECAY**self.steps)
 
 
-class Accelerated(RuleBasedStateMachine):
-    """An Accelerator does what plain training does, and says so."""
+MICRO_BATCHES = st.tuples(
+    st.sampled_from([0.5, 1.0, -2.0, 1.0, math.inf, math.nan]),
+    st.sampled_from([None, "norm", "norm", "value"]),
+    st.sampled_from([0.5, 2.0, 1e9]),
+    st.booleans(),  # whether zero_grad sets to None
+    st.booleans(),  # whether somebody asks before the step if it was skipped
+    st.sampled_from(["", "", "", "save", "load"]),  # where no gradient waits for more, which no checkpoint holds
+)
 
-    def __init__(self) -> None:
-        super().__init__()
-        forget()
-        self.folder = tempfile.TemporaryDirectory()
-        self.saved: Plain | None = None
 
-    def teardown(self) -> None:
-        forget()
-        self.folder.cleanup()
-
-    @initialize(name=st.sampled_from(sorted(OPTIMIZERS)), micro_batches=st.sampled_from([1, 2, 4]))
-    def start(self, name: str, micro_batches: int) -> None:
-        self.plain, self.turn = Plain(name, micro_batches), 0
-        handlers = [GradScalerKwargs(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)]
-        options = {"cpu": True, "mixed_precision": "fp16", "kwargs_handlers": handlers}
-        self.accelerator = Accelerator(**options, gradient_accumulation_steps=micro_batches)
-        self.scaler = use_scaler_triton(self.accelerator)
-        layer = torch.nn.Linear(2, 1, bias=False)
-        torch.nn.init.zeros_(layer.weight)
-        optimizer = OPTIMIZERS[name](layer.parameters())
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: DECAY**n)
-        self.layer, self.optimizer, self.scheduler = self.accelerator.prepare(layer, optimizer, scheduler)
-
-    @rule(
-        value=st.sampled_from([0.5, 1.0, -2.0, 1.0, math.inf, math.nan]),
-        clip=st.sampled_from([None, "norm", "norm", "value"]),
-        bound=st.sampled_from([0.5, 2.0, 1e9]),
-        to_none=st.booleans(),
-        asks=st.booleans(),
-    )
-    def micro_batch(self, value: float, clip: str | None, bound: float, to_none: bool, asks: bool) -> None:
-        with self.accelerator.accumulate(self.layer):
-            self.accelerator.backward((self.layer(torch.tensor([INPUT])).float() * value).sum())
-            self.plain.backward(value)
-            ends = self.accelerator.sync_gradients
-            norm = self._clip(clip, bound) if ends else None
+def train(name: str, micro_batches: int, batches: list[Any], folder: str) -> None:
+    """Train with an Accelerator; assert after each micro-batch that it does what plain training does, and says so."""
+    plain, saved = Plain(name, micro_batches), None
+    handlers = [GradScalerKwargs(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)]
+    options = {"cpu": True, "mixed_precision": "fp16", "kwargs_handlers": handlers}
+    accelerator = Accelerator(**options, gradient_accumulation_steps=micro_batches)
+    scaler = use_scaler_triton(accelerator)
+    layer = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = OPTIMIZERS[name](layer.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: DECAY**n)
+    layer, optimizer, scheduler = accelerator.prepare(layer, optimizer, scheduler)
+    for turn, (value, clip, bound, to_none, asks, then) in enumerate(batches, 1):
+        with accelerator.accumulate(layer):
+            accelerator.backward((layer(torch.tensor([INPUT])).float() * value).sum())
+            plain.backward(value)
+            ends, norm = accelerator.sync_gradients, None
+            if ends and clip == "norm":
+                norm = accelerator.clip_grad_norm_(layer.parameters(), bound).item()
+            elif ends and clip == "value":
+                accelerator.clip_grad_value_(layer.parameters(), bound)
             if asks:
-                _ = self.optimizer.step_was_skipped
-            self.optimizer.step()
+                _ = optimizer.step_was_skipped
+            optimizer.step()
             if ends:
-                self._compare(*self.plain.step(clip, bound), norm)
-            self.scheduler.step()
-            self.optimizer.zero_grad(set_to_none=to_none)
-        self.turn += 1
-        assert math.isclose(self.scheduler.get_last_lr()[0], self.plain.rate, rel_tol=1e-9)
-
-    def _clip(self, clip: str | None, bound: float) -> Tensor | None:
-        if clip == "norm":
-            norm: Tensor = self.accelerator.clip_grad_norm_(self.layer.parameters(), bound)
-            return norm
-        if clip == "value":
-            self.accelerator.clip_grad_value_(self.layer.parameters(), bound)
-        return None
-
-    def _compare(self, skipped: bool, exact: float, norm: Tensor | None) -> None:
-        assert self.optimizer.step_was_skipped == skipped
-        assert self.accelerator.optimizer_step_was_skipped == skipped
-        assert norm is None or math.isclose(norm.item(), exact, rel_tol=1e-6) or not math.isfinite(exact)
-        assert (self.scaler.get_scale(), self.scaler._get_growth_tracker()) == (self.plain.scale, self.plain.tracker)
-        self._compare_weights()
-
-    def _compare_weights(self) -> None:
-        torch.testing.assert_close(self.layer.weight.detach(), self.plain.weight.detach(), rtol=1e-5, atol=1e-6)
-
-    def at_a_boundary(self) -> bool:
-        """Whether no gradient waits for more, which no checkpoint holds."""
-        return self.turn % self.plain.micro_batches == 0
-
-    @precondition(at_a_boundary)
-    @rule()
-    def save(self) -> None:
-        self.accelerator.save_state(self.folder.name)
-        self.saved = copy.deepcopy(self.plain)
-
-    @precondition(lambda self: self.saved is not None and self.at_a_boundary())
-    @rule()
-    def load(self) -> None:
-        self.accelerator.load_state(self.folder.name)
-        self.plain = copy.deepcopy(self.saved)
-        assert self.scaler.get_scale() == self.plain.scale
-        self._compare_weights()
+                skipped, exact = plain.step(clip, bound)
+                assert optimizer.step_was_skipped == accelerator.optimizer_step_was_skipped == skipped
+                assert norm is None or math.isclose(norm, exact, rel_tol=1e-6) or not math.isfinite(exact)
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        assert math.isclose(scheduler.get_last_lr()[0], plain.rate, rel_tol=1e-9)
+        if then == "save" and turn % micro_batches == 0:
+            accelerator.save_state(folder)
+            saved = copy.deepcopy(plain)
+        elif then == "load" and turn % micro_batches == 0 and saved is not None:
+            accelerator.load_state(folder)
+            plain = copy.deepcopy(saved)
+        assert (scaler.get_scale(), scaler._get_growth_tracker()) == (plain.scale, plain.tracker)
+        torch.testing.assert_close(layer.weight.detach(), plain.weight.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", chunks(in_ci=15, share=0.02), ids=str)
 def test_programs_of_an_accelerator(chunk: Chunk) -> None:
-    run_state_machine_as_test(seed(chunk.seed)(Accelerated), settings=settings_for(chunk.programs, steps=20))
+    @seed(chunk.seed)
+    @settings_for(chunk.programs)
+    @given(st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from([1, 2, 4]), st.lists(MICRO_BATCHES, max_size=20))
+    def as_plain(name: str, micro_batches: int, batches: list[Any]) -> None:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                train(name, micro_batches, batches, folder)
+        finally:  # the next Accelerator of this process is its first
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+    as_plain()

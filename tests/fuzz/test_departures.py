@@ -25,7 +25,6 @@ WORDS = {"FAILURE": "\n## When something fails\n", "CLIPPING": "`clip_grad_norm_
 
 
 def sgd(*grads: float, cls: Any = torch.optim.SGD, **options: Any) -> Any:
-    """Return an optimizer over a parameter of zeros for each gradient."""
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in grads]
     for parameter, value in zip(parameters, grads, strict=True):
         parameter.grad = torch.full((2,), value)
@@ -38,12 +37,18 @@ def started(cls: Any, **options: Any) -> Any:
     return scaler
 
 
+def scale_after(scaler: Any, gradient: float) -> float:
+    """Step and update; return the scale."""
+    scaler.step(sgd(gradient))
+    scaler.update()
+    return scaler.get_scale()
+
+
 def values(optimizer: Any) -> list[float]:
     return [parameter[0].item() for parameter in optimizer.param_groups[0]["params"]]
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """Return what a call returns, or the type of its error."""
     try:
         return call()
     except Exception as error:
@@ -67,16 +72,11 @@ def a_factor_that_cannot_work(cls: Any) -> Any:
 def an_interval_below_the_tracker(cls: Any) -> Any:
     scaler = started(cls)
     scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 5})
-    scaler.step(sgd(1.0))
-    scaler.update()
-    return scaler.get_scale()
+    return scale_after(scaler, 1.0)
 
 
 def a_scale_at_its_end(cls: Any) -> Any:
-    scaler = started(cls, init_scale=SMALLEST)
-    scaler.step(sgd(math.inf))
-    scaler.update()
-    return scaler.get_scale()
+    return scale_after(started(cls, init_scale=SMALLEST), math.inf)
 
 
 def an_int(cls: Any) -> Any:
@@ -92,9 +92,7 @@ def a_getter_of_a_disabled_one(cls: Any) -> Any:
 def a_limit(cls: Any) -> Any:
     scaler = started(cls)
     scaler.set_limits(min_scale=4.0)
-    scaler.step(sgd(math.inf))
-    scaler.update()
-    return scaler.get_scale()
+    return scale_after(scaler, math.inf)
 
 
 def momentum_of_a_skipped_step(cls: Any) -> Any:
@@ -127,19 +125,20 @@ def a_step_after_the_update(cls: Any) -> Any:
 
 
 def a_batch_after_a_step_that_failed(cls: Any) -> Any:
-    optimizer, scaler = sgd(8.0), started(cls)
-    with mock.patch.object(optimizer, "step", side_effect=OSError):
-        outcome(lambda: scaler.step(optimizer))
-    scaler.scale(torch.ones(()))
-    optimizer.param_groups[0]["params"][0].grad.fill_(8.0)
-    scaler.step(optimizer)
-    return values(optimizer)
+    return stepped_again(cls, sgd(8.0), loss=True)
 
 
 def a_second_try_of_a_fused_step(cls: Any) -> Any:
-    optimizer, scaler = sgd(8.0, fused=True), started(cls)
+    return stepped_again(cls, sgd(8.0, fused=True), loss=False)
+
+
+def stepped_again(cls: Any, optimizer: Any, loss: bool) -> Any:
+    scaler = started(cls)
     with mock.patch.object(optimizer, "step", side_effect=OSError):
         outcome(lambda: scaler.step(optimizer))
+    if loss:
+        scaler.scale(torch.ones(()))
+        optimizer.param_groups[0]["params"][0].grad.fill_(8.0)
     scaler.step(optimizer)
     return values(optimizer)
 

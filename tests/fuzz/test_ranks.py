@@ -37,7 +37,6 @@ CHUNKS = [(shape, chunk) for shape, programs in IN_CI.items() for chunk in chunk
 
 
 def check(program: Program, traces: list[Trace]) -> None:
-    """Assert what must hold of all ranks."""
     for rank, trace in enumerate(traces):
         check_updates(program, trace, f"rank {rank}")
         for step in range(program.finished):

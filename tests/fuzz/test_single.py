@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -21,41 +22,25 @@ from specification import departures
 from scaler_triton import ShardedGradScaler
 
 pytestmark = pytest.mark.slow
-interpreted = pytest.mark.skipif(
+INTERPRETED = pytest.mark.skipif(
     torch.cuda.is_available() or find_spec("triton") is None, reason="the CPU has Triton's interpreter without a GPU"
 )
-
-
-class ShardedPrograms(Programs):
-    """The same with ShardedGradScaler, in a group of one rank."""
-
-    ours_class = ShardedGradScaler
-    theirs_class = FullShardedSpecification
-    half = torch.float16
-
-
-class InterpretedPrograms(Programs):
-    """The same through the kernels, under Triton's interpreter."""
-
-    backend = "triton"
-
-
-class InterpretedShardedPrograms(ShardedPrograms):
-    """Both at once."""
-
-    backend = "triton"
-
-
-class GpuPrograms(Programs):
-    """The same on a GPU, beside torch's class there."""
-
-    backend, device = "triton", "cuda"  # no falling back, which nothing would show
-
-
-class GpuShardedPrograms(ShardedPrograms):
-    """Likewise."""
-
-    backend, device = "triton", "cuda"
+WAYS = [  # backend and device, the sharded class's programs or the other's; how many by default, of those asked for
+    ("torch", "cpu", False, 250, 1.0),
+    ("torch", "cpu", True, 150, 0.5),
+    ("triton", "cpu", False, 15, 0.02),
+    ("triton", "cpu", True, 8, 0.01),
+    ("triton", "cuda", False, 30, 0.05),  # no falling back, which nothing would show
+    ("triton", "cuda", True, 20, 0.05),
+]
+MARKS = {("triton", "cpu"): INTERPRETED, ("triton", "cuda"): pytest.mark.gpu, ("torch", "cpu"): ()}
+CASES = [
+    pytest.param(
+        backend, device, sharded, chunk, marks=MARKS[backend, device], id=f"{backend}-{device}-{sharded}-{chunk}"
+    )
+    for backend, device, sharded, in_ci, share in WAYS
+    for chunk in chunks(in_ci, share)
+]
 
 
 @pytest.fixture
@@ -66,45 +51,14 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def run(machine: type[Programs], chunk: Chunk, steps: int) -> None:
+@pytest.mark.parametrize(("backend", "device", "sharded", "chunk"), CASES)
+def test_programs(backend: str, device: str, sharded: bool, chunk: Chunk, group_of_one: None) -> None:
     """Run a chunk of programs; the differences from torch they met are printed with `-s`."""
     departures.clear()
-    fresh = seed(chunk.seed)(type(machine.__name__, (machine,), {}))
-    run_state_machine_as_test(fresh, settings=settings_for(chunk.programs, steps))
+    options: dict[str, Any] = {"backend": backend, "device": device}
+    if sharded:
+        options |= {"ours_class": ShardedGradScaler, "theirs_class": FullShardedSpecification, "half": torch.float16}
+    machine = seed(chunk.seed)(type("Programs", (Programs,), options))
+    with torch.device(device):
+        run_state_machine_as_test(machine, settings=settings_for(chunk.programs, 25 if backend == "torch" else 20))
     print(f"{chunk}: departures from torch by number {dict(departures)}")
-
-
-@pytest.mark.parametrize("chunk", chunks(in_ci=250), ids=str)
-def test_programs_on_torch_ops(chunk: Chunk) -> None:
-    run(Programs, chunk, steps=25)
-
-
-@pytest.mark.parametrize("chunk", chunks(in_ci=150, share=0.5), ids=str)
-def test_sharded_programs_on_torch_ops(chunk: Chunk, group_of_one: None) -> None:
-    run(ShardedPrograms, chunk, steps=25)
-
-
-@interpreted
-@pytest.mark.parametrize("chunk", chunks(in_ci=15, share=0.02), ids=str)
-def test_programs_through_the_interpreter(chunk: Chunk) -> None:
-    run(InterpretedPrograms, chunk, steps=20)
-
-
-@interpreted
-@pytest.mark.parametrize("chunk", chunks(in_ci=8, share=0.01), ids=str)
-def test_sharded_programs_through_the_interpreter(chunk: Chunk, group_of_one: None) -> None:
-    run(InterpretedShardedPrograms, chunk, steps=20)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("chunk", chunks(in_ci=30, share=0.05), ids=str)
-def test_programs_on_a_gpu(chunk: Chunk) -> None:
-    with torch.device("cuda"):
-        run(GpuPrograms, chunk, steps=20)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("chunk", chunks(in_ci=20, share=0.05), ids=str)
-def test_sharded_programs_on_a_gpu(chunk: Chunk, group_of_one: None) -> None:
-    with torch.device("cuda"):
-        run(GpuShardedPrograms, chunk, steps=20)

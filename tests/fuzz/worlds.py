@@ -19,11 +19,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adagrad": (torch.optim.Adagrad, {}),
 }
-VARIANTS: dict[str, dict[str, bool]] = {
-    "plain": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
+VARIANTS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 SHAPES = [(3,), (), (0,), (1,), (4, 5), (7, 1), (2, 3, 2, 2)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -38,14 +34,11 @@ class Wrapper:
         return getattr(self.optimizer, name)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer inside."""
         return self.optimizer.step(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter to be."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     requires_grad: bool = True
@@ -68,14 +61,11 @@ def half_of(fused_momentum: bool, half: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer to be."""
-
     name: str
     variant: str
     parameters: tuple[ParameterSpec, ...]
 
     def build(self, half: torch.dtype) -> torch.optim.Optimizer:
-        """Return the optimizer with fresh parameters."""
         cls, options = OPTIMIZERS[self.name]
         half = half_of(self.name == "momentum" and self.variant == "fused", half)
         return cls([spec.build(half) for spec in self.parameters], lr=0.125, **options, **VARIANTS[self.variant])
@@ -91,7 +81,6 @@ class GradientSpec:
     plant: float | None = None  # this value somewhere
 
     def give(self, parameter: Tensor) -> None:
-        """Set or change `parameter.grad`."""
         if self.form == "keep" and parameter.grad is not None:
             return
         if self.form == "none":
@@ -107,12 +96,11 @@ class GradientSpec:
             parameter.grad = made
 
     def build(self, parameter: Tensor) -> Tensor:
-        """Return a gradient for `parameter`, of its shape and dtype."""
         values = self.values(parameter.shape, parameter.dtype)
-        return FORMS.get(self.form, torch.clone)(values)
+        dims, make = FORMS.get(self.form, (0, torch.clone))
+        return make(values) if values.dim() >= dims else values
 
     def values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return dense values."""
         generator = torch.Generator("cpu").manual_seed(self.seed)
         values = (torch.randn(shape, generator=generator, device="cpu") * self.magnitude).to(dtype)
         values = values.to(torch.get_default_device())
@@ -126,78 +114,43 @@ def _copied(values: Tensor, stride: Sequence[int], offset: int, size: int) -> Te
     return made.copy_(values)
 
 
-def _transposed(values: Tensor) -> Tensor:
-    return values.mT.contiguous().mT if values.dim() > 1 else values
-
-
-def _channels_last(values: Tensor) -> Tensor:
-    return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
-
-
-def _gaps(values: Tensor) -> Tensor:
-    stride = tuple(2 * s for s in values.stride())
-    return _copied(values, stride, 1, 2 * values.numel() + 2)
-
-
-def _offset(values: Tensor) -> Tensor:
-    return _copied(values, values.stride(), 3, values.numel() + 5)
-
-
 def _expanded(values: Tensor) -> Tensor:
-    if not values.dim():
-        return values
     # As large as if it were dense: torch's fused kernels read on, and must read the same in both worlds.
     memory = torch.full((values.numel() + 1,), 7.0, dtype=values.dtype)
     return memory.as_strided(values.shape, (0, *values.stride()[1:]))
 
 
-def _sparse(values: Tensor) -> Tensor:
-    return values.to_sparse(1) if values.dim() > 1 else values
-
-
-def _uncoalesced(values: Tensor) -> Tensor:
-    if values.dim() < 2:
-        return values
-    rows = torch.arange(values.shape[0]) // 3  # up to three values a row
+def _with_rows(values: Tensor, row: Callable[[Tensor], Tensor]) -> Tensor:
+    rows = row(torch.arange(len(values)))
     return torch.sparse_coo_tensor(rows[None], values, values.shape, check_invariants=False)
 
 
-def _piled(values: Tensor) -> Tensor:
-    if values.dim() < 2:
-        return values
-    return torch.sparse_coo_tensor(torch.zeros(1, len(values), dtype=torch.long), values, values.shape)
-
-
-FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dense": torch.clone,
-    "transposed": _transposed,
-    "channels-last": _channels_last,
-    "gaps": _gaps,
-    "offset": _offset,
-    "expanded": _expanded,
-    "sparse": _sparse,
-    "uncoalesced": _uncoalesced,
-    "piled": _piled,
+# Each from a number of dims on.
+FORMS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "transposed": (2, lambda values: values.mT.contiguous().mT),
+    "channels-last": (4, lambda values: values.contiguous(memory_format=torch.channels_last)),
+    "gaps": (0, lambda values: _copied(values, [2 * s for s in values.stride()], 1, 2 * values.numel() + 2)),
+    "offset": (0, lambda values: _copied(values, values.stride(), 3, values.numel() + 5)),
+    "expanded": (1, _expanded),
+    "sparse": (2, lambda values: values.to_sparse(1)),
+    "uncoalesced": (2, lambda values: _with_rows(values, lambda row: row // 3)),  # up to three values a row
+    "piled": (2, lambda values: _with_rows(values, lambda row: row * 0)),
 }
 
 
 @dataclass
 class World:
-    """One scaler with what it works on."""
-
     scaler: Any
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     buried: list[torch.optim.Optimizer] | None = None  # replaced optimizers, where their ids must not come back
 
     def replace(self, index: int, new: Callable[[], torch.optim.Optimizer]) -> None:
-        """Exchange an optimizer for a new one."""
         if self.buried is not None:  # difference 11
             self.buried.append(self.optimizers[index])
         del self.optimizers[index]
         self.optimizers.insert(index, new())
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return every parameter of every optimizer."""
         pairs = enumerate(self.optimizers)
         return [(f"{i}.{j}", p) for i, optimizer in pairs for j, p in enumerate(parameters_of(optimizer))]
 
@@ -219,7 +172,6 @@ class ClipSpec:
     wrapped: bool = False
 
     def clip(self, world: World, **options: Any) -> Tensor:
-        """Make the call."""
         chosen = [world.optimizers[i] for i in dict.fromkeys(i % len(world.optimizers) for i in self.indices)]
         if self.subset is not None:
             parameters = [parameter for optimizer in chosen for parameter in parameters_of(optimizer)]
@@ -269,7 +221,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def assert_same_worlds(ours: World, theirs: World) -> None:
-    """Assert that scalers, optimizers, parameters and gradients of two worlds are equal."""
     for name in ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval", "_enabled"):
         assert_equal(getattr(ours.scaler, name, None), getattr(theirs.scaler, name, None), name)
     assert_equal(ours.scaler.state_dict(), theirs.scaler.state_dict(), "state_dict")
@@ -297,7 +248,6 @@ def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def outcome(call: Callable[[World], Any], world: World) -> Any:
-    """Return what a call returned, or the exception that it raised."""
     try:
         return call(world)
     except Exception as error:

@@ -98,7 +98,6 @@ def new_scaler(kind: str, **options: Any) -> Any:
 
 
 def torch_scaler(kind: str) -> Any:
-    """Make a scaler of torch's class with the tests' settings."""
     return torch_class(kind)(DEVICE, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
 
 
@@ -112,7 +111,6 @@ def scaler_class(kind: str) -> Any:
 
 
 def torch_class(kind: str) -> Any:
-    """torch's own class."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     return {"sharded": ShardedGradScaler, "grad": torch.amp.GradScaler}[kind]
@@ -127,7 +125,6 @@ def new_optimizer(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -145,7 +142,6 @@ def values_of(tensor: Tensor) -> Tensor:
 
 
 def numbers(tensor: Tensor) -> list[float]:
-    """The local elements, in a list."""
     return values_of(tensor).flatten().tolist()
 
 
@@ -156,7 +152,6 @@ def digest(tensor: Tensor) -> str:
 
 
 def digests(tensors: Iterable[Tensor]) -> list[str]:
-    """The names of several tensors' values."""
     return [digest(tensor) for tensor in tensors]
 
 
@@ -188,7 +183,6 @@ def square() -> DeviceMesh:
 
 
 def line() -> DeviceMesh:
-    """The 1-D mesh over everybody."""
     return mesh((dist.get_world_size(),), ("dp",))
 
 
@@ -197,7 +191,6 @@ def _experts() -> DeviceMesh:
 
 
 def plain_param(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An ordinary parameter."""
     return nn.Parameter(torch.ones(shape, dtype=dtype))
 
 
@@ -212,7 +205,6 @@ def placed(local: Tensor, *placements: Placement, on: DeviceMesh | None = None) 
 
 
 def sharded_param() -> Tensor:
-    """A parameter sharded over everybody."""
     return dtensor_param(line(), [_S0])
 
 
@@ -269,12 +261,10 @@ def give_grads(scaler: Any, params: Sequence[Tensor], step: int, without: Iterab
 
 
 def giving(scaler: Any, params: Sequence[Tensor], without: Iterable[int] = ()) -> Callable[[int], None]:
-    """Return a backward pass that is `give_grads`."""
     return lambda step: give_grads(scaler, params, step, without)
 
 
 def grad_like(param: Tensor, value: float) -> Tensor:
-    """Return a gradient of one value."""
     grad = torch.full_like(local_of(param).detach(), value)
     return placed(grad, *param.placements, on=param.device_mesh) if isinstance(param, DTensor) else grad
 
@@ -302,7 +292,6 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def count(self) -> int:
-        """How many collectives were started since this object was made."""
         return len(self.calls)
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -341,7 +330,6 @@ def counted(fn: Callable[..., Any], *args: Any) -> tuple[int, Exception | None]:
 
 
 def collectives_of(fn: Callable[..., Any], *args: Any) -> int:
-    """Call `fn`; how many collectives it cost."""
     count, error = counted(fn, *args)
     if error is not None:
         raise error
@@ -349,7 +337,6 @@ def collectives_of(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def described(error: BaseException) -> str:
-    """An exception as the reports hold it."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -406,8 +393,6 @@ class Report:
 
 @dataclass(frozen=True)
 class Habits:
-    """How a loop uses its scaler."""
-
     unscale: bool = False  # calls unscale_ itself
     max_norm: float | None = None  # calls clip_grad_norm_ with it
     after_unscale: Callable[[], None] = lambda: None  # then clips, say
@@ -468,7 +453,6 @@ def laid_out(
 
 
 def step_counts(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The different step counts that an optimizer's state holds."""
     states = [optimizer.state[param] for param in params_of(optimizer) if param in optimizer.state]
     return sorted({float(state["step"]) for state in states if "step" in state})
 
@@ -478,32 +462,22 @@ def _scaler_steps(
 ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     """Take one step with every optimizer; how many collectives each cost, and what each raised."""
     counts, errors = [0] * len(optimizers), [None] * len(optimizers)
-    for method in _calls(scaler, habits):
+    calls = [scaler.unscale_] if habits.unscale else []
+    if habits.max_norm is not None:
+        calls = [functools.partial(scaler.clip_grad_norm_, max_norm=habits.max_norm)]
+    for method in (*calls, scaler.step):
         for index, optimizer in enumerate(optimizers):
             if errors[index] is None:
                 count, error = counted(method, optimizer)
                 counts[index] += count
-                errors[index] = _handled(error, scaler, optimizer, habits)
+                if error is not None and not habits.tolerant:
+                    raise error
+                if error is not None and habits.retry:
+                    scaler.step(optimizer)
+                errors[index] = None if error is None else described(error)
         if method == scaler.unscale_:
             habits.after_unscale()
     return tuple(counts), tuple(errors)
-
-
-def _calls(scaler: Any, habits: Habits) -> list[Callable[..., Any]]:
-    """Return what a step calls for each optimizer, in order."""
-    if habits.max_norm is not None:
-        return [functools.partial(scaler.clip_grad_norm_, max_norm=habits.max_norm), scaler.step]
-    return [scaler.unscale_, scaler.step] if habits.unscale else [scaler.step]
-
-
-def _handled(error: Exception | None, scaler: Any, optimizer: Any, habits: Habits) -> str | None:
-    if error is None:
-        return None
-    if not habits.tolerant:
-        raise error
-    if habits.retry:
-        scaler.step(optimizer)
-    return described(error)
 
 
 def _snapshot(optimizer: torch.optim.Optimizer) -> list[str]:

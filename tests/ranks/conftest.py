@@ -41,13 +41,11 @@ def _compiled() -> None:
 
 @pytest.fixture
 def two(pools: Callable[[int], RankPool]) -> Ranks:
-    """Two ranks."""
     return Ranks(pools(2))
 
 
 @pytest.fixture
 def four(pools: Callable[[int], RankPool]) -> Ranks:
-    """Four ranks."""
     return Ranks(pools(4))
 
 

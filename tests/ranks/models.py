@@ -41,7 +41,6 @@ class Net(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layers."""
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
@@ -110,7 +109,6 @@ def batch(step: int, part: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
 
 
 def backward(model: nn.Module, step: int, part: tuple[int, int], scaler: Any = None) -> None:
-    """Run a model forward and backward on a part of a batch."""
     x, y = batch(step, part)
     loss = nn.functional.mse_loss(model(x).float(), y)
     (loss if scaler is None else scaler.scale(loss)).backward()
@@ -126,7 +124,6 @@ def train(
     clip: bool = False,
     part: tuple[int, int] = (0, 1),
 ) -> Report:
-    """Train a model on a part of each batch."""
     optimizer = cases.new_optimizer(name, model.parameters())
     habits = Habits(unscale=clip, after_unscale=lambda: _clip(model) if clip else None)
     step = lambda number: backward(model, number, part, scaler)  # noqa: E731
@@ -141,7 +138,6 @@ def _clip(model: nn.Module) -> None:
 
 
 def full_params(model: nn.Module) -> list[Tensor]:
-    """Every parameter, whole."""
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return [param.detach().clone() for param in model.parameters()]
@@ -149,7 +145,6 @@ def full_params(model: nn.Module) -> list[Tensor]:
 
 
 def distance(model: nn.Module, bare: nn.Module) -> float:
-    """How far apart the parameters of a wrapped and a bare model are."""
     pairs = zip(full_params(model), bare.parameters(), strict=True)
     return max(float((full - one).detach().abs().max()) for full, one in pairs)
 

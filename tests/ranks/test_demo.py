@@ -79,7 +79,6 @@ def failures(config: Config) -> list[str]:
 
 @cache
 def trained(how: Callable[[int, Config], Trace], config: Config, ranks: int) -> list[Trace]:
-    """Return what each rank went through."""
     answers = run_ranks(how, config, ranks=ranks)
     assert not any(answer.error for answer in answers), answers
     return [answer.value for answer in answers]
@@ -172,7 +171,6 @@ def test_what_ranks_tell_is_heard() -> None:
 
 
 def sleep_on_rank_1(rank: int) -> None:
-    """Do nothing for long."""
     time.sleep(100 * rank)
 
 

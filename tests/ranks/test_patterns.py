@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -32,9 +32,6 @@ class Run:
         self.rank, self.base = rank, base
         self.seen: Seen = []
 
-    def scaler(self, cls: Any = None, **options: Any) -> Any:
-        return (cls or self.base)(cases.DEVICE, init_scale=8.0, growth_interval=2, **options)
-
     def loss(self, model: nn.Module, step: int, seed: int = 0) -> Tensor:
         """The loss of this rank's own batch."""
         inputs = cases.drawn((4, 8), torch.Generator().manual_seed(100 * step + 10 * seed + self.rank))
@@ -45,19 +42,16 @@ class Run:
         self.seen += [cases.digest(parameter) for parameter in parameters]
         self.seen += [f"{scaler.get_scale()} {scaler._get_growth_tracker()}"]
 
-    def steps(
-        self, model: nn.Module, scaler: Any, optimizer: torch.optim.Optimizer, count: int = STEPS
-    ) -> Iterator[int]:
+    def begin(self, model: nn.Module, cls: Any = None) -> tuple[Any, Any, Any]:
+        """Return the model, a scaler and an optimizer."""
+        return model, (cls or self.base)(cases.DEVICE, init_scale=8.0, growth_interval=2), sgd(model.parameters())
+
+    def steps(self, model: nn.Module, scaler: Any, optimizer: Any, count: int = STEPS) -> Iterator[int]:
         """Yield each step's number after its backward, and then finish it."""
         for step in range(count):
             scaler.scale(self.loss(model, step)).backward()
             yield step
             self.finish(scaler, optimizer)
-
-    def train(self, *args: Any) -> None:
-        """Take `steps` with nothing between a backward and its step."""
-        for _ in self.steps(*args):
-            pass
 
     def finish(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """End a step, and look at what it left."""
@@ -77,8 +71,7 @@ def fsdp1() -> Any:
 
 def flags_that_the_loop_reduces(run: Run) -> None:
     """Gradients differ by rank until the optimizer's step reduces them."""
-    model = Net()
-    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    model, scaler, optimizer = run.begin(Net())
     for step in run.steps(model, scaler, optimizer):
         scaler.unscale_(optimizer)
         for flag in scaler._found_inf_per_device(optimizer).values():
@@ -87,14 +80,12 @@ def flags_that_the_loop_reduces(run: Run) -> None:
 
 def a_scale_from_the_first_rank(run: Run) -> None:
     """Without an agreed flag the ranks' scales would part."""
-    model = Net()
-    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    model, scaler, optimizer = run.begin(Net())
     for step in range(STEPS):
         scaler.scale(run.loss(model, step)).backward()
         run.finish(scaler, optimizer)
         dist.broadcast(scaler._scale, src=0)
-        work = dist.all_reduce(scaler._growth_tracker, op=dist.ReduceOp.MIN, async_op=True)
-        work.wait()
+        dist.all_reduce(scaler._growth_tracker, op=dist.ReduceOp.MIN, async_op=True).wait()
 
 
 def a_subclass_that_reduces_flags_in_update(run: Run) -> None:
@@ -119,22 +110,17 @@ def a_subclass_that_reduces_flags_in_update(run: Run) -> None:
                 torch._amp_update_scale_(scale, tracker, flag, 2.0, 0.5, 2)
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
-    model = Net()
-    optimizer, scaler = sgd(model.parameters()), run.scaler(Patient)
-    run.train(model, scaler, optimizer)
+    deque(run.steps(*run.begin(Net(), Patient)), maxlen=0)
 
 
 def a_first_rank_that_looks_and_saves(run: Run) -> None:
     """Whatever it asks for, the others take no part in it."""
-    model = fsdp1()
-    optimizer, scaler = sgd(model.parameters()), run.scaler()
-    for step in range(STEPS):
-        scaler.scale(run.loss(model, step)).backward()
+    model, scaler, optimizer = run.begin(fsdp1())
+    for _ in run.steps(model, scaler, optimizer):
         if run.rank == 0:
+            look_around(scaler)
             scaler.unscale_(optimizer)  # which the others leave to `step`
             sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())
-            look_around(scaler)
-        run.finish(scaler, optimizer)
         if run.rank == 0:
             look_around(scaler)
 
@@ -149,8 +135,7 @@ def look_around(scaler: Any) -> None:
 
 
 def whole_parameters_between_unscaling_and_step(run: Run) -> None:
-    model = fsdp1()
-    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    model, scaler, optimizer = run.begin(fsdp1())
     for _ in run.steps(model, scaler, optimizer):
         scaler.unscale_(optimizer)
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
@@ -160,8 +145,7 @@ def whole_parameters_between_unscaling_and_step(run: Run) -> None:
 
 def two_passes_for_a_step(run: Run) -> None:
     """SAM under FSDP1: each pass is unscaled, and checked, by itself."""
-    model = fsdp1()
-    optimizer, scaler = sgd(model.parameters()), run.scaler()
+    model, scaler, optimizer = run.begin(fsdp1())
     for step in range(STEPS):
         scaler.scale(run.loss(model, step)).backward()
         scaler.unscale_(optimizer)
@@ -174,7 +158,8 @@ def two_passes_for_a_step(run: Run) -> None:
 def two_models_of_which_one_steps_less_often(run: Run) -> None:
     """A GAN under FSDP1."""
     models = fsdp1(), fsdp1()
-    optimizers, scaler = [sgd(model.parameters()) for model in models], run.scaler()
+    _, scaler, optimizer = run.begin(models[0])
+    optimizers = optimizer, sgd(models[1].parameters())
     for step in range(STEPS):
         scaler.scale(run.loss(models[0], step)).backward()
         if step % 2 == 0:
@@ -189,28 +174,20 @@ def two_models_of_which_one_steps_less_often(run: Run) -> None:
 
 def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
     """DDP's ranks hold equal gradients, so a scaler needs no other rank, even one that is through."""
-    model = nn.parallel.DistributedDataParallel(Net())
-    optimizer, scaler = sgd(model.parameters()), run.scaler()
-    with model.join():
-        run.train(model, scaler, optimizer, STEPS - 2 * run.rank)
+    begun = run.begin(nn.parallel.DistributedDataParallel(Net()))
+    with begun[0].join():
+        deque(run.steps(*begun, STEPS - 2 * run.rank), maxlen=0)
 
 
-PATTERNS: dict[str, list[Callable[[Run], None]]] = {
-    "grad": [
-        flags_that_the_loop_reduces,
-        a_scale_from_the_first_rank,
-        a_subclass_that_reduces_flags_in_update,
-        inputs_that_end_earlier_on_one_rank,
-    ],
-    "sharded": [
-        flags_that_the_loop_reduces,
-        a_subclass_that_reduces_flags_in_update,
-        a_first_rank_that_looks_and_saves,
-        whole_parameters_between_unscaling_and_step,
-        two_passes_for_a_step,
-        two_models_of_which_one_steps_less_often,
-    ],
-}
+GRAD = [a_scale_from_the_first_rank, inputs_that_end_earlier_on_one_rank]
+BOTH = [flags_that_the_loop_reduces, a_subclass_that_reduces_flags_in_update]
+SHARDED = [
+    a_first_rank_that_looks_and_saves,
+    whole_parameters_between_unscaling_and_step,
+    two_passes_for_a_step,
+    two_models_of_which_one_steps_less_often,
+]
+PATTERNS = {"grad": [*BOTH, *GRAD], "sharded": [*BOTH, *SHARDED]}
 
 
 def beside_torch(rank: int, pattern: Callable[[Run], None], kind: str) -> tuple[Seen, Seen]:

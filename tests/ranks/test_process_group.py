@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from torch.distributed.tensor import Shard
@@ -53,10 +52,8 @@ def try_group(rank: int, what: str, kind: str, name: str, method: str, layout: s
         params = [cases.dtensor_param(on, [Shard(0)]) for on in (rows[rank // 2], columns[rank % 2])]
         scaler = new_scaler(kind)
     else:
-        groups = {"stranger": _first_only, "mesh": cases.line, "list": lambda: [0, 1], "pickled": lambda: _pair(rank)}
+        groups = {"stranger": _first_only, "mesh": cases.line, "list": lambda: [0, 1]}
         scaler = new_scaler(kind, process_group=groups.get(what, lambda: _pair(rank))())
-    if what == "pickled":
-        scaler = pickle.loads(pickle.dumps(scaler))
     cases.give_grads(scaler, params, 0)
     return cases.attempt(scaler, method, new_optimizer(name, params))
 
@@ -82,10 +79,9 @@ def test_a_group_that_this_rank_is_not_in(two, kind, method, name):
 
 @KINDS
 @METHODS
-@NAMES
 @pytest.mark.parametrize(("what", "word"), [("mesh", "DeviceMesh"), ("list", "list")])
-def test_what_is_no_group(two, kind, method, name, what, word):
-    for each in two.run(try_group, what, kind, name, method):
+def test_what_is_no_group(two, kind, method, what, word):
+    for each in two.run(try_group, what, kind, "adamw-fused", method):
         assert_refused(each, error=f"TypeError: process_group must be a torch.distributed.ProcessGroup, got {word}")
 
 
@@ -105,17 +101,6 @@ def test_meshes_that_do_not_tell_need_a_group(four, method, name):
         assert_refused(each, "process_group is needed", str([[0, 1], [2, 3]][rank // 2]), f"[{rank % 2}, ")
     for each in four.run(try_group, "two meshes", "world", name, method):
         assert (each.error, each.collectives) == (None, 1)
-
-
-@METHODS
-def test_without_a_default_group_torchs_error_and_untouched_gradients(method):
-    assert not dist.is_initialized()
-    scaler, param = new_scaler("sharded"), plain_param(3)
-    param.grad = scaler.scale(torch.ones(3))
-    optimizer = new_optimizer("sgd", [param])
-    with pytest.raises(ValueError, match="Default process group has not been initialized"):
-        getattr(scaler, method)(optimizer)
-    assert param.grad.tolist() == [8.0] * 3
 
 
 # Whom a group binds.
@@ -139,28 +124,22 @@ def in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], copied: s
 @pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])
 def test_a_group_binds_its_own_ranks_only(four, kind, name, copied):
     results = four.run(in_pairs, kind, name, [Fault(1, 3)], copied)
-    reports = [report for report, _ in results]
-    assert_agreed(reports[:2], [])
-    assert_agreed(reports[2:], [1])
+    assert_agreed([report for report, _ in results[:2]], [])
+    assert_agreed([report for report, _ in results[2:]], [1])
     assert all(same_group for _, same_group in results)
 
 
-def unlisted(rank: int, made: str, store: str, kind: str, name: str, faults: Sequence[Fault]) -> tuple[Report, str]:
-    """Ranks agree over a group that was made without `init_process_group` or `new_group`; the report of all."""
-    group: Any = dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2)
-    if made == "group":
-        backend, group = group, dist.ProcessGroup(dist.FileStore(store, 2), rank, 2)
-        group._register_backend(torch.device(cases.DEVICE), dist.ProcessGroup.BackendType.GLOO, backend)
-    if made == "registered":
-        group = Managed(group, rank).registered()
-    scaler = new_scaler(kind, process_group=group)
+def managed(rank: int, store: str, registered: bool, kind: str, name: str) -> tuple[Report, str]:
+    """Ranks agree over a group of torchft's kind, registered with torch or not; the report of all."""
+    group: Any = Managed(dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2), rank)
+    scaler = new_scaler(kind, process_group=group.registered() if registered else group)
     optimizer = new_optimizer(name, params := [plain_param(3)])
-    report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+    report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), [Fault(1, 1)])
     return report, str(scaler.overflow_report(gather=True))
 
 
 class Managed(dist.ProcessGroup):
-    """A group of processes that torch does not count, but for this one."""
+    """A group of processes of which torch keeps no list; torch may count this one alone in it."""
 
     def __init__(self, inner: Any, rank: int) -> None:
         super().__init__(rank, 2)
@@ -184,13 +163,12 @@ class Managed(dist.ProcessGroup):
 
 @KINDS
 @NAMES
-@pytest.mark.parametrize(("made", "counted"), [("backend", 0), ("group", 1), ("registered", 0)])
-def test_a_group_that_torch_keeps_no_list_of_is_used_as_it_is(two, tmp_path, made, counted, kind, name):
-    """As torchft makes them. Two of them pass by torch's dispatcher, where collectives are counted."""
-    outcomes = two.run(unlisted, made, str(tmp_path / "store"), kind, name, [Fault(1, 1)])
-    assert_agreed([report for report, _ in outcomes], [1], collectives=counted)
-    for _, text in outcomes:
-        assert "1 bad gradient on rank 1" in text
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_group_that_torch_keeps_no_list_of_is_used_as_it_is(two, tmp_path, registered, kind, name):
+    """Its collectives pass by torch's dispatcher, where they are counted."""
+    outcomes = two.run(managed, str(tmp_path / "store"), registered, kind, name)
+    assert_agreed([report for report, _ in outcomes], [1], collectives=0)
+    assert all("1 bad gradient on rank 1" in text for _, text in outcomes)
 
 
 def another_group_later(rank: int, kind: str, optimizers: int, how: str) -> list[tuple[list[bool], float]]:
@@ -227,12 +205,13 @@ def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
     """Train, destroy the default group, make another, and go on with the same scaler and optimizer."""
     scaler, params = new_scaler(kind), [plain_param(3)]
     optimizer, world_size = new_optimizer(name, params), dist.get_world_size()
-    reports = [cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), steps=2)]
+    train = functools.partial(cases.train, rank, scaler, [optimizer], cases.giving(scaler, params), steps=2)
+    reports = [train()]
     dist.destroy_process_group()
     for cached in (cases.mesh, _pair, _first_only):
         cached.cache_clear()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    return [*reports, cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), [Fault(0, 1)], steps=2)]
+    return [*reports, train(faults=[Fault(0, 1)])]
 
 
 @NAMES
@@ -244,23 +223,12 @@ def test_the_default_group_is_looked_up_when_used(two, tmp_path, name):
         assert first.collectives == second.collectives == [(1,), (1,)]
 
 
-# Difference 7: copies.
-
-
-@KINDS
-@METHODS
-def test_a_pickled_group_is_refused_until_set(four, kind, method):
-    for rank, each in enumerate(four.run(try_group, "pickled", kind, "sgd", method)):
-        assert_refused(each, "[0, 1]" if rank < 2 else "[2, 3]", "set scaler.process_group")
-
-
 def unpickled_default(rank: int, kind: str, explicit: bool) -> Report:
     """A pickled scaler with the default group, named or not, is a scaler with the default group."""
     group = {"process_group": dist.group.WORLD} if explicit else {}
     scaler, params = pickle.loads(pickle.dumps(new_scaler(kind, **group))), [plain_param(3)]
-    return cases.train(
-        rank, scaler, [new_optimizer("adamw-fused", params)], cases.giving(scaler, params), [Fault(1, 1)]
-    )
+    optimizer = new_optimizer("adamw-fused", params)
+    return cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), [Fault(1, 1)])
 
 
 @pytest.mark.parametrize(("kind", "explicit"), [("sharded", False), ("sharded", True), ("grad", True)])

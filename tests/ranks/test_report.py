@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from ranks import cases, models
 from ranks.cases import KINDS, Fault, collectives_of, give_grads, new_optimizer, new_scaler, plant, said
-from scaler_triton import ScalerStats, SkipStreakError, audit
+from scaler_triton import SkipStreakError, audit
 
 pytestmark = pytest.mark.distributed
 
@@ -133,48 +133,38 @@ STREAK_STEPS, LIMIT = 12, 2
 LAG = 4  # updates that an error may come late: no rank waits for its GPU
 
 
-class Streak(NamedTuple):
-    """What one rank saw: what each step was said to do, which updates raised, counted from 0, and how."""
-
-    skipped: list[bool]
-    raised: dict[int, list[str]]
-    stats: ScalerStats
-
-
-def streak(rank: int, kind: str, layout: str, name: str) -> Streak:
-    """Overflow now on one rank, now on the other; the error is caught and the run goes on."""
+def streak(rank: int, kind: str, layout: str, name: str) -> tuple[dict[int, list[str]], Any]:
+    """Overflow now on one rank, now on the other; which updates raised, and how; the error is caught."""
     scaler = new_scaler(kind, init_scale=2.0**40, max_consecutive_skips=LIMIT, hysteresis=2)
     param = cases.sharded_param() if layout == "dtensor" else cases.plain_param(2, 3)
-    optimizer = new_optimizer(name, [param])
-    skipped, raised = [], {}
+    optimizer, raised = new_optimizer(name, [param]), {}
     for step in range(STREAK_STEPS):
-        scaler.scale(torch.ones(()))
-        param.grad = cases.grad_like(param, 1.0)
+        give_grads(scaler, [param], 0)
         plant([Fault(bad, bad % 2) for bad in BAD_STEPS], rank, step, [param])
         scaler.step(optimizer)
         try:
             scaler.update()
         except SkipStreakError as error:
             raised[step] = str(error).splitlines()
-        skipped.append(scaler.was_skipped(optimizer))
-    return Streak(skipped, raised, scaler.stats())
+        assert scaler.was_skipped(optimizer) == (step in BAD_STEPS)
+    return raised, scaler.stats()
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("sharded", "plain"), ("grad", "dtensor"), ("world", "plain")])
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_one_ranks_overflows_raise_everywhere_at_once(two, kind, layout, name):
-    first, second = two.run(streak, kind, layout, name)
-    assert first.stats == second.stats
-    assert first.skipped == second.skipped == [step in BAD_STEPS for step in range(STREAK_STEPS)]
-    assert first.raised.keys() == second.raised.keys()
-    lag = min(first.raised) - 5
-    assert list(first.raised) == [5 + lag, 6 + lag]
+    (first, stats), (second, same_stats) = two.run(streak, kind, layout, name)
+    assert (stats, first.keys()) == (same_stats, second.keys())
+    lag = min(first) - 5
+    assert list(first) == [5 + lag, 6 + lag]
     assert 0 <= lag <= LAG
-    for step, lines in first.raised.items():  # the last skip was rank 0's, and each rank tells what it held
-        assert lines[0] == second.raised[step][0]
-        assert lines[1] == "The last skip, at update 7: 1 bad gradient on rank 0, the only one asked."
-        assert second.raised[step][1:] == [
-            "The last skip, at update 7: nothing known on this rank; ask with gather=True."
-        ]
-    assert (first.stats.updates, first.stats.skipped, first.stats.last_skip) == (STREAK_STEPS, len(BAD_STEPS), 7)
-    assert first.stats.backoffs == len(BAD_STEPS) - 1  # hysteresis forgives one
+    known, unknown = (
+        "1 bad gradient on rank 0, the only one asked.",
+        "nothing known on this rank; ask with gather=True.",
+    )
+    for step, lines in first.items():  # the last skip was rank 0's, and each rank tells what it held
+        assert lines[0] == second[step][0]
+        assert lines[1] == f"The last skip, at update 7: {known}"
+        assert second[step][1:] == [f"The last skip, at update 7: {unknown}"]
+    assert (stats.updates, stats.skipped, stats.last_skip) == (STREAK_STEPS, len(BAD_STEPS), 7)
+    assert stats.backoffs == len(BAD_STEPS) - 1  # hysteresis forgives one

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ranks import cases
 from ranks.cases import INIT_SCALE, give_grads, new_optimizer, new_scaler, plain_param, said
@@ -90,7 +89,10 @@ def clipped_a_factor_apart(rank: int, backend: str, dtypes: list[torch.dtype], f
     for several in (1, 2):
         scaler = new_scaler("sharded", backend=backend)
         scaler.scale(torch.ones(()))
-        optimizers = [new_optimizer("sgd-fused", _with_gradients(dtypes)) for _ in range(several)]
+        params = [[plain_param(3, dtype=dtype) for dtype in dtypes] for _ in range(several)]
+        optimizers = [new_optimizer("sgd-fused", each) for each in params]
+        for param in (param for each in params for param in each):
+            param.grad = torch.ones_like(param)
         if rank == 1:
             scaler._scale.mul_(factor)
         scaler.clip_grad_norm_(optimizers, 1.0)
@@ -100,13 +102,6 @@ def clipped_a_factor_apart(rank: int, backend: str, dtypes: list[torch.dtype], f
     return texts
 
 
-def _with_gradients(dtypes: list[torch.dtype]) -> list[nn.Parameter]:
-    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    return parameters
-
-
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]], ids=["one dtype", "two"])
 def test_scales_that_differ_by_little_raise_wherever_they_are_compared(two, dtypes, backend):
@@ -114,23 +109,6 @@ def test_scales_that_differ_by_little_raise_wherever_they_are_compared(two, dtyp
         for texts in two.run(clipped_a_factor_apart, backend, dtypes, factor):
             assert len(texts) == 3
             assert all(text.startswith(told) for text in texts), (factor, texts)
-
-
-def stepped_and_clipped_in_turn(rank: int) -> bool:
-    """A step compares largest and smallest scales, a clip means: neither may be taken for the other."""
-    scaler, params = new_scaler("sharded", init_scale=3.0), [plain_param(3)]
-    optimizer = new_optimizer("sgd", params)
-    for step in range(4):
-        give_grads(scaler, params, step)
-        if step % 2:
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update(5.0 + step)
-    return bool(torch.isfinite(params[0]).all())
-
-
-def test_steps_and_clips_in_turn_compare_nothing_stale(two):
-    assert two.run(stepped_and_clipped_in_turn) == [True, True]
 
 
 def asked_after_another_rank_failed(rank: int, backend: str) -> list[str]:
