@@ -55,12 +55,12 @@ def check(
             number = scale if here else fp32_on(device, scale)
             if on_torch and not inverse:
                 number = plan.inverse.of(number)
-                if to_be_marked and plan.inverse.grows:
-                    # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
-                    check_batch(batch, found_inf)
-                    if found_inf.item():
-                        plan.marks.mark_on_host(batch)
-                    to_be_marked = False
+            if to_be_marked and (abs(number.item()) > 1.0 if inverse else plan.inverse.grows):
+                # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
+                check_batch(batch, found_inf)
+                if found_inf.item():
+                    plan.marks.mark_on_host(batch)
+                to_be_marked = False
             plan.written = True
             unscale_batch_(batch, number, found_inf, inverse=inverse or on_torch)
         if to_be_marked and found_inf.item():

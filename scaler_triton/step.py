@@ -357,10 +357,13 @@ class Steps(dict[Any, Any]):
     def _add_handle(self, step: OptimizerStep, optimizer: Any, *, owns: bool = False) -> None:
         key = id(optimizer)
         for other in [*self._held]:  # one that is READY is kept only until the next object comes
-            held = self[other]
-            if held is not step and held.phase is READY:
+            held = self.get(other)
+            if type(held) is not OptimizerStep:  # other code has removed it
                 self._held.remove(other)
-                del held.handles[other], self[other]
+            elif held is not step and held.phase is READY:
+                self._held.remove(other)
+                held.handles.pop(other, None)
+                del self[other]
         try:
             handle: Callable[[], Any] = weakref.ref(optimizer, functools.partial(_forget, weakref.ref(self), key))
         except TypeError:  # an object without weak references
