@@ -105,8 +105,9 @@ class Table:
     def __call__(self, *variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def add(function: Callable[..., None]) -> Callable[..., None]:
             for variant in variants:
-                name = f"{function.__name__}-{getattr(variant, '__name__', variant)}"
-                self.rows.append(pytest.param(partial(function, variant=variant), id=name))
+                parts = variant if isinstance(variant, tuple) else (variant,)
+                names = [function.__name__, *(getattr(part, "__name__", str(part)) for part in parts)]
+                self.rows.append(pytest.param(partial(function, variant=variant), id="-".join(names)))
             if not variants:
                 self.rows.append(pytest.param(function, id=function.__name__))
             return function
