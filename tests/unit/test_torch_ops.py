@@ -100,11 +100,24 @@ def exact(tensors: Sequence[Tensor], weights: Sequence[float] | None = None) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weights", [None, [0.5, 1.0, 0.25, 0.5, 1.0, 1.0]])
-def test_squares_are_summed_in_fp64(dtype: torch.dtype, weights: list[float] | None) -> None:
+@pytest.mark.parametrize("kind", [Tensor, Away])
+def test_squares_are_summed_exactly_enough(dtype: torch.dtype, weights: list[float] | None, kind: type) -> None:
     found = flag()
-    total = torch_ops.sum_of_squares(some(dtype), found, weights)
+    tensors = [tensor.as_subclass(kind) for tensor in some(dtype)]
+    total = torch_ops.sum_of_squares(tensors, found, weights)
     assert (total.dtype, total.shape, found.item()) == (torch.float64, (), 0.0)
-    assert total.item() == pytest.approx(exact(some(dtype), weights), rel=1e-12)
+    assert total.item() == pytest.approx(exact(some(dtype), weights), rel=1e-6 if kind is Tensor else 1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2047, 2048, 2049, 5 * 2048 + 1])
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-22, 1.0, 1e25])
+def test_neither_small_nor_large_squares_are_lost(size: int, factor: float) -> None:
+    found, weights = flag(), [0.5, 1.0, 0.25]
+    tensors = [values(size) * factor, torch.zeros(0), values(2 * size).reshape(size, 2).t() * factor]
+    for given in (None, weights):
+        total = torch_ops.sum_of_squares(tensors, found, given)
+        assert total.item() == pytest.approx(exact(tensors, given), rel=1e-6)
+    assert found.item() == 0.0
 
 
 @pytest.mark.parametrize("special", SPECIALS[1:])
