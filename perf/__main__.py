@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import signal
 import sys
 import time
 import traceback
@@ -13,11 +14,10 @@ import torch
 from perf import bench_clip, bench_host, bench_import, bench_launches, bench_passes, pages
 from perf.goals import answers
 from perf.measure import Context
-from perf.rows import Entry, Row, here, pooled, write_csv
+from perf.rows import Entry, here, pooled, write_csv
 
 BENCHES = (bench_host, bench_launches, bench_passes, bench_clip, bench_import)
 QUESTIONS = {bench.__name__.removeprefix("perf.bench_"): bench for bench in BENCHES}
-QUICK_OUT = Path("out/perf-quick")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -32,16 +32,17 @@ def main(words: Sequence[str] | None = None) -> int:
     context = Context("cuda" if torch.cuda.is_available() else "cpu", arguments.quick)
     torch.set_num_threads(1)  # as torchrun does: threads that wait for a busy core would be all that is timed
     gc.disable()  # else one scaler's time would include the collection of what the other left
-    machine, out = here(), arguments.out or (QUICK_OUT if arguments.quick else pages.RESULTS)
+    machine, out = here(), arguments.out or (Path("out/perf-quick") if arguments.quick else pages.RESULTS)
     print(f"{machine.device}, torch {machine.torch}, triton {machine.triton}, Python {machine.python}", flush=True)
     chosen = [] if arguments.pages else arguments.questions or QUESTIONS
-    rows: dict[str, list[Row]] = {name: [] for name in QUESTIONS if name in chosen}
-    failed = []
+    rows, failed = {name: [] for name in QUESTIONS if name in chosen}, []
     for name in [*rows] * arguments.runs:
         begin = time.monotonic()
         try:
             rows[name].extend(QUESTIONS[name].measure(context))
         except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, KeyboardInterrupt):
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # `timeout` sends it twice
             print(f"\n{name} failed\n{traceback.format_exc()}", flush=True)
             failed.append(f"{name}: {type(error).__name__}: {error}")
         gc.collect()
@@ -50,6 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
         if failed and "KeyboardInterrupt" in failed[-1]:
             break
+    gc.enable()
     report(pages.entries_in(out), [name for name in rows if rows[name]])
     if out.resolve() == pages.RESULTS.resolve():
         for block in pages.blocks([*QUESTIONS]):

@@ -21,7 +21,7 @@ def measure(context: Context) -> Iterator[Row]:
     for folder in ("scaler_triton", "kernels"):
         compileall.compile_dir(ROOT / folder, quiet=1)
     times: dict[tuple[str, str], list[float]] = {key: [] for key in IMPORTS}
-    for key in [*IMPORTS] * (1 if context.quick else 7):
+    for key in [*IMPORTS] * (1 if context.quick else 3):
         run = [sys.executable, "-c", SCRIPT.format(IMPORTS[key])]
         times[key].append(float(subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout))
     for (case, subject), values in times.items():

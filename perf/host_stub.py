@@ -24,7 +24,6 @@ from perf import stub_driver
 from perf.measure import Context, Subject, require
 from perf.rows import ROOT, Row
 
-COUNTS = (1, 10, 100)
 PART = "GPU path over a driver that computes nothing"
 
 
@@ -60,7 +59,7 @@ def host_rows(context: Context) -> Iterator[Row]:
     op = "_amp_foreach_non_finite_check_and_unscale_"
     with mock.patch.object(torch, op, lambda grads, flag, inverse: None):  # noqa: PT008 (a mock takes longer)
         for kind in bench_host.KINDS:
-            yield from bench_host.alone(context, kind, PART, "triton", COUNTS)
+            yield from bench_host.alone(context, kind, PART, "triton", (1, 10, 100))
     with without_norms_of_shards():
         yield from bench_host.fsdp2(context, PART, "triton")
 

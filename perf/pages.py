@@ -10,16 +10,14 @@ from tabulate import tabulate
 from perf.goals import ABSENT, HEADLINES, Answer, answers
 from perf.rows import ROOT, Entry, Row, read_csv
 
-RESULTS = ROOT / "perf/results"
-OLD = "version-0.1"  # what other code has measured
+RESULTS, OLD = ROOT / "perf/results", "version-0.1"  # what other code has measured
 README, FRONT = ROOT / "perf/README.md", ROOT / "README.md"
 EVEN = 0.95  # of torch's time counts as all of it
 
 
 def entries_in(results: Path) -> list[Entry]:
     """Return the lines of all machines' CSVs."""
-    paths = sorted(path for path in results.glob("*/*.csv") if path.parent.name != OLD)
-    return [entry for path in paths for entry in read_csv(path)]
+    return [each for path in sorted(results.glob("*/*.csv")) if path.parent.name != OLD for each in read_csv(path)]
 
 
 table = partial(tabulate, tablefmt="github", disable_numparse=True)

@@ -111,5 +111,4 @@ def here() -> Machine:
     command, commit = ["git", "describe", "--always", "--dirty"], os.environ.get("COMMIT", "")
     with suppress(OSError, subprocess.CalledProcessError):  # as in a copy of the tree, which has no git
         commit = subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL).strip()
-    today = datetime.date.today().isoformat()
-    return Machine(device, torch.__version__, triton, platform.python_version(), commit, today)
+    return Machine(device, torch.__version__, triton, platform.python_version(), commit, str(datetime.date.today()))

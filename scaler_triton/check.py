@@ -33,16 +33,9 @@ if TYPE_CHECKING:
 
 
 class Ours:
-    """What a scaler has beyond torch's attributes.
+    """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
-    Args:
-        sharded: whether it is a ShardedGradScaler: all ranks of the process group must agree, whatever the parameters
-            are, and `unscale_` takes fp16 gradients.
-    """
-
-    __slots__ = (
-        "counters", "home", "lagging", "limits", "membership", "policies", "rows", "sharded", "steps",
-    )  # fmt: skip
+    __slots__ = ("counters", "home", "lagging", "limits", "membership", "policies", "rows", "sharded", "steps")
 
     def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
         self.sharded = sharded
@@ -76,8 +69,6 @@ def check(
     Args:
         by_step: whether `scaler.step` calls, and uses the flag at once.
         copy: start a copy of the flag to the host, where `scaler.step` will read it.
-
-    Raises: whatever the check raises, after it was reported to the other ranks.
     """
     ours, scale = scaler._ours, scaler._scale
     step.outcome = None
@@ -94,8 +85,7 @@ def check(
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
         else:
-            batches = plan.collect(allow_fp16=allow_fp16)
-            flags = passes.check(plan, batches, scale, flag, divide=divide)
+            flags = passes.check(plan, plan.collect(allow_fp16=allow_fp16), scale, flag, divide=divide)
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
@@ -167,17 +157,13 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
     try:
         if told is not None or (plan is not None and plan.written):
             step_failed(scaler, step)
-    finally:  # even if that fails: the others wait in the reduction
+    finally:  # even if that raises: the others wait in the reduction
         if told is not None:
             report_failure(told, scaler._scale.device)
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
-    """Make a step FAILED, so that it is skipped; one that was only recorded into a graph starts over.
-
-    Args:
-        agreed: whether the ranks have agreed on a flag, which then counts in the update, so that scales stay equal.
-    """
+    """Make a step FAILED, with the flag that the ranks `agreed` on if any; one that was only captured starts over."""
     if not is_captured(scaler._scale):
         step.failed(None if agreed else scaler._scale.device)
     elif step.captured:
@@ -185,14 +171,9 @@ def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False
 
 
 def refuse_without_scale(
-    scaler: GradScaler,
-    name: str,
-    optimizers: Sequence[Any],
-    report: Callable[[Sequence[Any], Ranks], None] | None = None,
+    scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Callable[[Any, Ranks], None] | None = None
 ) -> None:
     """Report to the other ranks that a method was called before `scale`, then raise torch's error.
-
-    The others will back off in `update`, and so must this rank: it gets a scale.
 
     Args:
         report: joins the reductions of the others; None: those of a check.
@@ -200,19 +181,18 @@ def refuse_without_scale(
     try:
         scaler._check_scale_growth_tracker(name)
     except AssertionError:
-        with suppress(Exception):  # torch's error matters more
+        with suppress(Exception):  # torch's error is more important
             held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
             together = scaler._ours.membership.find(held, scaler.process_group)
             if together is not None:
                 devices = [each.device for each in held if isinstance(each, Tensor)]
                 home = next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
-                scaler._lazy_init_scale_growth_tracker(home)
+                scaler._lazy_init_scale_growth_tracker(home)  # the others back off in `update`, and so must this rank
                 if report is not None:
                     report(optimizers, together)
                 else:
                     for optimizer in optimizers:
-                        step = scaler._ours.steps.open(optimizer)
-                        step.failed(home)
+                        scaler._ours.steps.open(optimizer).failed(home)
                         report_failure(together, home)
         raise
 

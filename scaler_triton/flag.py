@@ -140,8 +140,8 @@ class Flag:
         """Return whether the step is to be skipped, waiting for the device.
 
         Args:
-            flags: the step's, which count whoever wrote them.
-            fresh: whether the check was just made: nobody else can have written the flags, and its copy is valid.
+            flags: the step's current flags, which other code may have written.
+            fresh: whether the check was just made: then they are its own, and the copy that it started is valid.
 
         Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
         """
@@ -156,10 +156,7 @@ class Flag:
         return any(flag.item() != 0.0 for flag in flags.values())
 
     def last(self) -> bool:
-        """Return the flag of the last step, even if an update has cleared it, waiting for the device.
-
-        Raises: as `on_host`, but an update also clears another rank's failure.
-        """
+        """Return the flag of the last step, waiting for the device; until an update, raise as `on_host` does."""
         if self._with_scales:
             self._raise_if_apart(self.status.tolist())
         return bool(self.last_found_inf().item())

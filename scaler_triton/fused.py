@@ -84,7 +84,8 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
     try:
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
         # If it did not ask, perhaps for lack of gradients, other ranks may still wait in the reduction.
-        if not step["found_inf_per_device"] and _must_agree(scaler, step, optimizer):
+        is_known = step["found_inf_per_device"] or not hasattr(optimizer, "param_groups")  # older containers lack them
+        if not is_known and ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is not None:
             scaler._check_inf_per_device(optimizer)
     except BaseException as error:
         if divides and step["found_inf_per_device"]:
@@ -112,11 +113,6 @@ def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
     if step.phase in (STEPPED, FAILED) or step.asks or known:
         return False
     return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None
-
-
-def _must_agree(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
-    """Return whether other ranks must agree; False for an older container without `param_groups`."""
-    return hasattr(optimizer, "param_groups") and ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is not None
 
 
 def skip_failed(step: OptimizerStep, optimizer: Any) -> None:

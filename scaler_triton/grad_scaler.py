@@ -70,7 +70,7 @@ class GradScaler(torch.amp.GradScaler):
             SCALER_TRITON_BACKEND, else "auto".
         min_scale: the smallest scale, including the first; None: 2^-126.
         max_scale: the largest scale, including the first; None: fp32 max.
-        hysteresis: >= 1; the scale is backed off from this overflow on, as in Megatron, until it is due to grow.
+        hysteresis: >= 1; overflow number `hysteresis` and each later one back the scale off, until it is due to grow.
         max_consecutive_skips: >= 0; if more updates in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
 
@@ -79,7 +79,7 @@ class GradScaler(torch.amp.GradScaler):
 
     process_group: Any = None
     _scale: Any  # fp32, one element; None before the first `scale`
-    _growth_tracker: Any  # int32, one element, likewise
+    _growth_tracker: Any  # int32, one element; None before the first `scale`
 
     @functools.cached_property
     def _ours(self) -> Ours:
@@ -126,15 +126,9 @@ class GradScaler(torch.amp.GradScaler):
             backoff_factor = policy.check_backoff_factor(backoff_factor)
             growth_interval = policy.check_growth_interval(growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
-        # Not through a subclass's `__setattr__`; torch would leave the numbers of a disabled scaler unset.
-        vars(self).update(
-            process_group=process_group,
-            _init_scale=init_scale,
-            _growth_factor=growth_factor,
-            _backoff_factor=backoff_factor,
-            _growth_interval=growth_interval,
-            _init_growth_tracker=0,
-        )
+        own = vars(self)  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
+        own.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
+        own.update(_growth_factor=growth_factor, _backoff_factor=backoff_factor, _growth_interval=growth_interval)
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs times the scale; the outputs themselves on a disabled scaler.
@@ -163,16 +157,16 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Any) -> None:
         """Divide the optimizer's gradients by the scale, and agree with the other ranks on whether one overflowed.
 
-        Equivalent PyTorch: `for p in params: p.grad.mul_(1 / scale)`, after a check of every gradient for NaN and
-        Inf. It makes one reduction of the flag where ranks must agree, and does not wait for the device.
+        Equivalent PyTorch: `for p in params: p.grad.mul_(1 / scale)`, after a check of each gradient for NaN and Inf.
+        It makes one reduction of the flag where ranks must agree, and does not wait for the device.
 
         Args:
-            optimizer: an object with `param_groups`; its gradients (fp16 only for ShardedGradScaler, bf16, fp32, fp64,
-                strided or sparse COO, DTensors) are written.
+            optimizer: an object with `param_groups`; its gradients (bf16, fp32, fp64, for ShardedGradScaler also fp16;
+                strided, sparse COO or DTensors) are written.
 
         Raises: torch's RuntimeError for a wrong order of calls and AssertionError before the first `scale`; the errors
-            of `ops.unscale_` for an illegal gradient. The step is skipped then if gradients were written or the
-            failure was reported to other ranks; otherwise the call may be repeated.
+            of `ops.unscale_` for an illegal gradient. If gradients were written or other ranks know of the failure,
+            the step will be skipped; otherwise the call may be repeated.
         """
         if not self._enabled:
             return
@@ -202,8 +196,8 @@ class GradScaler(torch.amp.GradScaler):
         The norm is that of the whole model: shards are summed over the ranks, replicas counted once. It moves 12 bytes
         per fp32 element instead of 20, and makes one reduction (one per dimension for a mesh that is a part of the
         world), after one for each Partial gradient, which all ranks of its mesh must have. On an overflow the gradients
-        are unscaled but not clipped, and the steps of all these optimizers are skipped. Either all ranks that must
-        agree call it, with the same options, or none does, as `unscale_` makes another reduction.
+        are unscaled but not clipped, and the steps of all these optimizers are skipped. All ranks that must agree call
+        it with the same options, or none does, as `unscale_` makes another reduction.
 
         Args:
             optimizers: one, or several under one norm; their gradients are written, as by `unscale_`.
@@ -297,9 +291,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
             kind; ValueError or TypeError naming an illegal `new_scale`; nothing has changed then. `SkipStreakError`
-            after the update, if more than `max_consecutive_skips` updates in a row had been skipped
-            `update.LaggingCounters.LAG` updates ago: on every rank at once, and at each update until the streak ends
-            or the scale is set, but not while a graph is captured or replayed.
+            after the update if, `update.LaggingCounters.LAG` updates ago, more than `max_consecutive_skips` in a row
+            had been skipped: on all ranks at once, and at each update until the streak ends or the scale is set, but
+            not while a graph is captured or replayed.
         """
         if not self._enabled:
             return
@@ -343,8 +337,8 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             optimizer: the one that was stepped, or a wrapper around it; read.
 
-        Raises: ValueError if it was never stepped, or was unscaled since; for a fused one, whose `step` does not read
-            the flag, RuntimeError if another rank failed to check its gradients or the ranks' scales differ.
+        Raises: ValueError if it was never stepped, or was unscaled since; for a fused one RuntimeError, as `step` does
+            for others, if another rank failed to check its gradients or the ranks' scales differ.
         """
         if not self._enabled:
             return False
@@ -379,8 +373,7 @@ class GradScaler(torch.amp.GradScaler):
 
         def own() -> OverflowReport:
             steps = ours.steps.all()
-            flags = [flag for step in steps for flag in step["found_inf_per_device"].values()]
-            pending = any(flag.item() for flag in flags)
+            pending = any(flag.item() for step in steps for flag in step["found_inf_per_device"].values())
             marks = [step.plan.marks for step in steps if step.plan is not None]
             return report.own_report(marks, ours.counters.read(), pending, model, self.process_group)
 
@@ -407,7 +400,7 @@ class GradScaler(torch.amp.GradScaler):
         update.numbers_changed(self)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor of an overflow: in (0, 1], else ValueError or TypeError; 1 keeps the scale."""
+        """Set the factor that backs the scale off: in (0, 1], else ValueError or TypeError; 1 keeps the scale."""
         self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
         update.numbers_changed(self)
 
@@ -460,9 +453,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _per_optimizer_states(self) -> Steps:
-        steps = self._ours.steps
-        steps.exposed = True
-        return steps
+        self._ours.steps.exposed = True
+        return self._ours.steps
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:
@@ -475,7 +467,7 @@ class GradScaler(torch.amp.GradScaler):
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
         device = torch.device(dev)
         if getattr(self, "_scale", None) is None:
-            refuse_capture(device, "a scaler's first scale")  # a replay would set it anew
+            refuse_capture(device, "a scaler's first scale")  # a replay would set it again
         # In torch.func's transforms they would have no address; updates outside inference mode must write them.
         module = sys.modules.get("torch._functorch.pyfunctorch")
         outside_transforms: Any = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)
@@ -494,8 +486,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf)
         plan.written = False
-        batches = plan.collect(allow_fp16=allow_fp16)
-        return passes.check(plan, batches, inv_scale, flag, divide=True, inverse=True)
+        return passes.check(plan, plan.collect(allow_fp16=allow_fp16), inv_scale, flag, divide=True, inverse=True)
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients without writing them, and return the agreed flag on every device.
@@ -504,9 +495,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._scale is None or self._growth_tracker is None:
             refuse_without_scale(self, "_check_inf_per_device", [optimizer])
-        steps = self._ours.steps
-        steps.exposed = True
-        step = steps.open(optimizer)
+        step = self._per_optimizer_states.open(optimizer)
         if fused.may_check(self, step, optimizer):
             phase = step.phase
             try:
@@ -520,9 +509,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Return the optimizer's flags in this step by device, none before a check."""
-        steps = self._ours.steps
-        steps.exposed = True
-        flags: Flags = steps.open(optimizer)["found_inf_per_device"]
+        flags: Flags = self._per_optimizer_states.open(optimizer)["found_inf_per_device"]
         return flags
 
     def __getstate__(self) -> dict[str, Any]:
@@ -531,9 +518,8 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        state = vars(self).copy()
-        ours = self._ours
-        state.pop("_ours")
+        ours, state = self._ours, vars(self).copy()
+        del state["_ours"]
         if self._enabled:
             state["_init_scale"], state["_init_growth_tracker"] = self.get_scale(), self._get_growth_tracker()
             state["_scale"] = state["_growth_tracker"] = None

@@ -27,7 +27,7 @@ def check_gradient(gradient: Tensor, name: str) -> None:
         raise NotImplementedError(
             f"{name} has layout {gradient.layout}; only strided and sparse COO gradients can be unscaled"
         )
-    if gradient.is_nested:  # the strided kind has no strides to look at
+    if gradient.is_nested:  # a strided one has no strides to check
         raise NotImplementedError(f"{name} is a nested tensor; only strided and sparse COO gradients can be unscaled")
     if gradient.device.type == "meta":
         raise ValueError(f"{name} is on device {gradient.device}, where there is nothing to unscale")

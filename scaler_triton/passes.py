@@ -55,12 +55,12 @@ def check(
             number = scale if here else fp32_on(device, scale)
             if on_torch and not inverse:
                 number = plan.inverse.of(number)
-                if to_be_marked and plan.inverse.grows:
-                    # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
-                    check_batch(batch, found_inf)
-                    if found_inf.item():
-                        plan.marks.mark_on_host(batch)
-                    to_be_marked = False
+            if to_be_marked and (abs(number.item()) > 1.0 if inverse else plan.inverse.grows):
+                # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
+                check_batch(batch, found_inf)
+                if found_inf.item():
+                    plan.marks.mark_on_host(batch)
+                to_be_marked = False
             plan.written = True
             unscale_batch_(batch, number, found_inf, inverse=inverse or on_torch)
         if to_be_marked and found_inf.item():
@@ -98,7 +98,7 @@ def check_batch(batch: Batch, found_inf: Tensor) -> None:
             ones = torch.ones_like(found_inf)
             torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, ones)
         return
-    dense = _dense(batch)  # a reference until the launch: an address keeps nothing alive
+    dense = _dense(batch)
     kernels().unscale.launch_check(_filled(dense, "check"), found_inf)
 
 
@@ -127,7 +127,7 @@ def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[flo
         inv_scale = factor if inverse else torch_ops.inverse(scale).double().reshape(())
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
         return torch.stack([squares, found_inf.double().reshape(()), failures, factor, factor.reciprocal()])
-    dense = _dense(batch)  # kept until the launch: an address keeps nothing alive
+    dense = _dense(batch)
     table = _filled(dense, "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
@@ -180,7 +180,7 @@ def clip_batch_(
 
 
 def _dense(batch: Batch) -> Batch:
-    """Return the batch itself, or dense copies of its tensors: kernels read one span of memory for each."""
+    """Return the batch itself, or dense copies, to be kept until the launch, as the addresses keep nothing alive."""
     if batch.layout.key.dense:
         return batch
     return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
@@ -197,7 +197,7 @@ def _filled(dense: Batch, mode: str) -> GradTable:
     """Return the kernels' table for a pass over a layout, with this step's addresses."""
     table = _table(dense.layout, mode)
     if dense.complete:
-        table.set_addresses(list(map(Tensor.data_ptr, dense.present)))
+        table.set_addresses(list(map(Tensor.data_ptr, dense.tensors)))  # type: ignore[arg-type]
     else:
         table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
     return table

@@ -157,7 +157,7 @@ class GradPlan:
         return self._inspect(grads, allow_fp16)
 
     def _known_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the local shards if every gradient has the DTensorSpec seen before and is not Partial; else none."""
+        """Return the local shards if every gradient has the DTensorSpec seen before and none is Partial, else []."""
         try:
             same = list(map(_spec_of, grads)) == self._reduced_specs  # equal objects are found without a look into them
             return list(map(_shard_of, grads)) if same else []

@@ -144,7 +144,7 @@ def check_max_norm(value: Any) -> float:
     try:
         is_bound = bool(value >= 0)  # False for NaN
         bound = float(value)  # raises for arrays and huge ints
-    except (TypeError, ValueError, RuntimeError):  # the last two: of several numbers
+    except (TypeError, ValueError, RuntimeError):  # several numbers raise one of the last two
         raise TypeError(f"max_norm must be a number, got {one_line(repr(value))}") from None
     if not is_bound:
         raise ValueError(f"max_norm must be a number >= 0, got {value!r}")
@@ -218,7 +218,7 @@ def no_counters() -> list[int]:
 
 
 def _as_float(value: Any, name: str) -> float:
-    if isinstance(value, str | bytes | bytearray):  # float() would read it
+    if isinstance(value, str | bytes | bytearray):  # float() would parse it
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)

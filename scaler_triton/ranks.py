@@ -1,6 +1,6 @@
-"""The ranks that must agree on a step, found by process group and parameters, never by gradients; their collectives.
+"""Finds the ranks that must agree on a step, from process groups and parameters, never from gradients.
 
-Also, how many of them hold the same shard of a parameter.
+It also runs their collectives, and counts how many of them hold the same shard of a parameter.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _shards_before_fsdp1(module: Any) -> dict[int, int]:
         specs, originals = flat._param_extensions, flat._params
     except AttributeError:  # it has no parameters of its own, or this torch has no such attributes
         return {}
-    before = [1 if spec is None else num_shards(spec) for spec in specs]  # a spec is that of a DTensor
+    before = [1 if spec is None else num_shards(spec) for spec in specs]  # None for what was no DTensor
     if originals is not None:  # use_orig_params=True
         return {id(parameter): shards for parameter, shards in zip(originals, before, strict=True)}
     if len(set(before)) > 1:
@@ -257,7 +257,7 @@ def is_bare(group: Any) -> bool:
     if not isinstance(group, dist.ProcessGroup):
         return hasattr(group, "allreduce")
     try:
-        dist.get_rank(group)  # quicker than to list its ranks
+        dist.get_rank(group)  # quicker than listing its ranks
     except ValueError:
         return True
     # torchft's `register` lists this rank alone for a group that spans processes which torch does not know.
@@ -308,7 +308,7 @@ def picklable(process_group: Any) -> Any:
         return None
     try:
         return GroupRanks(tuple(dist.get_process_group_ranks(process_group)))
-    except KeyError:  # destroyed
+    except KeyError:  # the group was destroyed
         return GroupRanks(())
 
 

@@ -201,7 +201,17 @@ def names_by_id(model: Model) -> dict[int, str]:
     named = named_parameters(model) if isinstance(model, nn.Module) else () if model is None else model
     if not isinstance(named, Iterable):
         raise TypeError(f"{_NO_NAMES}, got {type(named).__name__}")
-    return dict(map(_checked_pair, named))
+    names = {}
+    for pair in named:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise TypeError(f"{_NO_NAMES}, got {type(pair).__name__} for a name and a tensor")
+        name, parameter = pair
+        if not isinstance(name, str):  # such as a number from `enumerate`
+            raise TypeError(f"{_NO_NAMES}, got {type(name).__name__} for a name")
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        names[id(parameter)] = name
+    return names
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -214,17 +224,6 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         yield name, shards.get(id(parameter), parameter)
     yield from _named_by_ddp(model)
-
-
-def _checked_pair(pair: Any) -> tuple[int, str]:
-    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-        raise TypeError(f"{_NO_NAMES}, got {type(pair).__name__} for a name and a tensor")
-    name, parameter = pair
-    if not isinstance(name, str):  # such as a number from `enumerate`
-        raise TypeError(f"{_NO_NAMES}, got {type(name).__name__} for a name")
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return id(parameter), name
 
 
 def _fsdp2_shards(model: nn.Module) -> dict[int, Tensor]:

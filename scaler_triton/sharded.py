@@ -15,11 +15,6 @@ from scaler_triton.grad_scaler import GradScaler, Outputs
 class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
     """Drop-in for `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and for FSDP2 too.
 
-        scaler = ShardedGradScaler(device.type)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
     If any rank's gradients overflow, no rank steps, whatever the optimizer: plain, foreach or fused.
 
     Args:
@@ -27,8 +22,8 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
 
     The other arguments are those of `GradScaler`, in torch's order: backoff before growth.
 
-    Raises: as `GradScaler`; at the first unscale or step, torch's ValueError without an initialised default group,
-        ValueError if this rank is not in the group or a parameter's mesh reaches beyond it.
+    Raises: as `GradScaler`; at the first unscale or step, torch's ValueError if there is no default group, and
+        ValueError if this rank is not in the group or a parameter's mesh has ranks outside it.
     """
 
     def __init__(
@@ -63,7 +58,7 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
         )
 
     def scale(self, outputs: Outputs) -> Outputs:
-        """Return the outputs times the scale, each in its own dtype; can be compiled with `fullgraph=True`, as torch's.
+        """Return the outputs times the scale, each in its own dtype; like torch's, it compiles with `fullgraph=True`.
 
         Args:
             outputs: a loss, or an iterable of them, of any shape and dtype, on any device but meta; read.

@@ -63,9 +63,9 @@ class OptimizerStep(dict[str, Any]):
     | FAILED   | raises (3)     | skips, STEPPED       | (4)   | CARRIED |                  |                   |
     | STEPPED  | raises         | raises               |       | READY   |                  |                   |
 
-    (1) FAILED if gradients had been written, if other ranks were told, or if the reduction failed.
-    (2) FAILED for an optimizer that was to divide by itself (fused): nobody knows which gradients it has divided.
-    (3) But `clip_grad_norm_(parameters=...)` clips once more; the phase stays.
+    (1) FAILED if gradients had been written, if the error was reported to other ranks, or if the reduction failed.
+    (2) FAILED for a fused optimizer that was to divide by itself: it is unknown which gradients it has divided.
+    (3) But `clip_grad_norm_(parameters=...)` clips again; the phase stays.
     (4) READY if `step` began and did not return: the loss belongs to another batch.
 
     Other code may write "stage": the phase then follows it, in `Steps.open`.
@@ -81,17 +81,17 @@ class OptimizerStep(dict[str, Any]):
         self[_FLAGS] = {}
         self.phase = READY
         self.owner: Callable[[], Any] | None = None  # returns the innermost optimizer, None once it is freed
-        self.handles: dict[int, Callable[[], Any]] = {}  # such functions for it and for its wrappers, by id
+        self.handles: dict[int, Callable[[], Any]] = {}  # the same for it and for each wrapper around it, by id
         self.plan: GradPlan | None = None  # made by the first check
         self.flag: Flag | None = None  # the last check's
-        self.earlier: list[Flag | None] = []  # the earlier checks' in this step: the callers may still read them
+        self.earlier: list[Flag | None] = []  # those of earlier checks in this step, which callers may still read
         self.kept: Flags = {}  # what a CARRIED step is going to use
         # What `was_skipped` returns after the last step, or the flags to read it from; None: not stepped.
         self.outcome: bool | Flag | list[Tensor] | None = None
         self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
         self.function: Any = None  # a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
-        self.fresh = False  # whether the running `step` made the check: nobody else can have written its flag
+        self.fresh = False  # whether the running `step` made the check, so that its flag is as it left it
         self.captured = False  # whether the check was recorded into a graph
         self.began = False  # whether `step` was entered and has not returned
         self.asks = False  # whether the optimizer's own `step` is running and has to ask the scaler for the flag
@@ -147,17 +147,12 @@ class OptimizerStep(dict[str, Any]):
         self._enter(UNSCALED)
 
     def failed(self, home: torch.device | None) -> None:
-        """Set the flag on every device: gradients may be half written, or other ranks skip this step.
-
-        Args:
-            home: where the flag goes if there are no parameters; None: keep the flag that the ranks have agreed on.
-        """
-        self._enter(FAILED)  # first, in case that no flag can be made below
+        """Set the flag on each parameter's device, else on `home`; None keeps the agreed flag, for equal scales."""
+        self._enter(FAILED)  # first, in case no flag can be made below
         self.outcome = None
         if home is None:
             return
-        self.flag = None
-        self[_FLAGS] = {}
+        self.flag, self[_FLAGS] = None, {}
         owner = None if self.owner is None else self.owner()
         held = () if owner is None else parameters_of(owner)
         devices = [each.device for each in held if isinstance(each, Tensor) and not each.is_meta]
@@ -280,10 +275,9 @@ class Steps(dict[Any, Any]):
                 self.unfinished += 1
 
     def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
-        """Return the registry that other code has assigned: `states` itself if it is one.
+        """Return the registry for assigned `states`: `states` itself if it is one; this one stays as it is.
 
-        Otherwise a new one, in which every step is READY unless `states` holds torch's dict for its optimizer. This one
-        stays as it is, and may be assigned again.
+        In a new one every step is READY, except where `states` holds torch's dict for an optimizer.
         """
         if isinstance(states, Steps):
             return states
@@ -320,10 +314,7 @@ class Steps(dict[Any, Any]):
             self.unfinished = 0
 
     def outcome(self, optimizer: Any) -> bool | Tensor | None:
-        """Return whether the last step was skipped, without a wait; None if it was not stepped or is unscaled since.
-
-        Where only the device knows, return a copy of the flag, fp32 `()`.
-        """
+        """Return whether the last step was skipped, or a copy of its flag on the device; None if unknown."""
         step = self.last(optimizer)
         outcome = None if step is None else step.outcome
         if isinstance(outcome, Flag):
@@ -366,10 +357,13 @@ class Steps(dict[Any, Any]):
     def _add_handle(self, step: OptimizerStep, optimizer: Any, *, owns: bool = False) -> None:
         key = id(optimizer)
         for other in [*self._held]:  # one that is READY is kept only until the next object comes
-            held = self[other]
-            if held is not step and held.phase is READY:
+            held = self.get(other)
+            if type(held) is not OptimizerStep:  # other code has removed it
                 self._held.remove(other)
-                del held.handles[other], self[other]
+            elif held is not step and held.phase is READY:
+                self._held.remove(other)
+                held.handles.pop(other, None)
+                del self[other]
         try:
             handle: Callable[[], Any] = weakref.ref(optimizer, functools.partial(_forget, weakref.ref(self), key))
         except TypeError:  # an object without weak references

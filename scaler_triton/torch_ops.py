@@ -123,18 +123,17 @@ class InverseScale:
     def of(self, scale: Tensor) -> Tensor:
         """Return `inverse(scale)` of a scale of one element; the next call overwrites it."""
         self.grows = False
-        if scale.is_cpu and type(scale) is Tensor:  # fake tensors cannot be read
-            value = scale.item()
-            if value != 0.0:  # Python would raise
-                if self._kept is None:
-                    with torch.inference_mode(False):  # no op of torch's, which may run out of memory
-                        number = torch.from_numpy(np.empty((), dtype=np.float32))
-                    self._kept = number, host_memory(number)
-                number, memory = self._kept
-                memory[()] = 1.0 / value
-                self.grows = -1.0 < value < 1.0
-                return number
-        return inverse(scale)
+        value = scale.item() if scale.is_cpu and type(scale) is Tensor else 0.0  # fake tensors cannot be read
+        if value == 0.0:  # Python cannot divide by it
+            return inverse(scale)
+        if self._kept is None:
+            with torch.inference_mode(False):  # NumPy allocates, as an op of torch may run out of memory
+                number = torch.from_numpy(np.empty((), dtype=np.float32))
+            self._kept = number, host_memory(number)
+        number, memory = self._kept
+        memory[()] = 1.0 / value
+        self.grows = -1.0 < value < 1.0
+        return number
 
 
 @functools.cache

@@ -12,6 +12,7 @@ three implementations with the same bits: Python for a scale on the CPU, torch's
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,11 +53,11 @@ class ScalerStats:
     """What a scaler's updates have done so far.
 
     Args:
-        updates: calls of `update`; `update(new_scale)` counts only if gradients were checked since the last update.
+        updates: calls of `update`; `update(new_scale)` counts only if gradients were checked before it.
         skipped: updates with an overflow, whose step was skipped.
         consecutive_skips: how many of them were the last ones in a row; 0 after an update without overflow.
         growths: updates that made the scale larger, even by a limit; `update(new_scale)` does not count.
-        backoffs: updates that made it smaller, likewise.
+        backoffs: updates that made it smaller, even by a limit.
         last_skip: the number of the last update that skipped, from 1; None if none did.
     """
 
@@ -117,13 +118,11 @@ class Counters:
         if isinstance(self.values, list):
             return self.read()
         if not is_captured(self.values):
-            if self._copy is None:
-                self._copy = HostCopy(self.values)
-                self._copy.start()
-                self._take_arrived(self._copy)  # at once where copies are not asynchronous
-            elif self._take_arrived(self._copy):
-                self._copy.start()
-                self._take_arrived(self._copy)
+            before = self._copy
+            copy = self._copy = before or HostCopy(self.values)
+            if before is None or self._take_arrived(copy):
+                copy.start()
+                self._take_arrived(copy)  # at once where copies are not asynchronous
         return list(self._known)
 
     def _take_arrived(self, copy: HostCopy) -> bool:
@@ -282,7 +281,7 @@ def numbers_changed(scaler: GradScaler) -> None:
 
 
 def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
-    """Make the current stream wait for fused steps on others, whose flags the update is going to clear."""
+    """Make the current stream wait for fused steps on other streams, whose flags the update is going to clear."""
     readers = {step.reader for step in checked if step.reader is not None}
     if readers:
         launch = kernels().launch
@@ -291,7 +290,7 @@ def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:
-    """Raise torch's errors for an illegal scale or tracker: others may replace both, and a kernel takes any address."""
+    """Raise torch's errors for an illegal scale or tracker: users may replace both, and a kernel takes any address."""
     if not isinstance(scale, Tensor) or not isinstance(growth_tracker, Tensor):
         torch._amp_update_scale_(scale, growth_tracker, torch.zeros(()), 2.0, 0.5, 1)  # raises torch's TypeError
     if growth_tracker.device != scale.device:
@@ -308,10 +307,7 @@ def _check_numbers(scale: Any, growth_tracker: Any) -> None:
 def update_on_host_(
     scale: Tensor, growth_tracker: Tensor, found_inf: bool, numbers: Numbers, limits: Limits, counters: list[int]
 ) -> None:
-    """Update a scale (fp32 or fp64) on the CPU in Python's doubles, in which torch's op multiplies, too.
-
-    Like torch's op, it writes the scale in every update: autograd counts the writes.
-    """
+    """Update a scale (fp32 or fp64) on the CPU in Python's doubles, in which torch's op multiplies, too."""
     growth_factor, backoff_factor, interval = numbers
     before = value = scale.item()
     tracker = 0
@@ -333,7 +329,7 @@ def update_on_host_(
         elif tracker > MAX_TRACKER:
             tracker = MAX_TRACKER
     value = min(value, limits.max_scale) if value > limits.min_scale else limits.min_scale  # that for NaN
-    scale.fill_(value)
+    scale.fill_(value)  # even the same value, as torch's op does: autograd counts the writes
     growth_tracker.fill_(tracker)
     if value != before:
         after = scale.item()  # perhaps rounded back
@@ -344,14 +340,7 @@ def update_on_host_(
 def update_by_ops_(
     scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, limits: Limits, counters: Tensor
 ) -> None:
-    """Update on any device without a host wait; if memory runs out, nothing has changed.
-
-    Args:
-        scale: fp32, one element; written.
-        growth_tracker: int32, one element, same device; written.
-        found_inf: fp32, one element, same device; anything but 0 is an overflow.
-        counters: int64 [COUNTERS], same device; written.
-    """
+    """Update on any device without a host wait; if memory runs out, nothing has changed."""
     bad, after = found_inf.reshape(()) != 0, scale.clone()
     growth, backoff, interval = numbers
     # torch grows at tracker + 1 == interval: capped, the tracker cannot be beyond.
@@ -390,21 +379,14 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numb
         update_by_ops_(scale, growth_tracker, found_inf, numbers, NO_LIMITS, counters)
 
 
-# Never freed: a graph may read or write them at each replay.
-_policies: dict[tuple[torch.device, Numbers], Tensor] = {}
-_scratches: dict[torch.device, Tensor] = {}
-
-
+# The next two are never freed: a graph may read or write them at each replay.
+@functools.cache
 def _kept_policy(device: torch.device, numbers: Numbers) -> Tensor:
-    key = device, numbers
-    if key not in _policies:
-        policy = DevicePolicy(device).hold(numbers, NO_LIMITS)
-        torch.get_device_module(device).synchronize(device)  # the next call may be on another stream
-        _policies[key] = policy
-    return _policies[key]
+    policy = DevicePolicy(device).hold(numbers, NO_LIMITS)
+    torch.get_device_module(device).synchronize(device)  # the next call may be on another stream
+    return policy
 
 
+@functools.cache
 def _scratch(device: torch.device) -> Tensor:
-    if device not in _scratches:
-        _scratches[device] = torch.zeros(COUNTERS, dtype=torch.int64, device=device)
-    return _scratches[device]
+    return torch.zeros(COUNTERS, dtype=torch.int64, device=device)

@@ -11,9 +11,7 @@ import pytest
 import torch
 from helpers import Place, places, sgd, values
 from test_differences import BOTH, DIVIDED, KINDS, SCALE, anew, only, optimizer_of, started_at
-from test_foreign_code import OldStyle
 from torch.amp.grad_scaler import OptState
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler, ShardedGradScaler
 
@@ -51,56 +49,6 @@ def test_failed_steps_are_called_again(explicit: bool, own: float | None, fused:
     anew(only(optimizer))
     scaler.step(optimizer)
     assert values(optimizer) == [-1.0 if fused and not explicit else -1.0 - 1.0 / factor]
-
-
-class Dividing(OldStyle):
-    """A step that is passed the scaler, asks it for the flag, divides, and raises."""
-
-    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
-        super().step(grad_scaler=grad_scaler)
-        raising()
-
-
-@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
-@PLACES
-def test_failed_steps_of_the_older_kind_are_skipped_once_they_asked(place: Place) -> None:
-    optimizer, scaler = Dividing([only(optimizer_of(place=place))], lr=0.0), started_at(GradScaler, place)
-    with pytest.raises(MemoryError):
-        scaler.step(optimizer)
-    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == SCALE
-
-
-@KINDS
-def test_failed_overrides_may_have_written_anything(fused: bool) -> None:
-    class Own(GradScaler):
-        def _unscale_grads_(self, *args: Any) -> Any:
-            raise KeyError("in the override")
-
-    optimizer, scaler = optimizer_of(fused), started_at(Own)
-    with pytest.raises(KeyError):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.0]
-
-
-@pytest.mark.parametrize("override", [False, True])
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_failed_checks_of_unsupported_gradients_write_nothing(call: str, override: bool) -> None:
-    class Own(GradScaler):
-        def _unscale_grads_(self, *args: Any) -> Any:
-            return super()._unscale_grads_(*args)
-
-    optimizer = sgd([torch.full((1,), 8.0), torch.ones(2, dtype=torch.complex64)])
-    scaler = started_at(Own if override else GradScaler)
-    with pytest.raises(NotImplementedError):
-        getattr(scaler, call)(optimizer)
-    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-    optimizer.param_groups[0]["params"][1].grad = None
-    scaler.step(optimizer)
-    assert values(optimizer)[0] == DIVIDED[0]
 
 
 def test_failed_checks_without_a_scale_leave_no_trace() -> None:
@@ -144,35 +92,3 @@ def test_left_as_in_torch_a_disabled_scaler_takes_anything_in_silence() -> None:
     scaler = GradScaler(enabled=False, init_scale=-1.0)
     scaler.load_state_dict({})
     assert scaler.state_dict() == {}
-
-
-class FailsAt(TorchDispatchMode):
-    """Raises after this many calls of torch's op that unscales."""
-
-    def __init__(self, calls: int, error: type[BaseException]) -> None:
-        super().__init__()
-        self.calls, self.error = calls, error
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-            self.calls -= 1
-            if not self.calls:
-                raise self.error
-        return result
-
-
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("calls", [1, 2])
-def test_failed_writes_are_skipped(calls: int, error: type[BaseException]) -> None:
-    """One of two dtypes is divided, or both; the other ranks skip, too."""
-    optimizer, scaler = sgd([torch.full((1,), 8.0), torch.full((1,), 8.0).double()]), started_at(GradScaler)
-    with FailsAt(calls, error), pytest.raises(error):
-        scaler.unscale_(optimizer)
-    state = scaler._per_optimizer_states[id(optimizer)]
-    assert state["stage"] is OptState.UNSCALED
-    assert [flag.item() for flag in state["found_inf_per_device"].values()] == [1.0]
-    assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [1.0]  # no look overrules it
-    scaler.step(optimizer)
-    scaler.update()
-    assert (values(optimizer), scaler.get_scale()) == ([0.0, 0.0], SCALE / 2)

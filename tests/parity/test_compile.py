@@ -15,7 +15,6 @@ from compile_cases import (
     fresh_compiler,
     fresh_net,
     in_parts,
-    nothing_new,
     ours,
     run,
     same,
@@ -39,8 +38,6 @@ PLACES = pytest.mark.parametrize("place", places(), ids=str)
 
 TORCHS_BREAKS = ("torch._dynamo.graph_break()", "trace into fused optimizer")
 EACH_OPTIMIZER = pytest.mark.parametrize("optimizer", OPTIMIZERS)
-# Compiled, foreach ops of AdamW round otherwise than torch's own kernels for lists.
-EXACT = pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if "foreach" not in name])
 
 
 def compiling(backend: str, **options: Any) -> Compile:
@@ -50,18 +47,6 @@ def compiling(backend: str, **options: Any) -> Compile:
 def assert_all_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other)
-
-
-@PLACES
-@EXACT
-@pytest.mark.parametrize(("backend", "clip"), [("aot_eager", "ours")])
-def test_compiled_model_and_optimizer(place: Place, optimizer: str, backend: str, clip: str) -> None:
-    with fresh_compiler():
-        uncompiled = in_parts(place, optimizer, clip, same, same)
-        assert not counters["stats"]
-        compiled = in_parts(place, optimizer, clip, compiling(backend), compiling(backend, fullgraph=True))
-        assert counters["stats"]["unique_graphs"] > ("fused" not in optimizer)  # torch itself leaves fused ones out
-    assert_all_same(compiled, uncompiled)
 
 
 @PLACES
@@ -213,24 +198,3 @@ def test_a_full_graph_scales_a_loss_as_with_torchs_sharded_scaler() -> None:
         with fresh_compiler():
             compiled = torch.compile(scaler.scale, backend="eager", fullgraph=True)
             assert compiled(torch.ones(())).item() == loss.item() == 8.0
-
-
-def test_setters_within_a_compiled_function() -> None:
-    """They break the graph, too, and take effect."""
-    scaler = GradScaler("cpu", **settings())
-    net = fresh_net("cpu")
-    optimizer = OPTIMIZERS["sgd"](net.parameters())
-    step = whole_step(net, optimizer, scaler, "")
-
-    def schedule(inputs: Tensor, factor: Tensor) -> Tensor:
-        loss = step(inputs, factor)
-        scaler.set_growth_factor(4.0)
-        return loss + 0
-
-    with fresh_compiler():
-        compiled = torch.compile(schedule, backend="eager")
-        for _ in range(5):
-            compiled(torch.ones(4, 5), torch.ones(()))
-        with nothing_new():
-            compiled(torch.ones(4, 5), torch.ones(()))
-    assert scaler.get_scale() == 8.0 * 4.0**3

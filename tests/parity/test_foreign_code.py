@@ -105,8 +105,9 @@ class Table:
     def __call__(self, *variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def add(function: Callable[..., None]) -> Callable[..., None]:
             for variant in variants:
-                name = f"{function.__name__}-{getattr(variant, '__name__', variant)}"
-                self.rows.append(pytest.param(partial(function, variant=variant), id=name))
+                parts = variant if isinstance(variant, tuple) else (variant,)
+                names = [function.__name__, *(getattr(part, "__name__", str(part)) for part in parts)]
+                self.rows.append(pytest.param(partial(function, variant=variant), id="-".join(names)))
             if not variants:
                 self.rows.append(pytest.param(function, id=function.__name__))
             return function
@@ -396,24 +397,6 @@ def a_step_tried_again_with_a_flag_of_ones_own(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@row((math.inf, 1.0), (1.0, math.inf), (1.0, 1.0))
-def states_set_aside_for_another_pass(run: Run, variant: tuple[float, float]) -> None:
-    """As a trainer does that looks at other gradients in between: its flags must not become the step's."""
-    (parameter,) = only(run.sgd())
-    optimizer, scaler = torch.optim.SGD([parameter], lr=0.5), run.scaler()
-    outer, inner = variant
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaler.scale(parameter.sum() * outer).backward()
-        scaler.unscale_(optimizer)
-        kept, states = parameter.grad, scaler._per_optimizer_states
-        parameter.grad, scaler._per_optimizer_states = None, defaultdict(_refresh_per_optimizer_state)
-        scaler.scale(parameter.sum() * inner).backward()
-        scaler.unscale_(optimizer)
-        parameter.grad, scaler._per_optimizer_states = kept, states
-        run.finish(scaler, optimizer)
-
-
 # Flags and states that others read and write.
 
 
@@ -427,40 +410,35 @@ def fresh_states_after_running_out_of_memory(run: Run) -> None:
     run.finish(scaler, optimizer)
 
 
-@row("dict", "item", "fill", "element")
-def flags_of_others(run: Run, variant: str) -> None:
-    """apex's optimizers write a dict of flags of shape (1,) and beyond 1."""
+@row()
+def a_dict_of_flags_of_one_dimension_and_beyond_1(run: Run) -> None:
+    """As apex's optimizers write."""
     optimizer, scaler = run.sgd(), run.started()
     scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
-    run.note(state["stage"] is torch.cuda.amp.grad_scaler.OptState.UNSCALED)
-    flags, (device,) = state["found_inf_per_device"], state["found_inf_per_device"]
-    if variant == "dict":
-        state["found_inf_per_device"] = {device: run.full(2.0, (1,))}
-    elif variant == "item":
-        flags[device] = run.full(1.0, ())
-    elif variant == "fill":
-        flags[device].fill_(1.0)
-    else:
-        scaler._found_inf_per_device(optimizer)[device] += 1.0
+    state["found_inf_per_device"] = {device: run.full(2.0, (1,)) for device in state["found_inf_per_device"]}
     run.finish(scaler, optimizer)
 
 
 @row()
 def a_replaced_method_that_allows_fp16(run: Run) -> None:
     """kohya-ss/sd-scripts replaces it on the instance."""
-    optimizer = torch.optim.SGD([nn.Parameter(run.full(1.0, dtype=torch.float16))], lr=0.5)
+    optimizer, scaler = torch.optim.SGD([nn.Parameter(run.full(1.0, dtype=torch.float16))], lr=0.5), run.started()
     only(optimizer)[0].grad = run.full(6.0, dtype=torch.float16)
-    scaler = run.started()
     original = scaler._unscale_grads_
-
-    def replaced(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-        run.note(inv_scale, found_inf, allow_fp16)
-        return original(optimizer, inv_scale, found_inf, True)
-
-    scaler._unscale_grads_ = replaced
+    scaler._unscale_grads_ = lambda optimizer, scale, flag, _: original(optimizer, scale, flag, True)
     scaler.unscale_(optimizer)
     run.finish(scaler, optimizer)
+
+
+@row(1.0, math.inf)
+def a_state_put_under_another_optimizers_id(run: Run, variant: float) -> None:
+    """hivemind unscales an outer optimizer and steps the one within."""
+    outer, scaler = run.sgd(variant), run.started()
+    inner = torch.optim.SGD(only(outer), lr=0.5)
+    scaler.unscale_(outer)
+    scaler._per_optimizer_states[id(inner)] = copy.deepcopy(scaler._per_optimizer_states[id(outer)])
+    run.finish(scaler, inner)
 
 
 @row()
@@ -474,26 +452,6 @@ def a_flag_that_is_passed_is_not_written(run: Run) -> None:
         run.note(*found.values(), *(p.grad for p in only(optimizer)))
     run.note(flag, len(scaler._per_optimizer_states))
     copy.deepcopy(scaler)  # torch refuses within a step
-
-
-@row(False, True)
-def an_override_of_unscaling_serves_the_check_of_fused_optimizers(run: Run, variant: bool) -> None:
-    class Own(run.base):  # type: ignore[misc, name-defined]
-        def _unscale_grads_(self, optimizer: Any, *args: Any) -> Any:
-            run.note(args[0])
-            return super()._unscale_grads_(optimizer, *args)
-
-    optimizer, scaler = run.sgd(fused=variant), run.started(Own)
-    run.finish(scaler, optimizer)
-
-
-@row()
-def an_override_that_returns_flags_of_its_own(run: Run) -> None:
-    class Own(run.base):  # type: ignore[misc, name-defined]
-        def _unscale_grads_(self, *args: Any) -> Any:
-            return {device: flag + 1 for device, flag in super()._unscale_grads_(*args).items()}
-
-    run.finish(run.started(Own), run.sgd())
 
 
 @row(False, True)
@@ -538,39 +496,6 @@ def an_optimizer_that_asks_for_the_flag(run: Run, variant: float) -> None:
         run.finish(scaler, optimizer)
 
 
-@row()
-def a_keyword_that_the_older_step_gets_from_the_scaler(run: Run) -> None:
-    class Older(OldStyle):
-        def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
-            run.note(grad_scaler is scaler)
-
-    scaler = run.started()
-    with pytest.warns(FutureWarning, match="stop passing itself"):
-        scaler.step(Older([run.parameter(8.0)], lr=0.5), grad_scaler="mine")
-
-
-class ChainedOptimizer:
-    """A container of the older kind: no `param_groups`, and its step goes through the scaler."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        self.optimizers = optimizers
-
-    def step(self, grad_scaler: Any = None) -> None:
-        for optimizer in self.optimizers:
-            grad_scaler.step(optimizer)
-
-
-@row(8.0, math.inf)
-def a_container_that_steps_through_the_scaler(run: Run, variant: float) -> None:
-    optimizers, scaler = [run.sgd(), run.sgd(variant)], run.started()
-    with pytest.warns(FutureWarning, match="stop passing itself"):
-        scaler.step(ChainedOptimizer(optimizers))
-    scaler.update()
-    run.look(scaler, [*only(optimizers[0]), *only(optimizers[1])])
-
-
 @row(None, 0.0, math.inf)
 def looks_between_the_calls(run: Run, variant: float | None) -> None:
     """Every micro-batch may be checked, and gradients once more after unscaling: a count of tokens may be 0."""
@@ -589,16 +514,6 @@ def looks_between_the_calls(run: Run, variant: float | None) -> None:
     run.note(*found)  # they stay until the update
     scaler.update()
     run.look(scaler, [parameter])
-
-
-@row(1.0, math.inf)
-def a_state_put_under_another_optimizers_id(run: Run, variant: float) -> None:
-    """hivemind unscales an outer optimizer and steps the one within."""
-    outer, scaler = run.sgd(variant), run.started()
-    inner = torch.optim.SGD(only(outer), lr=0.5)
-    scaler.unscale_(outer)
-    scaler._per_optimizer_states[id(inner)] = copy.deepcopy(scaler._per_optimizer_states[id(outer)])
-    run.finish(scaler, inner)
 
 
 # What is set on an optimizer that takes scale and flag.
@@ -649,50 +564,6 @@ def a_number_as_grad_scale(run: Run, variant: bool) -> None:
     scaler.step(optimizer)
 
 
-@row(False, True)
-def a_grad_scale_of_the_users(run: Run, variant: bool) -> None:
-    optimizer, scaler = run.sgd(32.0, fused=True), run.started()
-    optimizer.grad_scale = run.full(2.0, ())
-    if variant:
-        scaler.unscale_(optimizer)
-    run.finish(scaler, optimizer)
-    run.note(hasattr(optimizer, "grad_scale"), hasattr(optimizer, "found_inf"))
-
-
-# What is passed to `step`.
-
-
-@row("function", "module", "none", "argument")
-def arguments_by_position(run: Run, variant: str) -> None:
-    """Accelerate passes None; optimizers that want the loss' value are passed a function, or a module."""
-
-    class Told(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            run.note(type(closure).__name__, closure() if callable(closure) else closure)
-            return super().step()
-
-    class Loss(nn.Module):
-        def forward(self) -> float:
-            return 2.0
-
-    passed = {"function": lambda: 1.0, "module": Loss(), "none": None, "argument": 3.0}[variant]
-    for options in ({}, {"fused": True}):
-        run.finish(Passing(run.started(), passed), Told([run.parameter(8.0)], lr=0.5, **options))
-
-
-class Passing:
-    """A scaler whose `step` is passed one more argument."""
-
-    def __init__(self, scaler: Any, argument: Any) -> None:
-        self.scaler, self.argument = scaler, argument
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.scaler, name)
-
-    def step(self, optimizer: Any) -> Any:
-        return self.scaler.step(optimizer, self.argument)
-
-
 # Errors.
 
 
@@ -703,51 +574,6 @@ def used_before_scale(run: Run, variant: str) -> None:
         run.error(lambda: getattr(scaler, variant)(*(() if variant == "update" else (optimizer,))))
     scaler.scale(run.full(1.0, ()))
     run.finish(scaler, optimizer)
-
-
-@row()
-def parameters_that_are_no_tensors(run: Run) -> None:
-    class Odd:
-        param_groups = [{"params": [3]}]  # noqa: RUF012
-
-        def step(self) -> None: ...
-
-    run.error(lambda: run.started().step(Odd()), "expected param to be torch.Tensor, got int")
-
-
-@row(False, True)
-def what_a_look_found_outlives_a_step_that_cannot_check(run: Run, variant: bool) -> None:
-    optimizer, scaler = run.sgd(math.inf, fused=True), run.started()
-    (parameter,) = only(optimizer)
-    run.note(*scaler._check_inf_per_device(optimizer).values())
-    parameter.grad = run.full(1.0, (1,)).expand(2)  # no op writes it
-    run.error(lambda: scaler.step(optimizer))
-    scaler.update()
-    run.note(scaler.get_scale(), parameter)
-
-
-@row()
-def a_tracker_that_is_no_tensor(run: Run) -> None:
-    optimizer, scaler = run.sgd(), run.started()
-    scaler.step(optimizer)
-    scaler._growth_tracker = 0
-    with pytest.raises(TypeError, match="growth_tracker"):
-        scaler.update()
-    run.note(scaler.get_scale())
-
-
-@row()
-def a_backward_after_the_update(run: Run) -> None:
-    """The scale was written since: torch refuses whether its value changed or not."""
-    optimizer, scaler = run.sgd(), run.started()
-    weight = nn.Parameter(run.full(1.0, ()))
-    late = scaler.scale(weight.square())
-    for _ in range(2):
-        scaler.step(optimizer)
-        scaler.update()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            late.backward(retain_graph=True)
-        run.note(scaler.get_scale())
 
 
 # Wrappers and containers.
@@ -789,23 +615,7 @@ def by_torchs_step(scaler: Any, wrapper: Lookahead) -> None:
     torch.amp.GradScaler.step(scaler, wrapper)
 
 
-def after_another_look(scaler: Any, wrapper: Lookahead) -> None:
-    scaler.unscale_(wrapper)
-    scaler._per_optimizer_states[id(wrapper)] = _refresh_per_optimizer_state()
-    scaler.unscale_(wrapper)
-    scaler.step(wrapper)
-
-
-def with_flags_of_ones_own(scaler: Any, wrapper: Lookahead) -> None:
-    state = scaler._per_optimizer_states[id(wrapper)]
-    flag = torch.zeros((), device=scaler._scale.device)
-    state["found_inf_per_device"] = scaler._unscale_grads_(wrapper, flag + 1, flag, False)
-    state["stage"] = OptState.UNSCALED
-    scaler._check_inf_per_device(wrapper)
-    scaler.step(wrapper)
-
-
-@row(*itertools.product((by_its_flags, by_torchs_step, after_another_look, with_flags_of_ones_own), (1.0, math.inf)))
+@row(*itertools.product((by_its_flags, by_torchs_step), (1.0, math.inf)))
 def a_wrappers_state_under_its_own_id(run: Run, variant: Any) -> None:
     step, bad = variant
     (parameter,) = run.parameters(1)
@@ -864,47 +674,7 @@ def a_wrapper_that_takes_scale_and_flag_itself(run: Run) -> None:
     run.note(*({"grad_scale", "found_inf"} & set(vars(wrapper))))
 
 
-@row("itself", "its wrapper", "another", "raises")
-def an_attribute_optimizer_that_means_something_else(run: Run, variant: str) -> None:
-    class Odd(torch.optim.SGD):
-        @property
-        def optimizer(self) -> Any:
-            raise RuntimeError("not built yet")
-
-    optimizer: Any = Odd([run.parameter(8.0)], lr=0.5) if variant == "raises" else run.sgd()
-    others = {"itself": optimizer, "its wrapper": Wrapper(optimizer), "another": run.sgd(math.inf)}
-    if variant in others:
-        optimizer.optimizer = others[variant]
-    run.finish(run.started(), optimizer)
-
-
 # Subclasses that do not call our `__init__`.
-
-
-def own_init(base: Any) -> Any:
-    """Return a subclass of `base` that sets what torch's class has; OTX's for XPUs is one."""
-
-    class Own(base):
-        def __init__(self, device: str, **options: Any) -> None:
-            self._enabled, self._device = True, device
-            self._init_scale, self._scale = 8.0, None
-            self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2
-            self._init_growth_tracker, self._growth_tracker = 0, None
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    return Own
-
-
-@row(False, True)
-def a_subclass_with_an_init_of_its_own(run: Run, variant: bool) -> None:
-    parameters, scaler = run.parameters(), run.scaler(own_init(run.base))
-    optimizer = torch.optim.SGD(parameters, lr=0.125, fused=variant)
-    for bad in BAD_STEPS:
-        scaler.scale(loss(parameters, bad)).backward()
-        if not variant:
-            scaler.unscale_(optimizer)
-        run.finish(scaler, optimizer)
-    run.note(*scaler.state_dict().items())
 
 
 @row()
@@ -916,36 +686,6 @@ def a_subclass_that_only_passes_through(run: Run) -> None:
     scaler = PassThrough()
     scaler.load_state_dict({})
     run.note(scaler.state_dict())
-
-
-# Attributes that people name as we might have named ours.
-NAMES = (
-    "state flag flags limits counters records run backend step steps plan plans ranks phase policy report group verdict"
-)
-
-
-@row(*NAMES.split())
-def a_subclass_with_an_attribute_of_that_name(run: Run, variant: str) -> None:
-    parameters, scaler = run.parameters(), run.scaler(type("Own", (run.base,), {}))
-    setattr(scaler, f"_{variant}", "mine")
-    optimizer = sgd(parameters)
-    for bad in BAD_STEPS:
-        scaler.scale(loss(parameters, bad)).backward()
-        run.finish(scaler, optimizer)
-    run.note(getattr(scaler, f"_{variant}"))
-
-
-@row()
-def a_subclass_that_allows_only_torchs_attributes(run: Run) -> None:
-    allowed = set(vars(torch.amp.GradScaler("cpu")))
-
-    class Strict(run.base):  # type: ignore[misc, name-defined]
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name not in allowed:
-                raise AttributeError(name)
-            super().__setattr__(name, value)
-
-    run.finish(run.started(Strict), run.sgd())
 
 
 @PLACES

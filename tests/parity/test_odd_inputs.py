@@ -2,67 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from helpers import Place, flags, parameters, places, sgd, started, values
+from helpers import flags, parameters, places, sgd, started
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import GradScaler, ShardedGradScaler
 
 BOTH = [torch.amp.GradScaler, GradScaler]
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
-
-
-def assert_refused_alike(place: Place, name: str, change: Callable[[Any], Any]) -> None:
-    """Step, replace the scale or the tracker, and update: both classes raise the same, and nothing has changed."""
-    raised = []
-    for cls in BOTH:
-        optimizer = sgd([torch.ones(2)], place.device)
-        scaler = started(cls, place.device, **({"backend": place.backend} if cls is GradScaler else {}))
-        scaler.step(optimizer)
-        kept = getattr(scaler, name)
-        setattr(scaler, name, change(kept))
-        with pytest.raises(RuntimeError) as error:
-            scaler.update()
-        raised.append([str(error.value), getattr(scaler, name).tolist()])
-        setattr(scaler, name, kept)
-        raised[-1] += [scaler.get_scale(), scaler._growth_tracker.item(), values(optimizer)]
-    assert raised[0] == raised[1]
-
-
-@PLACES
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
-def test_a_scale_of_a_dtype_that_cannot_hold_every_scale(place: Place, dtype: torch.dtype) -> None:
-    """An integer backs off to 0, and then weights are NaN."""
-    assert_refused_alike(place, "_scale", lambda scale: torch.tensor(512, dtype=dtype, device=scale.device))
-
-
-@PLACES
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_a_tracker_of_another_dtype(place: Place, dtype: torch.dtype) -> None:
-    assert_refused_alike(place, "_growth_tracker", lambda tracker: tracker.to(dtype) + 3)
-
-
-@PLACES
-@pytest.mark.parametrize("numel", [0, 2])
-@pytest.mark.parametrize("name", ["_growth_tracker", "_scale"])
-def test_not_one_number(place: Place, name: str, numel: int) -> None:
-    """A kernel would read and write whatever lies at their address."""
-    assert_refused_alike(place, name, lambda kept: kept.expand(numel).clone())
-
-
-@PLACES
-def test_a_tracker_elsewhere_is_refused(place: Place) -> None:
-    """On a GPU by torch, too, whatever it is on; a kernel there would read the CPU's memory."""
-    scaler = started(GradScaler, place.device, backend=place.backend)
-    scaler._growth_tracker = torch.zeros((), dtype=torch.int32, device="meta" if place.device == "cpu" else "cpu")
-    scaler.step(sgd([torch.ones(2)], place.device))
-    with pytest.raises(RuntimeError, match=r"growth_tracker must be on \S+, as the scale is, got (meta|cpu)"):
-        scaler.update()
-    assert scaler.get_scale() == 2.0**16
 
 
 @pytest.mark.parametrize("cls", BOTH)

@@ -115,6 +115,15 @@ def test_an_override_gets_torchs_four_arguments_by_position() -> None:
     assert grads(optimizer) == [2.0]
 
 
+def test_an_override_is_told_no_gradient_that_only_unscaling_makes_infinite() -> None:
+    scaler, optimizer = started(Own, "cpu", init_scale=0.5), sgd([torch.full((2,), math.inf), torch.tensor([3e38])])
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.overflow_report()
+    assert report is not None
+    assert [each.numel for each in report.bad] == [2]
+
+
 def test_one_put_on_the_object_may_allow_fp16() -> None:
     """As many do to a scaler of torch's."""
     scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0, dtype=torch.float16)])

@@ -51,6 +51,11 @@ def trained(cls: type = GradScaler, **extras: Any) -> Any:
 # What a steady step costs
 
 
+class OnlyTorchs(GradScaler):
+    def __init__(self) -> None:
+        torch.amp.GradScaler.__init__(self, "cpu", enabled=False)
+
+
 class Still:
     """An optimizer that does nothing."""
 
@@ -239,13 +244,28 @@ def test_a_carried_step_begins_anew_where_only_one_of_the_two_is_captured(captur
     assert values(optimizer) == [-0.25]
 
 
-def test_limits_are_read_only_and_set_by_name() -> None:
+def test_limits_are_set_by_name() -> None:
     scaler = GradScaler("cpu", **EXTRAS)
     assert scaler.limits == Limits(**EXTRAS)
     scaler.set_limits(hysteresis=1, max_consecutive_skips=None)
     assert scaler.limits == Limits(0.25, 512.0)
-    with pytest.raises(AttributeError):
-        scaler.limits = NO_LIMITS  # type: ignore[misc]
+
+
+def test_a_subclass_may_have_an_attribute_limits() -> None:
+    class Subclass(GradScaler):
+        def __init__(self, device: str) -> None:
+            super().__init__(device, 8.0, min_scale=4.0)
+            self.limits = (1.0, 2.0)
+
+    scaler = started(Subclass, "cpu")
+    assert [update(scaler, bad=True) for _ in range(2)] == [4.0, 4.0]
+    assert scaler.limits == (1.0, 2.0)
+
+
+def test_a_disabled_scaler_that_only_torch_has_made_is_pickled() -> None:
+    scaler = pickle.loads(pickle.dumps(OnlyTorchs()))
+    assert not scaler.is_enabled()
+    assert scaler.state_dict() == {}
 
 
 @pytest.mark.parametrize("name", ["growth_factor", "backoff_factor", "growth_interval"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 from collections import defaultdict
@@ -474,6 +475,23 @@ def test_a_state_put_at_the_wrappers_id_resets_the_step() -> None:
     states(scaler)[id(wrapper)] = _refresh_per_optimizer_state()
     scaler.unscale_(wrapper)
     assert grads(wrapper) == [0.5]
+
+
+def rewrap(wrapper: Slotted) -> None:
+    wrapper.optimizer = optimizer_of()
+    gc.collect()
+
+
+@pytest.mark.parametrize("change", [lambda wrapper, scaler: states(scaler).clear(), lambda wrapper, _: rewrap(wrapper)])
+def test_the_step_of_a_wrapper_without_weak_references_may_go_between_steps(change: Any) -> None:
+    scaler, wrapper = a_scaler(), Slotted(optimizer_of())
+    scaler.step(wrapper)
+    scaler.update()
+    change(wrapper, scaler)
+    renew(wrapper)
+    before = values(wrapper)
+    scaler.step(wrapper)
+    assert values(wrapper) == [before[0] - 0.5 * 2.0]
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])
