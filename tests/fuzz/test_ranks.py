@@ -158,11 +158,11 @@ def run(pool: Any, program: Program) -> list[Trace]:
 
 
 @pytest.mark.parametrize(("shape", "chunk"), CHUNKS, ids=str)
-def test_programs_on_four_ranks(pool: Any, shape: str, chunk: Chunk) -> None:
+def test_programs_on_four_ranks(pools: Any, shape: str, chunk: Chunk) -> None:
     @seed(chunk.seed)
     @settings_for(chunk.programs)
     @given(STRATEGIES[shape])
     def all_agree(program: Program) -> None:
-        check(program, run(pool, program))
+        check(program, run(pools(4), program))
 
     all_agree()

@@ -25,20 +25,18 @@ pytestmark = pytest.mark.slow
 INTERPRETED = pytest.mark.skipif(
     torch.cuda.is_available() or find_spec("triton") is None, reason="the CPU has Triton's interpreter without a GPU"
 )
-WAYS = [  # backend and device, the sharded class's programs or the other's; how many by default, of those asked for
-    ("torch", "cpu", False, 250, 1.0),
-    ("torch", "cpu", True, 150, 0.5),
-    ("triton", "cpu", False, 15, 0.02),
-    ("triton", "cpu", True, 8, 0.01),
-    ("triton", "cuda", False, 30, 0.05),  # no falling back, which nothing would show
-    ("triton", "cuda", True, 20, 0.05),
+WAYS = [  # backend, device, which class; how many programs by default, and which part of those asked for
+    ("torch", "cpu", "grad", 250, 1.0),
+    ("torch", "cpu", "sharded", 150, 0.5),
+    ("triton", "cpu", "grad", 15, 0.02),
+    ("triton", "cpu", "sharded", 8, 0.01),
+    ("triton", "cuda", "grad", 30, 0.05),  # no falling back, which nothing would show
+    ("triton", "cuda", "sharded", 20, 0.05),
 ]
 MARKS = {("triton", "cpu"): INTERPRETED, ("triton", "cuda"): pytest.mark.gpu, ("torch", "cpu"): ()}
 CASES = [
-    pytest.param(
-        backend, device, sharded, chunk, marks=MARKS[backend, device], id=f"{backend}-{device}-{sharded}-{chunk}"
-    )
-    for backend, device, sharded, in_ci, share in WAYS
+    pytest.param(*way, chunk, marks=MARKS[way[0], way[1]], id="-".join(map(str, [*way, chunk])))
+    for *way, in_ci, share in WAYS
     for chunk in chunks(in_ci, share)
 ]
 
@@ -51,12 +49,13 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("backend", "device", "sharded", "chunk"), CASES)
-def test_programs(backend: str, device: str, sharded: bool, chunk: Chunk, group_of_one: None) -> None:
+@pytest.mark.parametrize(("backend", "device", "kind", "chunk"), CASES)
+def test_programs(backend: str, device: str, kind: str, chunk: Chunk, request: pytest.FixtureRequest) -> None:
     """Run a chunk of programs; the differences from torch they met are printed with `-s`."""
     departures.clear()
     options: dict[str, Any] = {"backend": backend, "device": device}
-    if sharded:
+    if kind == "sharded":
+        request.getfixturevalue("group_of_one")
         options |= {"ours_class": ShardedGradScaler, "theirs_class": FullShardedSpecification, "half": torch.float16}
     machine = seed(chunk.seed)(type("Programs", (Programs,), options))
     with torch.device(device):

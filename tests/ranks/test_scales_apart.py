@@ -59,30 +59,6 @@ def asked(scaler: Any, optimizer: Any) -> str:
     return said(lambda: answers.append(scaler.was_skipped(optimizer))) or str(answers[0])
 
 
-def asked_about_a_fused_step(rank: int) -> list[str]:
-    """Rank 1's scale is written over; what was_skipped says, before and after the update, and of the next step."""
-    scaler, params = new_scaler("sharded"), [plain_param(3)]
-    optimizer = new_optimizer("adamw-fused", params)
-    give_grads(scaler, params, 0)
-    if rank == 1:
-        scaler._scale.fill_(OTHER)
-    scaler.step(optimizer)
-    texts = [asked(scaler, optimizer)]
-    scaler.update(4.0)
-    texts.append(asked(scaler, optimizer))
-    give_grads(scaler, params, 1)
-    scaler.step(optimizer)
-    return [*texts, asked(scaler, optimizer)]
-
-
-def test_who_asks_about_a_fused_step_is_told(two):
-    """It reads no flag itself."""
-    for before, after, good in two.run(asked_about_a_fused_step):
-        assert before.startswith(FARTHEST)
-        assert after == before
-        assert good == "False"
-
-
 def clipped_a_factor_apart(rank: int, backend: str, dtypes: list[torch.dtype], factor: float) -> list[str]:
     """Rank 1's scale is so much larger; what is said of a clipped step, and of one of two optimizers."""
     texts = []

@@ -17,26 +17,14 @@ STEPS, CHANGE_AT = 5, 2
 Change = Callable[[list[Tensor]], None]
 
 
-def free_one(params: list[Tensor]) -> None:
-    params[0].grad = None
+def regrad(number: int, change: Callable[[Tensor], Tensor | None]) -> Change:
+    """Return a change of one parameter's gradient."""
+    return lambda params: setattr(params[number], "grad", change(params[number].grad))
 
 
 def free_all(params: list[Tensor]) -> None:
     for param in params:
         param.grad = None
-
-
-def replace(params: list[Tensor]) -> None:
-    params[0].grad = params[0].grad.clone() * 2
-
-
-def lay_out_anew(params: list[Tensor]) -> None:
-    params[1].grad = params[1].grad.t().contiguous().t()
-
-
-def spread(params: list[Tensor]) -> None:
-    grad = params[1].grad
-    params[1].grad = grad.repeat_interleave(2, dim=1)[:, ::2]
 
 
 def move_into_one_storage(params: list[Tensor]) -> None:
@@ -54,21 +42,23 @@ def resize(params: list[Tensor]) -> None:
     params[0].grad = torch.full_like(params[0], grad.flatten()[0].item())
 
 
-def widen(params: list[Tensor]) -> None:
-    convert(params, torch.float64)
+def convert(dtype: torch.dtype) -> Change:
+    return lambda params: nn.ParameterList(params).to(dtype)  # keeps the parameters, swaps their data and gradients
 
 
-def narrow(params: list[Tensor]) -> None:
-    convert(params, torch.bfloat16)
-
-
-def convert(params: list[Tensor], dtype: torch.dtype) -> None:
-    nn.ParameterList(params).to(dtype)  # keeps the parameters, swaps their data and gradients
-
-
-CHANGES = [free_one, free_all, replace, lay_out_anew, spread, move_into_one_storage, resize, widen, narrow]
+CHANGES: dict[str, Change] = {
+    "free one": regrad(0, lambda grad: None),
+    "free all": free_all,
+    "replace": regrad(0, lambda grad: grad.clone() * 2),
+    "lay out anew": regrad(1, lambda grad: grad.t().contiguous().t()),
+    "spread": regrad(1, lambda grad: grad.repeat_interleave(2, dim=1)[:, ::2]),
+    "move into one storage": move_into_one_storage,
+    "resize": resize,
+    "widen": convert(torch.float64),
+    "narrow": convert(torch.bfloat16),
+}
 # Without any gradient before `unscale_` torch refuses the step.
-CASES = [(change, when) for change in CHANGES for when in ("before", "after") if (change, when) != (free_all, "before")]
+CASES = [(name, when) for name in CHANGES for when in ("before", "after") if (name, when) != ("free all", "before")]
 
 
 def run(scaler: Any, device: str, change: Change, when: str, bad: bool, fused: bool) -> list[Tensor]:
@@ -96,13 +86,13 @@ def run(scaler: Any, device: str, change: Change, when: str, bad: bool, fused: b
 
 @PLACES
 @pytest.mark.parametrize("bad", [False, True])
-@pytest.mark.parametrize(("change", "when"), CASES, ids=lambda value: getattr(value, "__name__", value))
-def test_as_torch(place: Place, change: Change, when: str, bad: bool) -> None:
+@pytest.mark.parametrize(("name", "when"), CASES)
+def test_as_torch(place: Place, name: str, when: str, bad: bool) -> None:
     """Before and after `unscale_`, in a good step and in one that overflows, and in the steps that follow."""
     settings = {"init_scale": 4.0, "growth_interval": 2}
-    refused = (widen, narrow) if place.device == "cpu" else (widen, narrow, lay_out_anew, spread)
-    fused = change not in refused  # by torch's fused kernels
-    on = "cpu" if change is narrow else place.device  # torch's op has no bf16 on a GPU
+    refused = ("widen", "narrow") if place.device == "cpu" else ("widen", "narrow", "lay out anew", "spread")
+    fused, change = name not in refused, CHANGES[name]  # by torch's fused kernels
+    on = "cpu" if name == "narrow" else place.device  # torch's op has no bf16 on a GPU
     theirs = run(torch.amp.GradScaler(on, **settings), on, change, when, bad, fused)
     ours = run(GradScaler(place.device, backend=place.backend, **settings), place.device, change, when, bad, fused)
     for mine, other in zip(ours, theirs, strict=True):
