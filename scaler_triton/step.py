@@ -235,7 +235,7 @@ class Steps(dict[Any, Any]):
         return list({id(step): step for step in [*self.values()] if type(step) is OptimizerStep}.values())
 
     def loss_scaled(self) -> None:
-        """Make each step READY that is CARRIED, or that began and did not return: a new loss is being scaled."""
+        """Make steps READY that are CARRIED, or divided and did not return from `step`: a new loss is being scaled."""
         for step in self.all():
             if step["stage"] is not step.stage:
                 step.adopt()
@@ -244,7 +244,7 @@ class Steps(dict[Any, Any]):
                 step.reset()
                 if flags:
                     step.checked(step.flag, flags)
-            elif step.began and step.phase is not STEPPED:
+            elif step.began and step.phase in (UNSCALED, FAILED):
                 step.reset()
         self.unfinished = 0
 
