@@ -109,7 +109,7 @@ def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
     """
     if not step["found_inf_per_device"]:
         return True
-    known = step.flag is None or (step.phase is UNSCALED and step.flag.shared)
+    known = step.phase is UNSCALED and (step.flag is None or step.flag.shared)
     if step.phase in (STEPPED, FAILED) or step.asks or known:
         return False
     return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None

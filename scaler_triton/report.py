@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -42,7 +43,8 @@ class Marks:
     """The marks of one optimizer's gradients, kept as long as its parameters and their layouts."""
 
     def __init__(self, plan: GradPlan, counters: Counters) -> None:
-        self.plan, self._counters = plan, counters
+        self.plan: GradPlan = weakref.proxy(plan)  # it holds this: a cycle would keep parameters until a collection
+        self._counters = counters
         self.resumed: Flags = {}  # the flags of a step that was CARRIED, which the update before has counted, too
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
         self._source: Tensor | None = None  # the counters on the device

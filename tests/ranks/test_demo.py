@@ -161,7 +161,9 @@ def test_ranks_answer_in_order_or_say_what_they_raised_or_that_they_died() -> No
     assert run_ranks(operator.add, 5, ranks=3) == [Answer(rank, rank + 5) for rank in range(3)]
     raised = "ZeroDivisionError: integer modulo by zero"
     assert [answer.error for answer in run_ranks(operator.mod, 0)] == [raised, raised]
-    assert [answer.error for answer in run_ranks(os._exit)] == ["RankDied: exit code 0", "RankDied: exit code 1"]
+    first, second = (answer.error for answer in run_ranks(os._exit))
+    assert second == "RankDied: exit code 1"
+    assert first == "RankDied: exit code 0" or "Connection closed by peer" in first  # it was still connecting
 
 
 def test_what_ranks_tell_is_heard() -> None:

@@ -202,17 +202,17 @@ def test_the_host_keeps_a_few_generations() -> None:
     assert [generation for generation in range(9) if run.marks.of(generation)] == [5, 6, 7, 8]
 
 
-def marked(device: torch.device) -> tuple[Marks, Any]:
-    """Return marks, and a layout of gradients on `device`, over a plan that holds it."""
+def marked(device: torch.device) -> tuple[Marks, Any, GradPlan]:
+    """Return marks, a layout of gradients on `device`, and the plan that holds it, which the caller keeps alive."""
     plan = GradPlan(parameters([torch.ones(3), torch.ones(3)], "cpu"), "torch")
     (layout,) = plan.layouts
     layout.key = layout.key._replace(device=device)
-    return Marks(plan, Counters(None)), layout
+    return Marks(plan, Counters(None)), layout, plan
 
 
 def test_a_kernel_reads_the_generation_on_the_scales_device_only() -> None:
     """One that reads another GPU's memory ends the process."""
-    marks, layout = marked(CPU)
+    marks, layout, _plan = marked(CPU)
     layout.tables = {"check": SimpleNamespace(generation=None), "norm": SimpleNamespace(generation=None)}
     for _ in range(2):
         marks.follow(layout, CPU)
@@ -220,14 +220,14 @@ def test_a_kernel_reads_the_generation_on_the_scales_device_only() -> None:
         for each in (layout, *layout.tables.values()):
             assert each.generation.data_ptr() == counters[SKIPPED].data_ptr()
         marks._counters.set([7] * COUNTERS)
-    marks, layout = marked(torch.device("cuda", 1))
+    marks, layout, _plan = marked(torch.device("cuda", 1))
     marks.follow(layout, torch.device("cuda", 0))
     assert layout.generation is None
     assert list(marks.not_covered()) == ["gradients on cuda:1, where the scale is not"]
 
 
 def test_a_generations_marks_are_told_from_others_in_their_place() -> None:
-    marks, layout = marked(CPU)
+    marks, layout, _plan = marked(CPU)
     bits = torch.tensor([[5 << 2 | INF, 0, 2 << 2 | NAN, 0], [9 << 2 | NAN, 5 << 2 | NAN, 0, 0]], dtype=torch.int32)
     table = SimpleNamespace(bits=bits)
     layout.tables = {"check": table, "clip": table, "norm": SimpleNamespace(bits=(bits & 3) + (5 << 2))}
@@ -241,7 +241,7 @@ def test_a_generations_marks_are_told_from_others_in_their_place() -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("plain", [True, False])
 def test_what_torchs_op_checks_without_marks_is_said(device: str, backend: Any, plain: bool) -> None:
-    marks, layout = marked(torch.device(device))
+    marks, layout, _plan = marked(torch.device(device))
     layout.key, layout.backend = layout.key._replace(plain=plain), backend
     covered = backend == "triton" or (device == "cpu" and plain)
     assert list(marks.not_covered()) == ([] if covered else [f"gradients on {device} that torch's own op serves"])

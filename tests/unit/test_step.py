@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -492,6 +493,22 @@ def test_the_step_of_a_wrapper_without_weak_references_may_go_between_steps(chan
     before = values(wrapper)
     scaler.step(wrapper)
     assert values(wrapper) == [before[0] - 0.5 * 2.0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_parameters_are_freed_with_their_optimizer(kind: str) -> None:
+    scaler, optimizer = a_scaler(), optimizer_of(kind, math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.overflow_report().bad
+    parameter = weakref.ref(optimizer.param_groups[0]["params"][0])
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert parameter() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])
