@@ -26,12 +26,12 @@ class Run:
         numbers = [growth, backoff, interval, low, high, hysteresis]
         self.policy = torch.tensor(numbers, dtype=torch.float64).to(DEVICE)
 
-    def update(self, flags, rows=1, *, last_flags=None, clear=False, shape=()):
+    def update(self, flags, rows=1, *, last_flags=None, clear=False):
         """One launch; whatever lies around what it may write must be as it was."""
         with launched("_update_scale_kernel"):
             launch_update(
-                self.scales[1:2].view(shape),
-                self.trackers[1:2].view(shape),
+                self.scales[1],
+                self.trackers[1],
                 flags,
                 flags if last_flags is None else last_flags,
                 self.policy,
@@ -43,11 +43,11 @@ class Run:
         assert self.trackers[::2].tolist() == self.counters[[0, -1]].tolist() == [GUARD] * 2
         return self.scales[1].item()
 
-    def step(self, flag, shape=()):
+    def step(self, flag):
         """The scale after one step by one flag, which must stay as it was."""
         flags = torch.tensor([NAN, float(flag), NAN])
         on_device = flags.to(DEVICE)
-        scale = self.update(on_device[1], shape=shape)
+        scale = self.update(on_device[1])
         assert_same(on_device, flags)
         return scale
 
@@ -58,10 +58,10 @@ class Run:
         return self.counters[1 + which].item()
 
 
-def update(scale, tracker, found_inf, growth=2.0, backoff=0.5, interval=2000, shape=()):
+def update(scale, tracker, found_inf, growth=2.0, backoff=0.5, interval=2000):
     """Scale and tracker after one launch without limits."""
     run = Run(scale, tracker, growth, backoff, interval)
-    run.step(found_inf, shape)
+    run.step(found_inf)
     return run.scales[1].cpu(), run.trackers[1].item()
 
 
