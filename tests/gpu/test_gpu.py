@@ -121,28 +121,6 @@ def test_offloaded_gradients_wait_for_the_scale_that_an_update_has_yet_to_set(cl
     assert parameter[0].item() == -6.0
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("current", [0, 1])
-@pytest.mark.parametrize("clip", [False, True])
-def test_gradients_on_two_gpus(clip: bool, current: int) -> None:
-    """The scale is on the first; no kernel on the second may read there, an overflow's rare path neither."""
-    params = [p for index in range(2) for p in parameters([torch.full((5,), 8.0)], f"cuda:{index}")]
-    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
-    scaler = started(GradScaler, "cuda:0", init_scale=4.0, growth_interval=1000)
-    with torch.cuda.device(current):
-        for bad in (None, 1, 0, 1):
-            for index, parameter in enumerate(params):
-                parameter.grad = torch.full_like(parameter, math.inf if index == bad else 2 * scaler.get_scale())
-            if clip:
-                scaler.clip_grad_norm_(optimizer, 100.0)
-            scaler.step(optimizer)
-            scaler.update()
-            torch.cuda.synchronize(1)
-            assert "Inf" in str(scaler.overflow_report()) or bad != 0
-    assert [p[0].item() for p in params] == [-2.0, -2.0]
-    assert scaler.get_scale() == 0.5
-
-
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_fused_step_of_offloaded_parameters_reads_no_scale_or_flag_too_early(bad: bool, unscale: bool) -> None:

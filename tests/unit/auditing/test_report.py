@@ -13,10 +13,8 @@ from scaler_triton.auditing.report import (
     UNKNOWN,
     Copy,
     RankState,
-    Reading,
     judge,
     scaler_readings,
-    steps_reading,
 )
 
 
@@ -32,13 +30,6 @@ def test_a_scale_is_compared_to_the_bit_and_a_nan_equals_a_nan() -> None:
     assert judge([state(0, 4.0), state(1, 4.000000476837158)]).split
     assert not judge([state(0, float("nan")), state(1, float("nan"))]).split
     assert judge([state(0, 0.0), state(1, float("inf"))]).differences == ("scale: 0 on rank 0; inf on rank 1",)
-
-
-def test_the_most_steps_are_compared_not_the_fewest() -> None:
-    readings = [{"steps": steps_reading(steps)} for steps in ([1.0, 5.0], [5.0], [])]
-    assert readings[0]["steps"] == Reading("1..5", "5")
-    report = judge([RankState(rank, each) for rank, each in enumerate(readings)])
-    assert (report.verdict, report.compared) == ("agree", ("steps (on ranks 0-1)",))
 
 
 def test_more_than_16_ranks_share_rows() -> None:

@@ -153,17 +153,6 @@ def test_weights_are_compared_if_they_are_copies(tmp_path: Path, command: Comman
     assert "\n    rank*.pt model.up.bias: ranks 0-1 | rank 2\n" in text
 
 
-def test_tensors_that_are_not_compared_are_counted(tmp_path: Path, command: Command) -> None:
-    for rank in range(2):
-        own = {"running_mean": torch.full((3,), float(rank)), "rng": torch.full((3,), rank, dtype=torch.uint8)}
-        odd = {"meta": torch.ones(3, device="meta"), "sparse": torch.eye(3).to_sparse()}
-        save(tmp_path, {f"rank{rank}.pt": weights(**own, **odd)})
-    status, text = command("--replicated")
-    assert (status, "AGREE: every rank holds the same 3 replicated parameters." in text) == (0, True)
-    assert "\nNot compared: 1 running statistic (BatchNorm's differ between ranks)." in text
-    assert "\nNot compared: 2 saved tensors (on meta, sparse, a shard, or of a class of its own)." in text
-
-
 # Files that are broken, or were made to do harm.
 
 
