@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import WAYS, flags, parameters, started, waits_raise
 
-from scaler_triton import GradScaler
+from scaler_triton import GradScaler, ops
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +42,13 @@ def test_a_step_never_waits_but_where_a_plain_one_reads_the_flag(how: str, fused
         with quiet():
             scaler.update()
     assert scaler.get_scale() == 64.0
+
+
+def test_ops_leave_a_flag_set_that_is_elsewhere() -> None:
+    flag = torch.zeros((), device="cuda")
+    for gradient in (math.inf, 1.0):
+        ops.check_nonfinite([torch.tensor([gradient])], flag)
+    assert flag.item() == 1.0
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
