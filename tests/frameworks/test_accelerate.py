@@ -196,15 +196,6 @@ def test_clips_by_any_norm_some_parameters_and_by_value():
         torch.testing.assert_close(layer.weight.grad, torch.tensor([[1.5, 2.0]]), rtol=1e-6, atol=0)  # norm + 1e-6
         with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
             norm_of(accelerator, layer)
-    for frozen in (False, True):
-        accelerator, layer = new_accelerator(), nn.Linear(2, 1)
-        scaler = use_scaler_triton(accelerator)
-        layer.bias.requires_grad_(not frozen)
-        layer, _ = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.5))
-        backward(accelerator, layer)
-        with mock.patch.object(scaler, "clip_grad_norm_", wraps=scaler.clip_grad_norm_) as clip:
-            assert float(accelerator.clip_grad_norm_([layer.weight], 2.5)) == 5.0
-        assert (clip.call_args.kwargs["parameters"] is None) is frozen  # what is frozen costs no second pass
     accelerator, layer, optimizer = ready()
     backward(accelerator, layer)
     accelerator.clip_grad_value_(layer.parameters(), 3.5)
@@ -214,30 +205,6 @@ def test_clips_by_any_norm_some_parameters_and_by_value():
     unheld = nn.Parameter(torch.zeros(2))
     unheld.grad = torch.tensor([3.0, 4.0])
     assert float(accelerator.clip_grad_norm_([unheld], 1.0)) == 5.0  # which is Accelerate's affair
-
-
-def test_a_subclass_keeps_its_own_clipping():
-    class Watched(Accelerator):
-        def clip_grad_norm_(self, *args: Any) -> Any:
-            return super().clip_grad_norm_(*args) * 10
-
-    accelerator = Watched(cpu=True, mixed_precision="fp16")
-    use_scaler_triton(accelerator, init_scale=8.0)
-    layer, _ = prepare(accelerator)
-    backward(accelerator, layer)
-    assert norm_of(accelerator, layer) == 50.0
-    assert layer.weight.grad.tolist() == [[3.0, 4.0]]
-
-
-def test_an_optimizer_that_was_prepared_twice_or_has_no_state_is_clipped_and_stepped_once():
-    """As in a notebook's cell that is run again; and torchao's CPUOffloadOptimizer has no attribute `state`."""
-    accelerator, layer, optimizer = ready()
-    again = accelerator.prepare(optimizer.optimizer)
-    del again.optimizer.state
-    backward(accelerator, layer)
-    assert norm_of(accelerator, layer) == 5.0
-    again.step()
-    assert layer.weight.tolist() == [[8.0 - 1.5, 8.0 - 2.0]]
 
 
 @pytest.mark.parametrize("order", ["together", "in turn", "backward in turn"])
@@ -295,28 +262,6 @@ def test_an_optimizer_that_is_prepared_after_an_interruption_begins_a_new_step(w
     optimizer.step()
     assert not optimizer.step_was_skipped
     assert (scaler.stats().updates, scaler.stats().skipped) == (1, 0)
-
-
-@PLAIN_AND_FUSED
-@pytest.mark.parametrize("asked", [True, False])
-@pytest.mark.parametrize("by", ["", "norm", "value", "hand"])
-def test_step_was_skipped_stays_until_the_next_step(by, asked, options):
-    """Whether or not somebody asked before the next unscaling, which asks nobody."""
-    accelerator, layer, optimizer = ready("AdamW", **options)
-    told = [optimizer.step_was_skipped]
-    for value in (INF, 1.0, 1.0):
-        optimizer.zero_grad()
-        backward(accelerator, layer, value=value)
-        with mock.patch.object(accelerator.scaler, "was_skipped", side_effect=AssertionError("asked")):
-            if by == "hand":
-                accelerator.unscale_gradients(optimizer)
-            elif by:
-                getattr(accelerator, f"clip_grad_{by}_")(layer.parameters(), 1.0)
-        told.append(optimizer.step_was_skipped)
-        optimizer.step()
-        if asked:
-            assert accelerator.optimizer_step_was_skipped == (value == INF)
-    assert told == [False, False, True, False]
 
 
 def test_accelerate_does_not_see_that_a_fused_optimizer_skips():
@@ -447,23 +392,6 @@ def resume(rank: int, sharding: str, name: str, folder: Path, trained: int, firs
         return saved, second.state(), straight, second.train(range(5, 9), {6}, max_norm)
 
 
-def save_early(rank: int, sharding: str, folder: Path) -> tuple[Any, ...]:
-    """Save a job that nothing has happened to; save another, or do not, between the first two backwards of a step."""
-    with launched(rank):
-        job = Job(rank, sharding, "adamw")
-        before = job.scaler.state_dict()
-        job.accelerator.save_state(str(folder / "first"))
-        after, reports = job.scaler.state_dict(), []
-    for saves in (True, False):
-        with launched(rank):
-            job = Job(rank, sharding, "adamw", gradient_accumulation_steps=2)
-            job.train(range(1), ())
-            if saves:
-                job.accelerator.save_state(str(folder / "second"))
-            reports.append(job.train(range(1, 6), {3}))
-    return before, after, *reports
-
-
 KINDS = {
     "ddp": ("DistributedDataParallel", "Parameter", "GradScaler", "torch.float16"),
     "fsdp1": ("FullyShardedDataParallel", "Parameter", "ShardedGradScaler", "torch.float16"),
@@ -519,11 +447,3 @@ def test_resumes_to_the_bit(two, tmp_path, sharding, name, trained, first_ours):
         assert loaded == saved
         assert resumed["skipped"] == [False, True, False, False]
         assert [resumed[what] for what in AS_TORCHS] == [straight[what] for what in AS_TORCHS]
-
-
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp1", "fsdp2"])
-def test_saving_before_the_first_step_or_between_its_backwards_changes_nothing(two, tmp_path, sharding):
-    for before, after, saved, straight in two(save_early, sharding, tmp_path):
-        assert before == after
-        assert saved == straight
-        assert True in saved["skipped"]

@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from test_accelerate import forget, launched, shard, use_torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton
 
@@ -125,27 +125,6 @@ def test_resumes_to_the_bit(tmp_path, first_ours):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert left(straight) == left(resumed)
     assert skips(resumed) == (3, 1)
-
-
-def test_an_interrupted_run_leaves_nothing_to_the_next(tmp_path):
-    """As by Ctrl-C in a notebook, between clipping and the third step."""
-
-    class Interrupt(TrainerCallback):
-        waiting = True
-
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self.waiting and state.global_step == 2:
-                self.waiting = False
-                raise KeyboardInterrupt
-
-    trainer = new_trainer(tmp_path)
-    trainer.overflows = ()
-    trainer.add_callback(Interrupt())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.train()
-    assert skips(trainer) == (2 + STEPS, 0)
-    assert trainer.state.global_step == STEPS
 
 
 def test_lora_trains_its_adapters_only(tmp_path):

@@ -78,13 +78,10 @@ def module_of(optimizer: str, data: Sequence[Tensor], decay: bool = False, **met
     class Module(space("Trainer").module.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.trace, self.seen = new_net(), [], []
+            self.net, self.trace = new_net(), []
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             return loss_of(self.net, batch)
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.seen.append(self.net.up.weight.grad)
 
         def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
             self.trace.append(state_after(self.trainer.scaler, self.trainer.optimizers[0], self.net))
@@ -141,28 +138,6 @@ def train(kind: str, precision: Any, optimizer: str, clip: str = "") -> Trace:
     return fit(precision, module_of(optimizer, batches(), decay=not clip), **options).trace
 
 
-def by_hand(kind: str, optimizer_name: str, clip: str) -> Trace:
-    """Train the same in a loop of one's own."""
-    net, trace, scaler = new_net(), [], GradScaler("cpu", **SETTINGS)
-    optimizer = new_optimizer(optimizer_name, net.parameters())
-    for batch in batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = loss_of(lambda x: net(x.half() if kind == "Fabric" else x), batch)  # as Fabric rounds it
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        if clip == "clip_val":
-            nn.utils.clip_grad_value_(net.parameters(), MAX_NORM)
-        elif kind == "Fabric":
-            nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
-        else:
-            scaler.clip_grad_norm_(optimizer, MAX_NORM, parameters=net.parameters())
-        scaler.step(optimizer)
-        scaler.update()
-        trace.append(state_after(scaler, optimizer, net))
-    return trace
-
-
 @KINDS
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_each_class_has_a_plugin_of_its_own(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,13 +179,16 @@ def test_trains_as_lightnings_own_plugin(kind: str, optimizer: str) -> None:
 @KINDS
 @OPTIMIZERS
 @pytest.mark.parametrize("clip", ["max_norm", "clip_val"])
-def test_clips_as_by_hand(kind: str, optimizer: str, clip: str) -> None:
+def test_clips_whatever_the_optimizer(kind: str, optimizer: str, clip: str) -> None:
+    """The norm is summed in fp64, torch's in fp32."""
     mine = train(kind, plugin(kind), optimizer, clip)
-    assert_same(mine, by_hand(kind, optimizer, clip))
     assert scales_of(mine) == SCALES
     if optimizer == "adamw-fused":  # where this no longer raises, Lightning has caught up: say so in docs/lightning.md
         with pytest.raises((RuntimeError, NotImplementedError), match="does not allow for grad|is not implemented"):
             train(kind, plugin(kind, own=True), optimizer, clip)
+        return
+    for ours, theirs in zip(mine, train(kind, plugin(kind, own=True), optimizer, clip), strict=True):
+        torch.testing.assert_close(ours[3], theirs[3], rtol=0, atol=1e-3)
 
 
 @OPTIMIZERS
@@ -236,92 +214,6 @@ def test_fabric_resumes_to_the_bit(optimizer: str, tmp_path: Path) -> None:
     assert_same(straight.run().trace[3:], second.run(slice(3, 6)).trace)
 
 
-def test_hooks_see_unscaled_gradients_whatever_the_optimizer() -> None:
-    net = new_net()
-    loss_of(net, batches()[0]).backward()
-    for optimizer in FUSED:
-        seen = fit(plugin(), module_of(optimizer, batches()[:1])).seen
-        torch.testing.assert_close(seen[0], net.up.weight.grad, rtol=0.02, atol=1e-3)  # fp16 there, fp32 here
-
-
-@OPTIMIZERS
-@pytest.mark.parametrize(
-    ("without", "options"), [(9, {"accumulate_grad_batches": 2}), (2, {}), (2, {"gradient_clip_val": 1e9})]
-)
-def test_accumulates_and_a_training_step_may_return_none(optimizer: str, without: int, options: Any) -> None:
-    """Then nothing is unscaled, clipped or stepped, and the next batch goes on."""
-    if optimizer == "adamw-fused" and options.get("gradient_clip_val"):
-        return  # refused by Lightning's own plugin
-    step = lambda self, batch, index: loss_of(self.net, batch) if index != without else None  # noqa: E731
-    methods = {"training_step": step, "on_before_optimizer_step": lambda self, optimizer: None}
-    mine, other = (fit(plugin(own=own), module_of(optimizer, batches(), **methods), **options) for own in (0, 1))
-    assert_same(mine.trace, other.trace)
-
-
-def pair_of(optimizer: str, step: Any) -> Any:
-    """Make a LightningModule whose training step is `step(module, its two optimizers, backward)`, by hand."""
-
-    def configure_optimizers(self: Any) -> Any:
-        self.automatic_optimization = False
-        return [new_optimizer(optimizer, part.parameters()) for part in (self.net.up, self.net.down)]
-
-    def training_step(self: Any, batch: Tensor, index: int) -> None:
-        step(self, *self.optimizers(), lambda: self.manual_backward(loss_of(self.net, batch)))
-
-    methods = {"configure_optimizers": configure_optimizers, "training_step": training_step}
-    return module_of("", batches(bad=()), on_before_optimizer_step=lambda self, optimizer: None, **methods)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])
-def test_two_optimizers_are_clipped_before_either_steps(optimizer: str) -> None:
-    """The first one's step updates the scale, and must not have the other's gradients divided a second time."""
-    ended = []
-    for clips in ("", "norm", "value"):
-
-        def step(module: Any, one: Any, other: Any, backward: Any, clips: str = clips) -> None:
-            one.zero_grad()
-            other.zero_grad()
-            backward()
-            for each in [one, other] * bool(clips):
-                module.clip_gradients(each, 1e9, clips)  # by 1 exactly
-            one.step()
-            if clips:
-                module.clip_gradients(other, 1e9, clips)
-            other.step()
-
-        scaler = GradScaler("cpu", init_scale=8.0)  # which stays: unclipped gradients would be divided by a new one
-        ended.append(whole(fit(plugin(scaler=scaler), pair_of(optimizer, step)).net))
-    assert torch.equal(ended[0], ended[1])
-    assert torch.equal(ended[0], ended[2])
-
-
-@pytest.mark.parametrize(("toggles", "backwards", "refused"), [(False, 0, True), (True, 1, True), (True, 0, False)])
-def test_a_backward_that_adds_to_unscaled_gradients_is_refused(toggles: bool, backwards: int, refused: bool) -> None:
-    """Of optimizers that are clipped each after a backward of its own; toggled ones' touch only what they are to."""
-
-    def step(module: Any, one: Any, other: Any, backward: Any) -> None:
-        for optimizer in (one, other):
-            if toggles:
-                module.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            backward()
-            module.clip_gradients(optimizer, MAX_NORM, "norm")
-            if toggles:
-                module.untoggle_optimizer(optimizer)
-        one.step()
-        for _ in range(backwards):
-            backward()
-        other.step()
-
-    made = plugin()
-    if refused:
-        with pytest.raises(RuntimeError, match=BETWEEN):
-            fit(made, pair_of("sgd", step))
-    else:
-        fit(made, pair_of("sgd", step))
-        assert made.scaler.stats().updates == 2 * STEPS
-
-
 def test_a_backward_between_clipping_and_step_is_refused_in_fabric() -> None:
     mine = Loop(plugin("Fabric"), "sgd")
     mine.backward(batches()[0])
@@ -340,10 +232,10 @@ def test_a_run_that_was_interrupted_in_a_step_leaves_nothing_to_the_next() -> No
         kept.append(optimizer)  # as a traceback might
         raise ValueError("interrupted")
 
-    seen, module.on_before_optimizer_step = module.on_before_optimizer_step, interrupt
+    module.on_before_optimizer_step = interrupt
     with pytest.raises(ValueError, match="interrupted"):
         fit(made, module)
-    module.on_before_optimizer_step = seen
+    del module.on_before_optimizer_step
     assert_same(fit(made, module).trace, fit(plugin(), module_of("sgd", batches())).trace)
 
 
@@ -433,7 +325,7 @@ def trainer_on(rank: int, strategy: str, optimizer: str, data: list[Tensor], **o
         if strategy == "fsdp2":
             jobs.shard(self.net, self.device_mesh["data_parallel"])
 
-    hooks = {"configure_model": configure_model, "on_before_optimizer_step": lambda self, optimizer: None}
+    hooks = {"configure_model": configure_model}
     hooks["on_train_batch_end"] = lambda self, *arguments: self.trace.append(self.trainer.scaler.get_scale())
     return framework("Trainer", rank, strategy, use_distributed_sampler=False, **QUIET, **options), module_of(
         optimizer, data, **hooks

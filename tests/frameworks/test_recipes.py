@@ -76,14 +76,6 @@ def test_a_recipe_does_what_it_says(name: str, folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == leaves
 
 
-@pytest.mark.heavy
-@pytest.mark.distributed
-def test_accelerates_recipe_trains_on_two_ranks(folder: Path) -> None:
-    """As `accelerate launch` starts it on two GPUs; one rank prints."""
-    printed = run("with_accelerate.py", folder, 2, **ON_CPU)
-    assert [printed.count(text) for text in ("step 3 was skipped", "updates=32, skipped=2,")] == [1, 1]
-
-
 @pytest.mark.distributed
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path) -> None:
     """Two ranks even where there is one GPU; then one, by torchrun's variables."""

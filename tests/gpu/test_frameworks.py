@@ -144,19 +144,6 @@ def test_nobody_waits_who_does_not_ask_accelerate() -> None:
     cases.forget()
 
 
-def test_the_trainer_trains_by_triton(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    import test_hf_trainer as cases
-
-    cases.forget()
-    trainer = cases.new_trainer(tmp_path, use_cpu=False)
-    trainer.train()
-    assert trainer.accelerator.scaler._scale.is_cuda
-    assert cases.skips(trainer) == (STEPS, 2)
-    assert cases.logged(trainer, "learning_rate") == cases.RATES
-    cases.forget()
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
 def test_lightning_clips_a_fused_optimizer(kind: str) -> None:

@@ -55,15 +55,6 @@ def test_an_update_on_another_stream_leaves_a_step_its_flag() -> None:
     assert scaler.get_scale() == 1.0
 
 
-def test_an_update_on_the_steps_own_stream_waits_for_none() -> None:
-    (parameter,) = parameters([torch.full((5,), 8.0)], "cuda")
-    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    scaler = started(GradScaler, "cuda", init_scale=4.0)
-    with mock.patch.object(torch.cuda.Stream, "wait_stream") as waited, torch.cuda.stream(torch.cuda.Stream()):
-        take_step(scaler, optimizer, "step")
-    assert not waited.mock_calls
-
-
 @pytest.mark.parametrize("first", [False, True])
 def test_a_setter_leaves_alone_an_update_that_waits_on_another_stream(first: bool) -> None:
     (parameter,) = parameters([torch.full((5,), 8.0)], "cuda")

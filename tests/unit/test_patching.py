@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 from scaler_triton import GradScaler, ShardedGradScaler, patch_torch, patching, ranks, unpatch_torch
 
@@ -136,17 +135,6 @@ def test_pickles_of_ours_load_with_and_without_a_patch(cls: Any) -> None:
     loaded.append(pickle.loads(pickle.dumps(scaler)))
     plain = ShardedGradScaler if cls is ShardedGradScaler else GradScaler
     assert all(isinstance(each, plain) and each._device == scaler._device for each in loaded)
-
-
-@pytest.mark.parametrize("theirs", [TorchPlain, TorchCpu, TorchSharded], ids=lambda cls: cls.__module__)
-def test_a_pickle_of_torchs_scaler_loads_as_ours(theirs: Any) -> None:
-    scaler = built(theirs, init_scale=8.0, growth_interval=5)
-    pickled = pickle.dumps(scaler)
-    with patch_torch():
-        loaded = pickle.loads(pickled)
-    assert type(loaded) is OURS[theirs]
-    assert loaded.state_dict() == scaler.state_dict()
-    assert theirs is TorchSharded or skips_and_backs_off(loaded)
 
 
 def test_contexts_nest_end_in_any_order_and_can_be_entered_again() -> None:

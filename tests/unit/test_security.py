@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import started
 
 from scaler_triton import GradScaler, ShardedGradScaler
@@ -121,38 +120,6 @@ def test_the_only_file_that_is_loaded_is_loaded_safely() -> None:
     assert [ast.unparse(call) for name, call in called(tree) if name == "torch.load"] == [SAFE_LOADER]
 
 
-class Bomb:
-    """Reports when somebody makes it run."""
-
-    def __reduce__(self) -> Any:
-        return pytest.fail, ("a checkpoint ran code",)
-
-    def __float__(self) -> float:
-        raise TypeError("no number")
-
-
-@pytest.mark.parametrize("field", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
-@pytest.mark.parametrize("value", ["__import__('os')", "1e3", b"1e3", [2.0], {}, None, Bomb(), torch.ones(10**6)])
-def test_a_checkpoint_is_numbers_and_nothing_else(field: str, value: Any) -> None:
-    """Whatever else is in it is refused by name, unread, and the scaler is as before."""
-    scaler = started(GradScaler, "cpu", init_scale=4.0)
-    before = scaler.state_dict()
-    with pytest.raises((TypeError, ValueError), match=field):
-        scaler.load_state_dict(before | {field: value})
-    assert scaler.state_dict() == before
-
-
-def test_a_checkpoint_needs_no_unpickler(tmp_path: Path) -> None:
-    """Torch's safe loader takes it: five plain numbers."""
-    scaler = started(GradScaler, "cpu", init_scale=4.0)
-    torch.save(scaler.state_dict(), tmp_path / "scaler.pt")
-    loaded = torch.load(tmp_path / "scaler.pt", weights_only=True)
-    assert {type(value) for value in loaded.values()} <= {int, float}
-    fresh = started(GradScaler, "cpu")
-    fresh.load_state_dict(loaded)
-    assert fresh.state_dict() == scaler.state_dict()
-
-
 class Recorder(pickle.Unpickler):
     """Notes what a pickle asks to be imported."""
 
@@ -170,8 +137,4 @@ def test_a_pickled_scaler_asks_for_its_own_class_only(cls: Any) -> None:
     """Whatever else it asked for could never move."""
     recorder = Recorder(pickle.dumps(started(cls, "cpu")))
     assert type(recorder.load()) is cls
-    assert recorder.asked == {
-        ("copyreg", "_reconstructor"),
-        ("builtins", "object"),
-        (cls.__module__, cls.__name__),
-    } - ({("copyreg", "_reconstructor"), ("builtins", "object")} - recorder.asked)
+    assert recorder.asked - {("copyreg", "_reconstructor"), ("builtins", "object")} == {(cls.__module__, cls.__name__)}

@@ -115,32 +115,3 @@ def test_megatrons_state_lies_where_the_page_says(tmp_path: Path, monkeypatch: p
     saved, chain = torch.load(tmp_path / "model_optim_rng.pt", weights_only=True)
     for state in (saved["grad_scaler"], chain[0]["grad_scaler"]):
         assert from_megatron(state, **peer.numbers) == peer.state(run)
-
-
-@pytest.mark.parametrize("name", ["FP16_Optimizer", "FP16_UnfusedOptimizer"])
-def test_deepspeeds_optimizers_go_on_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They back off at every overflow, whatever their configuration says of hysteresis; all steps are real."""
-    theirs = imported(f"deepspeed.runtime.fp16.{'unfused' if 'Unfused' in name else 'fused'}_optimizer")
-    monkeypatch.setattr(theirs, "dist", SimpleNamespace(get_rank=lambda: 0), raising=False)
-    numbers = {"init_scale": 256.0, "scale_window": 3, "min_scale": 4.0, "delayed_shift": 2}
-    numbers |= {"consecutive_hysteresis": False}
-    held = torch.nn.Parameter(torch.ones(3, dtype=torch.half))
-    inner = torch.optim.SGD([held], lr=0.0)
-    run, ours = getattr(theirs, name)(inner, dynamic_loss_scale=True, dynamic_loss_args=numbers), None
-
-    def step(bad: bool) -> None:
-        for parameter in (parameter for group in run.fp16_groups for parameter in group):
-            parameter.grad = torch.full_like(parameter, torch.inf if bad else 0.0)
-        run.step()
-
-    for number, bad in enumerate(trace(random.Random(1), 120)):
-        if number == 15:
-            torch.save(run.state_dict(), tmp_path / "optimizer.pt")
-            state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
-            ours = started(GradScaler, "cpu")
-            ours.load_state_dict(from_deepspeed({**state, "min_scale": numbers["min_scale"]}))
-        config = run.loss_scale_config
-        if ours is not None and not bad and config.cur_iter - config.last_overflow_iter == 1:
-            step(False)
-        step(bad)
-        assert ours is None or update(ours, bad) == run.loss_scale, number

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import stepped
 from torch import Tensor, nn
 
 import scaler_triton
@@ -20,16 +21,6 @@ from scaler_triton import GradScaler, ShardedGradScaler
 from scaler_triton.auditing import fingerprint, running
 from scaler_triton.auditing.replicas import hashed_copies
 from scaler_triton.auditing.report import UNKNOWN, AuditReport
-
-
-def stepped(name: str = "AdamW", steps: int = 1, **options: Any) -> torch.optim.Optimizer:
-    """An optimizer of one parameter that took some steps."""
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)([parameter], **options)
-    for _ in range(steps):
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-    return optimizer
 
 
 def audited(optimizer: Any, scaler: Any, *more: Any, **options: Any) -> AuditReport:
@@ -69,18 +60,6 @@ def test_nothing_is_changed(cls: Any) -> None:
     assert not optimizer.state
 
 
-def test_a_disabled_scaler_and_no_optimizer() -> None:
-    report = audited([], torch.amp.GradScaler("cpu", enabled=False))
-    assert shown(report) == {"scale": "disabled", "tracker": "-"}
-    assert str(report).startswith("GradScaler of torch; 1 rank\n")
-
-
-def test_a_scaler_made_before_torch_was_patched_is_audited() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with warnings.catch_warnings(action="ignore"), scaler_triton.patch_torch():
-        assert shown(audited(stepped(), scaler))["scale"] == "4 (unused)"
-
-
 @pytest.mark.parametrize(
     ("states", "steps"),
     [
@@ -104,20 +83,9 @@ def test_wrappers_and_lists() -> None:
     report = audited([wrapper, stepped("SGD")], GradScaler("cpu"))
     assert (shown(report)["steps of 0 (Adam)"], shown(report)["steps of 1 (SGD)"]) == ("2", "-")
     assert report.subject.endswith("; Adam, fused; SGD")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("adam", GradScaler("cpu")), "TypeError: optimizer must be an optimizer or a list of them, got str"),
-        (([], 3), "TypeError: scaler must be a torch.amp.GradScaler, got int"),
-        (([], GradScaler("cpu"), "net"), "TypeError: model must be a module, got str"),
-    ],
-)
-def test_what_cannot_be_read_is_in_the_table(arguments: Any, text: str) -> None:
-    report = audited(*arguments)
-    assert report.verdict == "unknown"
-    assert f"\nrank 0: {text}" in str(report)
+    report = audited([], torch.amp.GradScaler("cpu", enabled=False))
+    assert shown(report) == {"scale": "disabled", "tracker": "-"}
+    assert report.subject == "GradScaler of torch"
 
 
 def test_groups_that_torch_does_not_know_are_refused(tmp_path: Path) -> None:
@@ -190,12 +158,6 @@ def test_every_flipped_bit_is_seen(dtype: torch.dtype, shape: tuple[int, ...]) -
             assert hashed(tensor) != before, (byte, bit)
             data[byte] ^= 1 << bit
     assert hashed(tensor) == before
-
-
-def test_two_flipped_signs_do_not_cancel() -> None:
-    """They would in a plain weighted sum: 2^63 twice is 2^64."""
-    signs = torch.ones(33, 32, dtype=torch.float64) - 2 * torch.eye(33, 32, dtype=torch.float64)
-    assert len({hashed(signs[i] * signs[j]) for i in range(33) for j in range(i)}) == 33 * 32 // 2
 
 
 def test_values_count_and_not_how_they_are_stored() -> None:

@@ -8,12 +8,10 @@ import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from scaler_triton import cli
 from scaler_triton.auditing import saved
 from scaler_triton.text import one_line
 
@@ -41,8 +39,6 @@ def adamw(steps: int) -> dict[str, Any]:
     "name",
     [
         "rank{}.pt",
-        "scaler_rank_{}.pth",
-        "scaler_{}.pt",
         "rank-{}/scaler.pt",
         "mp_rank_0{}_model.pt",
         "r_rank{}.pth.tar",
@@ -85,24 +81,14 @@ def test_optimizers_that_stepped_apart(tmp_path: Path, command: Command) -> None
     assert command()[0] == 0
 
 
-def test_places_are_named_and_two_scalers_are_told_apart(tmp_path: Path, command: Command) -> None:
-    held = {rank: {7: scaler_state(2.0**rank), (1, 2): scaler_state(8.0)} for rank in range(2)}
-    save(tmp_path, {f"rank{rank}.pt": {"states": held[rank]} for rank in range(2)})
-    status, text = command()
-    assert (status, f"\n  rank*.pt states.7 {APART}" in text, "rank*.pt states.? scale" in text) == (1, True, True)
-
-
 @pytest.mark.parametrize(
     ("pattern", "name"),
     [
         ("**/ckpt-{rank}.pt", "epoch_1/ckpt-{}.pt"),
         ("*{rank}.pt", "state_{}.pt"),  # no star takes one of the rank's digits
         ("*{rank}*.pt", "state_{}.pt"),
-        ("*_{rank}*", "state_{}.pt"),
-        ("**/*{rank}.pt", "state_{}.pt"),
         ("part_0{rank}.pt", "part_0{}.pt"),
         ("{rank}/part{rank}_{rank}.pt", "x/part{}_3.pt"),
-        ("last-{rank}.pth.tar", "last-{}.pth.tar"),
     ],
 )
 def test_a_pattern_says_where_the_rank_is(tmp_path: Path, command: Command, pattern: str, name: str) -> None:
@@ -110,18 +96,9 @@ def test_a_pattern_says_where_the_rank_is(tmp_path: Path, command: Command, patt
     status, text = command("--pattern", pattern)
     assert (status, "  scale: 4 on ranks 0-10; 5 on rank 11\n" in text) == (1, True)
     assert text.startswith(f"{name.replace('{}', '*')} in {one_line(tmp_path)}; 12 ranks\n")
-
-
-def test_a_pattern_chooses_the_files(tmp_path: Path, command: Command) -> None:
-    states = {(rank, step): scaler_state(2.0 ** (rank * step)) for rank in range(2) for step in range(2)}
-    save(tmp_path, {f"{step}/rank{rank}.pt": state for (rank, step), state in states.items()})
-    assert [command("--pattern", each)[0] for each in ("**/*", "0/*", "{rank}/rank0.pt")] == [1, 0, 0]
-    for pattern in ("", "/etc/*"):
-        status, text = command("--pattern", pattern)
-        assert (status, text.count("\n"), "--pattern must be" in text) == (2, 1, True)
-    status, text = command("--pattern", "state-{rank}.pt")
-    kinds = ".pt, .pth, .bin, .ckpt, .pt.tar, .pth.tar"
-    assert (status, f"\nNo file of torch.save ({kinds}) matches state-{{rank}}.pt.\n" in text) == (2, True)
+    status, text = command("--pattern", "/etc/*")
+    assert (status, text.count("\n"), "--pattern must be" in text) == (2, 1, True)
+    assert "matches state-{rank}.pt.\n" in command("--pattern", "state-{rank}.pt")[1]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +108,6 @@ def test_a_pattern_chooses_the_files(tmp_path: Path, command: Command) -> None:
         ["optimizer.bin", "optimizer_0.bin", "optimizer_1.bin"],  # Accelerate's second and third optimizer
         ["optimizer_1.bin", "optimizer_2.bin"],
         ["checkpoint_0.pt", "checkpoint_1.pt"],  # epochs
-        ["frank_0.pt", "frank_1.pt"],
         ["rank0.pt"],
         [],
     ],
@@ -157,13 +133,6 @@ def test_files_that_say_nothing_and_missing_ranks(tmp_path: Path, command: Comma
     assert (status, text.endswith("There is no state of rank 1-2.\n")) == (0, True)
 
 
-def test_a_folder_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    for name, why in (("none", "No such file or directory"), ("file", "Not a directory")):
-        assert cli.main(["audit", str(tmp_path / name)]) == 2
-        assert capsys.readouterr().err.endswith(f"CHECKPOINT_DIR must be a folder, got {tmp_path / name}: {why}\n")
-
-
 # --replicated
 
 
@@ -182,25 +151,6 @@ def test_weights_are_compared_if_they_are_copies(tmp_path: Path, command: Comman
     assert (status, "Not compared" in text) == (1, False)
     assert "\n  replicated parameters: 1 of 3 differ: rank*.pt model.up.bias\n" in text
     assert "\n    rank*.pt model.up.bias: ranks 0-1 | rank 2\n" in text
-
-
-def test_tensors_that_are_not_compared_are_counted(tmp_path: Path, command: Command) -> None:
-    for rank in range(2):
-        own = {"running_mean": torch.full((3,), float(rank)), "rng": torch.full((3,), rank, dtype=torch.uint8)}
-        odd = {"meta": torch.ones(3, device="meta"), "sparse": torch.eye(3).to_sparse()}
-        save(tmp_path, {f"rank{rank}.pt": weights(**own, **odd)})
-    status, text = command("--replicated")
-    assert (status, "AGREE: every rank holds the same 3 replicated parameters." in text) == (0, True)
-    assert "\nNot compared: 1 running statistic (BatchNorm's differ between ranks)." in text
-    assert "\nNot compared: 2 saved tensors (on meta, sparse, a shard, or of a class of its own)." in text
-
-
-def test_tied_weights_are_read_once_and_long_names_stay_apart(tmp_path: Path, command: Command) -> None:
-    for rank in range(2):
-        tied = torch.full((1000,), float(rank))
-        save(tmp_path, {f"rank{rank}.pt": {f"{'layer.' * 50}{number}": tied[:] for number in range(20)}})
-    status, text = command("--replicated")
-    assert (status, "20 of 20 differ" in text, " #2" in text) == (1, True, True)
 
 
 # Files that are broken, or were made to do harm.
@@ -294,24 +244,8 @@ def test_a_state_is_numbers(harmless: Path, command: Command, field: str, value:
     unreadable(command, f"step must be a number, got {type(value).__name__}")
 
 
-def test_lists_within_themselves_end(harmless: Path, command: Command) -> None:
-    inner: list[Any] = []
-    for _ in range(40):
-        inner = [inner] * 100
-    inner.append(inner)
-    torch.save([inner, scaler_state(8.0)], harmless)
-    torch.save([[], scaler_state()], harmless.with_name("rank0.pt"))
-    assert command()[0] == 1
-
-
 def test_names_cannot_write_to_the_terminal(tmp_path: Path, command: Command) -> None:
     state = {"\x1b[2J" * 100: scaler_state(), "b": scaler_state()}
     save(tmp_path, {f"\x1b[1m_rank{rank}.pt": state for rank in range(2)})
     status, text = command()
     assert (status, "\x1b" in text) == (0, False)
-
-
-def test_states_that_were_saved_on_a_gpu_are_read_without_one(harmless: Path, command: Command) -> None:
-    with mock.patch.object(torch.serialization, "location_tag", return_value="cuda:7"):
-        torch.save(scaler_state(torch.tensor(4.0), torch.tensor(1)), harmless)
-    assert command()[0] == 0

@@ -13,7 +13,6 @@ import torch
 
 import scaler_triton
 from scaler_triton import cli, dispatch
-from scaler_triton.cli import info
 
 ROOT = Path(__file__).parents[3]
 
@@ -87,24 +86,6 @@ def test_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     text = shown(capsys)
     assert "\nbackend       triton (SCALER_TRITON_BACKEND)\n" in text
     assert "\n  bfloat16: none (ValueError: no bf16 here)\n" in text
-
-
-@pytest.mark.parametrize(
-    ("cuda", "hip", "said"),
-    [("12.8", None, "12.8"), (None, "6.4", "ROCm 6.4"), (None, None, "none: this torch is built without it")],
-)
-def test_what_torch_is_built_with(monkeypatch: pytest.MonkeyPatch, cuda: str, hip: str, said: str) -> None:
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert f"\nCUDA          {said}\n" in info.version_lines()
-
-
-def test_it_says_if_triton_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert info.triton_version() == f"{triton.__version__}, which interprets: TRITON_INTERPRET is set"
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert info.triton_version() == triton.__version__
 
 
 def test_without_triton_it_still_answers() -> None:

@@ -61,14 +61,6 @@ def test_output_that_nobody_reads_is_not_a_failed_check(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_name_that_the_terminal_cannot_show_ends_no_command(tmp_path: Path) -> None:
-    (tmp_path / "modèle").mkdir()
-    words = ["-m", "scaler_triton", "audit", str(tmp_path / "modèle")]
-    done = started(words, cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert (done.returncode, done.stderr) == (2, "")
-    assert "mod\\xe8le" in done.stdout
-
-
 def test_no_command_imports_torch_before_it_runs() -> None:
     program = (
         "import sys\n"

@@ -148,14 +148,6 @@ def test_the_choice_is_the_quickest_beyond_noise(rivals: list[tuple[float, ...]]
     assert tune.choose(found) == {KEYS[0]: wanted}
 
 
-def test_the_table() -> None:
-    found = [figures(DEFAULT, 1.0), figures(FIRST, problem="wrong values"), figures(SECOND, 0.8)]
-    lines = [" ".join(line.split()) for line in tune.report(found, {KEYS[0]: SECOND}).splitlines()]
-    assert lines[2] == "unscale 2 span 8 x 2 x 2 1000 8 x 2 x 1 1250 25.0% 62% 1"
-    assert lines[3] == "dropped: 4 x 1 x 2 in unscale: wrong values"
-    assert lines[-1].startswith("1 of 1 defaults replaced, each by what was quicker in each of 5 rounds")
-
-
 def test_a_wrong_candidate_is_dropped_and_a_wrong_default_ends_it(
     tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,24 +184,6 @@ def test_every_candidate_is_right(mode: str, shape: LaunchConfig) -> None:
     for dtype in (torch.float16, torch.float64):
         chunk = shape.chunk_elements(dtype.itemsize)  # and ends that are no whole vectors
         assert tune.Scratch([1, chunk + 1, 7, 0, 3], dtype, DEVICE).problem(mode, shape) == ""
-
-
-def test_a_write_beside_the_tensors_and_a_raise_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = tune.Scratch([64], torch.float32, DEVICE)
-    monkeypatch.setattr(unscale, "launch_check", lambda grads, flag: tried.buffer[0].zero_())
-    assert tried.problem("check", DEFAULT) == "wrong values"
-    monkeypatch.setattr(unscale, "launch_check", lambda grads, flag: 1 / 0)
-    assert tried.problem("check", DEFAULT) == "ZeroDivisionError: division by zero"
-    monkeypatch.setattr(unscale, "launch_check", lambda grads, flag: None)
-    assert tried.problem("check", DEFAULT) == "an Inf was missed"
-
-
-def test_a_gpus_workloads_are_the_same_on_every_card_but_for_the_span() -> None:
-    one, other = tune.gpu_workloads(50 * 2**20)(4), tune.gpu_workloads(2**20)(4)
-    assert one["mixed"] == other["mixed"]
-    assert [sum(each["span"]) for each in (one, other)] == [50 * 2**20, 16 * 2**20]
-    for name, numels in one.items():
-        assert config.workload_of(4, numels) == name
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from scaler_triton import cli
-from scaler_triton.demo import command
 
 
 @pytest.fixture
@@ -35,12 +34,6 @@ def test_the_default_is_fsdp2_with_ours(packages: None, monkeypatch: pytest.Monk
     shown: list[object] = []
     assert cli.main(["demo", "--out", str(tmp_path)]) == 1
     assert shown == [("ours", "fsdp2", "adamw", 48, tmp_path / "demo.png")]
-
-
-def test_an_unknown_case_is_named_with_the_known_ones(packages: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--prove", "no-such"]) == 2
-    said = capsys.readouterr().err
-    assert "no-such: no such case; one of fsdp1-fused, " in said
 
 
 @pytest.mark.parametrize("word", ["list", "fused-clip", "all"])
@@ -77,11 +70,3 @@ def test_a_plot_that_cannot_be_written_is_refused_at_once(packages: None, tmp_pa
     assert cli.main(["demo", "--out", str(tmp_path / "plot.jpg")]) == 2
     assert "plot.jpg: must be a .png file or a folder" in capsys.readouterr().err
     assert not (tmp_path / "plot.jpg").exists()
-
-
-def test_the_plot_goes_into_a_folder_or_to_a_file_and_an_old_one_stays_until_then(tmp_path: Path) -> None:
-    assert command.picture_path(tmp_path / "new") == tmp_path / "new" / "demo.png"
-    assert command.picture_path(tmp_path / "my.png") == tmp_path / "my.png"
-    assert list(tmp_path.rglob("*.png")) == []
-    (tmp_path / "my.png").write_text("a plot")
-    assert command.picture_path(tmp_path / "my.png").read_text() == "a plot"

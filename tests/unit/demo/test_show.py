@@ -17,8 +17,6 @@ pytest.importorskip("tabulate")
 
 from matplotlib.image import imread
 
-from scaler_triton.demo import show as showing
-from scaler_triton.demo.launch import Answer
 from scaler_triton.demo.show import TOLERANCE, judge, place, save_plot, steps_table
 from scaler_triton.demo.train import Config, Trace
 
@@ -80,14 +78,6 @@ def test_a_short_table_has_every_step_and_names_the_bad_shards_and_split_ranks()
     assert "4 / 8" in rows_of_split[2]
 
 
-def test_a_long_table_has_the_steps_in_which_something_happens() -> None:
-    config = replace(CONFIG, steps=100)
-    losses, scales, skipped = [1.0] * 100, [8.0] * 101, [step in config.bad_shards for step in range(100)]
-    scales[70:] = [16.0] * 31
-    rows = steps_table(config, [Trace(True, losses, scales, skipped)]).splitlines()[2:]
-    assert [int(row.split()[0]) for row in rows] == [1, 21, 51, 71, 81, 100]
-
-
 @pytest.mark.parametrize("ranks", [[TRACE], [TRACE, TRACE], [TRACE, SPLIT]], ids=["one", "two", "split"])
 def test_the_plot_can_be_drawn(ranks: list[Trace], tmp_path: Path) -> None:
     save_plot(CONFIG, ranks, "title", tmp_path / "plot.png")
@@ -95,24 +85,6 @@ def test_the_plot_can_be_drawn(ranks: list[Trace], tmp_path: Path) -> None:
     assert pixels.shape[0] > 400
     assert pixels.shape[1] > 800
     assert pixels.std() > 0.01
-
-
-def test_failed_ranks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    answers = [Answer(0, TRACE), Answer(1, error="RuntimeError: broken")]
-    monkeypatch.setattr(showing, "run_ranks", lambda *_, **__: answers)
-    assert showing.show("torch", "fsdp1", "adamw", 6, tmp_path / "demo.png") == 1
-    said = capsys.readouterr().err
-    assert "rank 0: came to its end" in said
-    assert "rank 1: RuntimeError: broken" in said
-
-
-def test_a_bar_shows_what_ranks_tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(showing, "run_ranks", lambda *_, heard, **__: [heard(f"loss {step}") for step in range(6)])
-    showing.train_behind_bar("two ranks", showing.train_rank, CONFIG, 2)
-    said = capsys.readouterr().err
-    assert "two ranks: 100%" in said
-    assert "loss 5" in said
 
 
 @pytest.mark.parametrize(

@@ -45,19 +45,6 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
-def interrupted_copies() -> Iterator[None]:
-    """Ctrl-C as soon as a copy has arrived."""
-    copy = Tensor.copy_
-
-    def interrupted(self: Tensor, *args: Any, **kwargs: Any) -> None:
-        copy(self, *args, **kwargs)
-        raise KeyboardInterrupt
-
-    with mock.patch.object(Tensor, "copy_", interrupted):
-        yield
-
-
-@contextmanager
 def launched(*names: str) -> Iterator[None]:
     """Asserts that exactly these kernels are launched, by the backend that this process should use."""
     calls = []

@@ -1,7 +1,6 @@
 """The shape of a program, and which one a GPU gets: the user's file, else a shipped one, else the default."""
 
 import json
-import os
 import subprocess
 import sys
 import warnings
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from scaler_triton.kernels import config
-from scaler_triton.kernels.config import CANDIDATES, DEFAULT, SPAN_BYTES, LaunchConfig, config_for, tuned_for
+from scaler_triton.kernels.config import DEFAULT, SPAN_BYTES, LaunchConfig, config_for, tuned_for
 
 pytestmark = pytest.mark.host_only
 
@@ -64,11 +63,6 @@ def test_chunks(itemsize):
     assert LaunchConfig(32, 8, 16).chunk_elements(2) <= 2**20  # as the sum of a chunk's squares relies on
 
 
-def test_the_default_is_a_candidate_and_no_candidate_comes_twice():
-    assert DEFAULT in CANDIDATES
-    assert len(set(CANDIDATES)) == len(CANDIDATES)
-
-
 def test_a_lookup_loads_no_triton():
     program = (
         "import sys, torch; from scaler_triton.kernels.config import config_for\n"
@@ -116,11 +110,6 @@ def test_a_broken_or_foreign_file_is_ignored_with_one_warning(text):
     assert str(users_file()) in str(caught[0].message)
 
 
-def test_a_file_that_may_not_be_read_is_as_none():
-    users_file().mkdir()
-    assert tuned_for(GPU, KEY) == (DEFAULT, None)
-
-
 def test_a_gpu_is_looked_up_by_its_name_and_workload(monkeypatch):
     monkeypatch.setattr(config, "_name_of", {torch.device("cuda", 3): GPU}.__getitem__)
     put(users_file(), USERS)
@@ -137,15 +126,6 @@ def test_the_cache_is_in_the_home_unless_an_absolute_folder_is_named(monkeypatch
     assert config.cache_folder() == tmp_path / ".cache/scaler_triton/tuned"
 
 
-def test_a_user_without_a_home_gets_the_default(monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    assert tuned_for(GPU, KEY) == (DEFAULT, None)
-
-
 def test_shipped_files_are_read_whole():
     for path in PACKAGED.glob("*.json"):
         data = json.loads(path.read_text())
@@ -158,8 +138,3 @@ def test_shipped_files_are_read_whole():
             assert mode in config.MODES
             assert itemsize in config.ITEMSIZES
             assert workload in config.WORKLOADS
-
-
-def test_a_name_is_one_files_name():
-    assert config.file_name("NVIDIA A100/80GB (x) ") == "NVIDIA_A100_80GB_x_.json"
-    assert os.sep not in config.file_name("../../etc")

@@ -26,13 +26,6 @@ def test_the_other_backends_device_is_refused():
         launch.check_device(OTHER)
 
 
-def test_a_launch_refuses_it_too():
-    table = GradTable([1], torch.float32, torch.device("cpu"))
-    table.device = OTHER
-    with pytest.raises(RuntimeError, match=REFUSAL):
-        launch_unscale(table, torch.ones(()), torch.zeros(()), inverse=True)
-
-
 def test_interpreter_errors_are_not_numpys_and_its_settings_are_put_back():
     if NATIVE:
         pytest.skip("the interpreter's own")
@@ -67,10 +60,6 @@ def test_a_launch_elsewhere_is_made_on_its_own_device(monkeypatch):
     with launch._on(torch.device("cuda", 1)):
         assert on == [torch.device("cuda", 1)]
     assert on == []
-
-
-def test_a_table_is_on_a_device_whose_stream_can_be_asked_for():
-    assert (GradTable([1], torch.float32, DEVICE).device.index is None) == (DEVICE.type == "cpu")
 
 
 @pytest.mark.parametrize(("lanes", "want"), [(64, 4), (32, 8)])

@@ -5,17 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from kernel_cases import DEVICE, NATIVE, SMALL, interrupted_copies
+from kernel_cases import DEVICE, NATIVE, SMALL
 
 from scaler_triton.kernels import table as table_module
-from scaler_triton.kernels.config import DEFAULT, LaunchConfig
+from scaler_triton.kernels.config import DEFAULT
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
-
-
-@pytest.mark.parametrize(("itemsize", "want"), [(2, 8192), (4, 4096), (8, 2048)])
-def test_default_chunk_is_16_kb(itemsize, want):
-    assert DEFAULT.chunk_elements(itemsize) == want
-    assert LaunchConfig(num_warps=8, vectors=2, unroll=2) == DEFAULT
 
 
 @pytest.mark.parametrize("numels", [[], [0], [1], [512], [513], [0, 1, 0, 1536, 511, 0], [5000, 0, 0, 1], [512] * 7])
@@ -43,27 +37,12 @@ def test_chunk_map_of_huge_tensors():
     assert table.chunk_tensors[[0, chunks, chunks + 1, chunks + 2, -1]].tolist() == [0, 0, 1, 2, 2]
 
 
-def test_addresses_reach_the_device():
-    table = GradTable([1, 1, 1], torch.float32, DEVICE)
-    for addresses in ([16, 2**47 + 16, 0], [0, 0, 0], [32, 48, 64]):
-        table.set_addresses(addresses)
-        assert table.addresses.tolist() == addresses
-
-
 def test_equal_addresses_are_not_copied_again():
     table = GradTable([1, 1], torch.float32, DEVICE)
     table.set_addresses([16, 32])
     table.addresses.fill_(-1)  # would be overwritten by a copy
     table.set_addresses([16, 32])
     assert table.addresses.tolist() == [-1, -1]
-
-
-def test_a_list_that_the_caller_goes_on_to_change_is_copied():
-    table, addresses = GradTable([1, 1], torch.float32, DEVICE), [16, 32]
-    table.set_addresses(addresses)
-    addresses[0] = 48
-    table.set_addresses(addresses)
-    assert table.addresses.tolist() == [48, 32]
 
 
 def test_after_an_interrupted_copy_the_addresses_before_are_sent_again():
@@ -196,30 +175,6 @@ def test_a_table_that_measures_no_norm_holds_no_sums_and_no_weights():
     assert all(held.dtype is not torch.float64 for held in vars(table).values() if isinstance(held, torch.Tensor))
     assert table.weights.tolist() == [1.0, 1.0]
     assert table.partials.tolist() == [0.0] * PARTIALS_BLOCK
-
-
-def test_weights_are_copied_once():
-    table = GradTable([1, 2], torch.float32, DEVICE, SMALL)
-    weights = [0.5, 0.25]
-    with torch.device("meta"):  # a default device of the user's
-        table.set_weights(weights)
-    before = table.weights._version
-    for same in (weights, list(weights)):
-        table.set_weights(same)
-    assert table.weights._version == before
-    with pytest.raises(ValueError, match="weights: expected 2 of them, got 1"):
-        table.set_weights([1.0])
-    assert table.weights.tolist() == weights
-
-
-@pytest.mark.parametrize("before", [None, [0.5, 0.25]])
-def test_after_an_interrupted_copy_the_weights_before_are_sent_again(before):
-    table = GradTable([1, 2], torch.float32, DEVICE, SMALL)
-    table.set_weights(before)
-    with interrupted_copies(), pytest.raises(KeyboardInterrupt):
-        table.set_weights([0.125, 0.125])
-    table.set_weights(before)
-    assert table.weights.tolist() == (before or [1.0, 1.0])
 
 
 @pytest.mark.gpu
