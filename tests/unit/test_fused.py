@@ -144,6 +144,13 @@ def test_14_it_is_looked_at_only_until_momentum_is_there() -> None:
     assert not fused._skip_would_corrupt(optimizer)
 
 
+def test_14_a_first_step_that_is_skipped_makes_no_momentum() -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.full((1,), math.inf)], fused=True, momentum=0.5)
+    scaler.step(optimizer)
+    assert not optimizer.state
+    assert scaler.was_skipped(optimizer)
+
+
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
 def test_14_an_sgd_of_ones_own_is_called(options: dict[str, float]) -> None:
     """Its kernel initialises its buffers."""
