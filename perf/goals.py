@@ -16,7 +16,7 @@ PLAIN, FUSED, UNSCALE, CLIP = ".*plain", ".*fused", "unscale_", "unscale + clip"
 UPDATE = (
     "`update` does in Python what is one op of torch's, and takes longer; with few gradients it is a third of the step"
 )
-NORM = "torch takes norms in the gradients' dtype, ours converts 16-bit ones; with few gradients the call's Python counts"
+NORM = "torch takes norms in the gradients' dtype, ours converts 16-bit ones; with few gradients our Python counts"
 EACH = "each call looks at every tensor in Python, and keeps nothing for the next call"
 
 
