@@ -496,6 +496,16 @@ def test_the_step_of_a_wrapper_without_weak_references_may_go_between_steps(chan
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_a_flag_that_other_code_sets_after_the_update_counts(kind: str) -> None:
+    scaler, optimizer = a_scaler(), optimizer_of(kind)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler._check_inf_per_device(optimizer)[CPU].fill_(1.0)
+    scaler.step(optimizer)
+    assert scaler.was_skipped(optimizer) is True
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
 def test_parameters_are_freed_with_their_optimizer(kind: str) -> None:
     scaler, optimizer = a_scaler(), optimizer_of(kind, math.inf)
     scaler.step(optimizer)
