@@ -456,6 +456,16 @@ class Raising:
         raise OSError
 
 
+def test_a_wrapper_may_copy_the_groups() -> None:
+    class Copies(Wrapper):
+        @property
+        def param_groups(self) -> Any:
+            return [dict(group) for group in self.optimizer.param_groups]
+
+    inner = optimizer_of()
+    assert unwrap(Copies(inner)) is inner
+
+
 @pytest.mark.parametrize("make", [unrelated, circle, lambda _: Raising(), lambda inner: inner])
 def test_what_is_no_wrapper_is_an_optimizer_of_its_own(make: Any) -> None:
     outer = make(optimizer_of())

@@ -101,7 +101,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if tensors[0].dtype is torch.float64:  # whose", "if False:  # whose"),
         ("torch.where(flag != 0, 1.0, (float(max_norm)", "torch.where(flag > 1, 1.0, (float(max_norm)"),
         ("(norm + 1e-6)).clamp(max=1.0))", "norm).clamp(max=1.0))"),
-        ("return scale.double().reciprocal().float()", "return scale.reciprocal()"),
         ("self.grows = -1.0 < value < 1.0", "self.grows = False"),
     ],
     "scaler_triton/update.py": [
@@ -124,7 +123,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/fused.py": [
         ("check(scaler, step, optimizer, divide=False, by_step=True, copy=False)",
-         "check(scaler, step, optimizer, divide=True, by_step=True, copy=False)"),
+         "check(scaler, step, optimizer, divide=True, by_step=True, copy=False)", "tests/unit/test_step.py"),
         ("factor = None if not divides else", "factor = None if divides else"),
         ("if isinstance(inner, torch.optim.SGD) and _skip_would_corrupt(inner) and found_inf.item():", "if False:"),
         ("        if divides or (step.captured and is_captured(scale)):",
