@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -350,3 +351,48 @@ def test_the_flag_that_a_replay_writes_never_becomes_another_optimizers() -> Non
     it.scaler.update()
     assert [each.param_groups[0]["params"][0][0].item() for each in later] == [-8.0 / scale] * 3
     assert weight[0].item() == -1.0
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it(explicit: bool) -> None:
+    it = Static()
+    take_step(it.scaler, it.optimizer, "step")
+    before = it.weight[0].item()
+    it.weight.grad.fill_(8.0)
+    refusing = mock.patch.object(it.optimizer, "step", side_effect=RuntimeError("not capturable"))
+    with pytest.raises(RuntimeError, match="not capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()), refusing:
+        take_step(it.scaler, it.optimizer, "unscale_" if explicit else "step")
+    take_step(it.scaler, it.optimizer, "step")
+    assert it.weight[0].item() == before - 1.0
+
+
+def test_eager_steps_between_replays_use_their_own_gradients() -> None:
+    eager, graphed, replay = eager_and_captured("unscale_")
+    for step in range(3, 30):
+        assert_equal_runs(eager, graphed, replay if step % 3 else graphed.step, range(step, step + 1))
+
+
+def test_the_rules_numbers_stay_where_a_graph_reads_them() -> None:
+    it = Static()
+    replay = it.capture(it.step)
+    it.scaler.set_backoff_factor(0.25)
+    for _ in range(2):
+        replay(float("inf"))
+        it.eager(8.0)
+    assert it.scaler.get_scale() == 0.5
+    with pytest.raises(ValueError, match="new_factor"):
+        it.scaler.set_backoff_factor(2.0)
+    replay(float("inf"))
+    assert it.scaler.get_scale() == 0.125
+
+
+def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
+    """A replay finds other gradients."""
+    it = Static()
+    take_step(it.scaler, it.optimizer, "step")
+    it.scaler.unscale_(it.optimizer)
+    it.scaler.update()
+    replay = it.capture(lambda: take_step(it.scaler, it.optimizer, "step"))
+    before = it.weight[0].item()
+    replay(16.0)
+    assert it.weight[0].item() == before - 2.0

@@ -171,3 +171,20 @@ def test_only_the_flags_that_count_are_read_cleared_and_kept(rows):
         assert kept == before[row, abi.FLAG] if chosen[row] else math.isnan(kept)
     assert last_flags[::33].isnan().all()
     assert_same(before[:, abi.SCALE :], flags[:, abi.SCALE :])
+
+
+def test_every_update_is_counted():
+    run = Run(interval=2, low=16.0)
+    run.steps([0, 0, 1, 1, 1, 1, 0])
+    want = {
+        abi.UPDATES: 7,
+        abi.SKIPPED: 4,
+        abi.STREAK: 0,
+        abi.GROWTHS: 1,
+        abi.BACKOFFS: 3,  # the last overflow found the scale at its minimum
+        abi.LAST_SKIP: 6,
+        abi.STRIKES: 4,
+    }
+    assert {which: run.counted(which) for which in range(abi.COUNTERS)} == want
+    run.steps([1])
+    assert (run.counted(abi.STREAK), run.counted(abi.LAST_SKIP)) == (1, 8)
