@@ -103,7 +103,7 @@ gpu-ranks: has-gpu # by gloo, which serves FSDP's own collectives on a GPU, or d
 	RANKS_ON=cuda $(NATIVELY) --junitxml=$(OUT)/junit-ranks.xml tests/ranks
 gpu-tune: has-gpu
 	timeout 530 python3 -m scaler_triton tune --out $(OUT)/tuned
-gpu-perf: has-gpu # begins nothing after 7 minutes
+gpu-perf: has-gpu # interrupted, it writes what was measured
 	timeout --signal=INT --kill-after=15 525 python3 -m perf --out $(OUT)
 gpu-sanitize: has-gpu # 240 s for each of two tools
 	OUT=$(OUT) tests/nightly/simulator/sanitize.sh

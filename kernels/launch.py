@@ -77,8 +77,8 @@ class Launch:
     """One kernel with its constants on one device, launched on the device's current stream.
 
     The first call goes through Triton's dispatch, which compiles. Later ones start the compiled kernel directly, in a
-    fraction of the host time (perf/host_stub.py times both). That uses attributes of the compiled kernel and the
-    driver which Triton does not document; without them, and while a profiler has launch hooks, the dispatch is used.
+    fraction of the host time. That uses attributes of the compiled kernel and the driver which Triton does not
+    document; without them, and while a profiler has launch hooks, the dispatch is used.
 
     Args:
         kernel: a `@triton.jit` function: pointers, then numbers, which it does not specialise on, then constexprs.
