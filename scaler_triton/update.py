@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, refuse_capture, sync_allowed
 from scaler_triton.flag import FlagRows, HostCopy, any_flag
@@ -35,6 +36,7 @@ from scaler_triton.kernels.abi import (
 )  # fmt: skip
 from scaler_triton.policy import NO_LIMITS, Limits, no_counters
 from scaler_triton.text import count_of
+from scaler_triton.torch_ops import host_memory
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -76,21 +78,24 @@ class ScalerStats:
 
 
 class Counters:
-    """A scaler's counters: ints if updates run on the host, else int64 [COUNTERS] on the scale's device."""
+    """A scaler's counters: a list if updates run on the host, else int64 [COUNTERS] on the scale's device.
+
+    List and tensor are the same ones from update to update, as graphs write the tensor.
+    """
 
     def __init__(self, values: Sequence[int] | None = None) -> None:
         self.values: list[int] | Tensor = no_counters() if values is None else list(values)
-        self._known = self.read()
+        self._known = list(self.values)
         self._copy: HostCopy | None = None
 
     def on_host(self) -> list[int]:
-        """Return the ints, which an update on the host writes."""
+        """Return the list, which updates on the host write."""
         if not isinstance(self.values, list):
             self.values = self.read()
         return self.values
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the tensor, the same one each time, which an update on `device` writes."""
+        """Return the tensor, which updates on `device` write."""
         if isinstance(self.values, list) or self.values.device != device:
             refuse_capture(device, "a scaler's first step")
             with torch.inference_mode(False), sync_allowed(device):
@@ -100,11 +105,11 @@ class Counters:
         return self.values
 
     def set(self, values: Sequence[int]) -> None:
-        """Write other values, into the same tensor if there is one, as graphs write it."""
+        """Write other values."""
         self._known = list(values)
         self._copy = None  # it has the old values
         if isinstance(self.values, list):
-            self.values = list(values)
+            self.values[:] = values
         else:
             self.values.copy_(torch.tensor(self._known, dtype=torch.int64, device="cpu"))
 
@@ -116,13 +121,13 @@ class Counters:
     def newest(self) -> list[int]:
         """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
         if isinstance(self.values, list):
-            return self.read()
+            return list(self.values)
         if not is_captured(self.values):
-            before = self._copy
-            copy = self._copy = before or HostCopy(self.values)
+            before, copy = self._copy, self._copy or HostCopy(self.values)
             if before is None or self._take_arrived(copy):
                 copy.start()
                 self._take_arrived(copy)  # at once where copies are not asynchronous
+            self._copy = copy
         return list(self._known)
 
     def _take_arrived(self, copy: HostCopy) -> bool:
@@ -184,52 +189,56 @@ class DevicePolicy:
 class Home:
     """How a scale and its tracker are updated: by a kernel, by Python (`on_host`) or by torch's ops."""
 
-    def __init__(self, scale: Tensor, growth_tracker: Tensor, rows: FlagRows, requested: str) -> None:
+    def __init__(self, scale: Any, growth_tracker: Any, rows: FlagRows, requested: str) -> None:
         self.scale, self.growth_tracker, self.rows, self.device = scale, growth_tracker, rows, scale.device
         self.by_kernel = choose_for_scale(scale, requested) == "triton"
-        self.on_host = not self.by_kernel and scale.is_cpu and type(scale) is Tensor  # fake tensors cannot be read
+        # Fake tensors cannot be read.
+        self.on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
+        self.tracker = host_memory(growth_tracker.view(-1)) if self.on_host else None
+        self.address = growth_tracker.data_ptr() if self.on_host else None  # of that memory, which users may replace
 
 
 def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked: Sequence[Any], captured: bool) -> None:
     """Update the scale by the flags of the `checked` steps; a kernel also clears those that are the scaler's own."""
     ours = scaler._ours
-    home, limits = ours.home, ours.limits
-    if home is None or home.scale is not scale or home.growth_tracker is not tracker:
+    home, limits, exposed = ours.home, ours.limits, ours.steps.exposed
+    if (
+        home is None
+        or home.scale is not scale
+        or home.growth_tracker is not tracker
+        or (home.on_host and home.address != tracker.data_ptr())
+    ):
         _check_numbers(scale, tracker)
         home = ours.home = Home(scale, tracker, ours.rows_on(scale.device), ours.steps.requested)
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
     own: list[Any] = []
-    exposed = ours.steps.exposed
-    for step in checked:  # other code may have put plain dicts there
-        own.append(None if type(step) is dict else step.own_flag(exposed))
-    if home.on_host:
-        skips = False
+    for step in checked:  # other code may have put plain dicts there, or written flags
+        own.append(step.flag if not exposed else None if type(step) is dict else step.own_flag(True))
+    if home.tracker is not None:
+        found_inf, counted = False, ours.counters.values
         for step, flag in zip(checked, own, strict=True):
             flags = step["found_inf_per_device"].values()
-            skips |= any(each.item() != 0.0 for each in flags) if flag is None else flag.is_set()
-        update_on_host_(scale, tracker, skips, numbers, limits, ours.counters.on_host())
+            found_inf |= any(each.item() != 0.0 for each in flags) if flag is None else flag.is_set()
+        counted = counted if isinstance(counted, list) else ours.counters.on_host()
+        update_on_host_(scale, home.tracker, found_inf, numbers, limits, counted)
         return
-    rows, counters = home.rows, ours.counters.on(home.device)
-    mask = 0
-    for flag in own:
-        if flag is None or flag.rows is not rows:
-            mask = 0
-            break
-        mask |= 1 << flag.row
-    if not home.by_kernel or not mask:
-        found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
+    counters = ours.counters.on(home.device)
+    is_own = all(flag is not None and flag.rows is home.rows for flag in own)
+    if not (home.by_kernel and is_own):
+        found_inf_ = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
     if not home.by_kernel:
-        update_by_ops_(scale, tracker, found_inf, numbers, limits, counters)
+        update_by_ops_(scale, tracker, found_inf_, numbers, limits, counters)
         return
     policy, launch = ours.policy_on(home.device).hold(numbers, limits), kernels().update_scale.launch_update
-    if not mask:
-        launch(scale, tracker, found_inf, rows.last_flags, policy, counters, 1, clear=False)
+    if not is_own:
+        launch(scale, tracker, found_inf_, home.rows.last_flags, policy, counters, 1, clear=False)
         return
     if not captured:
         _wait_for_readers(home.device, checked)
-    launch(scale, tracker, rows.status, rows.last_flags, policy, counters, mask, clear=True)
+    mask = sum(1 << row for row in {flag.row for flag in own})
+    launch(scale, tracker, home.rows.status, home.rows.last_flags, policy, counters, mask, clear=True)
     for flag in own:
-        flag.saved, flag.cleared = True, not (captured or flag in rows.captured)
+        flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
 
 
 def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> None:
@@ -252,7 +261,7 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
         numbers = 1.0, 1.0, MAX_TRACKER
         if scale.is_cpu and type(scale) is Tensor:
             counters = ours.counters.on_host()
-            update_on_host_(one, tracker, found_inf.item() != 0, numbers, unbounded, counters)
+            update_on_host_(one, host_memory(tracker.view(-1)), found_inf.item() != 0, numbers, unbounded, counters)
         else:
             update_by_ops_(one, tracker, found_inf, numbers, unbounded, ours.counters.on(scale.device))
     scale.fill_(number)
@@ -305,36 +314,40 @@ def _check_numbers(scale: Any, growth_tracker: Any) -> None:
 
 
 def update_on_host_(
-    scale: Tensor, growth_tracker: Tensor, found_inf: bool, numbers: Numbers, limits: Limits, counters: list[int]
+    scale: Tensor, tracker: memoryview, found_inf: bool, numbers: Numbers, limits: Limits, counters: list[int]
 ) -> None:
-    """Update a scale (fp32 or fp64) on the CPU in Python's doubles, in which torch's op multiplies, too."""
+    """Update a scale (fp32 or fp64) on the CPU in Python's doubles, in which torch's op multiplies, too.
+
+    The tracker is one number in memory, as an op of torch's would cost half as much as all of this.
+    """
     growth_factor, backoff_factor, interval = numbers
     before = value = scale.item()
-    tracker = 0
     counters[UPDATES] += 1
     if found_inf:
         counters[SKIPPED] += 1
         counters[STREAK] += 1
         counters[STRIKES] += 1
         counters[LAST_SKIP] = counters[UPDATES]
+        tracker[0] = 0
         if counters[STRIKES] >= limits.hysteresis:
             value = before * backoff_factor
     else:
         counters[STREAK] = 0
-        tracker = int(growth_tracker.item()) + 1
-        if tracker >= interval:
-            tracker = counters[STRIKES] = 0
+        good = tracker[0] + 1
+        if good >= interval:
+            tracker[0] = counters[STRIKES] = 0
             if abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
                 value = before * growth_factor
-        elif tracker > MAX_TRACKER:
-            tracker = MAX_TRACKER
+        elif good <= MAX_TRACKER:
+            tracker[0] = good
     value = min(value, limits.max_scale) if value > limits.min_scale else limits.min_scale  # that for NaN
-    scale.fill_(value)  # even the same value, as torch's op does: autograd counts the writes
-    growth_tracker.fill_(tracker)
-    if value != before:
-        after = scale.item()  # perhaps rounded back
-        counters[GROWTHS] += after > before
-        counters[BACKOFFS] += after < before
+    if value == before:
+        increment_version(scale)  # as if the same value was written, which torch's op does
+        return
+    scale.fill_(value)
+    after = scale.item()  # perhaps rounded back
+    counters[GROWTHS] += after > before
+    counters[BACKOFFS] += after < before
 
 
 def update_by_ops_(
@@ -373,7 +386,8 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numb
         launch = kernels().update_scale.launch_update
         launch(scale, growth_tracker, found_inf, found_inf, policy, ignored, 1, clear=False)
     elif scale.is_cpu and type(scale) is Tensor:
-        update_on_host_(scale, growth_tracker, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())
+        memory = host_memory(growth_tracker.view(-1))
+        update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())
     else:
         counters = torch.zeros(COUNTERS, dtype=torch.int64, device=scale.device)
         update_by_ops_(scale, growth_tracker, found_inf, numbers, NO_LIMITS, counters)

@@ -19,6 +19,7 @@ from scaler_triton import update as rule
 from scaler_triton.dispatch import kernels
 from scaler_triton.kernels.abi import COUNTERS, MAX_SCALE, MAX_TRACKER, MIN_SCALE, ROWS, UPDATES
 from scaler_triton.policy import COUNTER_NAMES, NO_LIMITS, Limits, no_counters
+from scaler_triton.torch_ops import host_memory
 from scaler_triton.update import Counters, DevicePolicy, LaggingCounters, Numbers
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def plain_rule(scale: float, tracker: int, bad: bool, numbers: Numbers, limits: 
 
 
 def by_host(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
-    rule.update_on_host_(scale, tracker, bool(flag.item() != 0), numbers, limits, held.on_host())
+    rule.update_on_host_(scale, host_memory(tracker.view(-1)), bool(flag.item() != 0), numbers, limits, held.on_host())
 
 
 def by_ops(scale: Tensor, tracker: Tensor, flag: Tensor, numbers: Numbers, limits: Limits, held: Counters) -> None:
