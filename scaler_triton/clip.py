@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from scaler_triton import gradients, passes, policy, torch_ops
 from scaler_triton.check import fail, flags_on, is_replaced, new_flag, ranks_of, refuse_without_scale, step_failed
 from scaler_triton.dispatch import stacklevel
-from scaler_triton.flag import Flag, Flags, any_flag, fp32_on, write_scales
+from scaler_triton.flag import Flags, any_flag, fp32_on, write_scales
 from scaler_triton.kernels.abi import OVERFLOWS, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.ranks import Ranks, default_group, group_ranks, mesh_ranks, replicas_of, several_ranks
@@ -54,28 +54,21 @@ class Request(NamedTuple):
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
-    model: nn.Module | None
     chosen: set[int] | None  # the ids of the parameters to be clipped; None: all
     at_once: bool  # whether the pass that checks also gives the norm, in one reduction; equal on all ranks
 
 
-class Part(NamedTuple):
-    """One of the optimizers that are clipped together."""
+class Part:
+    """One of the optimizers that are clipped together, and the results of the pass that reads its gradients."""
 
-    optimizer: Any
-    step: OptimizerStep
-    plan: GradPlan
-    replicas: Sequence[int]  # how many ranks hold each parameter's shard
+    __slots__ = ("batches", "flag", "flags", "optimizer", "plan", "replicas", "step")
 
-
-class Measured(NamedTuple):
-    """The results of the pass that reads one optimizer's gradients."""
-
-    part: Part
-    flag: Flag
-    flags: Flags
-    batches: list[Batch]
-    totals: list[Tensor]
+    def __init__(self, optimizer: Any, step: OptimizerStep, plan: GradPlan, replicas: Sequence[int]) -> None:
+        self.optimizer, self.step, self.plan = optimizer, step, plan
+        self.replicas = replicas  # how many ranks hold each parameter's shard
+        self.flag: Any = None
+        self.flags: Flags = {}  # of each device
+        self.batches: list[Batch] = []
 
 
 def clip_grad_norm_(
@@ -95,115 +88,115 @@ def clip_grad_norm_(
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
         at_once = chosen is None and order == 2.0 and not is_replaced(scaler, "_unscale_grads_")
-        request = Request(bound, order, error_if_nonfinite, model, chosen, at_once)
-        if not scaler._enabled:
-            return _clip_unscaled(_all_parameters(together), request, scaler.process_group, scaler._ours.sharded)
-
-        def report(_: Sequence[Any], ranks: Ranks) -> None:
-            _fail_together(scaler, together, ranks, request, checked=at_once)
-
-        if scaler._scale is None or scaler._growth_tracker is None:
-            refuse_without_scale(scaler, "clip_grad_norm_", together, report)
-        steps = [scaler._ours.steps.open(each) for each in together]
-        for step in steps:
-            step.require_unscalable(_UNSCALES_TOO, again=chosen is not None)
-        try:
-            plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, together, strict=True)]
-            ranks = _joint_ranks(scaler, plans)
-            replicas = [_replicas(plan, ranks, model) for plan in plans]
-        except ValueError:  # a wrong argument raises on all ranks
-            raise
-        except Exception:
-            with suppress(Exception):  # the first error matters more
-                ranks = scaler._ours.membership.find(_all_parameters(together), scaler.process_group)
-                if ranks is not None:
-                    report(together, ranks)
-            raise
-        parts = [Part(*each) for each in zip(together, steps, plans, replicas, strict=True)]
-        norm, refused = (_clip_at_once if at_once else _clip_by_passes)(scaler, parts, ranks, request)
+        request = Request(bound, order, error_if_nonfinite, chosen, at_once)
+        if scaler._enabled:
+            parts, ranks = _open(scaler, together, request, model)
+            clip = _clip_at_once if at_once else _clip_by_passes
+            norm, refused = clip(scaler, parts, ranks, request)
+        else:
+            norm, refused = _clip_unscaled(scaler, _all_parameters(together), request, model)
         if refused:
             raise RuntimeError(_NONFINITE.format(order))
         return norm
 
 
+def _open(
+    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
+) -> tuple[list[Part], Ranks | None]:
+    """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
+
+    def report(_: Sequence[Any], ranks: Ranks) -> None:
+        _fail_together(scaler, optimizers, ranks, request, checked=request.at_once)
+
+    if scaler._scale is None or scaler._growth_tracker is None:
+        refuse_without_scale(scaler, "clip_grad_norm_", optimizers, report)
+    steps = [scaler._ours.steps.open(each) for each in optimizers]
+    for step in steps:
+        step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
+    try:
+        plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
+        ranks = _joint_ranks(scaler, plans)
+        replicas = [_replicas(plan, ranks, model) for plan in plans]
+    except ValueError:  # a wrong argument raises on all ranks
+        raise
+    except Exception:
+        with suppress(Exception):  # the first error matters more
+            ranks = scaler._ours.membership.find(_all_parameters(optimizers), scaler.process_group)
+            if ranks is not None:
+                report(optimizers, ranks)
+        raise
+    return list(map(Part, optimizers, steps, plans, replicas)), ranks
+
+
 def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request) -> tuple[Tensor, bool]:
     """Clip by the 2-norm of the checking pass; return it, and whether it must raise, so that nothing was clipped."""
+    scale = scaler._scale
     with _failure_joins(scaler, parts, ranks, request):
-        measured = [_measure(scaler, part) for part in parts]
-        every = [total for each in measured for total in each.totals]
+        every = [total for part in parts for total in _measure(scaler, part)]
         if not every:
-            totals = torch.zeros(TOTALS, dtype=torch.float64, device=scaler._scale.device)
+            totals = torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
         else:
             totals = every[0] if len(every) == 1 else torch.stack(every).sum(0)
         if ranks is not None and len(every) != 1:  # a single batch's totals hold the scale
-            write_scales(totals[SCALES:], scaler._scale)
+            write_scales(totals[SCALES:], scale)
     with _failure_skips(scaler, parts):
         if ranks is not None:
             ranks.sum_(totals)
         refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
-        for each in measured:
+        for part in parts:
             if ranks is not None:
-                each.flag.agreed_by_sums(len(ranks.ranks))
+                part.flag.agreed_by_sums(len(ranks.ranks))
                 if refused:
-                    each.flag.read_sums(totals)
-            elif len(measured) > 1 and (each.flags or scaler._ours.sharded):
-                each.flag.share(totals[OVERFLOWS])
+                    part.flag.read_sums(totals)
+            elif len(parts) > 1 and (part.flags or scaler._ours.sharded):
+                part.flag.share(totals[OVERFLOWS])
         if refused:
             totals[OVERFLOWS] = 1.0  # nothing is clipped then
         size = 0 if refused or ranks is None else len(ranks.ranks)
-        norm = _unscale_and_clip(scaler, measured, totals, request.max_norm, size)
-        for part, flag, flags, *_ in measured:
-            part.step.unscaled(flag, flags_on(scaler, flag, flags, part.plan, ranks))
+        norm: Tensor | None = None
+        for part in parts:
+            status = part.flag.status if size else None  # to be computed from the totals, by the first kernel or below
+            for batch in part.batches:
+                device = batch.layout.key.device
+                here = device == totals.device
+                local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
+                number = fp32_on(device, scale)
+                got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status if here else None, size)
+                norm, status = got if here else norm, None if wrote else status
+            if status is not None:
+                part.flag.read_sums(totals)
+            part.step.unscaled(part.flag, flags_on(scaler, part.flag, part.flags, part.plan, ranks))
             is_fused = getattr(part.optimizer, "_step_supports_amp_scaling", False)
-            if not (flag.is_on_host or part.step.captured or is_fused):
-                flag.start_copy()
-    return norm, refused
+            if not (part.flag.is_on_host or part.step.captured or is_fused):
+                part.flag.start_copy()
+    return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 
-def _measure(scaler: GradScaler, part: Part) -> Measured:
-    """Check one optimizer's gradients and sum their squares, each divided by its number of replicas."""
-    part.step.outcome, part.step.fresh, part.step.began = None, False, False
-    part.plan.marks.resumed = {}
-    flag = new_flag(scaler, part.step)
-    flags: Flags = {}
+def _measure(scaler: GradScaler, part: Part) -> list[Tensor]:
+    """Check one optimizer's gradients, and return each batch's totals, each gradient divided by its replicas."""
+    step, plan, flags = part.step, part.plan, part.flags
+    step.outcome, step.fresh, step.began = None, False, False
+    plan.marks.resumed = {}
+    flag = part.flag = new_flag(scaler, step)
+    part.batches = plan.collect(allow_fp16=scaler._ours.sharded, summed=True)
+    choose_backends(part.batches, plan.requested, clips=True)
+    replicas = _replicas_of_gradients(plan, part.replicas)
     totals: list[Tensor] = []
-    batches = part.plan.collect(allow_fp16=scaler._ours.sharded, summed=True)
-    choose_backends(batches, part.plan.requested, clips=True)
-    replicas = _replicas_of_gradients(part.plan, part.replicas)
-    for batch in batches:
+    for batch in part.batches:
         layout, device = batch.layout, batch.layout.key.device
         if device not in flags:
             here = device == flag.device
             flags[device] = flag.found_inf if here else torch.zeros_like(flag.found_inf, device=device)
         found_inf = flags[device]
         if layout.clips != "torch":
-            part.plan.marks.follow(layout, flag.device)
+            plan.marks.follow(layout, flag.device)
         scale = fp32_on(device, scaler._scale)
         total = passes.norm_batch(batch, scale, found_inf, _weights(batch, replicas), inverse=False)
         if layout.clips == "torch" and found_inf.is_cpu and layout.key.plain and found_inf.item():
-            part.plan.marks.mark_on_host(batch)
+            plan.marks.mark_on_host(batch)
         totals.append(total.to(flag.device))
     flag.add(flags.values())
-    return Measured(part, flag, flags, batches, totals)
-
-
-def _unscale_and_clip(
-    scaler: GradScaler, measured: Sequence[Measured], totals: Tensor, max_norm: float, ranks: int
-) -> Tensor:
-    """Unscale and clip all gradients, and compute the flags from the totals of `ranks` ranks; return the norm."""
-    norm: Tensor | None = None
-    for each in measured:
-        has_status = False
-        for batch in each.batches:
-            device = batch.layout.key.device
-            scale, here = fp32_on(device, scaler._scale), device == totals.device
-            local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
-            status = each.flag.status if here and not has_status else None
-            got, wrote = passes.clip_batch_(batch, scale, local, max_norm, status, ranks)
-            norm, has_status = got if here else norm, has_status or wrote
-        if ranks and not has_status:
-            each.flag.read_sums(totals)
-    return torch_ops.norm_of(totals) if norm is None else norm
+    return totals
 
 
 def _clip_by_passes(
@@ -221,10 +214,29 @@ def _clip_by_passes(
         if len(parts) > 1 or ranks is not None:
             for part in parts:
                 _take_flag(part.step, flag, scaler._ours.steps.exposed)
-        refused = request.error_if_nonfinite and not math.isfinite(norm.item())
-        if not refused:
-            _multiply_(grads, torch_ops.coefficient(flag, norm, request.max_norm))
-    return norm, refused
+        return norm, _multiply_(grads, norm, flag, request)
+
+
+def _clip_unscaled(
+    scaler: GradScaler, parameters: Sequence[Tensor], request: Request, model: nn.Module | None
+) -> tuple[Tensor, bool]:
+    """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
+    group = scaler.process_group
+    together = (scaler._ours.sharded or group is not None) and several_ranks()
+    on_fsdp1 = gradients.has_fsdp1(parameters)
+    # torch's norm is right only if this rank holds whole gradients.
+    whole = not several_ranks() if on_fsdp1 else all(each is None for each in map(gradients.dtensor_spec, parameters))
+    if not together and whole:
+        clipped = [p for p in parameters if request.chosen is None or id(p) in request.chosen]
+        options = request.max_norm, request.norm_type, request.error_if_nonfinite
+        return torch.nn.utils.clip_grad_norm_(clipped, *options), False
+    by_group = together or group is not None or on_fsdp1
+    ranks = group_ranks(parameters, group) if by_group else mesh_ranks(parameters)
+    grads, counts = _local_gradients(parameters, replicas_of(parameters, ranks, model), request.chosen)
+    home = parameters[0].device if len(parameters) else torch.device("cpu")
+    flag = torch.zeros((), dtype=torch.float32, device=home)
+    norm, _ = _norm_of_terms(_terms_of_norm(grads, counts, request.norm_type, flag), request.norm_type, ranks)
+    return norm, _multiply_(grads, norm, flag, request)
 
 
 def _unscale_each(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> None:
@@ -301,28 +313,6 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, requ
         (ranks.maximum_ if takes_maximum else ranks.sum_)(values)
 
 
-def _clip_unscaled(parameters: Sequence[Tensor], request: Request, group: Any, sharded: bool) -> Tensor:
-    """Clip as torch does, for a disabled scaler; with `sharded`, or where ranks hold shards, over all ranks."""
-    max_norm, norm_type, error_if_nonfinite, model, chosen, _ = request
-    together = (sharded or group is not None) and several_ranks()
-    on_fsdp1 = gradients.has_fsdp1(parameters)
-    # torch's norm is right only if this rank holds whole gradients.
-    whole = not several_ranks() if on_fsdp1 else all(each is None for each in map(gradients.dtensor_spec, parameters))
-    if not together and whole:
-        clipped = [p for p in parameters if chosen is None or id(p) in chosen]
-        return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
-    by_group = together or group is not None or on_fsdp1
-    ranks = group_ranks(parameters, group) if by_group else mesh_ranks(parameters)
-    grads, counts = _local_gradients(parameters, replicas_of(parameters, ranks, model), chosen)
-    home = parameters[0].device if len(parameters) else torch.device("cpu")
-    flag = torch.zeros((), dtype=torch.float32, device=home)
-    norm, _ = _norm_of_terms(_terms_of_norm(grads, counts, norm_type, flag), norm_type, ranks)
-    if error_if_nonfinite and not math.isfinite(norm.item()):
-        raise RuntimeError(_NONFINITE.format(norm_type))
-    _multiply_(grads, torch_ops.coefficient(flag, norm, max_norm))
-    return norm
-
-
 def _local_gradients(
     parameters: Iterable[Tensor], replicas: Iterable[int], chosen: Container[int] | None
 ) -> tuple[list[Tensor], list[int]]:
@@ -370,10 +360,14 @@ def _norm_of_terms(terms: Tensor, order: float, ranks: Ranks | None) -> tuple[Te
     return (terms[0] ** (1.0 / order)).float(), (terms[1] != 0).float()
 
 
-def _multiply_(grads: Sequence[Tensor], coefficient: Tensor) -> None:
-    """Multiply gradients of any devices by a coefficient, fp32 `()`, as torch's clipping does."""
+def _multiply_(grads: Sequence[Tensor], norm: Tensor, flag: Tensor, request: Request) -> bool:
+    """Multiply gradients of any devices by the clip coefficient, as torch does; return True if the norm is refused."""
+    if request.error_if_nonfinite and not math.isfinite(norm.item()):
+        return True
+    coefficient = torch_ops.coefficient(flag, norm, request.max_norm)
     for device in dict.fromkeys(grad.device for grad in grads):
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
+    return False
 
 
 def _all_parameters(optimizers: Sequence[Any]) -> list[Tensor]:

@@ -134,9 +134,9 @@ def inverse(scale: Tensor) -> Tensor:
     return scale.double().reciprocal().float()
 
 
-def host_memory(tensor: Tensor) -> memoryview[float]:
+def host_memory(tensor: Tensor) -> memoryview[Any]:
     """Return a CPU tensor's memory for Python to read and write; writes do not change the tensor's version."""
-    return cast("memoryview[float]", tensor.numpy().data)
+    return cast("memoryview[Any]", tensor.numpy().data)
 
 
 class InverseScale:

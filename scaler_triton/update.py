@@ -235,7 +235,9 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         return
     if not captured:
         _wait_for_readers(home.device, checked)
-    mask = sum(1 << row for row in {flag.row for flag in own})
+    mask = 0
+    for flag in own:
+        mask |= 1 << flag.row
     launch(scale, tracker, home.rows.status, home.rows.last_flags, policy, counters, mask, clear=True)
     for flag in own:
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
@@ -314,7 +316,7 @@ def _check_numbers(scale: Any, growth_tracker: Any) -> None:
 
 
 def update_on_host_(
-    scale: Tensor, tracker: memoryview, found_inf: bool, numbers: Numbers, limits: Limits, counters: list[int]
+    scale: Tensor, tracker: memoryview[Any], found_inf: bool, numbers: Numbers, limits: Limits, counters: list[int]
 ) -> None:
     """Update a scale (fp32 or fp64) on the CPU in Python's doubles, in which torch's op multiplies, too.
 

@@ -319,6 +319,9 @@ def test_a_replaced_scale_is_the_one_that_is_updated(place: Place, dtype: Any, s
     scaler._growth_tracker = torch.full(shape, 7, dtype=torch.int32, device=place.device)
     assert scales(scaler, bad=".x") == [16.0, 8.0]
     assert scaler._get_growth_tracker() == 0
+    scaler._growth_tracker.data = torch.full(shape, 3, dtype=torch.int32, device=place.device)
+    assert scales(scaler, bad=".") == [8.0]
+    assert scaler._get_growth_tracker() == 4
 
 
 CHANGES = [
