@@ -43,7 +43,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     found_inf = any_flag(flags.values(), scale.device) if flag is None else flag.found_inf
     if flag is not None and exposed:
         found_inf = as_flag(found_inf, flag.device)  # other code may have summed it over ranks
-    inner = optimizer if step.owner is None else step.owner()
+    inner = step.owner()
     if isinstance(inner, torch.optim.SGD) and _skip_would_corrupt(inner) and found_inf.item():
         remove_scale(optimizer, inner)
         step.stepped(True)
@@ -113,13 +113,6 @@ def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
     if step.phase in (STEPPED, FAILED) or step.asks or known:
         return False
     return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None
-
-
-def skip_failed(step: OptimizerStep, optimizer: Any) -> None:
-    """Skip a step whose gradients an error left half written."""
-    inner = None if step.owner is None else step.owner()
-    remove_scale(optimizer, optimizer if inner is None else inner)
-    step.stepped(True)
 
 
 def _skip_would_corrupt(optimizer: torch.optim.SGD) -> bool:

@@ -22,7 +22,6 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 from torch.cuda.amp import common
 
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
@@ -32,7 +31,7 @@ from scaler_triton.flag import Flag, Flags
 from scaler_triton.kernels.abi import STATUS
 from scaler_triton.policy import KEY, NO_LIMITS, Limits
 from scaler_triton.report import Model, OverflowReport
-from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, OptimizerStep, Steps
+from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, UNSCALED_STAGE, OptimizerStep, Steps
 from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
@@ -250,7 +249,8 @@ class GradScaler(torch.amp.GradScaler):
         step.begin()
         steps.unfinished += 1
         if step.phase is FAILED:
-            fused.skip_failed(step, optimizer)
+            fused.remove_scale(optimizer, step.owner())
+            step.stepped(True)
             result = None
         elif is_fused:
             result = fused.step_fused(self, step, optimizer, args, kwargs)
@@ -302,7 +302,7 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker("update")  # raises torch's AssertionError
         checked, unstepped = [], False
         for state in ours.steps.values():
-            unstepped |= state["stage"] is OptState.UNSCALED
+            unstepped |= state["stage"] is UNSCALED_STAGE
             if state["found_inf_per_device"]:
                 checked.append(state)
         captured = scale.is_cuda and torch.cuda.is_current_stream_capturing()
