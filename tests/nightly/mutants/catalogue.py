@@ -22,8 +22,8 @@ class Mutant(NamedTuple):
 
 _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/step.py": [
-        ("FAILED: OptState.UNSCALED,", "FAILED: OptState.READY,"),
-        ("CARRIED: OptState.READY,", "CARRIED: OptState.UNSCALED,"),
+        ("FAILED: UNSCALED_STAGE}", "FAILED: READY_STAGE}"),
+        ("CARRIED: READY_STAGE,", "CARRIED: UNSCALED_STAGE,"),
         ("if self.phase in (UNSCALED, FAILED) and not again:", "if self.phase is UNSCALED and not again:"),
         ("        if self.phase is CARRIED:  # an", "        if False:  # an"),
         ("        self.flag = None  # the update may have cleared it\n", ""),
