@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
-    __slots__ = ("counters", "home", "lagging", "limits", "membership", "policies", "rows", "sharded", "steps")
+    __slots__ = (
+        "allow_fp16", "counters", "home", "lagging", "limits", "membership", "policies", "rows", "sharded", "steps",
+    )  # fmt: skip
 
     def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
-        self.sharded = sharded
+        self.sharded = self.allow_fp16 = sharded
         self.limits: Limits = NO_LIMITS
         self.counters = Counters(counters)
         self.lagging = LaggingCounters()
@@ -79,7 +81,7 @@ def check(
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
             together = ranks_of(scaler, plan)
         flag = new_flag(scaler, step)
-        allow_fp16 = ours.sharded or not divide
+        allow_fp16 = ours.allow_fp16 or not divide
         if is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
             plan.written = divide
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)

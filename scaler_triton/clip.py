@@ -178,7 +178,7 @@ def _measure(scaler: GradScaler, part: Part) -> list[Tensor]:
     step.outcome, step.fresh, step.began = None, False, False
     plan.marks.resumed = {}
     flag = part.flag = new_flag(scaler, step)
-    part.batches = plan.collect(allow_fp16=scaler._ours.sharded, summed=True)
+    part.batches = plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
     choose_backends(part.batches, plan.requested, clips=True)
     replicas = _replicas_of_gradients(plan, part.replicas)
     totals: list[Tensor] = []

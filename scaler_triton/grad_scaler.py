@@ -36,7 +36,7 @@ from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 
-_COUNTED = "_counted"  # in a pickle: the limits, the backend and the counters
+_COUNTED = "_counted"  # in a pickle: the limits, the backend, the counters, and whether fp16 gradients are allowed
 
 
 class _Limits:
@@ -72,6 +72,8 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: >= 1; overflow number `hysteresis` and each later one back the scale off, until it is due to grow.
         max_consecutive_skips: >= 0; if more updates in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
+        allow_fp16_grads: True: `unscale_` takes fp16 gradients, as `ShardedGradScaler` always does, instead of raising
+            torch's ValueError: unscaled values below fp16's smallest become 0.
 
     Raises: torch's AssertionErrors for its own limits; ValueError or TypeError naming another illegal argument.
     """
@@ -100,8 +102,10 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float | None = None,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
+        allow_fp16_grads: bool = False,
     ) -> None:
         backend = check_backend(backend)
+        policy.check_bool(allow_fp16_grads, "allow_fp16_grads")
         device = policy.device_type(device)
         if device == "cuda" and common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
             if enabled:  # torch's own warning would name a line of this file
@@ -125,6 +129,7 @@ class GradScaler(torch.amp.GradScaler):
             backoff_factor = policy.check_backoff_factor(backoff_factor)
             growth_interval = policy.check_growth_interval(growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
+        self._ours.allow_fp16 |= allow_fp16_grads
         own = vars(self)  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
         own.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
         own.update(_growth_factor=growth_factor, _backoff_factor=backoff_factor, _growth_interval=growth_interval)
@@ -160,8 +165,8 @@ class GradScaler(torch.amp.GradScaler):
         It makes one reduction of the flag where ranks must agree, and does not wait for the device.
 
         Args:
-            optimizer: an object with `param_groups`; its gradients (bf16, fp32, fp64, for ShardedGradScaler also fp16;
-                strided, sparse COO or DTensors) are written.
+            optimizer: an object with `param_groups`; its gradients (bf16, fp32, fp64, fp16 for ShardedGradScaler and with
+                `allow_fp16_grads`; strided, sparse COO or DTensors) are written.
 
         Raises: torch's RuntimeError for a wrong order of calls and AssertionError before the first `scale`; the errors
             of `ops.unscale_` for an illegal gradient. If gradients were written or other ranks know of the failure,
@@ -525,7 +530,7 @@ class GradScaler(torch.amp.GradScaler):
             state["_scale"] = state["_growth_tracker"] = None
         # Plain numbers: otherwise the pickle would name the modules of our classes.
         numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
-        state[_COUNTED] = numbers
+        state[_COUNTED] = {**numbers, "allow_fp16_grads": ours.allow_fp16}
         return {**state, "process_group": ranks.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -533,6 +538,7 @@ class GradScaler(torch.amp.GradScaler):
         ours = Ours(_is_sharded(type(self)), None if counted is None else counted["counters"])
         if counted is not None:
             ours.limits, ours.steps.requested = Limits(*counted["limits"]), counted["backend"]
+            ours.allow_fp16 |= counted.get("allow_fp16_grads", False)
         plain = {name: value for name, value in state.items() if name not in (_COUNTED, "_per_optimizer_states")}
         if counted is None:  # a scaler of torch's, pickled before `patch_torch` replaced its class
             plain = {"process_group": None, **plain}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import suppress
 from types import SimpleNamespace
@@ -133,6 +134,41 @@ def test_one_put_on_the_object_may_allow_fp16() -> None:
     )
     scaler.step(optimizer)
     assert values(optimizer) == [-1.0]
+
+
+class AllowsFp16(torch.amp.GradScaler):
+    """What four frameworks make of torch's class."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+
+@PLACES
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_", "a copy"])
+@pytest.mark.parametrize("value", [8.0, math.inf, 2.0**-24])
+def test_fp16_gradients_are_unscaled_where_the_scaler_allows_them(place: Place, how: str, value: float) -> None:
+    def run(scaler: Any) -> Any:
+        optimizer = sgd([torch.full((3,), value, dtype=torch.float16)], scaler._device)
+        if how == "clip_grad_norm_" and isinstance(scaler, GradScaler):
+            scaler.clip_grad_norm_(optimizer, math.inf)
+        elif how in ("clip_grad_norm_", "unscale_"):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return *values(optimizer), *grads(optimizer), scaler.get_scale()
+
+    ours = started(GradScaler, place.device, init_scale=4.0, backend=place.backend, allow_fp16_grads=True)
+    assert run(copy.deepcopy(ours) if how == "a copy" else ours) == run(started(AllowsFp16, "cpu", init_scale=4.0))
+
+
+@pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_", "step"])
+def test_fp16_gradients_are_refused_by_default(call: str) -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.full((3,), 8.0, dtype=torch.float16)])
+    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
+        getattr(scaler, call)(optimizer, *([1.0] if call == "clip_grad_norm_" else []))
+    assert grads(optimizer) == [8.0] * 3
+    with pytest.raises(TypeError, match="allow_fp16_grads must be True or False, got 1"):
+        GradScaler("cpu", allow_fp16_grads=1)
 
 
 @pytest.mark.parametrize(("value", "found"), [(0.0, 0.0), (1.0, 1.0), (3.0, 1.0), (math.nan, 1.0)])
