@@ -165,8 +165,8 @@ class GradScaler(torch.amp.GradScaler):
         It makes one reduction of the flag where ranks must agree, and does not wait for the device.
 
         Args:
-            optimizer: an object with `param_groups`; its gradients (bf16, fp32, fp64, fp16 for ShardedGradScaler and with
-                `allow_fp16_grads`; strided, sparse COO or DTensors) are written.
+            optimizer: an object with `param_groups`; its gradients (bf16, fp32 or fp64; fp16 for ShardedGradScaler and
+                with `allow_fp16_grads`; strided, sparse COO or DTensors) are written.
 
         Raises: torch's RuntimeError for a wrong order of calls and AssertionError before the first `scale`; the errors
             of `ops.unscale_` for an illegal gradient. If gradients were written or other ranks know of the failure,
