@@ -61,9 +61,9 @@ def check_overlap(tensor: Tensor) -> None:
         )
 
 
-def is_plain(kind: type) -> bool:
-    """Return whether a type is torch's own Tensor or Parameter, not a subclass that may override ops."""
-    return kind in (Tensor, torch.nn.Parameter)
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether `tensor` is torch's own Tensor or Parameter, not of a subclass that may override ops."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -227,8 +227,9 @@ def test_dense_means_one_span_without_gaps_or_overlap(tensor: Tensor, is_dense: 
 
 
 def test_only_torchs_own_classes_are_plain() -> None:
-    kinds = [Tensor, torch.nn.Parameter, torch.nn.Buffer, type("Own", (Tensor,), {})]
-    assert [gradients.is_plain(kind) for kind in kinds] == [True, True, False, False]
+    tensor, own = torch.ones(1), type("Own", (Tensor,), {})
+    kinds = [tensor, torch.nn.Parameter(tensor), torch.nn.Buffer(tensor), tensor.as_subclass(own)]
+    assert [gradients.is_plain(each) for each in kinds] == [True, True, True, False]
 
 
 # What ranks share
