@@ -18,6 +18,7 @@ from scaler_triton import torch_ops
 from scaler_triton.dispatch import kernels
 from scaler_triton.flag import Flag, Flags, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS, TOTALS
+from scaler_triton.kernels.config import config_for
 from scaler_triton.plan import Batch, GradPlan, Layout
 
 if TYPE_CHECKING:
@@ -156,45 +157,41 @@ def clip_batch_(
     return norm, writes
 
 
-def _filled(batch: Batch, mode: str) -> tuple[GradTable, Sequence[Tensor | None]]:
+def _filled(batch: Batch, mode: str) -> tuple[GradTable, Sequence[Tensor]]:
     """Return the kernels' table for a pass over a batch, and the dense tensors whose addresses are in it.
 
-    The tensors are the batch's, or copies: to be kept until the launch, as the addresses keep nothing alive.
+    These are the batch's or copies: to be kept until the launch, as addresses keep nothing alive.
     """
-    layout = batch.layout
-    table = _table(layout, mode)
-    if mode == "clip" and layout.key.dense and table is layout.tables.get("norm"):
-        return table, batch.tensors  # the norm's pass has filled it
-    dense = batch.tensors
-    if not layout.key.dense:
-        dense = [None if tensor is None else tensor.contiguous() for tensor in batch.tensors]
-    if dense is batch.present:  # the usual case, in C
-        table.set_addresses(list(map(Tensor.data_ptr, batch.present)))
-    else:
-        table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense])
+    layout, present = batch.layout, batch.present
+    table = layout.tables.get(mode)
+    if table is None:
+        table = layout.tables[mode] = _new_table(layout, mode)
+    dense = present if layout.key.dense else [tensor.contiguous() for tensor in present]
+    if mode == "clip" and dense is present and table is layout.tables.get("norm"):
+        return table, dense  # the norm's pass has filled it
+    addresses = list(map(Tensor.data_ptr, dense))
+    if present is not batch.tensors:
+        each = iter(addresses)
+        addresses = [0 if tensor is None else next(each) for tensor in batch.tensors]
+    table.set_addresses(addresses)
     return table, dense
 
 
-def _copy_back(dense: Sequence[Tensor | None], batch: Batch) -> None:
+def _new_table(layout: Layout, mode: str) -> GradTable:
+    """Return a table for a pass over a layout, perhaps another pass's with an equal launch configuration."""
+    key = layout.key
+    config = config_for(key.device, mode, key.dtype.itemsize, layout.numels)
+    for table in layout.tables.values():
+        if table.config == config:
+            return table
+    made: GradTable = kernels().table.GradTable(layout.numels, key.dtype, key.device, config)
+    if layout.generation is not None:
+        made.generation = layout.generation
+    return made
+
+
+def _copy_back(dense: Sequence[Tensor], batch: Batch) -> None:
     """Copy what kernels wrote into dense copies back into the batch."""
-    if dense is not batch.tensors:
-        for original, copy in zip(batch.tensors, dense, strict=True):
-            if original is not None and copy is not None:
-                original.copy_(copy)
-
-
-def _table(layout: Layout, mode: str) -> GradTable:
-    """Return the table for a pass over a layout, made once; passes with equal launch configurations share one."""
-    table = layout.tables.get(mode)
-    if table is None:
-        from scaler_triton.kernels.config import config_for
-
-        key = layout.key
-        config = config_for(key.device, mode, key.dtype.itemsize, layout.numels)
-        table = next((each for each in layout.tables.values() if each.config == config), None)
-        if table is None:
-            table = kernels().table.GradTable(layout.numels, key.dtype, key.device, config)
-            if layout.generation is not None:
-                table.generation = layout.generation
-        layout.tables[mode] = table
-    return table
+    if dense is not batch.present:
+        for original, copy in zip(batch.present, dense, strict=True):
+            original.copy_(copy)

@@ -86,8 +86,8 @@ class GradPlan:
         self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self.inverse = InverseScale()
         self.written = False  # whether the last pass began to write the gradients
-        self._dtensors = [i for i, parameter in enumerate(self.parameters) if gradients.is_dtensor(parameter)]
-        self._specs = self._specs_of(self.parameters)
+        self._dtensors = {i: each for i, each in enumerate(self.parameters) if gradients.is_dtensor(each)}
+        self._specs = self._specs_now()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
@@ -98,7 +98,7 @@ class GradPlan:
             len(parameters) == len(self.parameters)
             and all(map(is_, self.parameters, parameters))
             and (not parameters or parameters[0].device == self._first_device)
-            and (not self._dtensors or self._specs_of(parameters) == self._specs)
+            and (not self._dtensors or self._specs_now() == self._specs)
         )
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
@@ -199,17 +199,16 @@ class GradPlan:
                 partials[index] = local.detach() * terms
                 continue
             self._reduced_specs[index] = spec
-            parameter, before = self.parameters[index], self.grad_shards.get(index)
+            usual = gradients.num_shards(self.parameters[index])
             # A plain gradient of a DTensor parameter is a local shard, split as the parameter is.
-            shards = gradients.num_shards(grad if gradients.is_dtensor(grad) else parameter)
-            if shards != (gradients.num_shards(parameter) if before is None else before):
+            shards = gradients.num_shards(grad) if gradients.is_dtensor(grad) else usual
+            if shards != self.grad_shards.get(index, usual):
                 self.grad_shards[index] = shards
         return partials
 
-    def _specs_of(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """Return each DTensor's DTensorSpec, None if this torch has no such attribute."""
-        dtensors = parameters if len(self._dtensors) == len(parameters) else [parameters[i] for i in self._dtensors]
-        return list(map(getattr, dtensors, repeat(gradients.SPEC), repeat(None)))
+    def _specs_now(self) -> list[Any]:
+        """Return the DTensorSpec of each parameter that is a DTensor, None if this torch has no such attribute."""
+        return list(map(getattr, self._dtensors.values(), repeat(gradients.SPEC), repeat(None)))
 
     def _build_layouts(self, forms: list[_Form | None]) -> None:
         """Build a layout for each LayoutKey, with a slot for each form; change nothing if this raises."""
@@ -249,7 +248,11 @@ def _expected_form(parameter: Tensor) -> _Form | None:
     if parameter.grad is None and (not parameter.requires_grad or torch.nn.parameter.is_lazy(parameter)):
         return None  # frozen or lazy: a launch spends programs on an empty slot, too
     local = local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
-    return _form(local) if gradients.is_acceptable(local) and local.layout is torch.strided else None
+    try:
+        check_gradient(local, "")
+    except (ValueError, RuntimeError):  # NotImplementedError is a RuntimeError
+        return None
+    return _form(local) if local.layout is torch.strided else None
 
 
 def layout_key(tensor: Tensor) -> LayoutKey:

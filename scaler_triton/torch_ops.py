@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,7 +132,7 @@ def inverse(scale: Tensor) -> Tensor:
 
 def host_memory(tensor: Tensor) -> memoryview[Any]:
     """Return a CPU tensor's memory for Python to read and write; writes do not change the tensor's version."""
-    return cast("memoryview[Any]", tensor.numpy().data)
+    return tensor.numpy().data
 
 
 class InverseScale:

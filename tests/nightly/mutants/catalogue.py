@@ -88,7 +88,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("abs(number.item()) > 1.0:", "abs(number.item()) > 1.0 and not inverse:", "tests/unit/test_check.py"),
         ("squares, failures = squares * inv_scale * inv_scale,", "squares, failures = squares * inv_scale,"),
         ("            original.copy_(copy)\n", "            pass\n"),
-        ("None if tensor is None else tensor.contiguous() for", "tensor for"),
+        ("[tensor.contiguous() for tensor in present]", "list(present)"),
     ],
     "scaler_triton/torch_ops.py": [
         ("* _LOW_SQUARE <= total.item() < math.inf", "* _LOW_SQUARE <= total.item()"),
