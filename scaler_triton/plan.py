@@ -121,8 +121,8 @@ class GradPlan:
         if not known:
             if summed:
                 self._reduce(grads)
-            local, others = self._inspect(grads, allow_fp16)
-            here = list(map(is_not, local, repeat(None)))
+            others = self._inspect(grads, allow_fp16)
+            local, here = grads, list(map(is_not, grads, repeat(None)))
         batches = []
         for layout, row in self._rows:
             tensors = row(local)
@@ -151,29 +151,38 @@ class GradPlan:
                 if grad is not None and is_unreduced(grad):
                     grads[index] = parameter.grad = reduced(grad)
 
-    def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> tuple[list[Tensor | None], list[Batch]]:
+    def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
         """Look at each gradient, and give those of a new form slots.
 
-        Returns: the local dense gradients by parameter, and the batches of sparse and Partial ones.
+        Args:
+            grads: written: DTensors are replaced by their shards, and sparse gradients removed.
+
+        Returns: the batches of sparse and Partial gradients.
         """
         partials = self._localise(grads)
-        if not allow_fp16 and any(grad is not None and grad.dtype is torch.float16 for grad in grads):
+        unknown = {
+            index: grad
+            for index, (grad, guard) in enumerate(zip(grads, self._each, strict=True))
+            if grad is not None and (guard is None or not guard(grad))
+        }
+        suspects = grads if self._has_fp16 else unknown.values()
+        if not allow_fp16 and any(grad is not None and grad.dtype is torch.float16 for grad in suspects):
             raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
-        local = [grad.detach() if grad is not None and grad.requires_grad else grad for grad in grads]
-        changed = [
-            (index, local_tensor(grad))
-            for index, (grad, form) in enumerate(zip(local, self._forms, strict=True))
-            if grad is not None and (form is None or _signature(grad) != form.signature or grad.stride() != form.stride)
-        ]
-        for index, grad in changed:  # all before any is replaced
+        changed: dict[int, Tensor] = {}
+        for index, grad in unknown.items():
+            form = self._forms[index]
+            grads[index] = grad = grad.detach() if grad.requires_grad else grad
+            if form is None or _signature(grad) != form.signature or grad.stride() != form.stride:
+                changed[index] = grads[index] = local_tensor(grad)
+        for index, grad in changed.items():  # all before any is replaced
             check_gradient(grad, f"the gradient of parameter {index}")
         sparse: dict[int, Tensor] = {}
         forms = list(self._forms)
-        for index, grad in changed:
+        for index, grad in changed.items():
             if grad.layout is torch.strided:
-                local[index], forms[index] = grad, _form(grad)
+                forms[index] = _form(grad)
                 continue
-            local[index] = None
+            grads[index] = None
             if grad.dtype is torch.float16:
                 # The sum of scaled fp16 duplicates may overflow: check the sum.
                 self.parameters[index].grad = grad = coalesce_fp16(grad)
@@ -182,7 +191,7 @@ class GradPlan:
             self._build_layouts(forms)
         others = group(sparse.values(), sparse)
         others += [batch._replace(is_partial=True) for batch in group(partials.values(), partials)]
-        return local, others
+        return others
 
     def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
         """Replace DTensors by their local shards; return the tensors to be checked for Partial ones, by parameter."""
@@ -222,11 +231,17 @@ class GradPlan:
         self._has_fp16 = any(layout.key.dtype is torch.float16 for layout in self.layouts)
         self._guard: Callable[..., bool] | None = None  # of the last gradients that were not missing
         self._here: list[bool] | None = None  # which these were; None: all
+        self._each: list[Callable[..., bool] | None] = [None] * len(forms)  # guards of single gradients
 
     def _learn(self, grads: Sequence[Tensor | None]) -> None:
-        """Make a guard if no gradient is missing, or the same ones are again; not if others are, as with experts."""
-        here = [grad is not None for grad in grads]
-        self._guard = _guard(list(compress(grads, here))) if all(here) or here == self._here else None
+        """Make a guard for all gradients if the same ones are missing again; else, as with experts, one for each."""
+        here = list(map(is_not, grads, repeat(None)))
+        if all(here) or here == self._here:
+            self._guard = _guard(list(compress(grads, here)))
+        else:
+            self._guard = None
+            for index in compress(range(len(grads)), here):
+                self._each[index] = self._each[index] or _guard([grads[index]])
         self._here = None if all(here) else here
 
 
