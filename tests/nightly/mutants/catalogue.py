@@ -73,7 +73,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("list(map(is_not, local, repeat(None))) == here and guard", "guard"),
         ("or (self._has_fp16 and not allow_fp16)", ""),
         ("partials[index] = local.detach() * terms", "partials[index] = local.detach()"),
-        ("or grad.stride() != form.stride)", "or False)"),
+        ("or grad.stride() != form.stride:", "or False:"),
         ("            check_gradient(grad, f\"the gradient of parameter {index}\")\n", "            pass\n"),
         ("self.parameters[index].grad = grad = coalesce_fp16(grad)", "grad = grad"),
         ("plain and gradients.is_dense(tensor), plain)", "plain, plain)"),
