@@ -16,8 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from scaler_triton.kernels.abi import TOTALS
-
 Backend = Literal["triton", "torch"]
 
 ENV_VARIABLE = "SCALER_TRITON_BACKEND"
@@ -136,6 +134,8 @@ def _try_unscaling(device: torch.device, dtype: torch.dtype) -> None:
 
 def _try_clipping(device: torch.device, dtype: torch.dtype) -> None:
     """Do as `_try_unscaling` does for the kernels of norms and clipping."""
+    from scaler_triton.kernels.abi import TOTALS
+
     modules = kernels()
     grads = torch.full((16,), 4.0, dtype=dtype, device=device)
     table = modules.table.GradTable([16], dtype, device)

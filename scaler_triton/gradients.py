@@ -50,11 +50,6 @@ def check_overlap(tensor: Tensor) -> None:
         )
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether `tensor` is torch's own Tensor or Parameter, not of a subclass that may override ops."""
-    return type(tensor) in (Tensor, torch.nn.Parameter)
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill one span of memory without gaps or overlap, in any order of dimensions."""
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

@@ -17,7 +17,7 @@ from torch import Tensor
 from scaler_triton import gradients
 from scaler_triton.dispatch import Backend, choose
 from scaler_triton.gradients import check_gradient, coalesce_fp16, is_unreduced, local_tensor, reduced, sparse_values
-from scaler_triton.torch_ops import InverseScale
+from scaler_triton.torch_ops import InverseScale, is_plain
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
@@ -272,7 +272,7 @@ def _expected_form(parameter: Tensor) -> _Form | None:
 
 def layout_key(tensor: Tensor) -> LayoutKey:
     """Return the key of the batch that `tensor` belongs to."""
-    plain = gradients.is_plain(tensor)
+    plain = is_plain(tensor)
     return LayoutKey(tensor.device, tensor.dtype, plain and gradients.is_dense(tensor), plain)
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scaler_triton.gradients import is_plain
 from scaler_triton.kernels.abi import SQUARES
 
 _ROW = 2048
@@ -155,6 +154,11 @@ class InverseScale:
         number, memory = self._kept
         memory[()] = 1.0 / value
         return number
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether `tensor` is torch's own Tensor or Parameter, not of a subclass that may override ops."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 @functools.cache

@@ -225,12 +225,6 @@ def test_dense_means_one_span_without_gaps_or_overlap(tensor: Tensor, is_dense: 
     assert gradients.is_dense(tensor) is is_dense
 
 
-def test_only_torchs_own_classes_are_plain() -> None:
-    tensor, own = torch.ones(1), type("Own", (Tensor,), {})
-    kinds = [tensor, torch.nn.Parameter(tensor), torch.nn.Buffer(tensor), tensor.as_subclass(own)]
-    assert [gradients.is_plain(each) for each in kinds] == [True, True, True, False]
-
-
 # What ranks share
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scaler_triton import torch_ops
 from scaler_triton.kernels.abi import OVERFLOWS
-from scaler_triton.torch_ops import InverseScale
+from scaler_triton.torch_ops import InverseScale, is_plain
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SPECIALS = [None, math.nan, math.inf, -math.inf]
@@ -50,6 +50,12 @@ def every_bf16() -> list[Tensor]:
     """All finite values, and a scalar."""
     ours = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
     return [ours[ours.isfinite()].clone(), torch.tensor(8.0, dtype=torch.bfloat16)]
+
+
+def test_only_torchs_own_classes_are_plain() -> None:
+    tensor, own = torch.ones(1), type("Own", (Tensor,), {})
+    kinds = [tensor, torch.nn.Parameter(tensor), torch.nn.Buffer(tensor), tensor.as_subclass(own)]
+    assert [is_plain(each) for each in kinds] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
