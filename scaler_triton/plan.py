@@ -152,12 +152,9 @@ class GradPlan:
                     grads[index] = parameter.grad = reduced(grad)
 
     def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
-        """Look at each gradient, and give those of a new form slots.
+        """Look at each gradient, and give those of a new form slots; return the batches of sparse and Partial ones.
 
-        Args:
-            grads: written: DTensors are replaced by their shards, and sparse gradients removed.
-
-        Returns: the batches of sparse and Partial gradients.
+        In `grads` DTensors are replaced by their shards, and sparse gradients removed.
         """
         partials = self._localise(grads)
         unknown = {
