@@ -23,27 +23,16 @@ def check_gradient(gradient: Tensor, name: str) -> None:
     if gradient.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise NotImplementedError(f"{name} has dtype {gradient.dtype}; only {names} can be unscaled")
-    if gradient.layout not in (torch.strided, torch.sparse_coo):
-        raise NotImplementedError(
-            f"{name} has layout {gradient.layout}; only strided and sparse COO gradients can be unscaled"
-        )
-    if gradient.is_nested:  # a strided one has no strides to check
-        raise NotImplementedError(f"{name} is a nested tensor; only strided and sparse COO gradients can be unscaled")
+    known = gradient.layout in (torch.strided, torch.sparse_coo)
+    if not known or gradient.is_nested:  # a strided nested tensor has no strides to check
+        what = "is a nested tensor" if known else f"has layout {gradient.layout}"
+        raise NotImplementedError(f"{name} {what}; only strided and sparse COO gradients can be unscaled")
     if gradient.device.type == "meta":
         raise ValueError(f"{name} is on device {gradient.device}, where there is nothing to unscale")
     if gradient.layout is torch.strided:
         check_overlap(gradient)
     elif gradient.dtype is not torch.float16:  # fp16 values are coalesced into new memory first
         check_overlap(sparse_values(gradient))
-
-
-def is_acceptable(gradient: Tensor) -> bool:
-    """Return whether `check_gradient` accepts a gradient."""
-    try:
-        check_gradient(gradient, "")
-    except (ValueError, RuntimeError):  # NotImplementedError is a RuntimeError
-        return False
-    return True
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -61,21 +50,9 @@ def check_overlap(tensor: Tensor) -> None:
         )
 
 
-def is_plain(kind: type) -> bool:
-    """Return whether a type is torch's own Tensor or Parameter, not a subclass that may override ops."""
-    return kind in (Tensor, torch.nn.Parameter)
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill one span of memory without gaps or overlap, in any order of dimensions."""
-    if tensor.is_contiguous() or tensor.numel() == 0:
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def sparse_values(gradient: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 from scaler_triton import torch_ops
 from scaler_triton.dispatch import kernels
 from scaler_triton.flag import Flag, Flags, fp32_on
-from scaler_triton.kernels.abi import TOTALS
+from scaler_triton.kernels.abi import OVERFLOWS, TOTALS
+from scaler_triton.kernels.config import config_for
 from scaler_triton.plan import Batch, GradPlan, Layout
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def check(
             number = scale if here else fp32_on(device, scale)
             if on_torch and not inverse:
                 number = plan.inverse.of(number)
-            if to_be_marked and (abs(number.item()) > 1.0 if inverse else plan.inverse.grows):
+            if to_be_marked and abs(number.item()) > 1.0:
                 # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
                 check_batch(batch, found_inf)
                 if found_inf.item():
@@ -75,31 +76,21 @@ def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: b
         batch: written; its backend is chosen.
         scale, found_inf: fp32, one element, the batch's device; with `inverse` the scale is 1 / scale.
     """
-    layout = batch.layout
-    if layout.backend == "torch":
-        inv_scale = scale if inverse else torch_ops.inverse(scale)
-        if layout.key.plain:
-            torch_ops.unscale_(batch.tensors if batch.complete else batch.present, inv_scale, found_inf)
-        else:
-            torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, inv_scale)
+    if batch.layout.backend == "torch":
+        torch_ops.unscale_(batch.present, scale if inverse else torch_ops.inverse(scale), found_inf)
         return
-    dense = _dense(batch)
-    kernels().unscale.launch_unscale(_filled(dense, "unscale"), scale, found_inf, inverse=inverse)
+    table, dense = _filled(batch, "unscale")
+    kernels().unscale.launch_unscale(table, scale, found_inf, inverse=inverse)
     _copy_back(dense, batch)
 
 
 def check_batch(batch: Batch, found_inf: Tensor) -> None:
     """Set `found_inf` (as `unscale_batch_` takes it) to 1 if a gradient is not finite; the batch is read only."""
-    layout = batch.layout
-    if layout.backend == "torch":
-        if layout.key.plain:
-            torch_ops.check(batch.tensors if batch.complete else batch.present, found_inf)
-        else:
-            ones = torch.ones_like(found_inf)
-            torch._amp_foreach_non_finite_check_and_unscale_(list(batch.present), found_inf, ones)
+    if batch.layout.backend == "torch":
+        torch_ops.check(batch.present, found_inf)
         return
-    dense = _dense(batch)
-    kernels().unscale.launch_check(_filled(dense, "check"), found_inf)
+    table, _copies = _filled(batch, "check")
+    kernels().unscale.launch_check(table, found_inf)
 
 
 def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None, *, inverse: bool) -> Tensor:
@@ -118,17 +109,12 @@ def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[flo
     if layout.clips == "torch":
         if weights is not None:
             weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
-        ignored = found_inf
-        if not layout.key.plain:  # the sum's check is not for tensor subclasses
-            check_batch(batch, found_inf)
-            ignored = torch.zeros_like(found_inf)
-        squares = torch_ops.sum_of_squares(batch.present, ignored, weights)
+        squares = torch_ops.sum_of_squares(batch.present, found_inf, weights)
         factor = scale.double().reshape(())
         inv_scale = factor if inverse else torch_ops.inverse(scale).double().reshape(())
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
         return torch.stack([squares, found_inf.double().reshape(()), failures, factor, factor.reciprocal()])
-    dense = _dense(batch)
-    table = _filled(dense, "norm")
+    table, _copies = _filled(batch, "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
     kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=inverse)
@@ -156,19 +142,11 @@ def clip_batch_(
     """
     layout = batch.layout
     if layout.clips == "torch":
-        norm, coef = torch_ops.norm_and_coefficient(totals, max_norm)
-        inv_scale = torch_ops.inverse(scale)
-        if layout.key.plain:
-            torch_ops.clip_(batch.present, inv_scale, coef)
-        else:
-            tensors = list(batch.present)
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros_like(inv_scale), inv_scale)
-            torch._foreach_mul_(tensors, coef.reshape(()))
+        norm = torch_ops.norm_of(totals)
+        coef = torch_ops.coefficient(totals[OVERFLOWS], norm, max_norm)
+        torch_ops.clip_(batch.present, torch_ops.inverse(scale), coef)
         return norm, False
-    dense = _dense(batch)
-    table = _table(layout, "clip")
-    if dense is not batch or table is not layout.tables.get("norm"):  # else the norm's pass has filled it
-        _filled(dense, "clip")
+    table, dense = _filled(batch, "clip")
     if not table.n_chunks:
         return torch_ops.norm_of(totals), False
     norm = torch.empty((), dtype=torch.float32, device=layout.key.device)
@@ -179,42 +157,41 @@ def clip_batch_(
     return norm, writes
 
 
-def _dense(batch: Batch) -> Batch:
-    """Return the batch itself, or dense copies, to be kept until the launch, as the addresses keep nothing alive."""
-    if batch.layout.key.dense:
-        return batch
-    return Batch(batch.layout, [None if tensor is None else tensor.contiguous() for tensor in batch.tensors])
+def _filled(batch: Batch, mode: str) -> tuple[GradTable, Sequence[Tensor]]:
+    """Return the kernels' table for a pass over a batch, and the dense tensors whose addresses are in it.
 
-
-def _copy_back(dense: Batch, batch: Batch) -> None:
-    """Copy what kernels wrote into dense copies back into the batch."""
-    if dense is not batch:
-        for original, copy in zip(batch.present, dense.present, strict=True):
-            original.copy_(copy)
-
-
-def _filled(dense: Batch, mode: str) -> GradTable:
-    """Return the kernels' table for a pass over a layout, with this step's addresses."""
-    table = _table(dense.layout, mode)
-    if dense.complete:
-        table.set_addresses(list(map(Tensor.data_ptr, dense.tensors)))  # type: ignore[arg-type]
-    else:
-        table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in dense.tensors])
-    return table
-
-
-def _table(layout: Layout, mode: str) -> GradTable:
-    """Return the table for a pass over a layout, made once; passes with equal launch configurations share one."""
+    These are the batch's or copies: to be kept until the launch, as addresses keep nothing alive.
+    """
+    layout, present = batch.layout, batch.present
     table = layout.tables.get(mode)
     if table is None:
-        from scaler_triton.kernels.config import config_for
+        table = layout.tables[mode] = _new_table(layout, mode)
+    dense = present if layout.key.dense else [tensor.contiguous() for tensor in present]
+    if mode == "clip" and dense is present and table is layout.tables.get("norm"):
+        return table, dense  # the norm's pass has filled it
+    addresses = list(map(Tensor.data_ptr, dense))
+    if present is not batch.tensors:
+        each = iter(addresses)
+        addresses = [0 if tensor is None else next(each) for tensor in batch.tensors]
+    table.set_addresses(addresses)
+    return table, dense
 
-        key = layout.key
-        config = config_for(key.device, mode, key.dtype.itemsize, layout.numels)
-        table = next((each for each in layout.tables.values() if each.config == config), None)
-        if table is None:
-            table = kernels().table.GradTable(layout.numels, key.dtype, key.device, config)
-            if layout.generation is not None:
-                table.generation = layout.generation
-        layout.tables[mode] = table
-    return table
+
+def _new_table(layout: Layout, mode: str) -> GradTable:
+    """Return a table for a pass over a layout, perhaps another pass's with an equal launch configuration."""
+    key = layout.key
+    config = config_for(key.device, mode, key.dtype.itemsize, layout.numels)
+    for table in layout.tables.values():
+        if table.config == config:
+            return table
+    made: GradTable = kernels().table.GradTable(layout.numels, key.dtype, key.device, config)
+    if layout.generation is not None:
+        made.generation = layout.generation
+    return made
+
+
+def _copy_back(dense: Sequence[Tensor], batch: Batch) -> None:
+    """Copy what kernels wrote into dense copies back into the batch."""
+    if dense is not batch.present:
+        for original, copy in zip(batch.present, dense, strict=True):
+            original.copy_(copy)

@@ -7,7 +7,7 @@ guard finds that every gradient has the form (type, dtype, device, shape, stride
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from scaler_triton import gradients
 from scaler_triton.dispatch import Backend, choose
 from scaler_triton.gradients import check_gradient, coalesce_fp16, is_unreduced, local_tensor, reduced, sparse_values
-from scaler_triton.torch_ops import InverseScale
+from scaler_triton.torch_ops import InverseScale, is_plain
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 _spec_of, _shard_of = attrgetter(gradients.SPEC), attrgetter(gradients.SHARD)
 _grad_of = attrgetter("grad")
 _signature = attrgetter("__class__", "layout", "dtype", "device", "shape")
-
-# How often a guard is replaced. A guard may fail at every step for reasons that do not matter here, and making one
-# costs more than comparing the forms.
-_PATIENCE = 16
 
 
 class LayoutKey(NamedTuple):
@@ -47,9 +43,11 @@ class Layout:
 
     __slots__ = ("backend", "clips", "generation", "key", "numels", "positions", "tables", "weights")
 
-    def __init__(self, key: LayoutKey, numels: list[int], positions: list[int]) -> None:
+    def __init__(self, key: LayoutKey) -> None:
+        self.key = key
         # For each slot: its number of elements, and its parameter's index in the optimizer.
-        self.key, self.numels, self.positions = key, numels, positions
+        self.numels: list[int] = []
+        self.positions: list[int] = []
         self.backend: Backend | None = None  # None: not chosen yet
         self.clips: Backend | None = None  # the same, for norms and clipping
         self.tables: dict[str, GradTable] = {}  # for kernels, by pass
@@ -58,22 +56,12 @@ class Layout:
 
 
 class Batch(NamedTuple):
-    """At least one gradient for one pass: `tensors[i]` fills slot i of `layout`, None where one is missing."""
+    """At least one gradient for one pass."""
 
     layout: Layout
-    tensors: Sequence[Tensor | None]
-    complete: bool = False  # whether no gradient is known to be missing
+    tensors: Sequence[Tensor | None]  # the gradient of each slot, None where it is missing
+    present: Sequence[Tensor]  # those that are not missing; `tensors` itself if none is known to be
     is_partial: bool = False  # whether these are Partial gradients times their numbers of terms: only to be checked
-
-    @property
-    def present(self) -> Sequence[Tensor]:
-        """The gradients without the missing ones, in slot order."""
-        if self.complete:
-            return self.tensors  # type: ignore[return-value]
-        return [tensor for tensor in self.tensors if tensor is not None]
-
-
-Row = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 class GradPlan:
@@ -84,15 +72,6 @@ class GradPlan:
     """
 
     marks: Marks  # of overflows; set by the registry that makes the plan
-    devices: list[torch.device]  # the parameters' devices, which need a flag
-    layouts: Sequence[Layout]
-    _guard: Callable[..., bool] | None  # of all gradients that are not missing
-    _missing: Row | None  # selects the gradients that were missing; None: none was
-    _present: Any  # selects the others
-    _last_missing: list[int] | None
-    _each: list[Callable[..., bool] | None]  # guards of single gradients
-    _patience: int
-    _whole: Layout | None  # the layout whose slots are all gradients in their order, if there is one
 
     def __init__(self, parameters: Sequence[Tensor], requested: str) -> None:
         for parameter in parameters:
@@ -101,15 +80,14 @@ class GradPlan:
         self.parameters = list(parameters)
         self.requested = requested
         self.is_distributed = any(map(gradients.is_distributed, self.parameters))
-        self.rebuilds = 0  # how often gradients of a new form have changed the layouts
         # What other modules compute from the parameters, each with what it was computed from.
         self.ranks: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
         self.joint_ranks: tuple[Any, Ranks | None] | None = None  # the same, for optimizers that are clipped together
         self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self.inverse = InverseScale()
         self.written = False  # whether the last pass began to write the gradients
-        self._dtensors = [i for i, parameter in enumerate(self.parameters) if gradients.is_dtensor(parameter)]
-        self._specs = self._specs_of(self.parameters)
+        self._dtensors = {i: each for i, each in enumerate(self.parameters) if gradients.is_dtensor(each)}
+        self._specs = self._specs_now()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
@@ -120,7 +98,7 @@ class GradPlan:
             len(parameters) == len(self.parameters)
             and all(map(is_, self.parameters, parameters))
             and (not parameters or parameters[0].device == self._first_device)
-            and (not self._dtensors or self._specs_of(parameters) == self._specs)
+            and (not self._dtensors or self._specs_now() == self._specs)
         )
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
@@ -132,29 +110,31 @@ class GradPlan:
         """
         grads: list[Tensor | None] = list(map(_grad_of, self.parameters))
         local = self._known_shards(grads) if self._dtensors else grads
-        guard, missing = self._guard, self._missing
-        if guard is None or not local:
-            is_as_before = False
-        elif missing is None:
-            is_as_before = guard(*local)
+        guard, here = self._guard, self._here
+        if guard is None or not local or (self._has_fp16 and not allow_fp16):
+            known = False
+        elif here is None:
+            known = guard(*local)
         else:
-            is_as_before = not any(map(is_not, missing(local), repeat(None))) and guard(*self._present(local))
-        if is_as_before:
-            if self._fp16 and not allow_fp16:
-                self._refuse_fp16(local)
-            if missing is None and self._whole is not None:
-                return [Batch(self._whole, local, True)]
-            pairs = zip(self.layouts, self._rows, strict=True)
-            rows = [Batch(layout, local if row is None else row(local), missing is None) for layout, row in pairs]
-            return (
-                rows if missing is None else [batch for batch in rows if any(map(is_not, batch.tensors, repeat(None)))]
-            )
-        if summed:
-            with torch.no_grad():
-                for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
-                    if grad is not None and is_unreduced(grad):
-                        grads[index] = parameter.grad = reduced(grad)
-        return self._inspect(grads, allow_fp16)
+            known = list(map(is_not, local, repeat(None))) == here and guard(*compress(local, here))
+        others: list[Batch] = []
+        if not known:
+            if summed:
+                self._reduce(grads)
+            others = self._inspect(grads, allow_fp16)
+            local, here = grads, list(map(is_not, grads, repeat(None)))
+        batches = []
+        for layout, row in self._rows:
+            tensors = row(local)
+            present = tensors if here is None else list(compress(tensors, row(here)))
+            if present:
+                batches.append(Batch(layout, tensors, present))
+        if not known:
+            batches += others
+            choose_backends(batches, self.requested)
+            if not others:
+                self._learn(local)
+        return batches
 
     def _known_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the local shards if every gradient has the DTensorSpec seen before and none is Partial, else []."""
@@ -164,25 +144,51 @@ class GradPlan:
         except AttributeError:  # a gradient is missing or no DTensor, or this torch has no such attribute
             return []
 
+    def _reduce(self, grads: list[Tensor | None]) -> None:
+        """Replace every gradient that has to be summed by its sum."""
+        with torch.no_grad():
+            for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+                if grad is not None and is_unreduced(grad):
+                    grads[index] = parameter.grad = reduced(grad)
+
     def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
-        """Do the work of `collect` when something has changed: look at each gradient."""
+        """Look at each gradient, and give those of a new form slots; return the batches of sparse and Partial ones.
+
+        In `grads` DTensors are replaced by their shards, and sparse gradients removed.
+        """
         partials = self._localise(grads)
-        if self._fp16 and not allow_fp16:
-            self._refuse_fp16(grads)
+        unknown = {
+            index: grad
+            for index, (grad, guard) in enumerate(zip(grads, self._each, strict=True))
+            if grad is not None and (guard is None or not guard(grad))
+        }
+        suspects = grads if self._has_fp16 else unknown.values()
+        if not allow_fp16 and any(grad is not None and grad.dtype is torch.float16 for grad in suspects):
+            raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
+        changed: dict[int, Tensor] = {}
+        for index, grad in unknown.items():
+            form = self._forms[index]
+            grads[index] = grad = grad.detach() if grad.requires_grad else grad
+            if form is None or _signature(grad) != form.signature or grad.stride() != form.stride:
+                changed[index] = grads[index] = local_tensor(grad)
+        for index, grad in changed.items():  # all before any is replaced
+            check_gradient(grad, f"the gradient of parameter {index}")
         sparse: dict[int, Tensor] = {}
-        pairs = zip(grads, self._each, strict=True)
-        if not all(grad is None or (guard is not None and guard(grad)) for grad, guard in pairs):
-            grads = [grad.detach() if grad is not None and grad.requires_grad else grad for grad in grads]
-            sparse = self._add_forms(grads, allow_fp16)
-        if not sparse:
-            self._learn(grads)
-        rows = zip(self.layouts, self._rows, strict=True)
-        every = [Batch(layout, grads if row is None else row(grads)) for layout, row in rows]
-        batches = [batch for batch in every if any(tensor is not None for tensor in batch.tensors)]
-        batches += group(sparse.values(), sparse)
-        batches += [batch._replace(is_partial=True) for batch in group(partials.values(), partials)]
-        choose_backends(batches, self.requested)
-        return batches
+        forms = list(self._forms)
+        for index, grad in changed.items():
+            if grad.layout is torch.strided:
+                forms[index] = _form(grad)
+                continue
+            grads[index] = None
+            if grad.dtype is torch.float16:
+                # The sum of scaled fp16 duplicates may overflow: check the sum.
+                self.parameters[index].grad = grad = coalesce_fp16(grad)
+            sparse[index] = sparse_values(grad)
+        if len(changed) > len(sparse):
+            self._build_layouts(forms)
+        others = group(sparse.values(), sparse)
+        others += [batch._replace(is_partial=True) for batch in group(partials.values(), partials)]
+        return others
 
     def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
         """Replace DTensors by their local shards; return the tensors to be checked for Partial ones, by parameter."""
@@ -199,86 +205,41 @@ class GradPlan:
                 partials[index] = local.detach() * terms
                 continue
             self._reduced_specs[index] = spec
-            parameter, before = self.parameters[index], self.grad_shards.get(index)
+            usual = gradients.num_shards(self.parameters[index])
             # A plain gradient of a DTensor parameter is a local shard, split as the parameter is.
-            shards = gradients.num_shards(grad if gradients.is_dtensor(grad) else parameter)
-            if shards != (gradients.num_shards(parameter) if before is None else before):
+            shards = gradients.num_shards(grad) if gradients.is_dtensor(grad) else usual
+            if shards != self.grad_shards.get(index, usual):
                 self.grad_shards[index] = shards
         return partials
 
-    def _refuse_fp16(self, grads: Sequence[Tensor | None]) -> None:
-        if any((grad := grads[index]) is not None and grad.dtype is torch.float16 for index in self._fp16):
-            raise ValueError("Attempting to unscale FP16 gradients.")
-
-    def _add_forms(self, grads: list[Tensor | None], allow_fp16: bool) -> dict[int, Tensor]:
-        """Check gradients of a new form and give them slots; remove and return the values of sparse ones."""
-        changed = [
-            (index, local_tensor(grad))
-            for index, (grad, form) in enumerate(zip(grads, self._forms, strict=True))
-            if grad is not None and (form is None or _signature(grad) != form.signature or grad.stride() != form.stride)
-        ]
-        if not allow_fp16 and any(grad.dtype is torch.float16 for _, grad in changed):
-            raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
-        for index, grad in changed:  # all before any is replaced
-            check_gradient(grad, f"the gradient of parameter {index}")
-        sparse: dict[int, Tensor] = {}
-        forms = list(self._forms)
-        for index, grad in changed:
-            if grad.layout is torch.strided:
-                grads[index] = grad
-                forms[index] = _form(grad)
-                continue
-            grads[index] = None
-            if grad.dtype is torch.float16:
-                # The sum of scaled fp16 duplicates may overflow: check the sum.
-                self.parameters[index].grad = grad = coalesce_fp16(grad)
-            sparse[index] = sparse_values(grad)
-        if len(changed) > len(sparse):
-            self._build_layouts(forms)
-            self.rebuilds += 1
-        return sparse
-
-    def _learn(self, grads: Sequence[Tensor | None]) -> None:
-        """Make a guard for all gradients if the same ones are missing again; else, as with experts, one for each."""
-        here = [index for index, grad in enumerate(grads) if grad is not None]
-        missing = [index for index, grad in enumerate(grads) if grad is None]
-        again, self._last_missing = missing in ([], self._last_missing), missing
-        if self._patience == 0 or not here:
-            return
-        if again:
-            self._patience -= 1
-            self._guard = _guard([grads[index] for index in here])
-            self._present = _row(here, len(grads)) if missing else None
-            self._missing = _row(missing, len(grads)) if missing else None
-        else:
-            for index in here:
-                self._each[index] = self._each[index] or _guard([grads[index]])
-
-    def _specs_of(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """Return each DTensor's DTensorSpec, None if this torch has no such attribute."""
-        dtensors = parameters if len(self._dtensors) == len(parameters) else [parameters[i] for i in self._dtensors]
-        return list(map(getattr, dtensors, repeat(gradients.SPEC), repeat(None)))
+    def _specs_now(self) -> list[Any]:
+        """Return the DTensorSpec of each parameter that is a DTensor, None if this torch has no such attribute."""
+        return list(map(getattr, self._dtensors.values(), repeat(gradients.SPEC), repeat(None)))
 
     def _build_layouts(self, forms: list[_Form | None]) -> None:
         """Build a layout for each LayoutKey, with a slot for each form; change nothing if this raises."""
-        every = dict.fromkeys(parameter.device for parameter in self.parameters)
-        devices = [device for device in every if device.type != "meta"]  # where no flag can be read
-        members: dict[LayoutKey, list[int]] = {}
-        for index, form in enumerate(forms):
-            if form is not None:
-                members.setdefault(form.key, []).append(index)
-        layouts = [
-            Layout(key, [form.numel for i in places if (form := forms[i]) is not None], places)
-            for key, places in members.items()
-        ]
-        self._rows = [None if len(places) == len(forms) else _row(places, len(forms)) for places in members.values()]
-        self._fp16 = [i for key, places in members.items() if key.dtype is torch.float16 for i in places]
-        self._first_device = next(iter(every), None)
-        self.devices, self._forms, self.layouts = devices, forms, layouts
-        # The guards belonged to the former layouts.
-        self._guard = self._missing = self._present = self._last_missing = None
-        self._each, self._patience = [None] * len(forms), _PATIENCE
-        self._whole = layouts[0] if len(layouts) == 1 and len(layouts[0].positions) == len(forms) else None
+        devices = dict.fromkeys(parameter.device for parameter in self.parameters)
+        slots = [(index, form.key, form.numel) for index, form in enumerate(forms) if form is not None]
+        self.layouts: list[Layout] = _layouts_of(slots)
+        self.devices = [device for device in devices if device.type != "meta"]  # each needs a flag, which can be read
+        self._first_device = next(iter(devices), None)
+        self._forms = forms
+        self._rows = [(layout, _row(layout.positions)) for layout in self.layouts]
+        self._has_fp16 = any(layout.key.dtype is torch.float16 for layout in self.layouts)
+        self._guard: Callable[..., bool] | None = None  # of the last gradients that were not missing
+        self._here: list[bool] | None = None  # which these were; None: all
+        self._each: list[Callable[..., bool] | None] = [None] * len(forms)  # guards of single gradients
+
+    def _learn(self, grads: Sequence[Tensor | None]) -> None:
+        """Make a guard for all gradients if the same ones are missing again; else, as with experts, one for each."""
+        here = list(map(is_not, grads, repeat(None)))
+        if all(here) or here == self._here:
+            self._guard = _guard(list(compress(grads, here)))
+        else:
+            self._guard = None
+            for index in compress(range(len(grads)), here):
+                self._each[index] = self._each[index] or _guard([grads[index]])
+        self._here = None if all(here) else here
 
 
 class _Form(NamedTuple):
@@ -299,23 +260,39 @@ def _expected_form(parameter: Tensor) -> _Form | None:
     if parameter.grad is None and (not parameter.requires_grad or torch.nn.parameter.is_lazy(parameter)):
         return None  # frozen or lazy: a launch spends programs on an empty slot, too
     local = local_tensor(parameter.detach() if parameter.grad is None else parameter.grad)
-    return _form(local) if gradients.is_acceptable(local) and local.layout is torch.strided else None
+    try:
+        check_gradient(local, "")
+    except (ValueError, RuntimeError):  # NotImplementedError is a RuntimeError
+        return None
+    return _form(local) if local.layout is torch.strided else None
 
 
 def layout_key(tensor: Tensor) -> LayoutKey:
     """Return the key of the batch that `tensor` belongs to."""
-    plain = gradients.is_plain(type(tensor))
+    plain = is_plain(tensor)
     return LayoutKey(tensor.device, tensor.dtype, plain and gradients.is_dense(tensor), plain)
+
+
+def _layouts_of(slots: Iterable[tuple[int, LayoutKey, int]]) -> list[Layout]:
+    """Return a layout for each key, with slots for these positions, keys and numbers of elements."""
+    layouts: dict[LayoutKey, Layout] = {}
+    for position, key, numel in slots:
+        layout = layouts.get(key)
+        if layout is None:
+            layout = layouts[key] = Layout(key)
+        layout.positions.append(position)
+        layout.numels.append(numel)
+    return list(layouts.values())
 
 
 def group(tensors: Iterable[Tensor], positions: Iterable[int]) -> list[Batch]:
     """Return local, checked `tensors` as batches, one for each layout key, in order of appearance."""
-    groups: dict[LayoutKey, tuple[list[int], list[Tensor]]] = {}
-    for index, tensor in zip(positions, tensors, strict=False):
-        places, members = groups.setdefault(layout_key(tensor), ([], []))
-        places.append(index)
-        members.append(tensor)
-    return [Batch(Layout(key, [t.numel() for t in ts], places), ts, True) for key, (places, ts) in groups.items()]
+    found = dict(zip(positions, tensors, strict=False))
+    batches = []
+    for layout in _layouts_of((index, layout_key(tensor), tensor.numel()) for index, tensor in found.items()):
+        members = [found[index] for index in layout.positions]
+        batches.append(Batch(layout, members, members))
+    return batches
 
 
 def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False) -> None:
@@ -328,13 +305,12 @@ def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = F
             layout.clips = choose(key.device, key.dtype, requested, clips=True) if key.plain else "torch"
 
 
-def _row(indices: Sequence[int], size: int) -> Row:
-    """Return a function that selects some of `size` gradients."""
-    if len(indices) == size:
-        return lambda grads: grads
-    if len(indices) == 1:
-        return lambda grads: [grads[indices[0]]]
-    return itemgetter(*indices)
+def _row(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that selects some of the gradients."""
+    first, last = positions[0], positions[-1]
+    if last - first + 1 == len(positions):  # a slice is quicker; for one position, itemgetter would return no sequence
+        return itemgetter(slice(first, last + 1))
+    return itemgetter(*positions)
 
 
 def _guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:

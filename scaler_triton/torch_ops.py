@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scaler_triton.kernels.abi import OVERFLOWS, SQUARES
+from scaler_triton.kernels.abi import SQUARES
 
 _ROW = 2048
 _LOW_SQUARE = 2.0**-120  # if the mean of the squares is below this, some of them may have become 0
@@ -25,26 +25,27 @@ _LOW_SQUARE = 2.0**-120  # if the mean of the squares is below this, some of the
 def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply every gradient by `inv_scale` and set `found_inf` to 1 if one held NaN or Inf before.
 
-    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, which does not take bf16 on GPUs.
+    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, which on GPUs does not take bf16, and checks fp64 in
+    fp32. Tensor subclasses implement that op, and perhaps no other.
     """
     first = tensors[0]
-    if not first.is_cpu and first.dtype is torch.bfloat16:
+    if first.is_cpu or first.dtype in (torch.float16, torch.float32) or not is_plain(first):
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)  # type: ignore[arg-type]
+    elif first.dtype is torch.float64:
+        check(tensors, found_inf)
+        torch._foreach_mul_(list(tensors), inv_scale.double().reshape(()))
+    else:
         # inv_scale as a bf16 operand would be rounded: multiply in fp32, round once.
         for tensor in tensors:
             wide = tensor.float()
             _flag_if(~wide.isfinite().all(), found_inf)
             tensor.copy_(wide.mul_(inv_scale.reshape(())))  # shape (1,) does not broadcast into a scalar in place
-    elif not first.is_cpu and first.dtype is torch.float64:
-        check(tensors, found_inf)
-        torch._foreach_mul_(list(tensors), inv_scale.double().reshape(()))
-    else:
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)  # type: ignore[arg-type]
 
 
 def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
     """Set `found_inf` to 1 if a gradient holds NaN or Inf; gradients keep their bits."""
-    if not tensors[0].is_cpu and tensors[0].dtype is torch.float64:
-        # On a GPU torch's own op checks them in fp32, where large ones are infinite.
+    first = tensors[0]
+    if first.dtype is torch.float64 and not first.is_cpu and is_plain(first):
         _flag_if(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), found_inf)
     else:
         one = _kept_one(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
@@ -65,7 +66,7 @@ def sum_of_squares(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequen
             return total
     norms = torch._foreach_norm(list(tensors), 2, torch.float64)
     squares = torch._foreach_mul(norms, norms)
-    if tensors[0].dtype is torch.float64:  # whose squares overflow even where all is finite
+    if tensors[0].dtype is torch.float64 or not is_plain(tensors[0]):  # fp64 squares overflow where all is finite
         check(tensors, found_inf)
     else:
         _flag_if(~torch.stack(squares).isfinite().all(), found_inf)
@@ -123,12 +124,6 @@ def coefficient(flag: Tensor, norm: Tensor, max_norm: float) -> Tensor:
     return torch.where(flag != 0, 1.0, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
 
 
-def norm_and_coefficient(totals: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Return `norm_of(totals)`, and the clip coefficient."""
-    norm = norm_of(totals)
-    return norm, coefficient(totals[OVERFLOWS], norm, max_norm)
-
-
 def inverse(scale: Tensor) -> Tensor:
     """Return float(1 / double(scale)), the factor that torch multiplies by."""
     return scale.double().reciprocal().float()
@@ -136,21 +131,19 @@ def inverse(scale: Tensor) -> Tensor:
 
 def host_memory(tensor: Tensor) -> memoryview[Any]:
     """Return a CPU tensor's memory for Python to read and write; writes do not change the tensor's version."""
-    return cast("memoryview[Any]", tensor.numpy().data)
+    return tensor.numpy().data
 
 
 class InverseScale:
     """Computes the inverse of a scale; on the CPU in Python, into one tensor that is reused from step to step."""
 
-    __slots__ = ("_kept", "grows")
+    __slots__ = ("_kept",)
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, memoryview[float]] | None = None
-        self.grows = False  # whether the last inverse can make finite gradients infinite; always False off the CPU
 
     def of(self, scale: Tensor) -> Tensor:
         """Return `inverse(scale)` of a scale of one element; the next call overwrites it."""
-        self.grows = False
         value = scale.item() if scale.is_cpu and type(scale) is Tensor else 0.0  # fake tensors cannot be read
         if value == 0.0:  # Python cannot divide by it
             return inverse(scale)
@@ -160,8 +153,12 @@ class InverseScale:
             self._kept = number, host_memory(number)
         number, memory = self._kept
         memory[()] = 1.0 / value
-        self.grows = -1.0 < value < 1.0
         return number
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether `tensor` is torch's own Tensor or Parameter, not of a subclass that may override ops."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 @functools.cache

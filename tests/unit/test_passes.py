@@ -45,7 +45,7 @@ def batch_of(tensors: Sequence[Tensor | None], place: Place) -> Batch:
     like = next(tensor for tensor in tensors if tensor is not None)
     (batch,) = batches_of([like[:1] if tensor is None else tensor for tensor in tensors], place)
     kept = [None if tensor is None else there for tensor, there in zip(tensors, batch.tensors, strict=True)]
-    return Batch(batch.layout, kept, None not in tensors)
+    return Batch(batch.layout, kept, [tensor for tensor in kept if tensor is not None])
 
 
 def torchs(tensors: Sequence[Tensor], scale: float, coef: float = 1.0) -> tuple[list[Tensor], float]:
@@ -80,7 +80,7 @@ def test_what_lies_between_the_elements_is_not_written(place: Place, dtype: torc
     around = on_device(values(80, dtype, 9), place.device)
     (batch,) = group([around.view(8, 10)[:, ::3], around.view(8, 10)[:, 1::3]], [0, 1])
     choose_backends([batch], place.backend)
-    batch = Batch(batch.layout, [batch.tensors[0], None])
+    batch = Batch(batch.layout, [batch.tensors[0], None], batch.present[:1])
     passes.unscale_batch_(batch, number(4.0, place), number(0.0, place), inverse=False)
     want = values(80, dtype, 9)
     want.view(8, 10)[:, ::3] /= 4

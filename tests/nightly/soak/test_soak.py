@@ -66,6 +66,7 @@ class Samples:
     device: list[int] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)
+    layouts: list[Any] = field(default_factory=list)
 
     def take(self, scaler: Any, optimizer: Any) -> None:
         """Measure, after a collection."""
@@ -77,7 +78,8 @@ class Samples:
         self.tensors.append(live_tensors())
         tables = sum(len(layout.tables) for layout in step.plan.layouts)
         rows = sum(len(each._free) for each in ours.rows.values())
-        self.kept.append((len(ours.steps), step.plan.rebuilds, len(step.plan.layouts), tables, rows))
+        self.kept.append((len(ours.steps), len(step.plan.layouts), tables, rows))
+        self.layouts.append(step.plan.layouts)
 
     def assert_flat(self, bound: int) -> None:
         """Assert that nothing grew after warm-up, the first tenth of the run."""
@@ -86,6 +88,7 @@ class Samples:
         for name in ("device", "tensors", "kept"):
             held = getattr(self, name)[warm:]
             assert held == held[:1] * len(held), (name, held)
+        assert all(each is self.layouts[-1] for each in self.layouts[warm:])  # none was built anew
 
 
 def another_steps(scaler: Any, device: str) -> None:
