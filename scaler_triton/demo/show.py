@@ -21,9 +21,8 @@ SECONDS_TO_START, SECONDS_A_STEP = 120.0, 5.0  # far above what a slow machine t
 FULL_TABLE = 16  # runs with more steps show only the rows in which something happens
 LOSS_MUST_FALL_BY = 0.1  # noise between micro-batches is a few percent; even a short run may well learn a third
 # How far the ranks' parameters may end from the single process's, relative to how far training moved them. Only the
-# order of fp32 sums differs, but a last bit there can tip a weight or an activation to the next fp16 number, 2**-11
-# away, and later steps carry that on: noise of 1e-7 on the gradients ends below 1e-3 after 100 steps, above the
-# tolerance after 300. One step too few or too many ends above 2e-2. On a CPU both runs are equal to the bit, or nearly.
+# order of fp32 sums differs, but a last bit can tip a number to fp16's next one, 2**-11 off, and later steps carry that
+# on: noise of 1e-7 on the gradients ends below 1e-3 after 100 steps. One step too few or too many ends above 2e-2.
 TOLERANCE = 2.0**-8
 MATCH = ("do NOT match", "match")
 LOSS, BAD, SCALES = "#1f4e79", "#b22222", ("#2e8b57", "#d2691e")

@@ -94,7 +94,8 @@ def train(config: Config, model: nn.Module, new_scaler: Callable[..., Any], rank
     for step in range(config.steps):
         before = steps_taken()
         trace.scales.append(scaler.get_scale())
-        losses = [loss_of(model, config, step, rank) for rank in ranks]
+        with torch.autocast(config.device_type, dtype=torch.float16):
+            losses = [model(*batch_of(config, step, rank)) for rank in ranks]
         for loss in losses:
             scaler.scale(loss).backward()
         if len(ranks) > 1:  # the average, which DDP and FSDP make among themselves
@@ -141,13 +142,6 @@ def batch_of(config: Config, step: int, rank: int) -> tuple[Tensor, Tensor]:
     starts = torch.randint(len(codes) - config.size.context - 1, (config.batch_size, 1), generator=generator)
     snippets = codes[starts + torch.arange(config.size.context + 1)].to(config.device_type)  # [batch, context + 1]
     return snippets[:, :-1], snippets[:, 1:]
-
-
-def loss_of(model: nn.Module, config: Config, step: int, rank: int) -> Tensor:
-    """Return the loss of one rank's micro-batch under fp16 autocast, unscaled."""
-    with torch.autocast(config.device_type, dtype=torch.float16):
-        loss: Tensor = model(*batch_of(config, step, rank))
-    return loss
 
 
 def new_model(rank: int, config: Config) -> CharTransformer:

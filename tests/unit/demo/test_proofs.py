@@ -29,7 +29,7 @@ def table() -> str:
     """Return the cases as the README's table."""
     rows = ["| case | with torch | with scaler_triton |", "| --- | --- | --- |"]
     for case in CASES.values():
-        known = f" ([known]({case.issue}))" if case.issue else ""
+        known = f" ([known](https://github.com/pytorch/pytorch/issues/{case.issue}))" if case.issue else ""
         rows.append(f"| `{case.name}`: {case.summary} | {case.torch}{known} | {case.ours} |")
     return "\n".join(rows)
 
@@ -40,11 +40,10 @@ def test_the_readme_holds_the_table() -> None:
 
 
 def test_the_cases_are_complete() -> None:
-    assert len(CASES) == 11
+    assert len(CASES) == 12
     for name, case in CASES.items():
         assert name == case.name
         assert all(text and "\n" not in text and "|" not in text for text in (*case[:2], case.torch, case.ours))
-        assert not case.issue or case.issue.startswith("https://github.com/pytorch/pytorch/issues/")
 
 
 @pytest.mark.parametrize(
@@ -91,3 +90,14 @@ def test_the_exit_status_says_whether_all_is_as_expected(
     script(monkeypatch, torch=torch, ours=ours)
     assert prove([SKIP]) == status
     assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+def test_what_needs_a_gpu_is_counted_as_not_run_without_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    script(monkeypatch, torch=STEPPED, ours=SKIPPED)
+    monkeypatch.setattr(proofs.torch.cuda, "is_available", lambda: False)
+    assert prove([CASES["bf16-grads"]]) == proofs.NOT_RUN == 3
+    assert capsys.readouterr().out == "NOT RUN: bf16-grads: needs a GPU, and torch finds none\n"
+    assert prove([SKIP, CASES["bf16-grads"], SKIP]) == 0
+    *_, expected, missing = capsys.readouterr().out.splitlines()
+    assert expected == "As expected in all 2 cases: torch wrong, ours right."
+    assert missing.startswith("NOT RUN: bf16-grads")
