@@ -38,7 +38,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if plan is None or not plan.matches(parameters):", "if plan is None:"),
     ],
     "scaler_triton/check.py": [
-        ("allow_fp16 = ours.sharded or not divide", "allow_fp16 = True"),
+        ("allow_fp16 = ours.allow_fp16 or not divide", "allow_fp16 = True"),
         ("        if not only_here:\n            flag.add(flags.values())\n", ""),
         ("        if together is not None:\n            flag.write_scale(scale)\n", ""),
         ("if copy and not flag.is_on_host and not step.captured:", "if copy and not flag.is_on_host:",
