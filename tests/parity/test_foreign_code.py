@@ -231,23 +231,6 @@ def parameters_stepped_in_backward_one_by_one(run: Run) -> None:
 
 
 @row()
-def an_optimizer_for_each_parameter_stepped_in_backward(run: Run) -> None:
-    parameters, scaler = run.parameters(), run.scaler()
-    optimizers = {parameter: sgd([parameter]) for parameter in parameters}
-
-    def step(parameter: Any) -> None:
-        scaler.step(optimizers[parameter])
-        optimizers[parameter].zero_grad()
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(step)
-    for bad in BAD_STEPS:
-        scaler.scale(loss(parameters) + loss(parameters[1:2], bad)).backward()
-        scaler.update()
-        run.look(scaler, parameters)
-
-
-@row()
 def fp16_allowed_in_one_group(run: Run) -> None:
     parameters, halves = run.parameters(2), run.parameters(2, torch.float16)
     optimizer, scaler = sgd([{"params": parameters}, {"params": halves}]), run.scaler()
@@ -313,43 +296,14 @@ def a_scale_that_two_scalers_share(run: Run) -> None:
             run.finish(scaler, optimizer)
 
 
-@row()
-def a_scale_that_takes_effect_one_step_late(run: Run) -> None:
-    """Another thread steps the optimizer: the loss is scaled by what was the scale an update ago."""
-    parameters = run.parameters()
-    optimizer, scaler = sgd(parameters), run.scaler()
-    used, newest = run.full(8.0, ()), run.full(8.0, ())
-    scaler._lazy_init_scale_growth_tracker(used.device)
-    for bad in BAD_STEPS:
-        scaler._scale.copy_(used)
-        scaler.scale(loss(parameters, bad)).backward()
-        scaler.step(optimizer)
-        scaler._scale.copy_(newest)
-        scaler.update()
-        used.copy_(newest)
-        newest.copy_(scaler._scale)
-        run.look(scaler, parameters)
-        optimizer.zero_grad()
-
-
-@row()
-def a_step_tried_again_with_a_flag_of_ones_own(run: Run) -> None:
-    parameters = run.parameters()
-    optimizer, scaler = sgd(parameters), run.scaler()
-    for step, bad in enumerate(BAD_STEPS):
-        scaler.scale(loss(parameters, bad))  # without backward there are no gradients
-        if step % 2:
-            scaler.scale(loss(parameters, bad)).backward()
-            scaler.step(optimizer)
-        else:
-            run.error(lambda: scaler.step(optimizer))
-            flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            flags[torch.device(run.device)] = run.full(0.0, (1,))
-            scaler.step(optimizer)
-        scaler.update()
-        run.note(*scaler._found_inf_per_device(optimizer).values())  # none: the step is over
-        run.look(scaler, parameters)
-        optimizer.zero_grad()
+@row(0.0, 1.0)
+def a_step_tried_again_with_a_flag_of_ones_own(run: Run, variant: float) -> None:
+    optimizer, scaler = run.sgd(None), run.started()
+    run.error(lambda: scaler.step(optimizer))  # without gradients there is no flag
+    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    flags[torch.device(run.device)] = run.full(variant, (1,))
+    run.finish(scaler, optimizer)
+    run.note(*scaler._found_inf_per_device(optimizer).values())  # none: the step is over
 
 
 # Flags and states that others read and write.
@@ -457,10 +411,10 @@ def a_number_as_grad_scale(run: Run, variant: bool) -> None:
         _step_supports_amp_scaling = True
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            run.note(float(self.grad_scale))  # type: ignore[attr-defined]
+            run.note(float(self.grad_scale))
 
     optimizer, scaler = Taking([run.parameter(8.0)], lr=0.5), run.started()
-    optimizer.grad_scale = 3.0  # type: ignore[attr-defined]
+    optimizer.grad_scale = 3.0
     if variant:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
