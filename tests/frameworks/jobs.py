@@ -76,13 +76,16 @@ def new_net(seed: int = 0) -> Net:
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
-    return nn.functional.mse_loss(model(x).float(), x.flip(1).sin())
+    return nn.functional.mse_loss(model(x).float(), x.float().flip(1).sin())
 
 
 def batches(part: int = 0, bad: Collection[int] = BAD_STEPS, steps: int = STEPS) -> list[Tensor]:
-    """Return a part's batch for every step; those of the bad steps make gradients overflow."""
+    """Return a part's batch for every step; those of the bad steps make gradients overflow.
+
+    In fp16, to which Fabric casts a model's inputs, and the Trainer does not.
+    """
     draws = [torch.Generator().manual_seed(10 * part + step) for step in range(steps)]
-    made = [torch.randn(4, WIDTH, generator=draw) for draw in draws]
+    made = [torch.randn(4, WIDTH, generator=draw).half() for draw in draws]
     return [batch * math.inf if step in bad else batch for step, batch in enumerate(made)]
 
 
