@@ -16,7 +16,8 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from jobs import BAD_STEPS, FUSED, SCALES, SETTINGS, STEPS, batches, loss_of, new_net, new_optimizer, whole
+from jobs import BAD_STEPS, FUSED, SCALES, SETTINGS, STEPS, batches, loss_of, new_net, whole
+from ranks.cases import new_optimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, sharded_grad_scaler
 

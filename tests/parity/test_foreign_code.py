@@ -283,19 +283,6 @@ def a_step_that_was_taken_elsewhere(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@row()
-def a_scale_that_two_scalers_share(run: Run) -> None:
-    """A backbone and a head with a scaler each, of which one must follow the other."""
-    models, scalers = [run.parameters(), run.parameters(2)], [run.scaler(), run.scaler()]
-    optimizers = [sgd(parameters) for parameters in models]
-    for bad in BAD_STEPS:
-        for scaler, parameters in zip(scalers, models, strict=True):
-            scaler.scale(loss(parameters, bad and parameters is models[0])).backward()
-        for scaler, optimizer in zip(scalers, optimizers, strict=True):
-            scaler._scale, scaler._growth_tracker = scalers[0]._scale, scalers[0]._growth_tracker
-            run.finish(scaler, optimizer)
-
-
 @row(0.0, 1.0)
 def a_step_tried_again_with_a_flag_of_ones_own(run: Run, variant: float) -> None:
     optimizer, scaler = run.sgd(None), run.started()

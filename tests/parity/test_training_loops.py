@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -74,22 +73,6 @@ def gradient_accumulation(run: Run, variant: float) -> None:
             scaler.scale(spoiled(loss, step) if micro == 0 else loss).backward()
 
     train(run, [adamw(model)], [model], backward, clip=variant)
-
-
-@row("group", "append")
-def parameters_added_in_mid_training(run: Run, variant: str) -> None:
-    """From the third step on there is another layer, in a group of its own or appended to the first."""
-    model, later, steps = network(run), nn.Linear(2, 2).to(run.device), itertools.count()
-    optimizer = adamw(model)
-
-    def forward(inputs: Tensor) -> Tensor:
-        if (step := next(steps)) == 2 and variant == "group":
-            optimizer.add_param_group({"params": later.parameters(), "lr": 0.01})
-        elif step == 2:
-            optimizer.param_groups[0]["params"].extend(later.parameters())
-        return later(model(inputs)) if step >= 2 else model(inputs)
-
-    train_one(run, nn.ModuleList([model, later]), optimizer, forward)
 
 
 def optimizers_of_torch() -> list[tuple[Any, dict[str, Any]]]:
