@@ -74,30 +74,20 @@ def test_a_tracker_may_be_any_whole_number(tracker: Any) -> None:
 
 @ALONE
 @EACH_CLASS
-def test_dcp_brings_back_all_of_a_scaler(cls: type, tmp_path: Path) -> None:
-    """Every number lies there under a name of its own."""
-    scaler = trained(cls, **EXTRAS)
-    dcp.save({"scaler": scaler}, checkpoint_id=tmp_path, no_dist=True)
-    other = cls("cpu", **EXTRAS)
-    dcp.load({"scaler": other}, checkpoint_id=tmp_path, no_dist=True)
-    assert other.state_dict() == scaler.state_dict()
-    names = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
-    assert {"scaler.scale", "scaler.scaler_triton.counters.strikes"} <= set(names)
-
-
-@ALONE
-def test_dcp_reads_what_the_new_scaler_would_save(tmp_path: Path) -> None:
-    """As docs/checkpoints.md says."""
-    scaler = trained(GradScaler, **EXTRAS)
+def test_dcp_brings_back_what_the_new_scaler_would_save(cls: Any, tmp_path: Path) -> None:
+    """Every number lies there under a name of its own, as docs/checkpoints.md says."""
+    scaler, other, plain = trained(cls, **EXTRAS), cls("cpu", **EXTRAS), cls("cpu")
     dcp.save({"scaler": scaler}, checkpoint_id=tmp_path / "extras", no_dist=True)
-    plain = GradScaler("cpu")
-    dcp.load({"scaler": plain}, checkpoint_id=tmp_path / "extras", no_dist=True)
+    for each in (other, plain):
+        dcp.load({"scaler": each}, checkpoint_id=tmp_path / "extras", no_dist=True)
+    assert other.state_dict() == scaler.state_dict()
     assert plain.state_dict() == {name: value for name, value in scaler.state_dict().items() if name != KEY}
+    names = dcp.FileSystemReader(tmp_path / "extras").read_metadata().state_dict_metadata
+    assert {"scaler.scale", "scaler.scaler_triton.counters.strikes"} <= set(names)
     dcp.save({"scaler": plain}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    before = scaler.state_dict()
     with pytest.raises(dcp.api.CheckpointException, match="scaler_triton"):
         dcp.load({"scaler": scaler}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert scaler.state_dict() == before
+    assert scaler.state_dict() == other.state_dict()
 
 
 @pytest.mark.parametrize("consecutive", [False, True])
