@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import hashlib
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable
@@ -11,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks.cases import digest, values_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDTH, BATCH = 8, 8
 SETTINGS = {"init_scale": 8.0, "growth_interval": 2}
@@ -76,13 +75,16 @@ def new_net(seed: int = 0) -> Net:
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
-    return nn.functional.mse_loss(model(x).float(), x.flip(1).sin())
+    return nn.functional.mse_loss(model(x).float(), x.float().flip(1).sin())
 
 
 def batches(part: int = 0, bad: Collection[int] = BAD_STEPS, steps: int = STEPS) -> list[Tensor]:
-    """Return a part's batch for every step; those of the bad steps make gradients overflow."""
+    """Return a part's batch for every step; those of the bad steps make gradients overflow.
+
+    In fp16, to which Fabric casts a model's inputs, and the Trainer does not.
+    """
     draws = [torch.Generator().manual_seed(10 * part + step) for step in range(steps)]
-    made = [torch.randn(4, WIDTH, generator=draw) for draw in draws]
+    made = [torch.randn(4, WIDTH, generator=draw).half() for draw in draws]
     return [batch * math.inf if step in bad else batch for step, batch in enumerate(made)]
 
 
@@ -102,29 +104,15 @@ def shard(net: nn.Module, mesh: Any) -> nn.Module:
     return net
 
 
-def new_optimizer(name: str, parameters: Iterable[Tensor], lr: float = 2.0**-4) -> torch.optim.Optimizer:
-    """Make an optimizer from a name such as "adamw" or "sgd-fused"."""
-    kind, _, fused = name.partition("-")
-    cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
-    return cls(parameters, lr=lr, **({"fused": True} if fused else {}))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor; shares its memory."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
 def overflow(parameters: Iterable[Tensor]) -> None:
     """Make one gradient's first element on this rank infinite."""
-    held = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    held = [values_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     next(values for values in held if values.numel()).view(-1)[0] = torch.inf
 
 
 def digests(model: nn.Module) -> list[str]:
     """Return a short name for each parameter's local values, bit by bit."""
-    values = [local(parameter).cpu().reshape(-1).view(torch.uint8).numpy() for parameter in model.parameters()]
-    return [hashlib.sha256(each.tobytes()).hexdigest()[:16] for each in values]
+    return [digest(parameter) for parameter in model.parameters()]
 
 
 def whole(*models: nn.Module) -> Tensor:
@@ -138,17 +126,3 @@ def whole(*models: nn.Module) -> Tensor:
             full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
             found += [p.detach().flatten().clone() for p in full]
     return torch.cat(found).float().cpu()
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that are started in this thread."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # DTensor runs first, and turns into the collectives that are counted
-        namespace, _, name = func._schema.name.partition("::")
-        is_collective = namespace.removeprefix("_") in ("c10d", "c10d_functional")
-        self.count += is_collective and name not in ("wait_tensor", "_wrap_tensor_autograd")
-        return func(*args, **(kwargs or {}))

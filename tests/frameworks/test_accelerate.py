@@ -27,6 +27,7 @@ from accelerate.optimizer import AcceleratedOptimizer as Original
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradScalerKwargs
 from accelerate.utils.modeling import get_grad_scaler
+from ranks.cases import CollectiveCounter, new_optimizer
 
 from scaler_triton import GradScaler, ShardedGradScaler, patch_torch
 from scaler_triton.integrations import accelerate as integration
@@ -317,7 +318,7 @@ class Job:
         net: nn.Module = jobs.new_net()
         if sharding == "fsdp1-flat":
             net = self.accelerator.prepare(net)
-        optimizer = jobs.new_optimizer(name, net.parameters())
+        optimizer = new_optimizer(name, net.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: DECAY**n)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(net, optimizer, scheduler)
         self.dtypes: set[str] = set()
@@ -352,9 +353,9 @@ class Job:
         self.accelerator.backward(jobs.loss_of(self.model, part.to(self.accelerator.device)))
 
     def _step(self, report: Report, max_norm: float) -> None:
-        with jobs.Collectives() as clipping:
+        with CollectiveCounter() as clipping:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-        with jobs.Collectives() as stepping:
+        with CollectiveCounter() as stepping:
             self.optimizer.step()
         report["norms"].append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
         report["collectives"].append((clipping.count, stepping.count))

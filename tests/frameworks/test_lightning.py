@@ -16,7 +16,8 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from jobs import BAD_STEPS, FUSED, SCALES, SETTINGS, STEPS, batches, loss_of, new_net, new_optimizer, whole
+from jobs import BAD_STEPS, FUSED, SCALES, SETTINGS, STEPS, batches, loss_of, new_net, whole
+from ranks.cases import new_optimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, sharded_grad_scaler
 
@@ -135,7 +136,32 @@ def train(kind: str, precision: Any, optimizer: str, clip: str = "") -> Trace:
         return Loop(precision, optimizer).run(**({clip: MAX_NORM} if clip else {})).trace
     algorithm = {"max_norm": "norm", "clip_val": "value"}.get(clip)
     options = {"gradient_clip_val": MAX_NORM, "gradient_clip_algorithm": algorithm} if clip else {}
-    return fit(precision, module_of(optimizer, batches(), decay=not clip), **options).trace
+    return fit(precision, module_of(optimizer, batches(), decay=True), **options).trace
+
+
+def by_hand(kind: str, optimizer: str, clip: str) -> Trace:
+    """Train as `train` does, without a framework: with torch's scaler and clipping."""
+    net, scaler, trace = new_net(), torch.amp.GradScaler("cpu", **SETTINGS), []
+    made = new_optimizer(optimizer, net.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.5 if kind == "Trainer" else 1.0)
+    for batch in batches():
+        made.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(net, batch)
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(made)
+        if clip == "clip_val":
+            nn.utils.clip_grad_value_(net.parameters(), MAX_NORM)
+        elif clip == "max_norm":
+            # Fabric clips by torch's norm, which adds up squares in fp32; the Trainer by the scaler's, in fp64.
+            grads = [p.grad.double() if kind == "Trainer" else p.grad for p in net.parameters()]
+            nn.utils.clip_grads_with_norm_(net.parameters(), MAX_NORM, nn.utils.get_total_norm(grads).float())
+        scaler.step(made)
+        scaler.update()
+        scheduler.step()
+        trace.append(state_after(scaler, made, net))
+    return trace
 
 
 @KINDS
@@ -168,27 +194,18 @@ def test_each_class_has_a_plugin_of_its_own(name: str, kind: str, monkeypatch: p
 
 @KINDS
 @OPTIMIZERS
-def test_trains_as_lightnings_own_plugin(kind: str, optimizer: str) -> None:
-    """Learning rates fall after skipped steps, too, as with Lightning's own."""
-    mine = train(kind, plugin(kind), optimizer)
-    for scaler in (None, GradScaler("cpu", **SETTINGS)):
-        assert_same(mine, train(kind, plugin(kind, scaler, own=True), optimizer))
-    assert scales_of(mine) == SCALES
-
-
-@KINDS
-@OPTIMIZERS
-@pytest.mark.parametrize("clip", ["max_norm", "clip_val"])
-def test_clips_whatever_the_optimizer(kind: str, optimizer: str, clip: str) -> None:
-    """The norm is summed in fp64, torch's in fp32."""
+@pytest.mark.parametrize("clip", ["", "max_norm", "clip_val"])
+def test_trains_and_clips_as_a_loop_by_hand_and_lightnings_own_plugin(kind: str, optimizer: str, clip: str) -> None:
+    """To the bit. Learning rates fall after skipped steps, too, as with Lightning's own."""
     mine = train(kind, plugin(kind), optimizer, clip)
+    assert_same(mine, by_hand(kind, optimizer, clip))
     assert scales_of(mine) == SCALES
-    if optimizer == "adamw-fused":  # where this no longer raises, Lightning has caught up: say so in docs/lightning.md
+    if clip and optimizer == "adamw-fused":  # where it no longer raises, Lightning has caught up: docs/lightning.md
         with pytest.raises((RuntimeError, NotImplementedError), match="does not allow for grad|is not implemented"):
             train(kind, plugin(kind, own=True), optimizer, clip)
-        return
-    for ours, theirs in zip(mine, train(kind, plugin(kind, own=True), optimizer, clip), strict=True):
-        torch.testing.assert_close(ours[3], theirs[3], rtol=0, atol=1e-3)
+    elif (kind, clip) != ("Trainer", "max_norm"):  # whose norm Lightning takes in fp32
+        for scaler in (None, GradScaler("cpu", **SETTINGS)):
+            assert_same(mine, train(kind, plugin(kind, scaler, own=True), optimizer, clip))
 
 
 @OPTIMIZERS
@@ -355,19 +372,18 @@ def on_ranks(rank: int, strategy: str, optimizer: str, clip: str) -> tuple[list[
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "no-shard", "fsdp2"])
-def test_ranks_skip_together_and_clip_alike(two: Any, strategy: str) -> None:
-    """Fabric clips by torch's functions, the others by the norm of the scaler."""
-    runs = {}
-    for how in (
-        ("adamw-fused", "trainer"),
-        ("adamw-fused", "fabric"),
-        *(("sgd", c) for c in ("trainer", "fabric", "")),
-    ):
-        (scales, runs[how]), (other_scales, other) = two(on_ranks, strategy, *how)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
+def test_ranks_skip_together_and_clip_alike(two: Any, strategy: str, optimizer: str) -> None:
+    ends = {}
+    for clip in ("trainer", "scaler", "fabric"):
+        (scales, ends[clip]), (other_scales, other) = two(on_ranks, strategy, optimizer, clip)
         assert scales == other_scales == SCALES
-        assert torch.equal(runs[how], other)
-    for clip in ("trainer", ""):
-        torch.testing.assert_close(runs["sgd", clip], runs["sgd", "fabric"], rtol=0, atol=1e-3)
+        assert torch.equal(ends[clip], other)
+    # torch's functions, by which Fabric clips, add up squares in fp32, and the scaler adds up those of all gradients in
+    # another order than those of given parameters: a parameter may end in another last bit, which for one of up to 2 is
+    # at most 2^-23. Measured: 2^-24. Clipping by a norm that is off by 0.1 % moves SGD's by more.
+    for clip in ("trainer", "fabric"):
+        torch.testing.assert_close(ends[clip], ends["scaler"], rtol=0, atol=2.0**-23)
 
 
 def resumed(rank: int, optimizer: str, folder: str, saver: str, loader: str) -> tuple[list[float], bool]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from compile_cases import fresh_compiler, fresh_net, in_parts, nothing_new, ours, run, theirs
-from helpers import Place, assert_same, places
+from compile_cases import OPTIMIZERS, fresh_compiler, fresh_net, in_parts, nothing_new, ours, run, theirs
+from helpers import Place, places
+from test_compile import assert_all_same, whole_step
 from torch import Tensor
 from torch._inductor import config as inductor
 
@@ -55,11 +56,9 @@ def test_a_compiled_model_and_optimizer_as_with_torchs_scaler(place: Place, opti
         with fresh_compiler(), inductor.patch({"cpp.vec_isa_ok": False}):
             results.append(in_parts(place, optimizer, "", torch.compile, whole_graph, new_scaler))
     assert any((tmp_path / "inductor").rglob("*.py"))  # inductor's code
-    for mine, other in zip(*results, strict=True):
-        assert_same(mine, other)
+    assert_all_same(*results)
 
 
-@pytest.mark.heavy
 @NEEDS_COMPILER
 @PLACES
 def test_ops_between_computations(place: Place) -> None:
@@ -84,35 +83,19 @@ def test_ops_between_computations(place: Place) -> None:
                 scale = torch.tensor(4.0, device=place.device)
                 tracker = torch.ones((), dtype=torch.int32, device=place.device)
                 outcome += [*function(grad, scale, tracker), grad, scale, tracker.float()]
-    for compiled_one, plain_one in zip(*outcomes, strict=True):
-        assert_same(compiled_one, plain_one)
+    assert_all_same(*outcomes)
 
 
-@pytest.mark.heavy
 @NEEDS_COMPILER
 @PLACES
 def test_a_whole_step_compiled(place: Place) -> None:
     results = []
     for new_scaler in (ours, theirs):
+        net, scaler = fresh_net(place.device), new_scaler(place)
+        optimizer = OPTIMIZERS["adamw-fused"](net.parameters())
         with fresh_compiler():
-            results.append(whole(place, new_scaler(place)))
-    for mine, other in zip(*results, strict=True):
-        assert_same(mine, other)
-
-
-def whole(place: Place, scaler: Any) -> list[Tensor]:
-    net = fresh_net(place.device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
-
-    def step(inputs: Tensor, factor: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = net(inputs).square().mean() * factor
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return run(torch.compile(step), net, scaler)
+            results.append(run(torch.compile(whole_step(net, optimizer, scaler)), net, scaler))
+    assert_all_same(*results)
 
 
 @pytest.mark.gpu

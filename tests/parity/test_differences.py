@@ -1,4 +1,7 @@
-"""Where we differ from torch: the complete list, by number, each beside what torch does (docs/differences.md)."""
+"""Where we differ from torch: the complete list, by number, each beside what torch does (docs/differences.md).
+
+A row runs with torch's class and with ours, and says what each leaves. The rest are tests with a number in their name.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Place, flags, grads, places, sgd, started, values
-from test_foreign_code import Wrapper
+from test_foreign_code import Chained, Container, Run, Wrapper, only
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ShardedGradScaler
 
@@ -29,7 +32,7 @@ DIVIDED, DIVIDED_TWICE, SCALED = [-1.0], [-0.25], [-4.0]  # what steps make of a
 
 ROOT = Path(__file__).parents[2]
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
-KINDS = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
 BOTH = [torch.amp.GradScaler, GradScaler]
 # Tests in other folders that show a number without having it in their name.
 ELSEWHERE = {
@@ -37,6 +40,31 @@ ELSEWHERE = {
     17: "test_partial_gradients_whose_sum_overflows_spare_the_weights",
     22: "test_what_is_replaced_on_torchs_class_reaches_ours_under_a_patch",
 }
+
+Row = Callable[..., Any]
+ROWS: dict[str, tuple[Row, Any, Any]] = {}
+
+
+def differs(number: int, *, ours: Any, torchs: Any, **arguments: Any) -> Callable[[Row], Row]:
+    """Add a row, with what the function returns; for an error, a pattern that its type and text must match."""
+
+    def add(row: Row) -> Row:
+        name = "-".join([str(number), row.__name__, *map(str, arguments.values())])
+        ROWS[name] = partial(row, **arguments), ours, torchs
+        return row
+
+    return add
+
+
+def assert_ends(row: Row, run: Run, expected: Any) -> None:
+    try:
+        left = row(run)
+    except Exception as error:
+        left = f"{type(error).__name__}: {error}"
+    if isinstance(expected, re.Pattern):
+        assert expected.match(left)
+    else:
+        assert left == expected
 
 
 def numbers_told() -> list[int]:
@@ -57,54 +85,21 @@ def test_every_number_has_a_test() -> None:
         for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
     }
     assert set(ELSEWHERE.values()) <= names
-    shown = {int(found[1]) for name in names if (found := re.match(r"test_(\d\d?)_", name))}
-    assert sorted(shown | set(ELSEWHERE)) == numbers_told()
+    named = {int(found[1]) for name in names if (found := re.match(r"test_(\d\d?)_", name))}
+    rows = {int(name.partition("-")[0]) for name in ROWS}
+    assert sorted(named | rows | set(ELSEWHERE)) == numbers_told()
 
 
-def started_at(cls: Any, place: Place | None = None, **options: Any) -> Any:
-    """Return a started scaler at SCALE that does not grow."""
-    if place is not None and cls is not torch.amp.GradScaler:
-        options["backend"] = place.backend
-    options = {"init_scale": SCALE, "growth_interval": 100, **options}
-    return started(cls, "cpu" if place is None else place.device, **options)
-
-
-def optimizer_of(fused: bool = False, value: float = 8.0, place: Place | None = None) -> torch.optim.SGD:
-    """Return SGD with learning rate 0.5 over one parameter at 0, its gradient `value`."""
-    return sgd([torch.full((1,), value)], "cpu" if place is None else place.device, fused=fused)
-
-
-def only(optimizer: Any) -> Tensor:
-    (parameter,) = optimizer.param_groups[0]["params"]
-    return parameter
-
-
-@PLACES
-@pytest.mark.parametrize("sharded", [False, True])
-def test_1_a_fused_optimizer_gets_a_flag_of_0_or_1_without_dims(place: Place, sharded: bool) -> None:
-    """torch passes the sum over devices, as a rank's flags may be, and fused kernels skip at exactly 1."""
-    ended = []
-    for cls in BOTH:
-        optimizer, scaler = optimizer_of(fused=True, place=place), started_at(cls, place)
-        scaler.unscale_(optimizer)
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        for device in found:
-            found[device] = torch.full((1,) if sharded else (), 2.0, device=device)
-        scaler.step(optimizer)
-        ended.append(values(optimizer))
-    assert ended[0] != [0.0]
-    assert ended[1] == [0.0]
-
-
-BAD_SCALES: list[Any] = [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-39, 1e39]
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_2_the_constructor_keeps_torchs_asserts(cls: type) -> None:
-    with pytest.raises(AssertionError, match=r"^The growth factor must be > 1\.0\.$"):
-        cls("cpu", growth_factor=1.0)
-    with pytest.raises(AssertionError, match=r"^The backoff factor must be < 1\.0\.$"):
-        cls("cpu", backoff_factor=1.0)
+@differs(1, ours=[0.0], torchs=DIVIDED)
+def a_flag_that_was_summed_over_ranks(run: Run) -> Any:
+    """Fused kernels skip at exactly 1."""
+    optimizer, scaler = run.sgd(fused=True), run.started()
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for device in found:
+        found[device] = run.full(2.0, (1,))
+    scaler.step(optimizer)
+    return values(optimizer)
 
 
 @PLACES
@@ -129,78 +124,82 @@ def test_2_unknown_devices_are_refused_and_known_ones_normalised() -> None:
         assert scaler.get_scale() == 2.0
 
 
-@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+@EACH
 @pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda"), torch.device("cuda", 1)], ids=str)
 def test_2_of_a_cuda_device_only_its_type_counts(monkeypatch: pytest.MonkeyPatch, cls: type, device: Any) -> None:
     """Whether there is CUDA is asked for as torch asks, so that a test may answer for both."""
     common = torch.cuda.amp.common
     monkeypatch.setattr(common, "amp_definitely_not_available", lambda: True)
-    with pytest.warns(UserWarning, match="CUDA is not available"):
+    text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+    with pytest.warns(UserWarning, match=f"^{text}$") as warned:
         assert not cls(device).is_enabled()
+    assert [each.filename for each in warned] == [__file__]
     monkeypatch.setattr(common, "amp_definitely_not_available", lambda: False)
     scaler = cls(device)
     assert scaler.is_enabled()
     assert scaler._device == "cuda"
 
 
-@PLACES
-@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
-def test_4_scale_stays_where_its_inverse_is_finite(cls: type, place: Place, two_ranks: None) -> None:
-    scaler = started(cls, place.device, init_scale=2 * TINY, growth_interval=1, backend=place.backend)
-    for _ in range(3):
-        scaler.step(sgd([torch.tensor([math.inf])], place.device))
-        scaler.update()
-    assert scaler.get_scale() == TINY
-    scaler.update(HUGE)
-    scaler.step(sgd([torch.tensor([1.0])], place.device))
-    scaler.update()
-    assert scaler.get_scale() == HUGE
-    scaler._scale.fill_(math.inf)
-    scaler.step(sgd([torch.tensor([math.inf])], place.device))
-    scaler.update()
-    assert scaler.get_scale() == HUGE
-
-
-def test_4_torch_reaches_zero_and_makes_nan_of_zero_gradients() -> None:
-    scaler = started(torch.amp.GradScaler, "cpu", init_scale=1e-45)
-    for value in (math.inf, 0.0):
-        optimizer = sgd([torch.tensor([value])])
+@differs(4, ours=[TINY, 0.0], torchs=[TINY / 4, "nan"])
+def zero_gradients_after_three_overflows_at_the_smallest_scales(run: Run) -> Any:
+    scaler = run.scaler(init_scale=2 * TINY)
+    scaler.scale(run.full(1.0, ()))
+    for value in (math.inf, math.inf, math.inf, 0.0):
+        optimizer = run.sgd(value)
         scaler.step(optimizer)
         scaler.update()
-    assert optimizer.param_groups[0]["params"][0].isnan().all()
+    left = values(optimizer)[0]
+    return [scaler.get_scale(), "nan" if math.isnan(left) else left]
 
 
-def test_5_update_takes_an_int_and_checks_a_tensor() -> None:
-    scaler = started(GradScaler, "cpu")
+@PLACES
+@EACH
+def test_4_scale_stays_where_its_inverse_is_finite(cls: type, place: Place, two_ranks: None) -> None:
+    scaler = started(cls, place.device, init_scale=2 * TINY, growth_interval=1, backend=place.backend)
+    for written, gradient, left in (
+        (None, math.inf, TINY),
+        (None, math.inf, TINY),
+        (HUGE, 1.0, HUGE),
+        (math.inf, math.inf, HUGE),
+    ):
+        if written is not None:
+            scaler._scale.fill_(written)
+        scaler.step(sgd([torch.tensor([gradient])], place.device))
+        scaler.update()
+        assert scaler.get_scale() == left
+
+
+@differs(5, ours=1024.0, torchs=re.compile("AttributeError: 'int' object has no attribute 'device'"))
+def an_int_as_the_scale(run: Run) -> Any:
+    scaler = run.started()
     scaler.update(1024)
-    assert scaler.get_scale() == 1024.0
-    scaler.update(torch.tensor([8.0], dtype=torch.float64))
-    assert scaler.get_scale() == 8.0
-    for bad in (*BAD_SCALES, torch.tensor(math.nan), torch.tensor([0.0])):
-        with pytest.raises(ValueError, match="^new_scale must be .* got"):
-            scaler.update(bad)
-    for wrong, text in (("8", "'8'"), (True, "True")):
-        with pytest.raises(TypeError, match=f"^new_scale must be a number, got {text}$"):
-            scaler.update(wrong)
-    with pytest.raises(AttributeError):
-        started(torch.amp.GradScaler, "cpu").update(True)
-    for wrong in (torch.ones(2), torch.ones(1, requires_grad=True), torch.ones(1, device="meta")):
-        for cls in (torch.amp.GradScaler, GradScaler):
-            with pytest.raises(AssertionError, match="^new_scale should be a float or a 1-element torch.cuda.Float"):
-                started(cls, "cpu").update(wrong)
-    assert scaler.get_scale() == 8.0
+    return scaler.get_scale()
 
 
-@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
-def test_6_getters_work_when_disabled_and_lazy_init_repeats(cls: type) -> None:
-    scaler = cls("cpu", growth_factor=3.0, backoff_factor=0.25, growth_interval=9, enabled=False)
-    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 9)
-    assert scaler._get_scale_async() is None
-    assert scaler.process_group is None
-    enabled = cls("cpu", init_scale=4.0)
-    for device in ("cpu", torch.device("cpu")):
-        enabled._lazy_init_scale_growth_tracker(device)
-    assert enabled.get_scale() == 4.0
+@differs(5, ours=8.0, torchs=re.compile("RuntimeError: output with shape"), value=8.0, shape=(1, 1))
+@differs(5, ours=re.compile("ValueError: new_scale must be .* got"), torchs=0.0, value=0.0, shape=())
+def a_tensor_as_the_scale(run: Run, value: float, shape: tuple[int, ...]) -> Any:
+    scaler = run.started()
+    scaler.update(run.full(value, shape))
+    return scaler.get_scale()
+
+
+@differs(6, ours=(3.0, 0.25, 9), torchs=re.compile("AttributeError: .* no attribute '_growth_factor'"))
+def getters_of_a_disabled_scaler(run: Run) -> Any:
+    scaler = run.base("cpu", growth_factor=3.0, backoff_factor=0.25, growth_interval=9, enabled=False)
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+
+
+@EACH
+def test_6_lazy_initialisation_takes_a_string_and_may_be_repeated(cls: type) -> None:
+    """As Accelerate does."""
+    scaler: Any = cls("cpu", init_scale=8.0)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 3.0})
+    for tracker in (3, 4):
+        for device in ("cpu", torch.device("cpu")):
+            scaler._lazy_init_scale_growth_tracker(device)
+        assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, tracker)
+        scaler._growth_tracker += 1
 
 
 @pytest.fixture
@@ -211,7 +210,7 @@ def explicit_group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+@EACH
 def test_7_a_pickled_group_is_asked_for_at_the_first_use(cls: Any, explicit_group: dist.ProcessGroup) -> None:
     scaler = started(cls, "cpu", process_group=explicit_group)
     assert copy.deepcopy(scaler).process_group is explicit_group
@@ -233,7 +232,7 @@ def test_9_bf16_gradients_on_the_gpu() -> None:
         optimizer = sgd([torch.tensor([3.0, math.inf]).bfloat16()], "cuda")
         scaler = started(GradScaler, "cuda", init_scale=2.0, backend=backend)
         scaler.unscale_(optimizer)
-        assert optimizer.param_groups[0]["params"][0].grad[0].item() == 1.5
+        assert grads(optimizer) == [1.5]
         assert flags(scaler, optimizer) == [1.0]
 
 
@@ -243,14 +242,14 @@ def test_9_bf16_gradients_on_the_gpu() -> None:
 @pytest.mark.parametrize("cls", BOTH)
 def test_11_an_optimizer_at_the_id_of_a_freed_one_starts_afresh(cls: type) -> None:
     """torch says that it was unscaled already. The flag of the freed one counts in both."""
-    scaler, optimizer = started_at(cls), optimizer_of(value=math.inf)
+    scaler, optimizer = started(cls, "cpu", init_scale=SCALE), sgd([torch.tensor([math.inf])])
     seen: set[int] = set()
     while id(optimizer) not in seen and len(seen) < 1000:  # until an id comes again
         seen.add(id(optimizer))
         scaler.unscale_(optimizer)
         del optimizer
         gc.collect(0)
-        optimizer = optimizer_of()
+        optimizer = sgd([torch.tensor([8.0])])
     assert id(optimizer) in seen
     if cls is GradScaler:
         scaler.unscale_(optimizer)
@@ -262,33 +261,14 @@ def test_11_an_optimizer_at_the_id_of_a_freed_one_starts_afresh(cls: type) -> No
     assert scaler.get_scale() == SCALE / 2
 
 
-@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
-@pytest.mark.parametrize("fused", [False, True])
-def test_12_without_a_reduction_no_gradients_raise_as_torch(cls: type, fused: bool) -> None:
-    optimizer = sgd([None], fused=fused)
-    scaler = started(cls, "cpu")
-    if fused:
-        scaler.step(optimizer)
-        with pytest.raises(AssertionError, match=r"^No inf checks were recorded prior to update\.$"):
-            scaler.update()
-    else:
-        with pytest.raises(AssertionError, match=r"^No inf checks were recorded for this optimizer\.$"):
-            scaler.step(optimizer)
-
-
-def test_12_a_fused_optimizer_whose_gradients_came_only_after_unscale_steps() -> None:
+@differs(12, ours=SCALED, torchs=re.compile("AttributeError: 'int' object has no attribute"))
+def gradients_of_a_fused_optimizer_that_came_only_after_unscaling(run: Run) -> Any:
     """It is torch's order of calls, in which gradients are unscaled by then: these are taken as they are."""
-    for cls in (GradScaler, torch.amp.GradScaler):
-        optimizer, scaler = sgd([None], fused=True), started(cls, "cpu", init_scale=4.0)
-        (parameter,) = optimizer.param_groups[0]["params"]
-        scaler.unscale_(optimizer)
-        parameter.grad = torch.full_like(parameter, 8.0)
-        if cls is GradScaler:
-            scaler.step(optimizer)
-            assert values(optimizer) == [-4.0]
-        else:
-            with pytest.raises(AttributeError):
-                scaler.step(optimizer)
+    optimizer, scaler = run.sgd(None, fused=True), run.started()
+    scaler.unscale_(optimizer)
+    only(optimizer)[0].grad = run.full(8.0)
+    scaler.step(optimizer)
+    return values(optimizer)
 
 
 def test_13_extras_are_off_by_default() -> None:
@@ -300,95 +280,65 @@ def test_13_extras_are_off_by_default() -> None:
 def test_14_a_first_step_skipped_leaves_no_garbage_in_fused_momentum(place: Place) -> None:
     parameter = torch.nn.Parameter(torch.ones(1000, device=place.device))
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=True)
-    scaler = started_at(GradScaler, place, init_scale=2.0)
+    scaler = started(GradScaler, place.device, init_scale=2.0, backend=place.backend)
     for gradient in (math.inf, 4.0):
         parameter.grad = torch.full_like(parameter, gradient)
         optimizer.grad_scale = torch.ones((), device=place.device)  # type: ignore[attr-defined]
         scaler.step(optimizer)
         assert not hasattr(optimizer, "grad_scale")  # the user's, for one step
         scaler.update()
+    assert scaler.get_scale() == 1.0
     assert torch.equal(parameter.detach().cpu(), torch.full((1000,), 1.0 - 4.0 / 1.0))
 
 
-def test_16_sparse_fp16_duplicates_are_summed_in_fp32() -> None:
-    """torch's GradScaler loses the small ones."""
+@differs(15, ours=DIVIDED, torchs=DIVIDED_TWICE)
+def a_wrapper_that_is_stepped_after_the_optimizer_within_was_unscaled(run: Run) -> Any:
+    optimizer, scaler = run.sgd(), run.started()
+    scaler.unscale_(optimizer)
+    scaler.step(Wrapper(optimizer))
+    return values(optimizer)
+
+
+@differs(15, ours=(DIVIDED, False, False), torchs=(SCALED, False, False))
+def a_wrapper_of_a_fused_optimizer(run: Run) -> Any:
+    """The scale must reach the optimizer within."""
+    optimizer, scaler = run.sgd(fused=True), run.started()
+    scaler.step(Wrapper(optimizer))
+    return values(optimizer), hasattr(optimizer, "grad_scale"), hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("container", [Container, Chained])
+def test_15_a_wrapper_around_a_container_shares_its_state(container: type[Container]) -> None:
+    """The same groups may come in a new list each time."""
+    inner = container([sgd([torch.tensor([8.0])]), sgd([torch.tensor([4.0])])])
+    wrapper, scaler = Wrapper(inner), started(GradScaler, "cpu", init_scale=SCALE)
+    scaler.clip_grad_norm_(wrapper, 1e9)
+    scaler.step(inner)
+    assert [group["params"][0].item() for group in inner.param_groups] == [-1.0, -0.5]  # divided once
+    assert not scaler.was_skipped(wrapper)
+
+
+@differs(16, ours=torch.tensor(1 + 3 * 2.0**-11).half().item(), torchs=1.0)
+def small_fp16_duplicates_in_a_sparse_gradient(run: Run) -> Any:
     small = torch.tensor([1.0, 2.0**-11, 2.0**-11, 2.0**-11]).half()
     grad = torch.sparse_coo_tensor(torch.zeros(1, 4, dtype=torch.int64), small, (3,), check_invariants=False)
-    sums = []
-    for cls in (GradScaler, torch.amp.GradScaler):
-        optimizer = sgd([grad])
-        started(cls, "cpu")._check_inf_per_device(optimizer)
-        sums.append(only(optimizer).grad._values().item())  # type: ignore[union-attr]
-    assert sums == [torch.tensor(1 + 3 * 2.0**-11).half().item(), 1.0]
+    optimizer = sgd([grad], run.device)
+    run.started()._check_inf_per_device(optimizer)
+    return only(optimizer)[0].grad._values().item()
 
 
 # 18: a step that was unscaled, but not taken before the update, until the next loss is scaled.
 
 
-def carried(scaler: Any, late: Any, early: Any = None) -> None:
-    """Unscale both, step the early one alone, and update."""
+@differs(18, ours=DIVIDED * 2, torchs=DIVIDED + DIVIDED_TWICE, fused=False)
+@differs(18, ours=DIVIDED * 2, torchs=DIVIDED + DIVIDED_TWICE, fused=True)
+def a_step_after_the_update(run: Run, fused: bool) -> Any:
+    early, late, scaler = run.sgd(), run.sgd(fused=fused), run.started()
     scaler.unscale_(late)
-    if early is not None:
-        scaler.step(early)
+    scaler.step(early)
     scaler.update()
-
-
-@PLACES
-@KINDS
-@pytest.mark.parametrize("cls", BOTH)
-def test_18_a_step_after_the_update_divides_once(cls: Any, fused: bool, place: Place) -> None:
-    early, late = optimizer_of(place=place), optimizer_of(fused, place=place)
-    scaler = started_at(cls, place)
-    carried(scaler, late, early)
-    assert scaler._per_optimizer_states[id(late)]["stage"] is OptState.READY  # as a fresh state of torch's
-    assert scaler._found_inf_per_device(late) == {}
     scaler.step(late)
-    scaler.update()
-    assert values(early) == DIVIDED
-    assert values(late) == (DIVIDED if cls is GradScaler else DIVIDED_TWICE)
-
-
-def from_a_collective(parameter: Any) -> None:
-    """Write the kept gradient as a broadcast does, which no version counter shows."""
-    parameter.grad.data.fill_(8.0)
-
-
-def from_backward(parameter: Any) -> None:
-    parameter.grad.zero_().add_(8.0)
-
-
-def anew(parameter: Any) -> None:
-    parameter.grad = torch.full_like(parameter, 8.0)
-
-
-@PLACES
-@KINDS
-@pytest.mark.parametrize("came", [from_a_collective, from_backward, anew])
-@pytest.mark.parametrize("when", ["after the loss", "before the loss"])
-def test_18_after_the_next_loss_gradients_are_scaled_ones(
-    came: Callable[[Any], None], when: str, fused: bool, place: Place
-) -> None:
-    """A batch was given up; those of the next one may come by any way. All this is as in torch."""
-    for cls in BOTH:
-        optimizer, scaler = optimizer_of(fused, math.inf, place), started_at(cls, place, init_scale=2 * SCALE)
-        carried(scaler, optimizer)
-        if when == "before the loss":
-            came(only(optimizer))
-        scaler.scale(torch.ones((), device=place.device))
-        if when == "after the loss":
-            came(only(optimizer))
-        scaler.step(optimizer)
-        scaler.update()
-        assert (values(optimizer), scaler.get_scale()) == (DIVIDED, SCALE)
-
-
-def test_18_without_gradients_nothing_is_carried() -> None:
-    optimizer, scaler = sgd([None]), started_at(GradScaler)
-    scaler.unscale_(optimizer)
-    scaler.update(SCALE)
-    only(optimizer).grad = torch.full((3,), 8.0)
-    scaler.step(optimizer)
-    assert values(optimizer) == DIVIDED
+    return values(early) + values(late)
 
 
 def test_18_nothing_is_kept_alive_and_optimizers_that_are_equal_are_two() -> None:
@@ -398,12 +348,13 @@ def test_18_nothing_is_kept_alive_and_optimizers_that_are_equal_are_two() -> Non
 
         __hash__ = None  # type: ignore[assignment]
 
-    early, late = (Equal([only(optimizer_of())], lr=0.5) for _ in range(2))
-    for optimizer in (early, late):
-        only(optimizer).grad = torch.full((1,), 8.0)
-    scaler = started_at(GradScaler)
-    carried(scaler, late, early)
-    gradient, parameter = weakref.ref(only(late).grad), only(late)
+    early, late = (Equal(only(sgd([torch.tensor([8.0])])), lr=0.5) for _ in range(2))
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
+    scaler.unscale_(late)
+    scaler.step(early)
+    scaler.update()
+    parameter = only(late)[0]
+    gradient = weakref.ref(parameter.grad)
     scaler.step(late)
     assert values(late) == DIVIDED
     scaler.update()
@@ -412,97 +363,93 @@ def test_18_nothing_is_kept_alive_and_optimizers_that_are_equal_are_two() -> Non
     assert gradient() is None
 
 
-def test_19_a_flag_is_its_steps_and_its_tensor_used_again() -> None:
-    for cls, later in ((GradScaler, 0.0), (torch.amp.GradScaler, 1.0)):
-        optimizer, scaler = sgd([torch.tensor([math.inf])]), started(cls, "cpu")
-        scaler.unscale_(optimizer)
-        (flag,) = scaler._found_inf_per_device(optimizer).values()
-        assert flag.item() == 1.0
-        scaler.update()
-        (parameter,) = optimizer.param_groups[0]["params"]
-        parameter.grad = torch.ones(1)
-        scaler.unscale_(optimizer)
-        assert flag.item() == later
-        assert flags(scaler, optimizer) == [0.0]
+@differs(19, ours=[1.0, 0.0, 0.0], torchs=[1.0, 1.0, 0.0])
+def a_flag_that_was_kept(run: Run) -> Any:
+    """Its tensor is used again."""
+    optimizer, scaler = run.sgd(math.inf), run.started()
+    scaler.unscale_(optimizer)
+    (flag,) = scaler._found_inf_per_device(optimizer).values()
+    found = [flag.item()]
+    scaler.update()
+    only(optimizer)[0].grad = run.full(1.0)
+    scaler.unscale_(optimizer)
+    return [*found, flag.item(), *flags(scaler, optimizer)]
 
 
-def test_20_a_gradient_of_no_use_is_named() -> None:
-    def attempt(cls: Any, gradient: torch.Tensor) -> BaseException | None:
-        parameter = torch.nn.Parameter(torch.zeros_like(gradient))
-        parameter.grad = gradient
-        try:
-            started(cls, "cpu").unscale_(torch.optim.SGD([parameter], lr=1.0))
-        except Exception as error:
-            return error
-        return None
+def unscaled(run: Run, gradient: Tensor) -> str:
+    parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    run.started().unscale_(torch.optim.SGD([parameter], lr=1.0))
+    return "taken"
 
-    gradient = torch.ones(2, dtype=torch.complex64)
-    ours, theirs = attempt(GradScaler, gradient), attempt(torch.amp.GradScaler, gradient)
-    assert type(ours) is type(theirs) is NotImplementedError
-    assert "parameter 0 has dtype torch.complex64" in str(ours)
-    assert "not implemented for 'ComplexFloat'" in str(theirs)
-    assert attempt(torch.amp.GradScaler, torch.ones(2, device="meta")) is None
-    assert "parameter 0 is on device meta" in str(attempt(GradScaler, torch.ones(2, device="meta")))
+
+@differs(
+    20,
+    ours=re.compile("NotImplementedError: .*parameter 0 has dtype torch.complex64"),
+    torchs=re.compile("NotImplementedError: .*not implemented for 'ComplexFloat'"),
+)
+def a_complex_gradient(run: Run) -> Any:
+    return unscaled(run, run.full(1.0, dtype=torch.complex64))
+
+
+@differs(20, ours=re.compile(".*parameter 0 is on device meta"), torchs="taken")
+def a_gradient_on_meta(run: Run) -> Any:
+    return unscaled(run, torch.ones(2, device="meta"))
 
 
 # 23: a step that began and did not return.
 
 
-def fail(scaler: Any, optimizer: Any, error: type[BaseException] = KeyboardInterrupt) -> None:
-    with mock.patch.object(optimizer, "step", side_effect=error), pytest.raises(error):
+def fail(scaler: Any, optimizer: Any) -> None:
+    with mock.patch.object(optimizer, "step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         scaler.step(optimizer)
 
 
-def next_batch(scaler: Any, optimizer: Any, value: float = 8.0, came: Callable[[Any], None] = anew) -> None:
-    parameter = only(optimizer)
-    scaler.scale(torch.ones((), device=parameter.device))
-    came(parameter)
-    parameter.grad.mul_(value / 8.0)  # type: ignore[union-attr]
-
-
-@PLACES
-@KINDS
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("came", [from_a_collective, anew])
-@pytest.mark.parametrize("value", [8.0, math.inf])
-def test_23_the_next_batch_is_unscaled_and_checked(
-    value: float, came: Callable[[Any], None], explicit: bool, fused: bool, place: Place
-) -> None:
-    optimizer, scaler = optimizer_of(fused, place=place), started_at(GradScaler, place)
-    if explicit:
-        scaler.unscale_(optimizer)
+@differs(23, ours=(DIVIDED, SCALE), torchs=(SCALED, SCALE), gradient=8.0)
+@differs(23, ours=([0.0], SCALE / 2), torchs=([-math.inf], SCALE), gradient=math.inf)
+def a_batch_after_a_step_that_failed(run: Run, gradient: float) -> Any:
+    optimizer, scaler = run.sgd(), run.started()
     fail(scaler, optimizer)
-    next_batch(scaler, optimizer, value, came)
-    scaler.unscale_(optimizer)  # may be called, as may `clip_grad_norm_`
+    scaler.scale(run.full(1.0, ()))
+    only(optimizer)[0].grad.fill_(gradient)
     scaler.step(optimizer)
     scaler.update()
-    assert values(optimizer) == (DIVIDED if value == 8.0 else [0.0])
-    assert scaler.get_scale() == (SCALE if value == 8.0 else SCALE / 2)
-
-
-def test_23_torch_steps_with_scaled_gradients() -> None:
-    optimizer, scaler = optimizer_of(), started_at(torch.amp.GradScaler)
-    fail(scaler, optimizer)
-    next_batch(scaler, optimizer)
-    scaler.step(optimizer)
-    assert values(optimizer) == SCALED
+    return values(optimizer), scaler.get_scale()
 
 
 def test_23_one_optimizer_that_failed_leaves_another_alone() -> None:
     """A GAN's: the second is unscaled, and steps after the first one's next batch. A loss alone ends no step."""
-    first, second, scaler = optimizer_of(), optimizer_of(), started_at(GradScaler)
+    first, second = (sgd([torch.tensor([8.0])]) for _ in range(2))
+    scaler = started(GradScaler, "cpu", init_scale=SCALE)
     scaler.unscale_(second)
     fail(scaler, Wrapper(first))
-    next_batch(scaler, first)
+    scaler.scale(torch.ones(()))
+    only(first)[0].grad = torch.tensor([8.0])
     for optimizer in (first, second):
         scaler.step(optimizer)
         assert values(optimizer) == DIVIDED
 
 
 def test_23_a_scale_that_an_interrupt_left_on_a_fused_optimizer_is_not_the_users() -> None:
-    optimizer, scaler = optimizer_of(fused=True), started_at(GradScaler)
+    optimizer, scaler = sgd([torch.tensor([8.0])], fused=True), started(GradScaler, "cpu", init_scale=SCALE)
     fail(scaler, optimizer)
     optimizer.grad_scale = scaler._get_scale_async()  # type: ignore[attr-defined]
-    next_batch(scaler, optimizer)
+    scaler.scale(torch.ones(()))
+    only(optimizer)[0].grad = torch.tensor([8.0])
     scaler.step(optimizer)
     assert values(optimizer) == DIVIDED
+
+
+@PLACES
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_ends_as_it_says_with_each_class(name: str, place: Place) -> None:
+    row, ours, torchs = ROWS[name]
+    assert_ends(row, Run(torch.amp.GradScaler, place), torchs)
+    assert_ends(row, Run(GradScaler, place), ours)
+
+
+def test_left_as_in_torch_only_the_sharded_scaler_refuses_a_meta_loss(two_ranks: Any) -> None:
+    loss = torch.ones((), device="meta")
+    assert GradScaler("cpu").scale(loss).is_meta
+    with pytest.raises(AssertionError):
+        ShardedGradScaler("cpu").scale(loss)

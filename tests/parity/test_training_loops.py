@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compile_cases import fresh_compiler
-from helpers import Place, places
+from helpers import Place
 from test_foreign_code import PLACES, Run, Table, assert_ends_as_with_torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 STEPS, BAD_STEPS = 6, (1, 4)
 SCALES = [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]  # after each step: 1 and 4 overflow, and two good ones in a row double
-row, compiling, capturable = Table(), Table(), Table()
+row = Table()
 
 
 def network(run: Run, out: int = 2) -> nn.Sequential:
@@ -34,13 +31,13 @@ def spoiled(loss: Tensor, step: int) -> Tensor:
 
 
 def adamw(*modules: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=0.1, **options)
+    return torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=0.1, **options)
 
 
 def train(run: Run, optimizers: Any, modules: Any, backward: Callable[[Any, int], None], clip: float = 0.0) -> None:
     """Train; `backward` does that, and may take steps."""
-    scaler, scales = run.scaler(), []
-    before = [p.detach().clone() for module in modules for p in module.parameters()]
+    scaler, scales, everything = run.scaler(), [], nn.ModuleList(modules)
+    before = [p.detach().clone() for p in everything.parameters()]
     for step in range(STEPS):
         backward(scaler, step)
         for optimizer in optimizers:
@@ -50,12 +47,11 @@ def train(run: Run, optimizers: Any, modules: Any, backward: Callable[[Any, int]
             scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-        run.look(scaler, [p for module in modules for p in module.parameters()])
+        run.look(scaler, [*everything.parameters()])
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-    after = [p for module in modules for p in module.parameters()]
     assert scales == SCALES
-    assert not all(map(torch.equal, before, after))  # it did train
+    assert not all(map(torch.equal, before, everything.parameters()))  # it did train
 
 
 def train_one(run: Run, model: nn.Module, optimizer: Any, forward: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -77,47 +73,6 @@ def gradient_accumulation(run: Run, variant: float) -> None:
             scaler.scale(spoiled(loss, step) if micro == 0 else loss).backward()
 
     train(run, [adamw(model)], [model], backward, clip=variant)
-
-
-@row(False, True)
-def activation_checkpointing(run: Run, variant: bool) -> None:
-    model = network(run)
-
-    def forward(inputs: Tensor) -> Tensor:
-        return model[2](checkpoint(model[:2], inputs.requires_grad_(), use_reentrant=variant))
-
-    train_one(run, model, adamw(model), forward)
-
-
-@row()
-def frozen_parameters(run: Run) -> None:
-    """Frozen ones are in the optimizer; the first layer thaws and another freezes half-way."""
-    model, steps = network(run), itertools.count()
-    model[0].requires_grad_(False)
-
-    def forward(inputs: Tensor) -> Tensor:
-        if next(steps) == 3:
-            model[0].requires_grad_(True)
-            model[2].bias.requires_grad_(False)
-        return model(inputs)
-
-    train_one(run, model, adamw(model), forward)
-
-
-@row("group", "append")
-def parameters_added_in_mid_training(run: Run, variant: str) -> None:
-    """From the third step on there is another layer, in a group of its own or appended to the first."""
-    model, later, steps = network(run), nn.Linear(2, 2).to(run.device), itertools.count()
-    optimizer = adamw(model)
-
-    def forward(inputs: Tensor) -> Tensor:
-        if (step := next(steps)) == 2 and variant == "group":
-            optimizer.add_param_group({"params": later.parameters(), "lr": 0.01})
-        elif step == 2:
-            optimizer.param_groups[0]["params"].extend(later.parameters())
-        return later(model(inputs)) if step >= 2 else model(inputs)
-
-    train_one(run, nn.ModuleList([model, later]), optimizer, forward)
 
 
 def optimizers_of_torch() -> list[tuple[Any, dict[str, Any]]]:
@@ -158,21 +113,6 @@ def a_gan(run: Run, variant: bool) -> None:
     train(run, optimizers[1:], [generator, critic], backward)
 
 
-@row(0, 1)
-def losses_that_share_parameters(run: Run, variant: int) -> None:
-    """Torch's example of several losses: one backward after another into shared layers, two optimizers."""
-    trunk, heads = nn.Linear(5, 5).to(run.device), [network(run), network(run)]
-
-    def backward(scaler: Any, step: int) -> None:
-        hidden = trunk(batch(run))
-        losses = [head(hidden).square().mean() for head in heads]
-        losses[variant] = spoiled(losses[variant], step)
-        scaler.scale(losses[0]).backward(retain_graph=True)
-        scaler.scale(losses[1]).backward()
-
-    train(run, [adamw(trunk, heads[0]), adamw(heads[1])], [trunk, *heads], backward)
-
-
 @row(False, True)
 def a_gradient_penalty(run: Run, variant: bool) -> None:
     """Torch's AMP example: scaled gradients with a graph, unscaled by hand, their norm in the loss."""
@@ -188,40 +128,19 @@ def a_gradient_penalty(run: Run, variant: bool) -> None:
     train(run, [adamw(model)], [model], backward)
 
 
-@compiling(("eager", {"foreach": True}), ("aot_eager", {"capturable": True}), ("aot_eager", {"foreach": False}))
-def a_compiled_optimizer(run: Run, variant: Any) -> None:
-    """`capturable` works on the CPU only when compiled."""
-    backend, options = variant
-    model = network(run)
-    optimizer = adamw(model, **options)
-    optimizer.step = torch.compile(optimizer.step, backend=backend)  # type: ignore[method-assign]
-    train_one(run, model, optimizer)
-
-
-@capturable({"foreach": True}, {"fused": True}, {"foreach": False})
-def a_capturable_optimizer(run: Run, variant: dict[str, Any]) -> None:
-    model = network(run)
-    train_one(run, model, adamw(model, capturable=True, **variant))
-
-
 @PLACES
 @pytest.mark.parametrize("loop", row.rows)
 def test_ends_as_with_torch(loop: Callable[[Run], None], place: Place) -> None:
     assert_ends_as_with_torch(loop, place)
 
 
-# Torch's compiler meets deprecated parts of torch while it is imported.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("place", [place for place in places() if str(place) != "cpu-triton"], ids=str)
-@pytest.mark.parametrize("loop", compiling.rows)
-def test_compiled_ends_as_with_torch(loop: Callable[[Run], None], place: Place) -> None:
-    with fresh_compiler():
-        assert_ends_as_with_torch(loop, place)
-
-
 @pytest.mark.gpu
 # torch asks whether that is meant where nothing is captured.
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")
-@pytest.mark.parametrize("loop", capturable.rows)
-def test_capturable_ends_as_with_torch(loop: Callable[[Run], None]) -> None:
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+def test_a_capturable_optimizer_ends_as_with_torch(options: dict[str, bool]) -> None:
+    def loop(run: Run) -> None:
+        model = network(run)
+        train_one(run, model, adamw(model, capturable=True, **options))
+
     assert_ends_as_with_torch(loop, Place("cuda", "triton"))
