@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rank_programs import PLACES, Clip, Program, Split, Spot, whole
 from ranks.cases import GROWTH_INTERVAL, INIT_SCALE
+from specification import Refused, Specification
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from scaler_triton import ScalerStats
-
-LAG = 4  # updates after which too many skips in a row are an error
 
 
 class After(NamedTuple):
@@ -25,63 +25,22 @@ class After(NamedTuple):
     error: str | None
 
 
-class Rule:
-    def __init__(self, **limits: Any) -> None:
-        self.limits = {"min_scale": 0.0, "max_scale": math.inf, **limits}
-        self.scale, self.tracker, self.strikes = INIT_SCALE, 0, 0
-        self.stats = ScalerStats()
-        self.streaks: list[int] = []  # after each of the last updates
-
-    def set(self, settings: dict[str, Any]) -> None:
-        self.limits |= settings
-        if "max_consecutive_skips" in settings:
-            self.streaks = []  # updates before it do not count
-
-    def update(self, bad: bool) -> After:
-        before = self.scale
-        self._move_scale(bad)
-        self._count(bad, before)
-        return After(self.scale, self.tracker, self.stats, self._error())
-
-    def _move_scale(self, bad: bool) -> None:
-        self.tracker += 1
-        if bad:
-            self.strikes += 1
-            self.scale, self.tracker = self.scale / 2 if self.strikes >= self.limits["hysteresis"] else self.scale, 0
-        elif self.tracker >= GROWTH_INTERVAL:
-            self.scale, self.tracker, self.strikes = self.scale * 2, 0, 0
-        self.scale = min(max(self.scale, self.limits["min_scale"]), self.limits["max_scale"])
-
-    def _count(self, bad: bool, before: float) -> None:
-        stats = self.stats
-        self.stats = ScalerStats(
-            updates=stats.updates + 1,
-            skipped=stats.skipped + bad,
-            consecutive_skips=stats.consecutive_skips + 1 if bad else 0,
-            growths=stats.growths + (self.scale > before),
-            backoffs=stats.backoffs + (self.scale < before),
-            last_skip=stats.updates + 1 if bad else stats.last_skip,
-        )
-
-    def _error(self) -> str | None:
-        limit = self.limits["max_consecutive_skips"]
-        if limit is None:
-            return None
-        self.streaks.append(self.stats.consecutive_skips)
-        streak = self.streaks.pop(0) if len(self.streaks) > LAG else 0
-        plural = "s" if streak > 1 else ""
-        return (
-            f"{streak} consecutive skip{plural}, more than max_consecutive_skips={limit}; " if streak > limit else None
-        )
-
-
 def expected_updates(program: Program) -> list[After]:
-    rule = Rule(**program.limits)
-    trace = []
-    for step in range(program.finished):
-        rule.set(program.settings_of(step))
-        trace.append(rule.update(any(program.overflows(step, index) for index in range(len(program.optimizers)))))
-    return trace
+    """Return what the specification's updates leave, by flags on which the ranks agree."""
+    scaler = Specification(device="cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL, limits=program.limits)
+    return [_update(scaler, program, step) for step in range(program.finished)]
+
+
+def _update(scaler: Specification, program: Program, step: int) -> After:
+    error, bad = None, any(program.overflows(step, index) for index in range(len(program.optimizers)))
+    scaler.set_limits(**program.settings_of(step))
+    flag = scaler.scale(torch.tensor(float(bad)))
+    scaler._per_optimizer_states[0].update(stage=OptState.STEPPED, found_inf_per_device={flag.device: flag})
+    try:
+        scaler.update()
+    except Refused as refused:
+        error = refused.begin
+    return After(scaler.get_scale(), scaler._get_growth_tracker(), ScalerStats(**vars(scaler.stats())), error)
 
 
 def steps_taken(program: Program, rank: int, optimizer: int) -> int:

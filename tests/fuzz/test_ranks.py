@@ -24,13 +24,12 @@ from rank_model import (
     steps_taken,
 )
 from rank_programs import PLACES, PLAIN, Clip, Optimizer, Program
-from rank_strategies import ON_MOVED, RANKS, any_programs, long_programs, moving_programs
+from rank_strategies import ON_MOVED, RANKS, programs
 from ranks import cases
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 CASE_LIMIT = 30.0  # Seconds: the watchdog. A program takes a tenth of one.
-STRATEGIES = {"any": any_programs(), "moving": moving_programs(), "long": long_programs()}
 SHARE = 0.05  # of the programs that `make fuzz` asks for
 IN_CI = {"any": 65, "moving": 65, "long": 60}
 CHUNKS = [(shape, chunk) for shape, programs in IN_CI.items() for chunk in chunks(in_ci=programs, share=SHARE)]
@@ -161,7 +160,7 @@ def run(pool: Any, program: Program) -> list[Trace]:
 def test_programs_on_four_ranks(pools: Any, shape: str, chunk: Chunk) -> None:
     @seed(chunk.seed)
     @settings_for(chunk.programs)
-    @given(STRATEGIES[shape])
+    @given(programs(shape))
     def all_agree(program: Program) -> None:
         check(program, run(pools(4), program))
 
