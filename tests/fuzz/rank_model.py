@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from scaler_triton import ScalerStats
 
 
 class After(NamedTuple):
-    """What is known after an update, on every rank; `error`: how the SkipStreakError begins, if it raises one."""
+    """What is known after an update, on every rank; `error`: how the one that it raises begins, as "Type: text"."""
 
     scale: float
     tracker: int
@@ -39,7 +38,7 @@ def _update(scaler: Specification, program: Program, step: int) -> After:
     try:
         scaler.update()
     except Refused as refused:
-        error = refused.begin
+        error = f"{refused.error.__name__}: {refused.begin}"
     return After(scaler.get_scale(), scaler._get_growth_tracker(), ScalerStats(**vars(scaler.stats())), error)
 
 
@@ -68,7 +67,7 @@ def _compared(program: Program, split: Split, optimizer: int) -> str | None:
     one = expected_updates(program)[split.step - 1].scale
     other = one * split.factor
     clip = program.clip_of(split.step, optimizer)
-    if clip is None or not program.clips_at_once(clip):
+    if clip is None or not clip.is_at_once:
         return f"from {min(one, other)} to {max(one, other)}" if program.agrees(optimizer) else None
     if not program.clip_agrees(clip):
         return None
@@ -90,7 +89,7 @@ def is_reported_exactly(program: Program, spot: Spot) -> bool:
 
 def clip_collectives(program: Program, step: int, clip: Clip) -> int:
     """How many reductions a clip takes: those of Partial gradients, those of flags, that of the norm."""
-    alone = 0 if program.clips_at_once(clip) else sum(program.agrees(index) for index in clip.optimizers)
+    alone = 0 if clip.is_at_once else sum(program.agrees(index) for index in clip.optimizers)
     sums = sum(_sums(program, Spot(step, 0, *member)) for member in clip.members(program))
     return sums + alone + program.clip_agrees(clip)
 
@@ -123,6 +122,6 @@ def _is_there(program: Program, spot: Spot) -> Tensor:
     parameter = program.parameter_of(spot)
     own, there = PLACES[parameter.place].own, torch.zeros(parameter.rows * 3, dtype=torch.bool)
     for rank, held in enumerate(parameter.held(spot.step)):
-        if own.where(rank) == own.where(spot.rank) and replace(spot, rank=rank) not in program.missing:
+        if own.where(rank) == own.where(spot.rank) and spot._replace(rank=rank) not in program.missing:
             there[held.view(-1)] = True
     return there

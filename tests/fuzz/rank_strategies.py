@@ -37,7 +37,7 @@ def programs(draw: Any, shape: str) -> Program:
     chosen = tuple(draw(st.lists(optimizer, min_size=1, max_size=2 if long else 3)))
     program = draw(habits(Program(kind, chosen, draw(st.integers(*STEPS[shape])))))
     if long:
-        limits = {"hysteresis": [2, 3, 1], "max_skips": [0, 1, 2, None]}
+        limits = {"hysteresis": [2, 3, 1], "max_consecutive_skips": [0, 1, 2, None]}
         drawn = {name: draw(st.sampled_from(values)) for name, values in limits.items()}
         program = replace(program, planted=draw(overflows_in_most_steps(program)), **drawn)
     clip = clips(program)
@@ -107,7 +107,7 @@ def habits(draw: Any, bare: Program) -> Program:
 @st.composite
 def overflows_in_most_steps(draw: Any, bare: Program) -> tuple[tuple[Spot, float], ...]:
     bad = [step for step in range(bare.steps) if draw(st.sampled_from([True, True, False]))]
-    drawn = [(replace(draw(spots(bare)), step=step), draw(st.sampled_from(NONFINITE))) for step in bad]
+    drawn = [(draw(spots(bare))._replace(step=step), draw(st.sampled_from(NONFINITE))) for step in bad]
     return tuple((each, value) for spot, value in drawn for each in spread(bare, spot, missing=False))
 
 
@@ -132,7 +132,7 @@ def spots(draw: Any, program: Program) -> Spot:
 
 def spread(program: Program, spot: Spot, *, missing: bool) -> list[Spot]:
     """Return the spots that go with one: on all ranks where these hold equal gradients."""
-    everywhere = [Spot(spot.step, rank, spot.optimizer, spot.parameter) for rank in RANKS]
+    everywhere = [spot._replace(rank=rank) for rank in RANKS]
     if not program.agrees(spot.optimizer):  # as under DDP; without any gradient `step` would raise as torch's
         return [] if missing else everywhere
     # Where some ranks lacked a gradient copies would part, or a sum wait for a term.
