@@ -39,14 +39,11 @@ Kinds = dict[int, set[str]]  # "NaN" and "Inf", by the parameter's id
 
 @dataclass
 class Seen:
-    """What was seen while so many steps had been skipped.
+    """What was seen while so many steps had been skipped."""
 
-    Args:
-        certain: must be reported: gradients that held NaN or Inf when they were checked.
-        doubtful: may be reported, too, of whatever kind: what a check refused, or what overflowed only by unscaling.
-    """
-
+    # Must be reported: gradients that held NaN or Inf when they were checked.
     certain: Kinds = field(default_factory=lambda: defaultdict(set))
+    # May be reported, too, of whatever kind: what a check refused, or what overflowed only by unscaling.
     doubtful: set[int] = field(default_factory=set)
 
 

@@ -33,19 +33,12 @@ class Axes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lives.
+    """Where a parameter lives."""
 
-    Args:
-        mesh: makes its mesh, None for a plain tensor.
-        axes: of the mesh.
-        letters: its placements.
-        own: along these, ranks hold shards of different tensors.
-    """
-
-    mesh: Callable[[], DeviceMesh] | None
-    axes: Axes
-    letters: str
-    own: Axes = Axes(())
+    mesh: Callable[[], DeviceMesh] | None  # makes its mesh; None: a plain tensor
+    axes: Axes  # of the mesh
+    letters: str  # its placements
+    own: Axes = Axes(())  # along these, ranks hold shards of different tensors
 
     @property
     def has_copies(self) -> bool:
@@ -76,17 +69,13 @@ PLAIN = ("plain", "own")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, of three columns.
-
-    Args:
-        rows: 4 are even shards, of 5 the last of four ranks has none, of 1 only the first has one.
-        grads: how backward places its gradients, step for step and over again: words of `LETTERS`, or "plain" for the
-            local tensor alone; none: as the parameter.
-    """
+    """A parameter, of three columns."""
 
     place: str
     dtype: str = "fp32"
-    rows: int = 4
+    rows: int = 4  # even shards; of 5 rows the last of four ranks has none, of 1 only the first has one
+    # How backward places its gradients, step for step and over again: words of `LETTERS`, or "plain" for the local
+    # tensor alone; none: as the parameter.
     grads: tuple[str, ...] = ()
 
     def way(self, step: int) -> str:
@@ -153,20 +142,13 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True)
 class Clip:
-    """A call of `clip_grad_norm_` on all ranks.
+    """A call of `clip_grad_norm_` on all ranks."""
 
-    Args:
-        optimizers: their positions.
-        fraction: `max_norm` is this part of the norm that the program expects.
-        subset: which of their parameters, by position; None: `parameters=` is not given.
-        refuses: whether a norm that is not finite is an error.
-    """
-
-    optimizers: tuple[int, ...]
-    fraction: float
+    optimizers: tuple[int, ...]  # their positions
+    fraction: float  # `max_norm` is this part of the norm that the program expects
     order: float = 2.0
-    subset: frozenset[int] | None = None
-    refuses: bool = False
+    subset: frozenset[int] | None = None  # which of their parameters, by position; None: `parameters=` is not given
+    refuses: bool = False  # whether a norm that is not finite is an error
 
     @property
     def is_at_once(self) -> bool:
@@ -197,35 +179,22 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What four ranks do.
+    """What four ranks do."""
 
-    Args:
-        kind: "sharded", "grad" or "world", as `cases.new_scaler` takes them.
-        steps: how many updates.
-        explicit: (rank, optimizer) pairs that call `unscale_` themselves.
-        missing: gradients that are None.
-        planted: gradients that hold a non-finite value, and which.
-        clips: what is clipped in each step, before anything is stepped.
-        keeps: whether gradients that are placed alike stay the same tensors, written anew step for step.
-        hysteresis, max_consecutive_skips: the scaler's at first.
-        settings: what is set on the way; a later one counts.
-        given_up: (step, optimizer) pairs: before this step comes a batch whose step fails on all ranks, without update.
-        split: what makes the ranks disagree, if anything does.
-    """
-
-    kind: str
+    kind: str  # "sharded", "grad" or "world", as `cases.new_scaler` takes them
     optimizers: tuple[Optimizer, ...]
-    steps: int
-    explicit: frozenset[tuple[int, int]] = frozenset()
-    missing: frozenset[Spot] = frozenset()
-    planted: tuple[tuple[Spot, float], ...] = ()
-    clips: tuple[Clip | None, ...] = ()
-    keeps: bool = False
-    hysteresis: int = 1
-    settings: tuple[Setting, ...] = ()
-    max_consecutive_skips: int | None = None
+    steps: int  # how many updates
+    explicit: frozenset[tuple[int, int]] = frozenset()  # (rank, optimizer) pairs that call `unscale_` themselves
+    missing: frozenset[Spot] = frozenset()  # gradients that are None
+    planted: tuple[tuple[Spot, float], ...] = ()  # gradients that hold a non-finite value, and which
+    clips: tuple[Clip | None, ...] = ()  # what is clipped in each step, before anything is stepped
+    keeps: bool = False  # whether gradients that are placed alike stay the same tensors, written anew step for step
+    hysteresis: int = 1  # at first
+    max_consecutive_skips: int | None = None  # at first
+    settings: tuple[Setting, ...] = ()  # what is set on the way; a later one counts
+    # (step, optimizer) pairs: before this step comes a batch whose step fails on all ranks, without an update.
     given_up: frozenset[tuple[int, int]] = frozenset()
-    split: Split | None = None
+    split: Split | None = None  # what makes the ranks disagree, if anything does
 
     @property
     def limits(self) -> dict[str, Any]:
