@@ -27,7 +27,7 @@ class Trace:
 
     scales: list[tuple[float, int]] = field(default_factory=list)
     stats: list[ScalerStats] = field(default_factory=list)
-    errors: list[str | None] = field(default_factory=list)  # of updates, as "Type: text"
+    errors: list[str | None] = field(default_factory=list)  # of updates, as "Type: first line"
     stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing shows it
     collectives: list[list[int]] = field(default_factory=list)  # of each optimizer
     update_collectives: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Run:
         trace, scaler = self.trace, self.scaler
         count, error = cases.counted(scaler.update)
         trace.update_collectives.append(count)
-        trace.errors.append(None if error is None else cases.described(error))
+        trace.errors.append(None if error is None else cases.described(error).splitlines()[0])
         trace.scales.append((float(scaler.get_scale()), int(scaler._growth_tracker)))
         trace.stats.append(scaler.stats())
         trace.reports.append(self._reported(step))

@@ -31,9 +31,10 @@ def expected_updates(program: Program) -> list[After]:
 
 
 def _update(scaler: Specification, program: Program, step: int) -> After:
-    error, bad = None, any(program.overflows(step, index) for index in range(len(program.optimizers)))
+    bad = any(program.overflows(step, index) for index in range(len(program.optimizers)))
+    error, flag = None, torch.tensor(float(bad))
     scaler.set_limits(**program.settings_of(step))
-    flag = scaler.scale(torch.tensor(float(bad)))
+    scaler.scale(torch.ones(()))
     scaler._per_optimizer_states[0].update(stage=OptState.STEPPED, found_inf_per_device={flag.device: flag})
     try:
         scaler.update()
