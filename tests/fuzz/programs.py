@@ -72,7 +72,6 @@ class Programs(RuleBasedStateMachine):
         assert_same_worlds(self.ours, self.theirs)
 
     def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
-
         def on_one(world: World) -> Any:
             optimizer = world.optimizers[index % len(world.optimizers)]
             return call(world, Wrapper(optimizer) if wrapped else optimizer)

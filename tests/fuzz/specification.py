@@ -77,13 +77,9 @@ def lacks_momentum(optimizer: Any) -> bool:
     """Return whether it is an SGD whose momentum its next step will make."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
-    return any(
-        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        if group["momentum"]
-        for parameter in group["params"]
-        if parameter.grad is not None
-    )
+    groups = [group for group in optimizer.param_groups if group["momentum"]]
+    stepped = [each for group in groups for each in group["params"] if each.grad is not None]
+    return any(optimizer.state.get(each, {}).get("momentum_buffer") is None for each in stepped)
 
 
 def any_set(flags: dict[Any, Tensor]) -> bool:

@@ -52,12 +52,6 @@ def an_interval_below_the_tracker(cls: Any) -> Any:
     return helpers.update(scaler, bad=False)
 
 
-def an_int(cls: Any) -> Any:
-    scaler = started(cls)
-    scaler.update(1024)
-    return scaler.get_scale()
-
-
 def a_limit(cls: Any) -> Any:
     scaler = started(cls)
     scaler.set_limits(min_scale=4.0)
@@ -108,7 +102,7 @@ SHOWN: dict[int | str, Callable[[Any], Any]] = {
     2: lambda cls: started(cls).set_growth_factor(math.nan),
     3: an_interval_below_the_tracker,
     4: lambda cls: helpers.update(started(cls, init_scale=SMALLEST), bad=True),
-    5: an_int,
+    5: lambda cls: started(cls).update(1024),
     6: lambda cls: started(cls, enabled=False).get_growth_factor(),
     13: a_limit,
     14: momentum_of_a_skipped_step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
@@ -60,14 +59,11 @@ class Program:
         return self.optimizer.endswith("fused")
 
     @property
-    def parts(self) -> list[slice]:
+    def parts(self) -> list[list[tuple[Tensor, str]]]:
         """The batches until the run is saved, and from then on."""
-        ends = [0, self.cut, len(self.batches)] if 0 < self.cut < len(self.batches) else [0, len(self.batches)]
-        return [slice(*pair) for pair in itertools.pairwise(ends)]
-
-    @property
-    def is_refused(self) -> bool:
-        return self.fused and self.clip is not None
+        draws = [torch.Generator().manual_seed(step) for step in range(len(self.batches))]
+        data = list(zip([torch.randn(4, 5, generator=draw) for draw in draws], self.batches, strict=True))
+        return [part for part in (data[: self.cut], data[self.cut :]) if part]
 
     @property
     def is_lightnings(self) -> bool:
@@ -80,11 +76,6 @@ class Program:
             return True
         differs = self.clip == ("norm", BITES) or (self.clip[0] == "value" and "none" in self.batches)
         return self.order == "automatic" and not self.fused and not differs
-
-    def data(self, part: slice) -> list[tuple[Tensor, str]]:
-        draws = [torch.Generator().manual_seed(step) for step in range(len(self.batches))]
-        inputs = [torch.randn(4, 5, generator=draw) for draw in draws]
-        return list(zip(inputs, self.batches, strict=True))[part]
 
 
 @st.composite
@@ -159,11 +150,9 @@ class Trace:
 class Loop:
     """A loop of one's own over a program; subclasses know how its steps are called."""
 
-    program: Program
-    net: Net
-    optimizers: list[Any]
-    schedulers: list[Any]
-    trace: Trace
+    def __init__(self, program: Program, net: Net, trace: Trace, optimizers: list[Any], schedulers: list[Any]) -> None:
+        self.program, self.net, self.trace = program, net, trace
+        self.optimizers, self.schedulers = optimizers, schedulers
 
     def batch(self, index: int, batch: Tensor, kind: str, last: bool = False) -> None:
         self.net.kind = kind
@@ -221,11 +210,11 @@ class ByHand(Loop):
     """
 
     def __init__(self, program: Program, returned: list[float] | None) -> None:
-        self.program, self.trace, self.net = program, Trace(), Net()
+        net = Net()
+        super().__init__(program, net, Trace(), *net.new_optimizers(program))
         self.returned = None if returned is None else iter(returned)
-        self.optimizers, self.schedulers = self.net.new_optimizers(program)
         self.scaler = Specification(device="cpu", init_scale=program.init_scale, growth_interval=2)
-        for data in map(program.data, program.parts):
+        for data in program.parts:
             for index, (batch, kind) in enumerate(data, 1):
                 self.batch(index - 1, batch, kind, last=program.order == "automatic" and index == len(data))
                 self.trace.add(self.scaler, self.optimizers, self.net)
@@ -303,7 +292,7 @@ def train(program: Program, savers: tuple[str, ...]) -> Trace:
                 plugin = MixedPrecision("16-mixed", "cpu", scaler)
             place = {"accelerator": "cpu", "devices": 1, "max_epochs": number + 1, "plugins": plugin}
             trainer = pl.Trainer(**place, **options, **QUIET)
-            trainer.fit(Module(program, program.data(part), trace), ckpt_path=path if number else None)
+            trainer.fit(Module(program, part, trace), ckpt_path=path if number else None)
             trainer.save_checkpoint(path)
     return trace
 
@@ -342,10 +331,9 @@ class Module(pl.LightningModule):
 
 class ManualLoop(Loop):
     def __init__(self, module: Module) -> None:
-        self.module, self.program, self.trace, self.net = module, module.program, module.trace, module.net
-        optimizers, schedulers = module.optimizers(), module.lr_schedulers()
-        self.optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        self.schedulers = schedulers if isinstance(schedulers, list) else [schedulers]
+        both = (each if isinstance(each, list) else [each] for each in (module.optimizers(), module.lr_schedulers()))
+        super().__init__(module.program, module.net, module.trace, *both)
+        self.module = module
 
     def backward(self, loss: Tensor) -> None:
         self.module.manual_backward(loss)
@@ -367,7 +355,7 @@ def by_trainer(program: Program, savers: tuple[str, str]) -> None:
     mine.assert_same(model.trace, hooks=savers == ("ours", "ours") or not program.fused)
     if program.is_lightnings:
         mine.assert_same(train(program, ("lightning", "lightning")), hooks=not program.fused)
-    elif program.is_refused and program.order == "automatic":
+    elif program.fused and program.clip is not None and program.order == "automatic":
         with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
             train(program, ("lightning", "lightning"))
 
