@@ -35,12 +35,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(in_ci: int, share: float = 1.0) -> list[Chunk]:
-    """Return what one test has to run.
-
-    Args:
-        in_ci: the programs of a default run.
-        share: of the programs asked for by SCALER_TRITON_FUZZ; slow tests take fewer.
-    """
+    """Return what one test runs: `in_ci` programs, or its share of those that SCALER_TRITON_FUZZ asks for."""
     asked = int(os.environ.get(PROGRAMS, 0))
     total = max(1, round(asked * share)) if asked else in_ci
     first = int(os.environ.get(FIRST_SEED, _RANDOM_SEED if asked else 0))

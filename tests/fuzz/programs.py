@@ -6,6 +6,7 @@ One world has our scaler, the other the specification; results, errors and all t
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import warnings
 from collections import defaultdict
@@ -24,6 +25,14 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from worlds import GradientSpec, World, Wrapper, assert_equal, assert_same_worlds, first_line, half_of, outcome
 
 from scaler_triton import GradScaler
+
+GETTERS = ["is_enabled", "get_scale", "_get_growth_tracker"]
+GETTERS += ["get_growth_factor", "get_backoff_factor", "get_growth_interval"]
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
 
 
 class Programs(RuleBasedStateMachine):
@@ -46,7 +55,7 @@ class Programs(RuleBasedStateMachine):
         self.theirs = World(theirs, [spec.build(self.half) for spec in specs], buried=[])
         theirs.tells_sparse = self.backend == "torch"
         if started:
-            self.both(lambda world: world.scaler.scale(torch.ones(())))
+            self.loss()
 
     def both(self, call: Callable[[World], Any]) -> None:
         with warnings.catch_warnings():
@@ -63,18 +72,24 @@ class Programs(RuleBasedStateMachine):
         assert_same_worlds(self.ours, self.theirs)
 
     def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
-
         def on_one(world: World) -> Any:
             optimizer = world.optimizers[index % len(world.optimizers)]
             return call(world, Wrapper(optimizer) if wrapped else optimizer)
 
         self.both(on_one)
 
+    def loss(self) -> None:
+        self.both(lambda world: world.scaler.scale(torch.ones(())))
+
     # Backward passes.
 
     @rule(index=draw.indices, gradients=draw.backwards)
     def backward(self, index: int, gradients: list[GradientSpec]) -> None:
-        self.at(index, lambda _, optimizer: give(optimizer, gradients))
+        def give(_: World, optimizer: Any) -> None:
+            for gradient, parameter in zip(itertools.cycle(gradients), parameters_of(optimizer), strict=False):
+                gradient.give(parameter)
+
+        self.at(index, give)
 
     @rule(index=draw.indices, form=st.sampled_from(["uncoalesced", "piled"]), number=st.integers(0, 20))
     def backward_sparsely(self, index: int, form: str, number: int) -> None:
@@ -92,7 +107,14 @@ class Programs(RuleBasedStateMachine):
         form=st.sampled_from(["tensor", "list", "tuple", "generator", "number"]),
     )
     def scale(self, value: float, dtype: torch.dtype, form: str) -> None:
-        self.both(lambda world: scaled(world.scaler, torch.tensor(value, dtype=dtype), form))
+        def scaled(world: World) -> Any:
+            loss = torch.tensor(value, dtype=dtype)
+            losses = {"tensor": loss, "list": [loss, loss.reshape(1)], "tuple": (loss, [loss]), "number": 3}
+            if form == "generator":
+                return list(world.scaler.scale(iter([loss])))
+            return world.scaler.scale(losses[form])
+
+        self.both(scaled)
 
     @rule(index=draw.indices, wrapped=draw.rarely)
     def unscale(self, index: int, wrapped: bool = False) -> None:
@@ -113,7 +135,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(gradients=draw.several_backwards, explicit=st.lists(st.booleans(), min_size=1, max_size=3))
     def train(self, gradients: list[list[GradientSpec]], explicit: list[bool]) -> None:
-        self.both(lambda world: world.scaler.scale(torch.ones(())))
+        self.loss()
         for index in range(len(self.ours.optimizers)):
             self.backward(index, gradients[index % len(gradients)])
             if explicit[index % len(explicit)]:
@@ -135,7 +157,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(gradients=draw.several_backwards, spec=draw.clips)
     def train_clipped(self, gradients: list[list[GradientSpec]], spec: Any) -> None:
-        self.both(lambda world: world.scaler.scale(torch.ones(())))
+        self.loss()
         for index in range(len(self.ours.optimizers)):
             self.backward(index, gradients[index % len(gradients)])
         self.clip(spec)
@@ -146,7 +168,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(index=draw.indices, gradients=draw.backwards, spec=draw.clips)
     def check_then_clip(self, index: int, gradients: list[GradientSpec], spec: Any) -> None:
-        self.check(index, False)
+        self.check(index)
         self.backward(index, gradients)
         self.clip(spec)
 
@@ -160,12 +182,17 @@ class Programs(RuleBasedStateMachine):
 
     @rule(index=draw.indices, loss=st.booleans(), gradients=st.none() | draw.backwards, zero=st.none() | st.booleans())
     def step_that_fails(self, index: int, loss: bool, gradients: list[GradientSpec] | None, zero: bool | None) -> None:
-        """And is tried again, or another batch follows without an update."""
+        """The optimizer's own step raises at once; it is tried again, or another batch follows without an update."""
+
+        def failing_step(world: World, optimizer: Any) -> None:
+            with mock.patch.object(optimizer, "step", side_effect=OSError("out of order")):
+                world.scaler.step(optimizer)
+
         self.at(index, failing_step)
         if zero is not None:
             self.zero_grad(index, to_none=zero)
         if loss:
-            self.scale(1.0, torch.float32, "tensor")
+            self.loss()
         if gradients is not None:
             self.backward(index, gradients)
         self.step(index)
@@ -177,17 +204,17 @@ class Programs(RuleBasedStateMachine):
         self.unscale(index)
         self.update()
         if loss:
-            self.scale(1.0, torch.float32, "tensor")
+            self.loss()
         if anew:
             self.backward(index, gradients[::-1])
         if looks:
-            self.check(index, False)
+            self.check(index)
         self.step(index)
 
     @rule(indices=st.lists(draw.indices, min_size=2, max_size=3), gradients=draw.backwards, spec=st.none() | draw.clips)
     def update_after_each_step(self, indices: list[int], gradients: list[GradientSpec], spec: Any | None) -> None:
         """As Accelerate does with several optimizers."""
-        self.scale(1.0, torch.float32, "tensor")
+        self.loss()
         for index in indices:
             self.backward(index, gradients)
         if spec is None:
@@ -200,32 +227,58 @@ class Programs(RuleBasedStateMachine):
             self.update()
 
     @rule(index=draw.indices, wrapped=draw.rarely)
-    def check(self, index: int, wrapped: bool) -> None:
-        self.at(index, lambda world, optimizer: numbers(world.scaler._check_inf_per_device(optimizer)), wrapped)
+    def check(self, index: int, wrapped: bool = False) -> None:
+        def flags(world: World, optimizer: Any) -> list[float]:
+            return [flag.item() for flag in world.scaler._check_inf_per_device(optimizer).values()]
+
+        self.at(index, flags, wrapped)
 
     @rule(index=draw.indices, gradients=draw.backwards)
     def check_before_and_after_backward(self, index: int, gradients: list[GradientSpec]) -> None:
-        self.check(index, False)
+        self.check(index)
         self.backward(index, gradients)
-        self.check(index, False)
+        self.check(index)
 
     @rule(index=draw.indices, value=st.sampled_from([1.0, 0.0]))
     def write_flags(self, index: int, value: float) -> None:
-        self.at(index, lambda world, optimizer: fill(world.scaler._found_inf_per_device(optimizer), value))
+        def write(world: World, optimizer: Any) -> None:
+            for flag in world.scaler._found_inf_per_device(optimizer).values():
+                flag.fill_(value)
+
+        self.at(index, write)
 
     @rule(index=draw.indices, value=st.sampled_from([1.0, 0.0]))
     def replace_flags(self, index: int, value: float) -> None:
-        self.at(index, lambda world, optimizer: put_flags(world.scaler, optimizer, value))
+        """Put tensors of one's own in the place of the flags of a step to be taken, if there are any."""
+
+        def replace(world: World, optimizer: Any) -> None:
+            state = world.scaler._per_optimizer_states[id(optimizer)]
+            if state["stage"] is not OptState.STEPPED:
+                flags = state["found_inf_per_device"]
+                flags.update({device: torch.full((), value) for device in flags})
+
+        self.at(index, replace)
 
     @rule(index=draw.indices, stage=st.sampled_from([OptState.READY, OptState.READY, OptState.STEPPED]))
     def write_stage(self, index: int, stage: OptState) -> None:
         """As SAM does, and optimizers that step within backward."""
-        self.at(index, lambda world, optimizer: put_stage(world.scaler, optimizer, stage))
+
+        def write(world: World, optimizer: Any) -> None:
+            state = world.scaler._per_optimizer_states[id(optimizer)]
+            if state["found_inf_per_device"]:
+                state["stage"] = stage
+
+        self.at(index, write)
 
     @rule()
     def forget_steps(self) -> None:
-        """As Composer does after it ran out of memory."""
-        self.both(lambda world: forget_steps(world.scaler))
+        """Assign fresh states, which torch's class has from its first step on, as Composer does out of memory."""
+
+        def forget(world: World) -> None:
+            world.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            getattr(world.scaler, "_carried", {}).clear()
+
+        self.both(forget)
 
     # The scale and its rules.
 
@@ -244,7 +297,7 @@ class Programs(RuleBasedStateMachine):
     @precondition(lambda self: self.ours.scaler._get_scale_async() is not None)
     @rule(value=draw.any_scales)
     def fill_scale(self, value: float) -> None:
-        self.both(lambda world: fill({"": world.scaler._scale}, value))
+        self.both(lambda world: world.scaler._scale.fill_(value))
 
     @rule(pair=draw.settings)
     def set_one(self, pair: tuple[str, Any]) -> None:
@@ -275,7 +328,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        self.both(lambda world: asked(world.scaler))
+        self.both(lambda world: [getattr(world.scaler, getter)() for getter in GETTERS])
 
     @rule(index=draw.indices, wrapped=draw.rarely)
     def ask_skipped(self, index: int, wrapped: bool = False) -> None:
@@ -302,17 +355,25 @@ class Programs(RuleBasedStateMachine):
         self.set_one(("growth_factor", growth))
         self.both(lambda world: world.scaler.load_state_dict(states[world is self.theirs]))
 
-    @rule(how=st.sampled_from(["pickle", "deepcopy", "copy"]))
+    @rule(how=st.sampled_from(list(COPIES)))
     def become_a_copy(self, how: str) -> None:
+        def become(world: World) -> None:
+            world.scaler = COPIES[how](world.scaler)
+
         states = self.theirs.scaler._per_optimizer_states.values()
         if not any(each["stage"] is OptState.READY and not each["found_inf_per_device"] for each in states):
-            self.both(lambda world: replace_scaler(world, how))  # torch refuses where somebody only asked
+            self.both(become)  # torch refuses where somebody only asked
 
     # Optimizers that change.
 
     @rule(index=draw.indices, spec=draw.parameter_specs)
     def add_param_group(self, index: int, spec: Any) -> None:
-        self.at(index, lambda _, optimizer: extend(optimizer, spec, self.half))
+        def add(_: World, optimizer: Any) -> None:
+            group = optimizer.param_groups[0]
+            fused_momentum = bool(group["fused"] and group.get("momentum"))
+            optimizer.add_param_group({"params": [spec.build(half_of(fused_momentum, self.half))]})
+
+        self.at(index, add)
 
     @rule(index=draw.indices, spec=draw.optimizer_specs())
     def replace_optimizer(self, index: int, spec: Any) -> None:
@@ -320,83 +381,17 @@ class Programs(RuleBasedStateMachine):
 
     @rule(index=draw.indices, whole=st.booleans())
     def rearrange_parameters(self, index: int, whole: bool) -> None:
-        self.at(index, lambda _, optimizer: rearrange(optimizer, whole))
+        """Reverse the order of an optimizer's parameters; where they are not to stay whole the first one leaves."""
+
+        def rearrange(_: World, optimizer: Any) -> None:
+            first = optimizer.param_groups[0]["params"]
+            if not whole and len(first) > 1:
+                del first[0]
+            first.reverse()
+            optimizer.param_groups.reverse()
+
+        self.at(index, rearrange)
 
     @rule(index=draw.indices, freeze=st.booleans())
     def freeze(self, index: int, freeze: bool) -> None:
         self.at(index, lambda _, optimizer: parameters_of(optimizer)[0].requires_grad_(not freeze))
-
-
-def give(optimizer: torch.optim.Optimizer, gradients: list[GradientSpec]) -> None:
-    for position, parameter in enumerate(parameters_of(optimizer)):
-        gradients[position % len(gradients)].give(parameter)
-
-
-def extend(optimizer: torch.optim.Optimizer, spec: Any, half: torch.dtype) -> None:
-    group = optimizer.param_groups[0]
-    fused_momentum = bool(group["fused"] and group.get("momentum"))
-    optimizer.add_param_group({"params": [spec.build(half_of(fused_momentum, half))]})
-
-
-def failing_step(world: World, optimizer: torch.optim.Optimizer) -> Any:
-    """Step, but for the optimizer's own step, which raises at its begin."""
-
-    def raising(*args: Any, **kwargs: Any) -> None:
-        raise OSError("out of order")
-
-    with mock.patch.object(optimizer, "step", raising):
-        return world.scaler.step(optimizer)
-
-
-def rearrange(optimizer: torch.optim.Optimizer, whole: bool) -> None:
-    """Reverse the order of an optimizer's parameters; where they are not to stay whole the first one leaves."""
-    first = optimizer.param_groups[0]["params"]
-    if not whole and len(first) > 1:
-        del first[0]
-    first.reverse()
-    optimizer.param_groups.reverse()
-
-
-def scaled(scaler: Any, loss: torch.Tensor, form: str) -> Any:
-    losses = {"tensor": loss, "list": [loss, loss.reshape(1)], "tuple": (loss, [loss]), "number": 3}
-    result = scaler.scale(iter([loss]) if form == "generator" else losses[form])
-    return list(result) if form == "generator" else result
-
-
-def numbers(found: dict[Any, torch.Tensor]) -> list[float]:
-    return [flag.item() for flag in found.values()]
-
-
-def fill(tensors: dict[Any, torch.Tensor], value: float) -> None:
-    for tensor in tensors.values():
-        tensor.fill_(value)
-
-
-def asked(scaler: Any) -> list[Any]:
-    getters = (scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval)
-    return [scaler.is_enabled(), scaler.get_scale(), scaler._get_growth_tracker(), *(getter() for getter in getters)]
-
-
-def replace_scaler(world: World, how: str) -> None:
-    copies = {"pickle": lambda s: pickle.loads(pickle.dumps(s)), "deepcopy": copy.deepcopy, "copy": copy.copy}
-    world.scaler = copies[how](world.scaler)
-
-
-def put_flags(scaler: Any, optimizer: Any, value: float) -> None:
-    """Replace the flags of a step to be taken by tensors of one's own; there may be none."""
-    state = scaler._per_optimizer_states[id(optimizer)]
-    flags = state["found_inf_per_device"]
-    for device in list(flags) if state["stage"] is not OptState.STEPPED else ():
-        flags[device] = torch.full((), value)
-
-
-def put_stage(scaler: Any, optimizer: Any, stage: OptState) -> None:
-    state = scaler._per_optimizer_states[id(optimizer)]
-    if state["found_inf_per_device"]:
-        state["stage"] = stage
-
-
-def forget_steps(scaler: Any) -> None:
-    """Assign fresh states, which torch's class has from its first step on."""
-    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-    getattr(scaler, "_carried", {}).clear()

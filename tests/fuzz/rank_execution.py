@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,13 +18,7 @@ from ranks import cases
 from ranks.cases import LEARNING_RATE
 from torch import Tensor
 
-from scaler_triton import ScalerStats, SkipStreakError, audit
-
-
-class Audited(NamedTuple):
-    verdict: str
-    differences: tuple[str, ...]
-    compared: tuple[str, ...]
+from scaler_triton import ScalerStats, audit
 
 
 @dataclass
@@ -33,18 +27,17 @@ class Trace:
 
     scales: list[tuple[float, int]] = field(default_factory=list)
     stats: list[ScalerStats] = field(default_factory=list)
-    errors: list[str | None] = field(default_factory=list)  # first lines of SkipStreakErrors
+    errors: list[str | None] = field(default_factory=list)  # of updates, as "Type: first line"
     stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing shows it
     collectives: list[list[int]] = field(default_factory=list)  # of each optimizer
     update_collectives: list[int] = field(default_factory=list)
     digests: list[list[list[str]]] = field(default_factory=list)  # of each optimizer's parameters
     skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
-    norms: list[float | None] = field(default_factory=list)  # None: nothing was clipped
-    clip_collectives: list[int | None] = field(default_factory=list)
+    clipped: list[tuple[float, int] | None] = field(default_factory=list)  # to which norm, by how many collectives
     reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what the ranks report of the last skip
     apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
     step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
-    audited: Audited | None = None  # at the end
+    audited: tuple[str, list[str], list[str]] | None = None  # at the end: the verdict, what differs, what was compared
 
 
 def execute(rank: int, program: Program) -> Trace:
@@ -78,7 +71,7 @@ class Run:
         """Take a batch in which steps fail, and go on without an update."""
         clean = replace(self.program, planted=())
         for index, optimizer in enumerate(self.optimizers):
-            if self.program.gives_up(step, index):
+            if (step, index) in self.program.given_up:
                 scale = self.scaler.scale(torch.ones(())).item()
                 backward(clean, Spot(step, self.rank, index, 0), optimizer, scale, self.kept)
                 with mock.patch.object(optimizer, "step", side_effect=MemoryError), pytest.raises(MemoryError):
@@ -87,26 +80,17 @@ class Run:
     def step(self, step: int) -> None:
         """Clip and step all optimizers, and ask whether they were skipped."""
         trace, clip = self.trace, self.program.clip_of(step)
-        trace.norms.append(None)
-        trace.clip_collectives.append(None)
-        if clip is not None:
-            self._clip(clip, step)
+        trace.clipped.append(None if clip is None else self._clip(clip, step))
         steps = [self._step(index, step) for index in range(len(self.optimizers))]
         trace.collectives.append([count for count, _ in steps])
         trace.stepped.append([stepped for _, stepped in steps])
         trace.skipped.append([self._was_skipped(index) for index in range(len(self.optimizers))])
 
     def update(self, step: int) -> None:
-        trace, scaler, errors = self.trace, self.scaler, [None]
-
-        def call() -> None:
-            try:
-                scaler.update()
-            except SkipStreakError as error:
-                errors.append(str(error).splitlines()[0])
-
-        trace.update_collectives.append(cases.collectives_of(call))
-        trace.errors.append(errors[-1])
+        trace, scaler = self.trace, self.scaler
+        count, error = cases.counted(scaler.update)
+        trace.update_collectives.append(count)
+        trace.errors.append(None if error is None else cases.described(error).splitlines()[0])
         trace.scales.append((float(scaler.get_scale()), int(scaler._growth_tracker)))
         trace.stats.append(scaler.stats())
         trace.reports.append(self._reported(step))
@@ -124,11 +108,12 @@ class Run:
     def audit(self) -> None:
         replicated = not any(each.place == "own" for o in self.program.optimizers for each in o.parameters)
         report = audit(self.optimizers, self.scaler, replicated=replicated, file=io.StringIO())
-        self.trace.audited = Audited(report.verdict, tuple(report.differences), tuple(report.compared))
+        self.trace.audited = report.verdict, list(report.differences), list(report.compared)
         self.trace.step_counts = [max(cases.step_counts(optimizer), default=None) for optimizer in self.optimizers]
 
-    def _clip(self, clip: Clip, step: int) -> None:
-        program, trace, norms = self.program, self.trace, []
+    def _clip(self, clip: Clip, step: int) -> tuple[float, int]:
+        """Return the norm, and how many collectives it took."""
+        program, norms = self.program, []
         parameters = [cases.params_of(self.optimizers[o])[p] for o, p in clip.members(program)]
         chosen = [self.optimizers[index] for index in clip.optimizers]
         options = {"parameters": None if clip.subset is None else parameters}
@@ -140,11 +125,11 @@ class Run:
                 norms.append(self.scaler.clip_grad_norm_(chosen, max_norm, clip.order, clip.refuses, **options))
 
         self.call = "clip"
-        trace.clip_collectives[-1] = cases.collectives_of(call)
-        trace.norms[-1] = norms[0].item() if norms else math.inf
+        count = cases.collectives_of(call)
         bad = any(program.overflows(step, index) for index in clip.optimizers)
         if not bad and step < program.finished:
             self._check_clipped(clip, step, parameters, (max_norm / (norms[0] + 1e-6)).clamp(max=1.0))
+        return norms[0].item() if norms else math.inf, count
 
     def _check_clipped(self, clip: Clip, step: int, parameters: Sequence[Tensor], coefficient: Tensor) -> None:
         """Assert that gradients are torch's, to the bit: a power of two unscales exactly."""

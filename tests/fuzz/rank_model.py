@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rank_programs import PLACES, Clip, Program, Split, Spot, whole
 from ranks.cases import GROWTH_INTERVAL, INIT_SCALE
+from specification import Refused, Specification
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from scaler_triton import ScalerStats
 
-LAG = 4  # updates after which too many skips in a row are an error
-
 
 class After(NamedTuple):
-    """What is known after an update, on every rank; `error`: how the SkipStreakError begins, if it raises one."""
+    """What is known after an update, on every rank; `error`: how the one that it raises begins, as "Type: text"."""
 
     scale: float
     tracker: int
@@ -25,63 +24,23 @@ class After(NamedTuple):
     error: str | None
 
 
-class Rule:
-    def __init__(self, **limits: Any) -> None:
-        self.limits = {"min_scale": 0.0, "max_scale": math.inf, **limits}
-        self.scale, self.tracker, self.strikes = INIT_SCALE, 0, 0
-        self.stats = ScalerStats()
-        self.streaks: list[int] = []  # after each of the last updates
-
-    def set(self, settings: dict[str, Any]) -> None:
-        self.limits |= settings
-        if "max_consecutive_skips" in settings:
-            self.streaks = []  # updates before it do not count
-
-    def update(self, bad: bool) -> After:
-        before = self.scale
-        self._move_scale(bad)
-        self._count(bad, before)
-        return After(self.scale, self.tracker, self.stats, self._error())
-
-    def _move_scale(self, bad: bool) -> None:
-        self.tracker += 1
-        if bad:
-            self.strikes += 1
-            self.scale, self.tracker = self.scale / 2 if self.strikes >= self.limits["hysteresis"] else self.scale, 0
-        elif self.tracker >= GROWTH_INTERVAL:
-            self.scale, self.tracker, self.strikes = self.scale * 2, 0, 0
-        self.scale = min(max(self.scale, self.limits["min_scale"]), self.limits["max_scale"])
-
-    def _count(self, bad: bool, before: float) -> None:
-        stats = self.stats
-        self.stats = ScalerStats(
-            updates=stats.updates + 1,
-            skipped=stats.skipped + bad,
-            consecutive_skips=stats.consecutive_skips + 1 if bad else 0,
-            growths=stats.growths + (self.scale > before),
-            backoffs=stats.backoffs + (self.scale < before),
-            last_skip=stats.updates + 1 if bad else stats.last_skip,
-        )
-
-    def _error(self) -> str | None:
-        limit = self.limits["max_consecutive_skips"]
-        if limit is None:
-            return None
-        self.streaks.append(self.stats.consecutive_skips)
-        streak = self.streaks.pop(0) if len(self.streaks) > LAG else 0
-        plural = "s" if streak > 1 else ""
-        return (
-            f"{streak} consecutive skip{plural}, more than max_consecutive_skips={limit}; " if streak > limit else None
-        )
-
-
 def expected_updates(program: Program) -> list[After]:
-    rule = Rule(**program.limits)
-    trace = []
-    for step in range(program.finished):
-        rule.set(program.settings_of(step))
-        trace.append(rule.update(any(program.overflows(step, index) for index in range(len(program.optimizers)))))
-    return trace
+    """Return what the specification's updates leave, by flags on which the ranks agree."""
+    scaler = Specification(device="cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL, limits=program.limits)
+    return [_update(scaler, program, step) for step in range(program.finished)]
+
+
+def _update(scaler: Specification, program: Program, step: int) -> After:
+    bad = any(program.overflows(step, index) for index in range(len(program.optimizers)))
+    error, flag = None, torch.tensor(float(bad))
+    scaler.set_limits(**program.settings_of(step))
+    scaler.scale(torch.ones(()))
+    scaler._per_optimizer_states[0].update(stage=OptState.STEPPED, found_inf_per_device={flag.device: flag})
+    try:
+        scaler.update()
+    except Refused as refused:
+        error = f"{refused.error.__name__}: {refused.begin}"
+    return After(scaler.get_scale(), scaler._get_growth_tracker(), ScalerStats(**vars(scaler.stats())), error)
 
 
 def steps_taken(program: Program, rank: int, optimizer: int) -> int:
@@ -109,7 +68,7 @@ def _compared(program: Program, split: Split, optimizer: int) -> str | None:
     one = expected_updates(program)[split.step - 1].scale
     other = one * split.factor
     clip = program.clip_of(split.step, optimizer)
-    if clip is None or not program.clips_at_once(clip):
+    if clip is None or not clip.is_at_once:
         return f"from {min(one, other)} to {max(one, other)}" if program.agrees(optimizer) else None
     if not program.clip_agrees(clip):
         return None
@@ -131,7 +90,7 @@ def is_reported_exactly(program: Program, spot: Spot) -> bool:
 
 def clip_collectives(program: Program, step: int, clip: Clip) -> int:
     """How many reductions a clip takes: those of Partial gradients, those of flags, that of the norm."""
-    alone = 0 if program.clips_at_once(clip) else sum(program.agrees(index) for index in clip.optimizers)
+    alone = 0 if clip.is_at_once else sum(program.agrees(index) for index in clip.optimizers)
     sums = sum(_sums(program, Spot(step, 0, *member)) for member in clip.members(program))
     return sums + alone + program.clip_agrees(clip)
 
@@ -164,6 +123,6 @@ def _is_there(program: Program, spot: Spot) -> Tensor:
     parameter = program.parameter_of(spot)
     own, there = PLACES[parameter.place].own, torch.zeros(parameter.rows * 3, dtype=torch.bool)
     for rank, held in enumerate(parameter.held(spot.step)):
-        if own.where(rank) == own.where(spot.rank) and replace(spot, rank=rank) not in program.missing:
+        if own.where(rank) == own.where(spot.rank) and spot._replace(rank=rank) not in program.missing:
             there[held.view(-1)] = True
     return there

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from ranks import cases
@@ -27,35 +27,24 @@ class Axes:
 
     dims: tuple[tuple[int, int], ...]
 
-    @property
-    def size(self) -> int:
-        return math.prod(size for size, _ in self.dims)
-
     def where(self, rank: int) -> tuple[int, ...]:
         return tuple(rank // stride % size for size, stride in self.dims)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lives.
+    """Where a parameter lives."""
 
-    Args:
-        mesh: makes its mesh, None for a plain tensor.
-        axes: of the mesh.
-        letters: its placements.
-        own: along these, ranks hold shards of different tensors.
-    """
-
-    mesh: Callable[[], DeviceMesh] | None
-    axes: Axes
-    letters: str
-    own: Axes = Axes(())
+    mesh: Callable[[], DeviceMesh] | None  # makes its mesh; None: a plain tensor
+    axes: Axes  # of the mesh
+    letters: str  # its placements
+    own: Axes = Axes(())  # along these, ranks hold shards of different tensors
 
     @property
     def has_copies(self) -> bool:
         """Whether some ranks hold the same piece."""
-        cut = math.prod(size for (size, _), letter in zip(self.axes.dims, self.letters, strict=True) if letter != "R")
-        return self.own.size * cut < 4
+        cut = [size for (size, _), letter in zip(self.axes.dims, self.letters, strict=True) if letter != "R"]
+        return math.prod(cut + [size for size, _ in self.own.dims]) < 4
 
 
 NOTHING, LINE, SQUARE, ROWS, COLUMNS = (Axes(d) for d in ((), ((4, 1),), ((2, 2), (2, 1)), ((2, 2),), ((2, 1),)))
@@ -80,23 +69,19 @@ PLAIN = ("plain", "own")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, of three columns.
-
-    Args:
-        rows: 4 are even shards, of 5 the last of four ranks has none, of 1 only the first has one.
-        grads: how backward places its gradients, step for step and over again: words of `LETTERS`, or "plain" for the
-            local tensor alone; none: as the parameter.
-    """
+    """A parameter, of three columns."""
 
     place: str
     dtype: str = "fp32"
-    rows: int = 4
+    rows: int = 4  # even shards; of 5 rows the last of four ranks has none, of 1 only the first has one
+    # How backward places its gradients, step for step and over again: words of `LETTERS`, or "plain" for the local
+    # tensor alone; none: as the parameter.
     grads: tuple[str, ...] = ()
 
     def way(self, step: int) -> str:
         return self.grads[step % len(self.grads)] if self.grads else PLACES[self.place].letters
 
-    def held(self, step: int) -> tuple[Tensor, ...]:
+    def held(self, step: int) -> list[Tensor]:
         """Return which elements of a step's gradient each rank holds, by their positions in the whole."""
         return _held(self.place, self.way(step), self.rows)
 
@@ -107,9 +92,9 @@ class Parameter:
 
 
 @functools.cache
-def _held(place: str, way: str, rows: int) -> tuple[Tensor, ...]:
-    whole = torch.arange(rows * 3).view(rows, 3)
-    return tuple(cut(whole, way, PLACES[place].axes, rank) for rank in range(4))
+def _held(place: str, way: str, rows: int) -> list[Tensor]:
+    positions = torch.arange(rows * 3).view(rows, 3)
+    return [cut(positions, way, PLACES[place].axes, rank) for rank in range(4)]
 
 
 def cut(piece: Tensor, way: str, axes: Axes, rank: int) -> Tensor:
@@ -146,8 +131,7 @@ class Optimizer:
         return self.name.endswith("-fused") and (self.name != "adagrad-fused" or ADAGRAD_TAKES_FLAG)
 
 
-@dataclass(frozen=True)
-class Spot:
+class Spot(NamedTuple):
     """One gradient of one rank at one step."""
 
     step: int
@@ -158,20 +142,18 @@ class Spot:
 
 @dataclass(frozen=True)
 class Clip:
-    """A call of `clip_grad_norm_` on all ranks.
+    """A call of `clip_grad_norm_` on all ranks."""
 
-    Args:
-        optimizers: their positions.
-        fraction: `max_norm` is this part of the norm that the program expects.
-        subset: which of their parameters, by position; None: `parameters=` is not given.
-        refuses: whether a norm that is not finite is an error.
-    """
-
-    optimizers: tuple[int, ...]
-    fraction: float
+    optimizers: tuple[int, ...]  # their positions
+    fraction: float  # `max_norm` is this part of the norm that the program expects
     order: float = 2.0
-    subset: frozenset[int] | None = None
-    refuses: bool = False
+    subset: frozenset[int] | None = None  # which of their parameters, by position; None: `parameters=` is not given
+    refuses: bool = False  # whether a norm that is not finite is an error
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether one reduction carries norm, flags and scales."""
+        return self.order == 2.0 and self.subset is None
 
     def members(self, program: Program) -> list[tuple[int, int]]:
         """Return which parameters are clipped, as (optimizer, position)."""
@@ -179,8 +161,7 @@ class Clip:
         return [each for i, each in enumerate(everything) if self.subset is None or i in self.subset]
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A limit that is set on all ranks, as a step begins."""
 
     step: int
@@ -188,8 +169,7 @@ class Setting:
     value: Any
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """As a step begins, one rank's scale becomes another; the program ends with this step."""
 
     step: int
@@ -199,41 +179,27 @@ class Split:
 
 @dataclass(frozen=True)
 class Program:
-    """What four ranks do.
+    """What four ranks do."""
 
-    Args:
-        kind: "sharded", "grad" or "world", as `cases.new_scaler` takes them.
-        steps: how many updates.
-        explicit: (rank, optimizer) pairs that call `unscale_` themselves.
-        missing: gradients that are None.
-        planted: gradients that hold a non-finite value, and which.
-        clips: what is clipped in each step, before anything is stepped.
-        keeps: whether gradients that are placed alike stay the same tensors, written anew step for step.
-        hysteresis: the scaler's at first.
-        settings: what is set on the way; a later one counts.
-        max_skips: the scaler's `max_consecutive_skips` at first.
-        given_up: (step, optimizer) pairs: before this step comes a batch whose step fails on all ranks, without update.
-        split: what makes the ranks disagree, if anything does.
-    """
-
-    kind: str
+    kind: str  # "sharded", "grad" or "world", as `cases.new_scaler` takes them
     optimizers: tuple[Optimizer, ...]
-    steps: int
-    explicit: frozenset[tuple[int, int]] = frozenset()
-    missing: frozenset[Spot] = frozenset()
-    planted: tuple[tuple[Spot, float], ...] = ()
-    clips: tuple[Clip | None, ...] = ()
-    keeps: bool = False
-    hysteresis: int = 1
-    settings: tuple[Setting, ...] = ()
-    max_skips: int | None = None
+    steps: int  # how many updates
+    explicit: frozenset[tuple[int, int]] = frozenset()  # (rank, optimizer) pairs that call `unscale_` themselves
+    missing: frozenset[Spot] = frozenset()  # gradients that are None
+    planted: tuple[tuple[Spot, float], ...] = ()  # gradients that hold a non-finite value, and which
+    clips: tuple[Clip | None, ...] = ()  # what is clipped in each step, before anything is stepped
+    keeps: bool = False  # whether gradients that are placed alike stay the same tensors, written anew step for step
+    hysteresis: int = 1  # at first
+    max_consecutive_skips: int | None = None  # at first
+    settings: tuple[Setting, ...] = ()  # what is set on the way; a later one counts
+    # (step, optimizer) pairs: before this step comes a batch whose step fails on all ranks, without an update.
     given_up: frozenset[tuple[int, int]] = frozenset()
-    split: Split | None = None
+    split: Split | None = None  # what makes the ranks disagree, if anything does
 
     @property
     def limits(self) -> dict[str, Any]:
         """The scaler's limits at first, by the names of its arguments."""
-        return {"hysteresis": self.hysteresis, "max_consecutive_skips": self.max_skips}
+        return {"hysteresis": self.hysteresis, "max_consecutive_skips": self.max_consecutive_skips}
 
     @property
     def finished(self) -> int:
@@ -246,13 +212,6 @@ class Program:
         """What is clipped in a step; with an optimizer: what this one is clipped by."""
         clip = self.clips[step] if step < len(self.clips) else None
         return clip if clip is None or optimizer is None or optimizer in clip.optimizers else None
-
-    def gives_up(self, step: int, optimizer: int) -> bool:
-        return (step, optimizer) in self.given_up
-
-    def clips_at_once(self, clip: Clip) -> bool:
-        """Whether one reduction carries norm, flags and scales."""
-        return clip.order == 2.0 and clip.subset is None
 
     def clip_agrees(self, clip: Clip) -> bool:
         return any(self.agrees(index) for index in clip.optimizers)
@@ -312,7 +271,7 @@ def backward(
     """Give all parameters of an optimizer their gradients; `kept` holds those of earlier steps."""
     planted = dict(program.planted)
     for index, parameter in enumerate(cases.params_of(optimizer)):
-        here = replace(spot, parameter=index)
+        here = spot._replace(parameter=index)
         described, parameter.grad = program.parameter_of(here), None
         if here not in program.missing:
             gradient = _gradient(described, here, scale, planted.get(here))

@@ -21,37 +21,31 @@ ON_PLAIN = ["sgd-fused", *FUSED_ADAGRAD]
 ON_MOVED = ["local", "local-fused"]
 
 
-@st.composite
-def any_programs(draw: Any) -> Program:
-    """Draw a short program, of whatever there is."""
-    kind = draw(kinds)
-    chosen = tuple(draw(st.lists(optimizers(kind, False), min_size=1, max_size=3)))
-    bare = draw(habits(Program(kind, chosen, draw(st.integers(1, 3)))))
-    return draw(splits(draw(clipped(bare, st.none() | clips(bare)))))
-
-
-@st.composite
-def moving_programs(draw: Any) -> Program:
-    """Draw a program of several steps with a clip in each, whose gradients all move."""
-    kind = draw(kinds)
-    chosen = tuple(draw(st.lists(optimizers(kind, True), min_size=1, max_size=3)))
-    bare = draw(habits(Program(kind, chosen, draw(st.integers(2, 3)))))
-    return draw(splits(draw(clipped(bare, clips(bare)))))
-
-
-@st.composite
-def long_programs(draw: Any) -> Program:
-    """Draw a program of many steps and overflows but few parameters, so that limits and counters matter."""
-    kind = draw(kinds)
-    chosen = tuple(draw(st.lists(optimizers(kind, False, members=2), min_size=1, max_size=2)))
-    bare = draw(habits(Program(kind, chosen, draw(st.integers(4, 8)))))
-    limits = {"hysteresis": [2, 3, 1], "max_skips": [0, 1, 2, None]}
-    drawn = {name: draw(st.sampled_from(values)) for name, values in limits.items()}
-    bare = replace(bare, planted=draw(overflows_in_most_steps(bare)), **drawn)
-    return draw(splits(draw(clipped(bare, st.none() | st.none() | st.none() | clips(bare)))))
-
-
 kinds = st.sampled_from(["sharded", "grad", "world"])
+STEPS = {"any": (1, 3), "moving": (2, 3), "long": (4, 8)}
+
+
+@st.composite
+def programs(draw: Any, shape: str) -> Program:
+    """Draw a program of some shape.
+
+    "any" is short, of whatever there is. "moving" has several steps with a clip in each, and its gradients all move.
+    "long" has many steps and overflows but few parameters, so that limits and counters matter.
+    """
+    kind, long = draw(kinds), shape == "long"
+    optimizer = optimizers(kind, shape == "moving", members=2 if long else 4)
+    chosen = tuple(draw(st.lists(optimizer, min_size=1, max_size=2 if long else 3)))
+    program = draw(habits(Program(kind, chosen, draw(st.integers(*STEPS[shape])))))
+    if long:
+        limits = {"hysteresis": [2, 3, 1], "max_consecutive_skips": [0, 1, 2, None]}
+        drawn = {name: draw(st.sampled_from(values)) for name, values in limits.items()}
+        program = replace(program, planted=draw(overflows_in_most_steps(program)), **drawn)
+    clip = clips(program)
+    if long:
+        clip = st.none() | st.none() | st.none() | clip  # each `st.none()` is an alternative of its own
+    elif shape == "any":
+        clip = st.none() | clip
+    return draw(splits(replace(program, clips=tuple(draw(clip) for _ in range(program.steps)))))
 
 
 @st.composite
@@ -97,7 +91,10 @@ def habits(draw: Any, bare: Program) -> Program:
     bad = draw(st.lists(st.tuples(spots(bare), st.sampled_from(NONFINITE)), max_size=3))
     return replace(
         bare,
-        explicit=frozenset(pair for rank, index in explicit for pair in unscaling(chosen[index], rank, index)),
+        # All ranks unscale, or none, where terms of a sum are still to be added: scaled ones to scaled ones.
+        explicit=frozenset(
+            (each, index) for rank, index in explicit for each in (RANKS if chosen[index].moves else [rank])
+        ),
         missing=frozenset(each for spot in missing for each in spread(bare, spot, missing=True)),
         planted=tuple((each, value) for spot, value in bad for each in spread(bare, spot, missing=False)),
         keeps=draw(st.booleans()),
@@ -110,7 +107,7 @@ def habits(draw: Any, bare: Program) -> Program:
 @st.composite
 def overflows_in_most_steps(draw: Any, bare: Program) -> tuple[tuple[Spot, float], ...]:
     bad = [step for step in range(bare.steps) if draw(st.sampled_from([True, True, False]))]
-    drawn = [(replace(draw(spots(bare)), step=step), draw(st.sampled_from(NONFINITE))) for step in bad]
+    drawn = [(draw(spots(bare))._replace(step=step), draw(st.sampled_from(NONFINITE))) for step in bad]
     return tuple((each, value) for spot, value in drawn for each in spread(bare, spot, missing=False))
 
 
@@ -126,11 +123,6 @@ def settings_on_the_way(steps: int) -> st.SearchStrategy[Setting]:
     return st.one_of(each)
 
 
-def unscaling(optimizer: Optimizer, rank: int, index: int) -> list[tuple[int, int]]:
-    """Return who calls `unscale_`: all or none where terms of a sum are still to be added, scaled ones to scaled."""
-    return [(each, index) for each in (RANKS if optimizer.moves else [rank])]
-
-
 @st.composite
 def spots(draw: Any, program: Program) -> Spot:
     optimizer = draw(st.integers(0, len(program.optimizers) - 1))
@@ -140,22 +132,12 @@ def spots(draw: Any, program: Program) -> Spot:
 
 def spread(program: Program, spot: Spot, *, missing: bool) -> list[Spot]:
     """Return the spots that go with one: on all ranks where these hold equal gradients."""
-    everywhere = [Spot(spot.step, rank, spot.optimizer, spot.parameter) for rank in RANKS]
+    everywhere = [spot._replace(rank=rank) for rank in RANKS]
     if not program.agrees(spot.optimizer):  # as under DDP; without any gradient `step` would raise as torch's
         return [] if missing else everywhere
-    if missing and is_shared(program.parameter_of(spot)):
-        return everywhere
-    return [spot]
-
-
-def is_shared(parameter: Parameter) -> bool:
-    """Whether all ranks must have this gradient, or none: copies would part, or a sum wait for a term."""
-    return parameter.moves or PLACES[parameter.place].has_copies
-
-
-@st.composite
-def clipped(draw: Any, program: Program, clip: st.SearchStrategy[Clip | None]) -> Program:
-    return replace(program, clips=tuple(draw(clip) for _ in range(program.steps)))
+    # Where some ranks lacked a gradient copies would part, or a sum wait for a term.
+    parameter = program.parameter_of(spot)
+    return everywhere if missing and (parameter.moves or PLACES[parameter.place].has_copies) else [spot]
 
 
 @st.composite

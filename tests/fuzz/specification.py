@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,8 +22,14 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scaler_triton import SkipStreakError
+
 FP32_MAX = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-126
+LARGEST_INT = 2**63 - 1  # hysteresis is kept in int64
+LAG = 4  # updates after which too many skips in a row are an error
+NO_LIMITS = {"min_scale": SMALLEST, "max_scale": FP32_MAX, "hysteresis": 1, "max_consecutive_skips": None}
+COUNTERS = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
 FP16_SUMS = 16  # duplicates in sparse fp16 gradients are added up in fp32, as torch's ShardedGradScaler does
 FAILURE = "failure"  # the page's "When something fails": nothing is written before all was checked
 OVERLAP = (
@@ -57,50 +64,92 @@ def overlaps(gradient: Tensor) -> bool:
     return any(stride == 0 < size - 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
 
 
+def has_duplicates(gradient: Tensor) -> bool:
+    return gradient.is_sparse and not gradient.is_coalesced()
+
+
+def summed(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient whose duplicates are added up, those of fp16 in fp32."""
+    return gradient.float().coalesce().half() if is_fp16(gradient) else gradient.coalesce()
+
+
 def lacks_momentum(optimizer: Any) -> bool:
     """Return whether it is an SGD whose momentum its next step will make."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
-    return any(
-        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        if group["momentum"]
-        for parameter in group["params"]
-        if parameter.grad is not None
-    )
+    groups = [group for group in optimizer.param_groups if group["momentum"]]
+    stepped = [each for group in groups for each in group["params"] if each.grad is not None]
+    return any(optimizer.state.get(each, {}).get("momentum_buffer") is None for each in stepped)
 
 
 def any_set(flags: dict[Any, Tensor]) -> bool:
     return any(flag.item() for flag in flags.values())
 
 
-class Refused(ValueError):
-    """Difference 2: a ValueError whose text begins with the field and ends with the value."""
+def is_ready(state: dict[str, Any]) -> bool:
+    return state["stage"] is OptState.READY
 
-    error: type[Exception] = ValueError
 
-    def __init__(self, field: str, value: Any) -> None:
-        departs(2)
-        super().__init__(f"{field} must be legal, got {value!r}")
-        self.begin, self.end = field, f"got {value!r}"
+def unwrapped(optimizer: Any) -> Any:
+    """Difference 15: what a wrapper does, its optimizer does."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    departs(15)
+    return optimizer.optimizer
+
+
+class Refused(Exception):
+    """An error that torch does not raise: its type, how its text begins and how it ends; or one of others instead."""
+
+    def __init__(self, error: type[Exception], begin: str, end: str = "") -> None:
+        super().__init__(error, begin, end)
+        self.error, self.begin, self.end = error, begin, end
+        self.others: list[Refused] = []
 
     def is_met_by(self, error: BaseException) -> bool:
+        if any(each.is_met_by(error) for each in self.others):
+            return True
         return type(error) is self.error and str(error).startswith(self.begin) and str(error).endswith(self.end)
 
 
-LEGAL = {
-    "scale": lambda x: SMALLEST <= x <= FP32_MAX,
+def is_scale(value: Any) -> bool:
+    return SMALLEST <= value <= FP32_MAX
+
+
+LEGAL_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "scale": is_scale,
     "growth_factor": lambda x: 1.0 <= x < math.inf,
     "backoff_factor": lambda x: 0.0 < x <= 1.0,
     "growth_interval": lambda x: x >= 1,
     "_growth_tracker": lambda x: x >= 0,
 }
+LEGAL_LIMITS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool]]] = {
+    "min_scale": ((int, float), is_scale),
+    "max_scale": ((int, float), is_scale),
+    "hysteresis": ((int,), lambda x: 1 <= x <= LARGEST_INT),
+    "max_consecutive_skips": ((int, NoneType), lambda x: x is None or x >= 0),
+}
+
+
+def illegal(name: str, value: Any, error: type[Exception] = ValueError) -> Refused:
+    """Difference 2: an error whose text begins with the name that the caller knows and ends with the value."""
+    departs(2)
+    return Refused(error, name, f"got {value!r}")
 
 
 def demand(field: str, value: Any, name: str | None = None) -> None:
-    """Difference 2: refuse a value that cannot work, by the name the caller knows it by."""
-    if not LEGAL[field](value):
-        raise Refused(name or field, value)
+    """Refuse a value that cannot work."""
+    if not LEGAL_FIELDS[field](value):
+        raise illegal(name or field, value)
+
+
+def errors_of(limits: dict[str, Any]) -> Iterator[Refused]:
+    for name, value in limits.items():
+        types, is_legal = LEGAL_LIMITS[name]
+        if not isinstance(value, types):
+            yield illegal(name, value, TypeError)
+        elif not is_legal(value):
+            yield illegal(name, value)
 
 
 class OnEveryDevice(TorchDispatchMode):
@@ -120,26 +169,36 @@ class OnEveryDevice(TorchDispatchMode):
 
 
 class Specification(torch.amp.GradScaler):
-    def __init__(self, **options: Any) -> None:
+    """All but clipping and reports. `limits`, counters and `was_skipped` are difference 13."""
+
+    def __init__(self, *, limits: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         given = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, **options}
+        self._limits = NO_LIMITS | (limits or {}) if self._enabled else NO_LIMITS
         if self._enabled:
             demand("scale", given["init_scale"], "init_scale")
             for field in ("growth_factor", "backoff_factor", "growth_interval"):
                 demand(field, given[field])
+            self._init_scale = self._limited(self._init_scale)
         else:
             departs(6)
             self._init_growth_tracker = 0
             vars(self).update({f"_{name}": value for name, value in given.items() if name not in ("device", "enabled")})
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._carried: dict[int, bool] = {}  # whether the flag was set, by the optimizer's id
+        self._counters = dict.fromkeys(COUNTERS, 0)
+        self._streaks: list[int] = []  # skips in a row, after each of the last updates
+        self._skips: dict[int, list[Any]] = {}  # the flags of the last step, by the optimizer's id
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_carried": {}}
+        state = super().__getstate__()
+        state |= {"_carried": {}, "_counters": dict(self._counters), "_streaks": [], "_skips": {}}
         if not self._enabled:
             departs(6)  # a disabled one has states at all; they name optimizers by id, which a copy cannot keep
             state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         return state
+
+    # Settings and checkpoints.
 
     def set_growth_factor(self, new_factor: float) -> None:
         demand("growth_factor", new_factor, "new_factor")
@@ -153,11 +212,46 @@ class Specification(torch.amp.GradScaler):
         demand("growth_interval", new_interval, "new_interval")
         super().set_growth_interval(new_interval)
 
+    @property
+    def limits(self) -> tuple[Any, ...]:
+        return tuple(self._limits.values())
+
+    def set_limits(self, **changes: Any) -> None:
+        """Change what is named, or nothing if any of it is refused; the scale follows in the next update."""
+        departs(13)
+        for name in {"min_scale", "max_scale"} & changes.keys():
+            if changes[name] is None:
+                changes[name] = NO_LIMITS[name]
+        errors = list(errors_of(changes))
+        if errors:
+            errors[0].others = errors[1:]  # any of them may be raised first
+            raise errors[0]
+        bounds = {name: torch.tensor(float(changes[name])).item() for name in changes if name.endswith("_scale")}
+        limits = {**self._limits, **changes, **bounds}
+        if limits["min_scale"] > limits["max_scale"]:
+            low, high = limits["min_scale"], limits["max_scale"]
+            raise Refused(ValueError, f"min_scale must be <= max_scale, got {low} and {high}")
+        self._limits = limits
+        if "max_consecutive_skips" in changes:
+            self._streaks = []  # updates before it do not count
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if state and self._limits != NO_LIMITS:
+            departs(13)
+            state["scaler_triton"] = {**self._limits, "counters": dict(self._counters)}
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._enabled and state_dict:
-            for field in LEGAL:
+            for field in LEGAL_FIELDS:
                 demand(field, state_dict[field])
         super().load_state_dict(state_dict)
+        if self._enabled:
+            extras = state_dict.get("scaler_triton", {})
+            self._counters = dict(extras.get("counters", dict.fromkeys(COUNTERS, 0)))
+            self._limits = {name: extras.get(name, limit) for name, limit in self._limits.items()}
+            self._streaks = []
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
         scale, tracker = getattr(self, "_scale", None), getattr(self, "_growth_tracker", None)
@@ -171,6 +265,8 @@ class Specification(torch.amp.GradScaler):
         else:
             super()._lazy_init_scale_growth_tracker(dev)
 
+    # A step.
+
     def scale(self, outputs: Any) -> Any:
         self._carried.clear()
         for state in self._per_optimizer_states.values() if self._enabled else ():
@@ -180,82 +276,6 @@ class Specification(torch.amp.GradScaler):
                 state.update(_refresh_per_optimizer_state())
         return super().scale(outputs)
 
-    def update(self, new_scale: Any = None) -> None:
-        if not self._enabled:
-            return
-        self._check_scale_growth_tracker("update")
-        states, unstepped = self._per_optimizer_states, self._unstepped()
-        if new_scale is None:
-            self._update_by_flags()
-        else:
-            self._update_by_value(new_scale)
-        carried = {k: flag for k, flag in self._carried.items() if k not in states or is_ready(states[k])}
-        self._carried = carried | unstepped
-
-    def _unstepped(self) -> dict[int, bool]:
-        """Return the flags to carry: before the update, which adds up the flags in one of them."""
-        unscaled = {k: s for k, s in self._per_optimizer_states.items() if s["stage"] is OptState.UNSCALED}
-        failed = {key for key, state in unscaled.items() if state.get("failed")}
-        checked = {key for key, state in unscaled.items() if state["found_inf_per_device"]}  # else nothing was divided
-        return {key: key in failed or any_set(unscaled[key]["found_inf_per_device"]) for key in failed | checked}
-
-    def _resume(self, optimizer: Any) -> None:
-        """Make a carried step an unscaled one, with the flag of its check or of a later look."""
-        state = self._per_optimizer_states[id(optimizer)]
-        if is_ready(state) and id(optimizer) in self._carried:
-            departs(18)  # torch unscales the gradients a second time
-            flag = self._carried.pop(id(optimizer)) or any_set(state["found_inf_per_device"])
-            found_inf = {self._scale.device: torch.tensor(float(flag))}
-            state.update(stage=OptState.UNSCALED, found_inf_per_device=found_inf)
-
-    def _update_by_flags(self) -> None:
-        tracker, interval = self._growth_tracker, self._growth_interval
-        passed = tracker is not None and tracker.item() >= interval
-        if passed and self._scale is not None and self._any_check():
-            departs(3)
-            tracker.fill_(interval - 1)
-        self._update_as_torch()
-        self._bound_scale()
-
-    def _update_as_torch(self) -> None:
-        super().update()
-
-    def _any_check(self) -> bool:
-        return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
-
-    def _bound_scale(self) -> None:
-        value = self._scale.item()
-        bounded = SMALLEST if math.isnan(value) else min(max(value, SMALLEST), FP32_MAX)
-        if value != bounded:
-            departs(4)
-            self._scale.fill_(bounded)
-
-    def _update_by_value(self, new_scale: Any) -> None:
-        one = isinstance(new_scale, Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
-        if one or not isinstance(new_scale, Tensor):  # torch refuses the others
-            demand("scale", new_scale, "new_scale")
-        if isinstance(new_scale, int):
-            departs(5)
-            new_scale = float(new_scale)
-        if one and new_scale.shape != self._scale.shape:
-            departs(5)  # torch cannot copy a (1,) into a ()
-            new_scale = new_scale.reshape(self._scale.shape)
-        super().update(new_scale)
-
-    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
-        if any(map(overlaps, gradients_of(optimizer))) and (
-            allow_fp16 or not any(map(is_fp16, gradients_of(optimizer)))
-        ):
-            departs(FAILURE)  # torch raises the same, after it has written the gradients of other dtypes
-            raise RuntimeError(OVERLAP)
-        if allow_fp16:
-            _sum_in_fp32(optimizer)
-        return self._unscale_as_torch(optimizer, inv_scale, found_inf, allow_fp16)
-
-    def _unscale_as_torch(self, *args: Any) -> Any:
-        with OnEveryDevice():
-            return super()._unscale_grads_(*args)
-
     def unscale_(self, optimizer: Any) -> None:
         optimizer = unwrapped(optimizer)
         super().unscale_(optimizer)
@@ -264,6 +284,19 @@ class Specification(torch.amp.GradScaler):
             for word in ("began", "failed", "stays"):
                 state.pop(word, None)
             self._carried.pop(id(optimizer), None)
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        self._skips.pop(id(optimizer), None)
+        is_refused = not allow_fp16 and any(map(is_fp16, gradients_of(optimizer)))
+        if any(map(overlaps, gradients_of(optimizer))) and not is_refused:
+            departs(FAILURE)  # torch raises the same, after it has written the gradients of other dtypes
+            raise RuntimeError(OVERLAP)
+        for parameter in parameters_of(optimizer) if allow_fp16 else ():
+            if parameter.grad is not None and is_fp16(parameter.grad) and has_duplicates(parameter.grad):
+                departs(FP16_SUMS)
+                parameter.grad = summed(parameter.grad)
+        with OnEveryDevice():
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         optimizer = unwrapped(optimizer)
@@ -280,25 +313,36 @@ class Specification(torch.amp.GradScaler):
         optimizer = unwrapped(optimizer)
         if not self._enabled or "closure" in kwargs or self._scale is None or self._growth_tracker is None:
             return super().step(optimizer, *args, **kwargs)
-        self._begin_step(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
-        if has_failed(state):
+        state, fused = self._per_optimizer_states[id(optimizer)], hasattr(optimizer, "_step_supports_amp_scaling")
+        if is_ready(state):
+            self._skips.pop(id(optimizer), None)
+        self._resume(optimizer)
+        if state["stage"] is OptState.UNSCALED and state.get("failed"):
             departs(FAILURE)
             state["stage"] = OptState.STEPPED
+            self._skips[id(optimizer)] = [True]
             return None
         try:
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
-                return self._fused_step(optimizer, state, *args, **kwargs)
-            return super().step(optimizer, *args, **kwargs)
+            result = (self._fused_step if fused else super().step)(optimizer, *args, **kwargs)
         except Exception:
             if state["stage"] is OptState.UNSCALED:
                 state["began"] = True
             raise
+        flags = state["found_inf_per_device"]  # those of a fused optimizer are read when somebody asks
+        self._skips[id(optimizer)] = list(flags.values()) if fused else [any_set(flags)]
+        return result
 
-    def _begin_step(self, optimizer: Any) -> None:
-        self._resume(optimizer)
+    def _resume(self, optimizer: Any) -> None:
+        """Make a carried step an unscaled one, with the flag of its check or of a later look."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if is_ready(state) and id(optimizer) in self._carried:
+            departs(18)  # torch unscales the gradients a second time
+            flag = self._carried.pop(id(optimizer)) or any_set(state["found_inf_per_device"])
+            found_inf = {self._scale.device: torch.tensor(float(flag))}
+            state.update(stage=OptState.UNSCALED, found_inf_per_device=found_inf)
 
-    def _fused_step(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _fused_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             return super().step(optimizer)  # raises
         scaled = is_ready(state)
@@ -308,23 +352,132 @@ class Specification(torch.amp.GradScaler):
             departs(14)
             state["stage"] = OptState.STEPPED
             return None
+        unchecked = not state["found_inf_per_device"]
+        if unchecked:
+            departs(1)  # torch passes the int 0 where no gradient was checked, and fails if there are some by now
+            state["found_inf_per_device"] = {self._scale.device: torch.zeros(())}
         try:
-            return self._step_with_flag(optimizer, state, *args, **kwargs)
+            return super().step(optimizer, *args, **kwargs)
         except Exception:
             departs(FAILURE)  # nobody knows what it divided: it can only be skipped now
             del optimizer.grad_scale, optimizer.found_inf
             state.update(stage=OptState.UNSCALED, failed=scaled)
             raise
-
-    def _step_with_flag(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if state["found_inf_per_device"]:
-            return super().step(optimizer, *args, **kwargs)
-        departs(1)  # torch passes the int 0 where no gradient was checked, and fails if there are some by now
-        state["found_inf_per_device"] = {self._scale.device: torch.zeros(())}
-        try:
-            return super().step(optimizer, *args, **kwargs)
         finally:
-            state["found_inf_per_device"] = {}
+            if unchecked:
+                state["found_inf_per_device"] = {}
+
+    def was_skipped(self, optimizer: Any) -> bool:
+        if not self._enabled:
+            return False
+        flags = self._skips.get(id(unwrapped(optimizer)))
+        if flags is None:
+            raise Refused(ValueError, "was_skipped: this ")
+        return any(bool(flag) for flag in flags)
+
+    # An update.
+
+    def update(self, new_scale: Any = None) -> None:
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("update")
+        states, unstepped = self._per_optimizer_states, self._unstepped()
+        if new_scale is None:
+            self._update_by_flags()
+        else:
+            self._update_by_value(new_scale)
+        carried = {k: flag for k, flag in self._carried.items() if k not in states or is_ready(states[k])}
+        self._carried = carried | unstepped
+        self._end_streaks(by_value=new_scale is not None)
+
+    def _unstepped(self) -> dict[int, bool]:
+        """Return the flags to carry: before the update, which adds up the flags in one of them."""
+        unscaled = {k: s for k, s in self._per_optimizer_states.items() if s["stage"] is OptState.UNSCALED}
+        failed = {key for key, state in unscaled.items() if state.get("failed")}
+        checked = {key for key, state in unscaled.items() if state["found_inf_per_device"]}  # else nothing was divided
+        return {key: key in failed or any_set(unscaled[key]["found_inf_per_device"]) for key in failed | checked}
+
+    def _update_by_flags(self) -> None:
+        if self._growth_tracker.item() >= self._growth_interval and self._any_check():
+            departs(3)
+            self._growth_tracker.fill_(self._growth_interval - 1)
+        # torch adds the flags up in one of them: what they were is read before.
+        self._skips = {key: [bool(flag) for flag in found] for key, found in self._skips.items()}
+        bad, before = self._any_flag(), self._scale.item()
+        self._update_as_torch()
+        if bad and self._counters["strikes"] + 1 < self._limits["hysteresis"]:
+            departs(13)
+            self._scale.fill_(before)
+        self._scale.fill_(self._limited(self._scale.item()))
+        self._count_flag(bad)
+        self._counters["growths"] += self._scale.item() > before
+        self._counters["backoffs"] += self._scale.item() < before
+        if not bad and not self._growth_tracker.item():
+            self._counters["strikes"] = 0
+
+    def _update_as_torch(self) -> None:
+        super().update()
+
+    def _update_by_value(self, new_scale: Any) -> None:
+        one = isinstance(new_scale, Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
+        if one or not isinstance(new_scale, Tensor):  # torch refuses the others
+            demand("scale", new_scale, "new_scale")
+            rounded = torch.tensor(float(new_scale)).item()
+            if not self._limits["min_scale"] <= rounded <= self._limits["max_scale"]:
+                departs(13)
+                raise illegal("new_scale", new_scale)
+        if isinstance(new_scale, int):
+            departs(5)
+            new_scale = float(new_scale)
+        if one and new_scale.shape != self._scale.shape:
+            departs(5)  # torch cannot copy a (1,) into a ()
+            new_scale = new_scale.reshape(self._scale.shape)
+        checked, bad = self._any_check(), self._any_flag()  # before torch forgets them
+        super().update(new_scale)
+        if checked:
+            self._count_flag(bad)
+
+    def _limited(self, scale: float) -> float:
+        bounded = SMALLEST if math.isnan(scale) else min(max(scale, SMALLEST), FP32_MAX)
+        if bounded != scale:
+            departs(4)
+        limited = min(max(bounded, self._limits["min_scale"]), self._limits["max_scale"])
+        if limited != bounded:
+            departs(13)
+        return limited
+
+    def _end_streaks(self, by_value: bool) -> None:
+        limit = self._limits["max_consecutive_skips"]
+        if limit is None:
+            return
+        if by_value:
+            self._streaks = []
+            return
+        self._streaks.append(self._counters["consecutive_skips"])
+        streak = self._streaks.pop(0) if len(self._streaks) > LAG else 0
+        if streak > limit:
+            departs(13)
+            skips = f"{streak} consecutive skip{'s' * (streak > 1)}"
+            raise Refused(SkipStreakError, f"{skips}, more than max_consecutive_skips={limit}; ")
+
+    def _any_check(self) -> bool:
+        return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+
+    def _any_flag(self) -> bool:
+        return any(any_set(state["found_inf_per_device"]) for state in self._per_optimizer_states.values())
+
+    def _count_flag(self, bad: bool) -> None:
+        counters = self._counters
+        counters["updates"] += 1
+        counters["skipped"] += bad
+        counters["strikes"] += bad
+        counters["consecutive_skips"] = counters["consecutive_skips"] + 1 if bad else 0
+        if bad:
+            counters["last_skip"] = counters["updates"]
+
+    def stats(self) -> SimpleNamespace:
+        shown = {name: value for name, value in self._counters.items() if name != "strikes"}
+        return SimpleNamespace(**{**shown, "last_skip": shown["last_skip"] or None})
 
 
 class ShardedSpecification(Specification, TorchShardedGradScaler):
@@ -336,27 +489,3 @@ class ShardedSpecification(Specification, TorchShardedGradScaler):
     def _update_as_torch(self) -> None:
         departs(4)  # on the CPU torch's class rounds the factor, too, and grows to infinity
         torch.amp.GradScaler.update(self)
-
-
-def is_ready(state: dict[str, Any]) -> bool:
-    return state["stage"] is OptState.READY
-
-
-def has_failed(state: dict[str, Any]) -> bool:
-    return state["stage"] is OptState.UNSCALED and state.get("failed", False)
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """Difference 15: what a wrapper does, its optimizer does."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    departs(15)
-    return optimizer.optimizer
-
-
-def _sum_in_fp32(optimizer: Any) -> None:
-    for parameter in parameters_of(optimizer):
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse and is_fp16(gradient) and not gradient.is_coalesced():
-            departs(FP16_SUMS)
-            parameter.grad = gradient.float().coalesce().half()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from extras import LARGEST_INT
 from hypothesis import strategies as st
-from specification import FP32_MAX, SMALLEST
+from specification import FP32_MAX, LARGEST_INT, SMALLEST
 from worlds import DTYPES, OPTIMIZERS, SHAPES, VARIANTS, ClipSpec, GradientSpec, OptimizerSpec, ParameterSpec
 
 INF, NAN = float("inf"), float("nan")

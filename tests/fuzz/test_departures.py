@@ -13,8 +13,10 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
+import helpers
 import torch
 from extras import CLIPPING, FullSpecification
+from helpers import values
 from specification import FAILURE, FP16_SUMS, SMALLEST, departures
 from worlds import Wrapper
 
@@ -24,35 +26,14 @@ PAGE = (FOLDER.parents[1] / "docs" / "differences.md").read_text()
 WORDS = {"FAILURE": "\n## When something fails\n", "CLIPPING": "`clip_grad_norm_`"}
 
 
-def sgd(*grads: float, cls: Any = torch.optim.SGD, **options: Any) -> Any:
-    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in grads]
-    for parameter, value in zip(parameters, grads, strict=True):
-        parameter.grad = torch.full((2,), value)
-    return cls(parameters, lr=0.5, **options)
+def sgd(grad: float, **options: Any) -> torch.optim.SGD:
+    return helpers.sgd([torch.full((2,), grad)], **options)
 
 
 def started(cls: Any, **options: Any) -> Any:
     scaler = cls(device="cpu", **{"init_scale": 4.0, "growth_interval": 2, **options})
     scaler.scale(torch.ones(()))
     return scaler
-
-
-def scale_after(scaler: Any, gradient: float) -> float:
-    """Step and update; return the scale."""
-    scaler.step(sgd(gradient))
-    scaler.update()
-    return scaler.get_scale()
-
-
-def values(optimizer: Any) -> list[float]:
-    return [parameter[0].item() for parameter in optimizer.param_groups[0]["params"]]
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        return type(error)
 
 
 def gradients_that_came_after_unscaling(cls: Any) -> Any:
@@ -65,34 +46,16 @@ def gradients_that_came_after_unscaling(cls: Any) -> Any:
     return values(optimizer)
 
 
-def a_factor_that_cannot_work(cls: Any) -> Any:
-    return started(cls).set_growth_factor(math.nan)
-
-
 def an_interval_below_the_tracker(cls: Any) -> Any:
     scaler = started(cls)
     scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 5})
-    return scale_after(scaler, 1.0)
-
-
-def a_scale_at_its_end(cls: Any) -> Any:
-    return scale_after(started(cls, init_scale=SMALLEST), math.inf)
-
-
-def an_int(cls: Any) -> Any:
-    scaler = started(cls)
-    scaler.update(1024)
-    return scaler.get_scale()
-
-
-def a_getter_of_a_disabled_one(cls: Any) -> Any:
-    return started(cls, enabled=False).get_growth_factor()
+    return helpers.update(scaler, bad=False)
 
 
 def a_limit(cls: Any) -> Any:
     scaler = started(cls)
     scaler.set_limits(min_scale=4.0)
-    return scale_after(scaler, math.inf)
+    return helpers.update(scaler, bad=True)
 
 
 def momentum_of_a_skipped_step(cls: Any) -> Any:
@@ -116,26 +79,17 @@ def duplicates_in_fp16(cls: Any) -> Any:
 
 
 def a_step_after_the_update(cls: Any) -> Any:
-    late, early, scaler = sgd(8.0), sgd(8.0), started(cls)
+    late, scaler = sgd(8.0), started(cls)
     scaler.unscale_(late)
-    scaler.step(early)
-    scaler.update()
+    helpers.update(scaler, bad=False)
     scaler.step(late)
     return values(late)
 
 
-def a_batch_after_a_step_that_failed(cls: Any) -> Any:
-    return stepped_again(cls, sgd(8.0), loss=True)
-
-
-def a_second_try_of_a_fused_step(cls: Any) -> Any:
-    return stepped_again(cls, sgd(8.0, fused=True), loss=False)
-
-
-def stepped_again(cls: Any, optimizer: Any, loss: bool) -> Any:
+def stepped_again(cls: Any, optimizer: torch.optim.SGD, loss: bool) -> Any:
     scaler = started(cls)
-    with mock.patch.object(optimizer, "step", side_effect=OSError):
-        outcome(lambda: scaler.step(optimizer))
+    with mock.patch.object(optimizer, "step", side_effect=MemoryError), pytest.raises(MemoryError):
+        scaler.step(optimizer)
     if loss:
         scaler.scale(torch.ones(()))
         optimizer.param_groups[0]["params"][0].grad.fill_(8.0)
@@ -143,32 +97,35 @@ def stepped_again(cls: Any, optimizer: Any, loss: bool) -> Any:
     return values(optimizer)
 
 
-def a_norm(cls: Any) -> Any:
-    return started(cls).clip_grad_norm_([sgd(8.0)], 1.0).isfinite().item()
-
-
 SHOWN: dict[int | str, Callable[[Any], Any]] = {
     1: gradients_that_came_after_unscaling,
-    2: a_factor_that_cannot_work,
+    2: lambda cls: started(cls).set_growth_factor(math.nan),
     3: an_interval_below_the_tracker,
-    4: a_scale_at_its_end,
-    5: an_int,
-    6: a_getter_of_a_disabled_one,
+    4: lambda cls: helpers.update(started(cls, init_scale=SMALLEST), bad=True),
+    5: lambda cls: started(cls).update(1024),
+    6: lambda cls: started(cls, enabled=False).get_growth_factor(),
     13: a_limit,
     14: momentum_of_a_skipped_step,
     15: a_wrapper,
     FP16_SUMS: duplicates_in_fp16,
     18: a_step_after_the_update,
-    23: a_batch_after_a_step_that_failed,
-    FAILURE: a_second_try_of_a_fused_step,
-    CLIPPING: a_norm,
+    23: lambda cls: stepped_again(cls, sgd(8.0), loss=True),
+    FAILURE: lambda cls: stepped_again(cls, sgd(8.0, fused=True), loss=False),
+    CLIPPING: lambda cls: started(cls).clip_grad_norm_([sgd(8.0)], 1.0).isfinite().item(),
 }
+
+
+def outcome(call: Callable[[Any], Any], cls: Any) -> Any:
+    try:
+        return call(cls)
+    except Exception as error:
+        return type(error)
 
 
 @pytest.mark.parametrize("number", SHOWN)
 def test_torch_does_something_else(number: int | str) -> None:
     departures.clear()
-    ours, theirs = (outcome(lambda cls=cls: SHOWN[number](cls)) for cls in (FullSpecification, torch.amp.GradScaler))
+    ours, theirs = (outcome(SHOWN[number], cls) for cls in (FullSpecification, torch.amp.GradScaler))
     assert departures[number] > 0
     assert ours != theirs
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from fuzz_profile import Chunk, chunks, settings_for
 from hypothesis import event, given, seed
 from hypothesis import strategies as st
+from jobs import WARNINGS
+from specification import Specification, is_ready
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 
 pytest.importorskip("lightning")
 
@@ -28,21 +26,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from scaler_triton import GradScaler
 from scaler_triton.integrations.lightning import mixed_precision
 
-KNOWN_WARNINGS = [
-    "ignore:.training_step. returned .None.:UserWarning",  # some do
-    # The first step was skipped.
-    "ignore:Detected call of .lr_scheduler.step... before .optimizer.step.*:UserWarning",
-    # This test finds out whether another version works.
-    "ignore:.* is installed. scaler_triton was tested with:UserWarning",
-    # Lightning advises worker processes for the loader; five-element batches need none.
-    "ignore:The '.*_dataloader' does not have many workers:UserWarning",
-    # Lightning notices a GPU, where there is one, that a test on the CPU leaves alone, and that it would not log.
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:The number of training batches:UserWarning",
-    # Lightning 2.6 uses what torch 2.13 has deprecated.
-    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(known) for known in KNOWN_WARNINGS]
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}:{category}") for message, category in WARNINGS]
+# The first step was skipped.
+pytestmark += [pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step... before:UserWarning")]
 QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 
 RATE, DECAY = 0.1, 0.75
@@ -73,14 +59,11 @@ class Program:
         return self.optimizer.endswith("fused")
 
     @property
-    def parts(self) -> list[slice]:
+    def parts(self) -> list[list[tuple[Tensor, str]]]:
         """The batches until the run is saved, and from then on."""
-        ends = [0, self.cut, len(self.batches)] if 0 < self.cut < len(self.batches) else [0, len(self.batches)]
-        return [slice(*pair) for pair in itertools.pairwise(ends)]
-
-    @property
-    def is_refused(self) -> bool:
-        return self.fused and self.clip is not None
+        draws = [torch.Generator().manual_seed(step) for step in range(len(self.batches))]
+        data = list(zip([torch.randn(4, 5, generator=draw) for draw in draws], self.batches, strict=True))
+        return [part for part in (data[: self.cut], data[self.cut :]) if part]
 
     @property
     def is_lightnings(self) -> bool:
@@ -93,11 +76,6 @@ class Program:
             return True
         differs = self.clip == ("norm", BITES) or (self.clip[0] == "value" and "none" in self.batches)
         return self.order == "automatic" and not self.fused and not differs
-
-    def data(self, part: slice) -> list[tuple[Tensor, str]]:
-        draws = [torch.Generator().manual_seed(step) for step in range(len(self.batches))]
-        inputs = [torch.randn(4, 5, generator=draw) for draw in draws]
-        return list(zip(inputs, self.batches, strict=True))[part]
 
 
 @st.composite
@@ -144,55 +122,57 @@ class Trace:
     """What a run leaves, batch by batch, and what its hooks and clippings saw."""
 
     losses: list[str] = field(default_factory=list)
-    scales: list[tuple[float, int]] = field(default_factory=list)
-    rates: list[list[float]] = field(default_factory=list)
-    steps: list[list[float]] = field(default_factory=list)  # as AdamW counts them
-    weights: list[list[float]] = field(default_factory=list)
+    batches: list[dict[str, Any]] = field(default_factory=list)
     unscaled: list[str] = field(default_factory=list)  # a gradient as a hook sees it before the step
     norms: list[float] = field(default_factory=list)  # as the scaler returned them
 
     def add(self, scaler: Any, optimizers: list[Any], net: Net) -> None:
-        self.scales.append((scaler.get_scale(), scaler._get_growth_tracker()))
-        self.rates.append([each.param_groups[0]["lr"] for each in optimizers])
-        self.steps.append([float(s.get("step", 0)) for each in optimizers for s in each.state.values()])
-        self.weights.append(torch.cat([p.detach().flatten() for p in net.parameters()]).tolist())
-        assert all(map(math.isfinite, self.weights[-1]))
+        weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+        assert weights.isfinite().all()
+        after = {
+            "scale": (scaler.get_scale(), scaler._get_growth_tracker()),
+            "rates": [each.param_groups[0]["lr"] for each in optimizers],
+            "steps": [float(s.get("step", 0)) for each in optimizers for s in each.state.values()],  # as AdamW counts
+            "weights": weights.tolist(),
+        }
+        self.batches.append(after)
 
     def see(self, net: Net) -> None:
         gradient = net.layers[0].weight.grad
         self.unscaled.append("" if gradient is None else str(gradient.tolist()))
 
     def assert_same(self, other: Trace, *, hooks: bool) -> None:
-        for name in ("losses", "scales", "rates", "steps", "weights", *["unscaled"] * hooks):
-            assert getattr(self, name) == getattr(other, name), name
+        assert self.losses == other.losses
+        assert self.batches == other.batches
+        assert not hooks or self.unscaled == other.unscaled
 
 
 class Loop:
     """A loop of one's own over a program; subclasses know how its steps are called."""
 
-    program: Program
-    net: Net
-    optimizers: list[Any]
-    schedulers: list[Any]
-    trace: Trace
+    def __init__(self, program: Program, net: Net, trace: Trace, optimizers: list[Any], schedulers: list[Any]) -> None:
+        self.program, self.net, self.trace = program, net, trace
+        self.optimizers, self.schedulers = optimizers, schedulers
 
-    def batch(self, index: int, batch: Tensor, kind: str) -> None:
+    def batch(self, index: int, batch: Tensor, kind: str, last: bool = False) -> None:
         self.net.kind = kind
-        begins, ends = index % self.program.accumulated == 0, (index + 1) % self.program.accumulated == 0
+        begins, ends = index % self.program.accumulated == 0, last or (index + 1) % self.program.accumulated == 0
         if self.program.order == "together":
             self._together(batch, begins, ends)
         else:
             self._in_turn(batch, begins, ends)
-        if ends:
-            for scheduler in self.schedulers:
-                scheduler.step()
+        for scheduler in self.schedulers if ends else ():
+            scheduler.step()
 
     def _in_turn(self, batch: Tensor, begins: bool, ends: bool) -> None:
         for which, optimizer in enumerate(self.optimizers):
             if begins:
                 optimizer.zero_grad()
-            self._backward(batch, float(which))
+            if self.net.kind != "none":
+                self._backward(batch, float(which))
             if ends:
+                self.before_step(optimizer)
+            if ends and self.net.kind != "none":
                 self.clip(optimizer)
                 self.step(optimizer)
 
@@ -210,6 +190,9 @@ class Loop:
                 self.clip(other)
             self.step(other)
 
+    def before_step(self, optimizer: Any) -> None:
+        pass
+
     def _backward(self, batch: Tensor, target: float) -> None:
         with self.autocast():
             loss = self.net.loss(self.net(batch), target)
@@ -220,67 +203,27 @@ class Loop:
         return nullcontext()  # a framework sees to it
 
 
-class Remembering(torch.amp.GradScaler):
-    """torch's scaler, but until the next loss an update forgets of no optimizer that its gradients are unscaled.
-
-    That is difference 18.
-    """
-
-    def update(self, new_scale: Any = None) -> None:
-        states = self._per_optimizer_states
-        unscaled = {key: state for key, state in states.items() if state["stage"] is OptState.UNSCALED}
-        super().update(new_scale)
-        self._per_optimizer_states.update(unscaled)
-        self._carried = set(unscaled)
-
-    def scale(self, outputs: Any) -> Any:
-        for key in getattr(self, "_carried", ()):
-            self._per_optimizer_states.pop(key)
-        self._carried = set()
-        return super().scale(outputs)
-
-    def is_unscaled(self, optimizer: Any) -> bool:
-        return self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-
-
 class ByHand(Loop):
-    """The model: torch's scaler, no framework, no checkpoint in between.
+    """The model: the specification's scaler, no framework, no checkpoint in between.
 
     The norms that our scaler returned must be right; their last bits are taken from it. None: torch's clip by theirs.
     """
 
     def __init__(self, program: Program, returned: list[float] | None) -> None:
-        self.program, self.trace, self.net = program, Trace(), Net()
+        net = Net()
+        super().__init__(program, net, Trace(), *net.new_optimizers(program))
         self.returned = None if returned is None else iter(returned)
-        self.optimizers, self.schedulers = self.net.new_optimizers(program)
-        self.scaler = Remembering("cpu", init_scale=program.init_scale, growth_interval=2)
-        for part in program.parts:
-            self._part(program.data(part))
+        self.scaler = Specification(device="cpu", init_scale=program.init_scale, growth_interval=2)
+        for data in program.parts:
+            for index, (batch, kind) in enumerate(data, 1):
+                self.batch(index - 1, batch, kind, last=program.order == "automatic" and index == len(data))
+                self.trace.add(self.scaler, self.optimizers, self.net)
 
-    def _part(self, data: list[tuple[Tensor, str]]) -> None:
-        for index, (batch, kind) in enumerate(data):
-            if self.program.order == "automatic":
-                ends = (index + 1) % self.program.accumulated == 0 or index + 1 == len(data)
-                self._automatic(batch, kind, index % self.program.accumulated == 0, ends)
-            else:
-                self.batch(index, batch, kind)
-            self.trace.add(self.scaler, self.optimizers, self.net)
-
-    def _automatic(self, batch: Tensor, kind: str, begins: bool, ends: bool) -> None:
-        self.net.kind, (optimizer,) = kind, self.optimizers
-        if begins:
-            optimizer.zero_grad()
-        if kind != "none":
-            self._backward(batch, 0.0)
-        if not ends:
-            return
-        if kind != "none":
-            self._unscale(optimizer)
-        self.trace.see(self.net)
-        if kind != "none":
-            self.clip(optimizer)
-            self.step(optimizer)
-        self.schedulers[0].step()
+    def before_step(self, optimizer: Any) -> None:
+        if self.program.order == "automatic":
+            if self.net.kind != "none":
+                self._unscale(optimizer)
+            self.trace.see(self.net)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.float16)
@@ -316,21 +259,22 @@ class ByHand(Loop):
             assert not math.isfinite(returned)
 
     def _unscale(self, optimizer: Any) -> None:
-        if not self.scaler.is_unscaled(optimizer):
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        if is_ready(state) and id(optimizer) not in self.scaler._carried:  # by the update before, unscaled
             self.scaler.unscale_(optimizer)
 
 
-@contextmanager
-def norms_kept(scaler: Any, trace: Trace) -> Iterator[None]:
-    clip = scaler.clip_grad_norm_
+class KeepingNorms(GradScaler):
+    """Our scaler, which keeps the norms that it returned."""
 
-    def returned(*args: Any, **kwargs: Any) -> Tensor:
-        norm = clip(*args, **kwargs)
-        trace.norms.append(norm.item())
+    def __init__(self, program: Program, norms: list[float]) -> None:
+        super().__init__("cpu", init_scale=program.init_scale, growth_interval=2)
+        self.norms = norms
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
+        norm = super().clip_grad_norm_(*args, **kwargs)
+        self.norms.append(norm.item())
         return norm
-
-    with mock.patch.object(scaler, "clip_grad_norm_", returned):
-        yield
 
 
 def train(program: Program, savers: tuple[str, ...]) -> Trace:
@@ -341,61 +285,55 @@ def train(program: Program, savers: tuple[str, ...]) -> Trace:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.ckpt"
         for number, (part, saver) in enumerate(zip(program.parts, savers, strict=False)):
-            ours = saver == "ours"
-            cls = GradScaler if ours else torch.amp.GradScaler
-            scaler = cls("cpu", init_scale=program.init_scale, growth_interval=2)
-            theirs = MixedPrecision("16-mixed", "cpu", scaler)
-            plugin = mixed_precision(pl.Trainer, scaler, device="cpu") if ours else theirs
+            if saver == "ours":
+                plugin = mixed_precision(pl.Trainer, KeepingNorms(program, trace.norms), device="cpu")
+            else:
+                scaler = torch.amp.GradScaler("cpu", init_scale=program.init_scale, growth_interval=2)
+                plugin = MixedPrecision("16-mixed", "cpu", scaler)
             place = {"accelerator": "cpu", "devices": 1, "max_epochs": number + 1, "plugins": plugin}
             trainer = pl.Trainer(**place, **options, **QUIET)
-            module = module_of(program, program.data(part), trace)
-            with norms_kept(scaler, trace) if ours else nullcontext():
-                trainer.fit(module, ckpt_path=path if number else None)
+            trainer.fit(Module(program, part, trace), ckpt_path=path if number else None)
             trainer.save_checkpoint(path)
     return trace
 
 
-def module_of(program: Program, data: list[tuple[Tensor, str]], trace: Trace) -> Any:
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = program.order == "automatic"
-            self.net = Net()
+class Module(pl.LightningModule):
+    def __init__(self, program: Program, data: list[tuple[Tensor, str]], trace: Trace) -> None:
+        super().__init__()
+        self.program, self.data, self.trace, self.net = program, data, trace, Net()
+        self.automatic_optimization = program.order == "automatic"
 
-        def training_step(self, both: tuple[Tensor, str], index: int) -> Tensor | None:
-            batch, self.net.kind = both
-            if not self.automatic_optimization:
-                ManualLoop(self, program, trace).batch(index, *both)
-                return None
-            if self.net.kind == "none":
-                return None
-            loss = self.net.loss(self.net(batch), 0.0)
-            trace.losses.append(str(loss.item()))
-            return loss
+    def training_step(self, both: tuple[Tensor, str], index: int) -> Tensor | None:
+        batch, self.net.kind = both
+        if not self.automatic_optimization:
+            ManualLoop(self).batch(index, *both)
+            return None
+        if self.net.kind == "none":
+            return None
+        loss = self.net.loss(self.net(batch), 0.0)
+        self.trace.losses.append(str(loss.item()))
+        return loss
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.automatic_optimization:
-                trace.see(self.net)
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.automatic_optimization:
+            self.trace.see(self.net)
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-            trace.add(self.trainer.scaler, self.trainer.optimizers, self.net)
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.trace.add(self.trainer.scaler, self.trainer.optimizers, self.net)
 
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(data, batch_size=None)
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.data, batch_size=None)
 
-        def configure_optimizers(self) -> Any:
-            optimizers, schedulers = self.net.new_optimizers(program)
-            return optimizers, [{"scheduler": each, "interval": "step"} for each in schedulers]
-
-    return Module()
+    def configure_optimizers(self) -> Any:
+        optimizers, schedulers = self.net.new_optimizers(self.program)
+        return optimizers, [{"scheduler": each, "interval": "step"} for each in schedulers]
 
 
 class ManualLoop(Loop):
-    def __init__(self, module: Any, program: Program, trace: Trace) -> None:
-        self.program, self.trace, self.module, self.net = program, trace, module, module.net
-        optimizers, schedulers = module.optimizers(), module.lr_schedulers()
-        self.optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        self.schedulers = schedulers if isinstance(schedulers, list) else [schedulers]
+    def __init__(self, module: Module) -> None:
+        both = (each if isinstance(each, list) else [each] for each in (module.optimizers(), module.lr_schedulers()))
+        super().__init__(module.program, module.net, module.trace, *both)
+        self.module = module
 
     def backward(self, loss: Tensor) -> None:
         self.module.manual_backward(loss)
@@ -417,7 +355,7 @@ def by_trainer(program: Program, savers: tuple[str, str]) -> None:
     mine.assert_same(model.trace, hooks=savers == ("ours", "ours") or not program.fused)
     if program.is_lightnings:
         mine.assert_same(train(program, ("lightning", "lightning")), hooks=not program.fused)
-    elif program.is_refused and program.order == "automatic":
+    elif program.fused and program.clip is not None and program.order == "automatic":
         with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
             train(program, ("lightning", "lightning"))
 

@@ -24,13 +24,12 @@ from rank_model import (
     steps_taken,
 )
 from rank_programs import PLACES, PLAIN, Clip, Optimizer, Program
-from rank_strategies import ON_MOVED, RANKS, any_programs, long_programs, moving_programs
+from rank_strategies import ON_MOVED, RANKS, programs
 from ranks import cases
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 CASE_LIMIT = 30.0  # Seconds: the watchdog. A program takes a tenth of one.
-STRATEGIES = {"any": any_programs(), "moving": moving_programs(), "long": long_programs()}
 SHARE = 0.05  # of the programs that `make fuzz` asks for
 IN_CI = {"any": 65, "moving": 65, "long": 60}
 CHUNKS = [(shape, chunk) for shape, programs in IN_CI.items() for chunk in chunks(in_ci=programs, share=SHARE)]
@@ -70,7 +69,7 @@ def check_together(program: Program, step: int, traces: list[Trace]) -> None:
     assert all(report == reports[0] for report in reports), f"reports of step {step} differ"
     exact = {(spot, kinds) for spot, kinds in reports[0] if is_reported_exactly(program, spot)}
     assert exact == expected_report(program, step), f"report of step {step}"
-    assert len({repr(trace.norms[step]) for trace in traces}) == 1, f"norms of step {step} differ"
+    assert len({repr(trace.clipped[step]) for trace in traces}) == 1, f"norms of step {step} differ"
     assert len({trace.errors[step] for trace in traces}) == 1, f"errors of step {step} differ"
     for index, optimizer in enumerate(program.optimizers):
         check_copies(optimizer, [trace.digests[step][index] for trace in traces], f"step {step}, optimizer {index}")
@@ -80,23 +79,19 @@ def check_audit(program: Program, traces: list[Trace]) -> None:
     said = traces[0].audited
     assert said is not None
     assert all(trace.audited == said for trace in traces), "the ranks' reports differ"
+    verdict, differences, compared = said
     if program.split is not None:
-        assert said.verdict == "split"
-        assert said.differences[0].startswith("scale: "), said
+        assert verdict == "split"
+        assert differences[0].startswith("scale: "), said
         return
-    apart = [name for index, name in enumerate(names_of_steps(program)) if steps_differ(program, index, traces)]
-    assert len(said.differences) == len(apart), said
-    assert all(map(str.startswith, said.differences, apart)), said
-    assert said.verdict == ("split" if apart else "agree")
-    assert said.compared[:2] == ("scale", "tracker"), said
+    name = "steps of {} (" if len(program.optimizers) > 1 else "steps: "
+    apart = [name.format(index) for index in range(len(program.optimizers)) if steps_differ(program, index, traces)]
+    assert len(differences) == len(apart), said
+    assert all(map(str.startswith, differences, apart)), said
+    assert verdict == ("split" if apart else "agree")
+    assert compared[:2] == ["scale", "tracker"], said
     copied = copies_compared(program)
-    assert not copied or said.compared[-1] == f"{copied} replicated parameter{'s' * (copied != 1)}", said
-
-
-def names_of_steps(program: Program) -> list[str]:
-    """Return how an audit's lines on the steps of each optimizer begin."""
-    several = len(program.optimizers) > 1
-    return [f"steps of {index} (" if several else "steps: " for index in range(len(program.optimizers))]
+    assert not copied or compared[-1] == f"{copied} replicated parameter{'s' * (copied != 1)}", said
 
 
 def steps_differ(program: Program, index: int, traces: list[Trace]) -> bool:
@@ -130,13 +125,13 @@ def check_step(program: Program, rank: int, step: int, trace: Trace) -> None:
 
 def check_clip(program: Program, rank: int, step: int, trace: Trace, clip: Clip) -> None:
     where = f"rank {rank}, step {step}"
-    measured = trace.norms[step]
-    assert measured is not None
+    assert trace.clipped[step] is not None, where
+    measured, collectives = trace.clipped[step]
     if program.clip_is_clean(step, clip):
         assert measured == pytest.approx(norm(program, step, clip), rel=1e-6), where
     else:
         assert not math.isfinite(measured), where
-    assert trace.clip_collectives[step] == clip_collectives(program, step, clip), where
+    assert collectives == clip_collectives(program, step, clip), where
 
 
 def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> None:
@@ -161,7 +156,7 @@ def run(pool: Any, program: Program) -> list[Trace]:
 def test_programs_on_four_ranks(pools: Any, shape: str, chunk: Chunk) -> None:
     @seed(chunk.seed)
     @settings_for(chunk.programs)
-    @given(STRATEGIES[shape])
+    @given(programs(shape))
     def all_agree(program: Program) -> None:
         check(program, run(pools(4), program))
 

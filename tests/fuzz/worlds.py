@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from helpers import bits
@@ -37,8 +37,7 @@ class Wrapper:
         return self.optimizer.step(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class ParameterSpec:
+class ParameterSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     requires_grad: bool = True
@@ -59,8 +58,7 @@ def half_of(fused_momentum: bool, half: torch.dtype) -> torch.dtype:
     return torch.float32 if fused_momentum else half
 
 
-@dataclass(frozen=True)
-class OptimizerSpec:
+class OptimizerSpec(NamedTuple):
     name: str
     variant: str
     parameters: tuple[ParameterSpec, ...]
@@ -71,8 +69,7 @@ class OptimizerSpec:
         return cls([spec.build(half) for spec in self.parameters], lr=0.125, **options, **VARIANTS[self.variant])
 
 
-@dataclass(frozen=True)
-class GradientSpec:
+class GradientSpec(NamedTuple):
     """What a backward pass leaves in one parameter's `.grad`."""
 
     form: str
@@ -155,20 +152,14 @@ class World:
         return [(f"{i}.{j}", p) for i, optimizer in pairs for j, p in enumerate(parameters_of(optimizer))]
 
 
-@dataclass(frozen=True)
-class ClipSpec:
-    """A call of `clip_grad_norm_`.
+class ClipSpec(NamedTuple):
+    """A call of `clip_grad_norm_`."""
 
-    Args:
-        indices: of the optimizers, in this order.
-        subset: positions among their parameters; None: `parameters=` is not given.
-    """
-
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # of the optimizers, in this order
     max_norm: float
     norm_type: Any = 2.0
     error_if_nonfinite: bool = False
-    subset: frozenset[int] | None = None
+    subset: frozenset[int] | None = None  # positions among their parameters; None: `parameters=` is not given
     wrapped: bool = False
 
     def clip(self, world: World, **options: Any) -> Tensor:
@@ -207,17 +198,13 @@ def _assert_same_tensor(ours: Tensor, theirs: Tensor, what: str) -> None:
         return
     assert ours.stride() == theirs.stride(), (what, ours.stride(), theirs.stride())
     mine, other = _memory(ours), _memory(theirs)
-    same = torch.equal(mine.view(torch.uint8), other.view(torch.uint8)) or torch.equal(_bits(mine), _bits(other))
+    same = torch.equal(mine.view(torch.uint8), other.view(torch.uint8)) or torch.equal(bits(mine), bits(other))
     assert same, f"{what}\nours   {ours.tolist()}\ntheirs {theirs.tolist()}"
 
 
 def _memory(tensor: Tensor) -> Tensor:
     """Return the whole storage of a tensor: what lies between its elements must stay as it is."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return bits(tensor) if tensor.is_floating_point() and tensor.numel() else tensor
 
 
 def assert_same_worlds(ours: World, theirs: World) -> None:
@@ -233,8 +220,8 @@ def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what can be seen of an optimizer, and of what a scaler knows of it."""
     known = getattr(scaler, "_per_optimizer_states", {})
     state = known.get(id(optimizer), {})
-    owner = getattr(state, "owner", None) or state.get("owner", lambda: optimizer)
-    if owner() is not optimizer:
+    owner = getattr(state, "owner", None)
+    if owner is not None and owner() is not optimizer:
         state = {}  # of a dead optimizer at the same id, until the new one is used
     parameters = parameters_of(optimizer)
     return {
