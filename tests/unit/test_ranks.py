@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaler_triton import GradScaler, ranks
-from scaler_triton.ranks import GroupRanks, Membership, Ranks, group_ranks, mesh_ranks
+from scaler_triton.ranks import Membership, Ranks, group_ranks, mesh_ranks
 
 CPU = torch.device("cpu")
 BARE: Any = SimpleNamespace(allreduce=None, size=lambda: 3, rank=lambda: 2)
@@ -93,7 +93,7 @@ def test_a_group_must_hold_this_rank_and_the_parameters_meshes(world: Any) -> No
     ("group", "error", "text"),
     [
         ([0, 1], TypeError, "^process_group must be a torch.distributed.ProcessGroup, got list$"),
-        (GroupRanks((0, 2)), ValueError, r"^process_group is unset: .*, and its group of ranks \[0, 2\] did not"),
+        (Ranks((), (0, 2)), ValueError, r"^process_group is unset: .*, and its group of ranks \[0, 2\] did not"),
         (dist.GroupMember.NON_GROUP_MEMBER, ValueError, "^process_group must contain this rank, 0, got a group made"),
     ],
 )
@@ -339,7 +339,7 @@ def test_a_pickle_has_a_groups_ranks_which_must_be_set_again(world: Any) -> None
     group = dist.new_group([0, 2])
     assert [ranks.picklable(each) for each in (None, dist.group.WORLD)] == [None, None]
     kept = ranks.picklable(group)
-    assert kept == ranks.picklable(kept) == GroupRanks((0, 2))
+    assert kept == ranks.picklable(kept) == Ranks((), (0, 2))
     scaler = pickle.loads(pickle.dumps(GradScaler("cpu", process_group=group)))
     scaler.scale(torch.ones(()))
     parameter = plain()
@@ -350,4 +350,4 @@ def test_a_pickle_has_a_groups_ranks_which_must_be_set_again(world: Any) -> None
     scaler.process_group = group
     scaler.unscale_(optimizer)
     dist.destroy_process_group(group)
-    assert ranks.picklable(group) == GroupRanks(())
+    assert ranks.picklable(group) == Ranks((), ())
