@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 strict = False
 
 _AVAILABLE = dist.is_available()  # in this build of torch
-_LENGTH, _AT_ONCE = 8, 1 << 14  # bytes of the length and of data in `gather_bytes`'s first all-gather
+_LENGTH, _AT_ONCE = 8, 1 << 14  # bytes of a message's length, and of all that the first all-gather carries
 _ON_FSDP1 = (
     "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
     "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=."
@@ -311,12 +311,11 @@ def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
         served = _serving_device(group, torch.device("cpu"))
         # The current device may be another rank's.
         home = home if home.type == served.type and home.index is not None else served
-    header = len(data).to_bytes(_LENGTH, "little")
-    gathered = _all_gather(header + data[:_AT_ONCE], _LENGTH + _AT_ONCE, group, home)
+    message = len(data).to_bytes(_LENGTH, "little") + data
+    gathered = _all_gather(message[:_AT_ONCE], _AT_ONCE, group, home)
     ends = [_LENGTH + int.from_bytes(each[:_LENGTH], "little") for each in gathered]
-    longest = max(ends) - _LENGTH
-    if longest > _AT_ONCE:
-        rests = _all_gather(data[_AT_ONCE:], longest - _AT_ONCE, group, home)
+    if max(ends) > _AT_ONCE:
+        rests = _all_gather(message[_AT_ONCE:], max(ends) - _AT_ONCE, group, home)
         gathered = [begin + rest for begin, rest in zip(gathered, rests, strict=True)]
     return [each[_LENGTH:end] for each, end in zip(gathered, ends, strict=True)]
 

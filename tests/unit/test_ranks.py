@@ -287,25 +287,28 @@ def test_a_reduction_is_made_over_each_group_in_turn_and_comes_back(away: bool, 
     assert status.tolist() == [4.0, 5.0]
 
 
-@pytest.mark.parametrize("theirs", [0, 1, ranks._AT_ONCE, ranks._AT_ONCE + 1, 3 * ranks._AT_ONCE])
-@pytest.mark.parametrize("mine", [0, ranks._AT_ONCE, ranks._AT_ONCE + 7])
+FITS = ranks._AT_ONCE - ranks._LENGTH
+
+
+@pytest.mark.parametrize("theirs", [0, 1, FITS, FITS + 1, 3 * FITS])
+@pytest.mark.parametrize("mine", [0, FITS, FITS + 7])
 def test_bytes_of_any_length_are_gathered_in_one_round_or_two(mine: int, theirs: int, monkeypatch: Any) -> None:
-    other, rounds = bytes(range(256)) * (theirs // 256 + 1), []
+    other = (bytes(range(256)) * (theirs // 256 + 1))[:theirs]
+    message, rounds = theirs.to_bytes(ranks._LENGTH, "little") + other, []
 
     def all_gather(parts: list[Tensor], own: Tensor, group: Any) -> None:
-        size = own.numel()
-        begins = theirs.to_bytes(ranks._LENGTH, "little") + other[: min(theirs, ranks._AT_ONCE)]
-        data = begins if not rounds else other[ranks._AT_ONCE : theirs]
+        size, sent = own.numel(), sum(rounds)
         parts[0].copy_(own)
-        parts[1].copy_(torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8))
+        data = message[sent : sent + size].ljust(size, b"\0")
+        parts[1].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         rounds.append(size)
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     data = b"\xff" * mine
-    assert ranks.gather_bytes(data, BARE, CPU) == [data, other[:theirs]]
+    assert ranks.gather_bytes(data, BARE, CPU) == [data, other]
     longest = max(mine, theirs)
-    assert rounds == [ranks._LENGTH + ranks._AT_ONCE] + [longest - ranks._AT_ONCE] * (longest > ranks._AT_ONCE)
+    assert rounds == [ranks._AT_ONCE] + [longest - FITS] * (longest > FITS)
 
 
 @pytest.mark.parametrize(
