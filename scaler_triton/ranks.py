@@ -38,15 +38,10 @@ _APART = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks on which one optimizer's flag must be equal.
+    """The ranks on which one optimizer's flag must be equal."""
 
-    Args:
-        groups: their process group, or one group for each dimension of a mesh, which are reduced over one by one.
-        ranks: the global ranks in ascending order; for a bare group its own numbers.
-    """
-
-    groups: tuple[ProcessGroup, ...]
-    ranks: tuple[int, ...]
+    groups: tuple[ProcessGroup, ...]  # theirs, or one for each dimension of a mesh, reduced over one by one
+    ranks: tuple[int, ...]  # global ones in ascending order; for a bare group its own numbers
 
     def maximum_(self, values: Tensor) -> None:
         """Replace `values` (fp32 or fp64, shape (n,), any device) by their elementwise maximum over the ranks."""
@@ -96,10 +91,7 @@ class Membership:
 
 
 def group_ranks(parameters: Iterable[Tensor], process_group: Any) -> Ranks | None:
-    """Return all ranks of `process_group`, by default of the default group; None for a group of one rank.
-
-    Raises: as `checked_group`; ValueError if a parameter's mesh has ranks outside the group, unless that is bare.
-    """
+    """Return all ranks of `process_group`, by default of the default group; None for a group of one rank."""
     group = checked_group(process_group)
     if is_bare(group):
         return _together((group,), range(group.size()))
@@ -121,8 +113,6 @@ def mesh_ranks(parameters: Iterable[Tensor]) -> Ranks | None:
     contains all others, as only then every rank finds the same set. They reduce over the default group if they are the
     whole world, else over the root's groups, one for each dimension. No group is created here, as not all ranks would
     join: it could hang, and the names that torch gives to groups could differ between ranks.
-
-    Raises: ValueError if no root mesh contains all others, or if this rank is not in the mesh.
     """
     meshes = _meshes(parameters)
     if not meshes:
@@ -169,16 +159,8 @@ def replicas_of(parameters: Sequence[Tensor], ranks: Ranks | None, model: nn.Mod
     """Return for each parameter how many of the ranks hold the same shard of it as this rank: a norm counts it once.
 
     A DTensor's placements give the number of shards; ranks outside its mesh are taken to hold copies. An FSDP1
-    parameter looks the same sharded or not, but its FSDP module knows, also how tensor parallelism had sharded it
-    before. DDP over tensor parallel keeps the DTensorSpec on the parameter. Any other parameter is taken to be
-    replicated on all ranks, as under DDP.
-
-    Args:
-        ranks: the ranks whose gradients make up the norm; None: this one alone.
-        model: the module that holds the `FullyShardedDataParallel` modules, if there are any.
-
-    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules, or flattens parameters with
-        different numbers of replicas; naming `process_group` if one has more shards than there are ranks.
+    parameter looks the same sharded or not, but its FSDP module in `model` knows, also how tensor parallelism had
+    sharded it before. Any other parameter is taken to be replicated on all ranks, as under DDP.
     """
     count = 1 if ranks is None else len(ranks.ranks)
     on_fsdp1 = several_ranks() and has_fsdp1(parameters)
@@ -266,11 +248,7 @@ def own_rank(process_group: Any) -> int:
 
 
 def checked_group(process_group: Any) -> Any:
-    """Return a scaler's process group, the default one for None; a bare one is not checked.
-
-    Raises: torch's ValueError without a default group; ValueError if pickling lost the group or this rank is not in it;
-        TypeError if it is no group.
-    """
+    """Return a scaler's process group, the default one for None; raise if it is unusable. A bare one is not checked."""
     if isinstance(process_group, Ranks):
         raise ValueError(
             f"process_group is unset: this scaler was unpickled, and its group of ranks {list(process_group.ranks)} "
