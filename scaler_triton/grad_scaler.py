@@ -373,16 +373,9 @@ class GradScaler(torch.amp.GradScaler):
         Raises: TypeError naming an illegal `model`: with `gather` on this rank only, and the others' reports show it.
             With `gather`, ValueError naming `process_group` if pickling lost it or this rank is not in it.
         """
-        ours, scale = self._ours, self._get_scale_async()
+        scale = self._get_scale_async()
         home = scale.device if scale is not None else torch.device(self._device if self._enabled else "cpu")
-
-        def own() -> OverflowReport:
-            steps = ours.steps.all()
-            pending = any(flag.item() for step in steps for flag in step["found_inf_per_device"].values())
-            marks = [step.plan.marks for step in steps if step.plan is not None]
-            return report.own_report(marks, ours.counters.read(), pending, model, self.process_group)
-
-        return report.gathered(own, self.process_group, home, gather)
+        return report.overflow_report(self._ours, model, self.process_group, home, gather)
 
     limits = _Limits()
 

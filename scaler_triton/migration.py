@@ -44,18 +44,19 @@ def from_megatron(
 
     Raises: KeyError for a missing field; TypeError or ValueError naming a wrong one and its value.
     """
-    hysteresis = policy.check_hysteresis(hysteresis)
-    tracker = _integer(state, "hysteresis_tracker")
-    if tracker > hysteresis:
-        raise ValueError(f"hysteresis_tracker must be at most hysteresis={hysteresis}, got {tracker}")
-    return _state_dict(
-        policy.check_scale(_number(state, "scale"), "scale"),
-        (policy.check_growth_factor(growth_factor), policy.check_backoff_factor(backoff_factor)),
-        policy.check_growth_interval(growth_interval),
-        policy.check_growth_tracker(_number(state, "growth_tracker"), "growth_tracker"),
-        NO_LIMITS.changed(min_scale=min_scale, hysteresis=hysteresis),
-        strikes=hysteresis - tracker,
-    )
+    scale, tracker, left = _numbers(state, "scale", "growth_tracker", "hysteresis_tracker")
+    limits = NO_LIMITS.changed(min_scale=min_scale, hysteresis=hysteresis)
+    left = policy.check_int(left, "hysteresis_tracker")
+    if left > limits.hysteresis:
+        raise ValueError(f"hysteresis_tracker must be at most hysteresis={limits.hysteresis}, got {left}")
+    return {
+        "scale": policy.check_scale(scale, "scale"),
+        "growth_factor": policy.check_growth_factor(growth_factor),
+        "backoff_factor": policy.check_backoff_factor(backoff_factor),
+        "growth_interval": policy.check_growth_interval(growth_interval),
+        "_growth_tracker": policy.check_growth_tracker(tracker, "growth_tracker"),
+        **_extras(limits, strikes=limits.hysteresis - left),
+    }
 
 
 def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,68 +77,51 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises: KeyError for a missing field; TypeError or ValueError naming a wrong one and its value.
     """
-    scale = policy.check_scale(_number(state, "cur_scale"), "cur_scale")
+    (scale,) = _numbers(state, "cur_scale")
+    scale = policy.check_scale(scale, "cur_scale")
     name = "dynamic"
-    if name not in state:
-        name, state = "dynamic_loss_scale", {**state, **_NO_HYSTERESIS}  # FP16_Optimizer's
-    if not policy.check_bool(_field(state, name), name):
-        return _state_dict(scale, (1.0, 1.0), 1, 0, NO_LIMITS, strikes=0)
-    factor = policy.check_growth_factor(_number(state, "scale_factor"), "scale_factor")
-    hysteresis = policy.check_hysteresis(_number(state, "delayed_shift"), "delayed_shift")
-    left = policy.check_hysteresis(_number(state, "cur_hysteresis"), "cur_hysteresis")
-    if left > hysteresis:
-        raise ValueError(f"cur_hysteresis must be at most delayed_shift={hysteresis}, got {left}")
-    window = policy.check_growth_interval(_number(state, "scale_window"), "scale_window")
-    consecutive = policy.check_bool(_field(state, "consecutive_hysteresis"), "consecutive_hysteresis")
-    if consecutive and hysteresis > 1:
+    if name not in state:  # FP16_Optimizer's
+        name, state = "dynamic_loss_scale", {**state, **_NO_HYSTERESIS}
+    if not policy.check_bool(state[name], name):
+        fixed = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1, "_growth_tracker": 0}
+        return {"scale": scale, **fixed, **_extras(NO_LIMITS, strikes=0)}
+    factor, window, min_scale = _numbers(state, "scale_factor", "scale_window", "min_scale")
+    factor = policy.check_growth_factor(factor, "scale_factor")
+    window = policy.check_growth_interval(window, "scale_window")
+    shift, left = _numbers(state, "delayed_shift", "cur_hysteresis")
+    shift, left = policy.check_hysteresis(shift, "delayed_shift"), policy.check_hysteresis(left, "cur_hysteresis")
+    if left > shift:
+        raise ValueError(f"cur_hysteresis must be at most delayed_shift={shift}, got {left}")
+    if policy.check_bool(state["consecutive_hysteresis"], "consecutive_hysteresis") and shift > 1:
         text = "consecutive_hysteresis=True has no counterpart: overflows count until the scale is due to grow"
         warnings.warn(text, UserWarning, stacklevel=stacklevel())
-    bounds = NO_LIMITS.changed(min_scale=_number(state, "min_scale"), hysteresis=hysteresis)
-    tracker = _deepspeed_tracker(state, window)
-    return _state_dict(scale, (factor, 1.0 / factor), window, tracker, bounds, strikes=hysteresis - left)
-
-
-def _deepspeed_tracker(state: Mapping[str, Any], window: int) -> int:
-    last = _integer(state, "last_overflow_iter")
-    good = policy.check_count(_number(state, "cur_iter"), "cur_iter") - last - 1
+    done, last = _numbers(state, "cur_iter", "last_overflow_iter")
+    done, last = policy.check_count(done, "cur_iter"), policy.check_int(last, "last_overflow_iter")
+    good = done - last - 1
     if last < -1 or good < 0:
-        raise ValueError(f"last_overflow_iter must be in [-1, cur_iter), got {last} and cur_iter={good + last + 1}")
-    return policy.check_growth_tracker((good - 1) % window) if good else 0
-
-
-def _state_dict(
-    scale: float, factors: tuple[float, float], interval: int, tracker: int, bounds: Limits, *, strikes: int
-) -> dict[str, Any]:
-    counters = policy.no_counters()
-    counters[STRIKES] = strikes
+        raise ValueError(f"last_overflow_iter must be in [-1, cur_iter), got {last} and cur_iter={done}")
     return {
         "scale": scale,
-        "growth_factor": factors[0],
-        "backoff_factor": factors[1],
-        "growth_interval": interval,
-        "_growth_tracker": tracker,
-        policy.KEY: policy.to_checkpoint(bounds, counters),
+        "growth_factor": factor,
+        "backoff_factor": 1.0 / factor,
+        "growth_interval": window,
+        "_growth_tracker": policy.check_growth_tracker((good - 1) % window if good else 0),
+        **_extras(NO_LIMITS.changed(min_scale=min_scale, hysteresis=shift), strikes=shift - left),
     }
 
 
-def _field(state: Mapping[str, Any], name: str) -> Any:
+def _numbers(state: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return fields' values, the element where one is a tensor; the caller checks what kind of number it is."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a dict, such as vars() of an object, got {type(state).__name__}")
-    return state[name]
+    values = [state[name] for name in names]
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+    return [value.item() if isinstance(value, Tensor) else value for value in values]
 
 
-def _number(state: Mapping[str, Any], name: str) -> Any:
-    """Return a field's value, the element where it is a tensor; the caller checks what kind of number it is."""
-    value = _field(state, name)
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
-    return value.item()
-
-
-def _integer(state: Mapping[str, Any], name: str) -> int:
-    value = _number(state, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    return value
+def _extras(limits: Limits, strikes: int) -> dict[str, Any]:
+    counters = policy.no_counters()
+    counters[STRIKES] = strikes
+    return {policy.KEY: policy.to_checkpoint(limits, counters)}

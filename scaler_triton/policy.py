@@ -47,11 +47,12 @@ class Limits(NamedTuple):
         if unknown:
             raise TypeError(f"set_limits takes {', '.join(self._fields)}, got {', '.join(unknown)}")
         given = self._replace(**changes)
+        skips, any_number = given.max_consecutive_skips, "None or an int >= 0 (updates)"
         checked = Limits(
             MIN_SCALE if given.min_scale is None else as_fp32(check_scale(given.min_scale, "min_scale")),
             MAX_SCALE if given.max_scale is None else as_fp32(check_scale(given.max_scale, "max_scale")),
             check_hysteresis(given.hysteresis),
-            check_max_skips(given.max_consecutive_skips),
+            None if skips is None else _int_in(skips, "max_consecutive_skips", 0, any_number, math.inf),
         )
         if checked.min_scale > checked.max_scale:
             raise ValueError(f"min_scale must be <= max_scale, got {checked.min_scale} and {checked.max_scale}")
@@ -104,6 +105,14 @@ def check_backoff_factor(value: Any, name: str = "backoff_factor") -> float:
     return number
 
 
+def check_int(value: Any, name: str) -> int:
+    """Return `value` as an int, also one of another type such as numpy's."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an int, got {one_line(repr(value))}") from error
+
+
 def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
     """Return `value` as an int if it is a number of steps, at least 1."""
     return _int_in(value, name, 1, "an int >= 1 (steps)")
@@ -112,7 +121,7 @@ def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
 def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
     """Return `value` as an int if it fits into int32; torch loads whole floats and tensors, so they pass, too."""
     plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    number = int(plain) if isinstance(plain, float) and plain.is_integer() else _as_int(plain, name)
+    number = int(plain) if isinstance(plain, float) and plain.is_integer() else check_int(plain, name)
     if not 0 <= number <= MAX_TRACKER:
         raise ValueError(f"{name} must be an int in [0, {MAX_TRACKER}], got {value!r}")
     return number
@@ -121,11 +130,6 @@ def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
 def check_hysteresis(value: Any, name: str = "hysteresis") -> int:
     """Return `value` as an int if it is a number of overflows, at least 1 (1: each one backs off)."""
     return _int_in(value, name, 1, "an int >= 1 (overflows)")
-
-
-def check_max_skips(value: Any, name: str = "max_consecutive_skips") -> int | None:
-    """Return `value` as an int if it is a number of updates, at least 0, or None (no limit)."""
-    return None if value is None else _int_in(value, name, 0, "None or an int >= 0 (updates)", math.inf)
 
 
 def check_norm_type(value: Any, *, positive: bool) -> float:
@@ -203,12 +207,9 @@ def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
     limits = NO_LIMITS.changed(**{name: fields[name] for name in Limits._fields})
     counters = check_dict(fields["counters"], "counters")
     if fields.get("consecutive_hysteresis"):
-        warnings.warn(
-            "the checkpoint was made with consecutive_hysteresis=True, which is gone: overflows count towards "
-            "hysteresis until the scale is due to grow",
-            UserWarning,
-            stacklevel=stacklevel(),
-        )
+        text = "the checkpoint was made with consecutive_hysteresis=True, which is gone: "
+        text += "overflows count towards hysteresis until the scale is due to grow"
+        warnings.warn(text, UserWarning, stacklevel=stacklevel())
     return limits, [check_count(counters[name], name) for name in COUNTER_NAMES]
 
 
@@ -228,15 +229,8 @@ def _as_float(value: Any, name: str) -> float:
         raise ValueError(f"{name} must be a positive finite fp32 number, got {value!r}") from error
 
 
-def _as_int(value: Any, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {one_line(repr(value))}") from error
-
-
 def _int_in(value: Any, name: str, low: int, what: str, high: float = 2**63 - 1) -> int:
-    number = _as_int(value, name)
+    number = check_int(value, name)
     if not low <= number <= high:
         raise ValueError(f"{name} must be {what}, got {value!r}")
     return number

@@ -5,7 +5,6 @@ It also runs their collectives, and counts how many of them hold the same shard 
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 strict = False
 
 _AVAILABLE = dist.is_available()  # in this build of torch
-# `gather_bytes`: bytes of the length field, and of data in the first all-gather.
-_LENGTH, _AT_ONCE = 8, 1 << 14
+_LENGTH, _AT_ONCE = 8, 1 << 14  # bytes of a message's length, and of all that the first all-gather carries
 _ON_FSDP1 = (
     "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
     "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=."
@@ -40,25 +38,25 @@ _APART = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks on which one optimizer's flag must be equal.
+    """The ranks on which one optimizer's flag must be equal."""
 
-    Args:
-        groups: their process group, or one group for each dimension of a mesh, which are reduced over one by one.
-        ranks: the global ranks in ascending order; for a bare group its own numbers.
-    """
-
-    groups: tuple[ProcessGroup, ...]
-    ranks: tuple[int, ...]
+    groups: tuple[ProcessGroup, ...]  # theirs, or one for each dimension of a mesh, reduced over one by one
+    ranks: tuple[int, ...]  # global ones in ascending order; for a bare group its own numbers
 
     def maximum_(self, values: Tensor) -> None:
         """Replace `values` (fp32 or fp64, shape (n,), any device) by their elementwise maximum over the ranks."""
-        for group in self.groups:
-            _all_reduce_(values, dist.ReduceOp.MAX, group)
+        self._all_reduce_(values, dist.ReduceOp.MAX)
 
     def sum_(self, values: Tensor) -> None:
         """Replace `values` (as for `maximum_`) by their sums over the ranks."""
+        self._all_reduce_(values, dist.ReduceOp.SUM)
+
+    def _all_reduce_(self, values: Tensor, op: Any) -> None:
         for group in self.groups:
-            _all_reduce_(values, dist.ReduceOp.SUM, group)
+            carrier = values.to(_serving_device(group, values.device))  # `values` itself where that is its device
+            dist.all_reduce(carrier, op=op, group=group)
+            if carrier is not values:
+                values.copy_(carrier)
 
 
 class Membership:
@@ -93,14 +91,19 @@ class Membership:
 
 
 def group_ranks(parameters: Iterable[Tensor], process_group: Any) -> Ranks | None:
-    """Return all ranks of `process_group`, by default of the default group; None for a group of one rank.
-
-    Raises: as `checked_group`; ValueError if a parameter's mesh has ranks outside the group, unless that is bare.
-    """
+    """Return all ranks of `process_group`, by default of the default group; None for a group of one rank."""
     group = checked_group(process_group)
     if is_bare(group):
-        return Ranks((group,), tuple(range(group.size()))) if group.size() > 1 else None
-    return _covering((group,), dist.get_process_group_ranks(group), _meshes(parameters))
+        return _together((group,), range(group.size()))
+    members = sorted(dist.get_process_group_ranks(group))
+    for mesh in _meshes(parameters):
+        missing = sorted(set(_ranks_of(mesh)) - set(members))
+        if missing:
+            raise ValueError(
+                f"process_group must contain every rank of {mesh}, which shards a parameter, "
+                f"got a group of ranks {members} without {missing}"
+            )
+    return _together((group,), members)
 
 
 def mesh_ranks(parameters: Iterable[Tensor]) -> Ranks | None:
@@ -110,19 +113,22 @@ def mesh_ranks(parameters: Iterable[Tensor]) -> Ranks | None:
     contains all others, as only then every rank finds the same set. They reduce over the default group if they are the
     whole world, else over the root's groups, one for each dimension. No group is created here, as not all ranks would
     join: it could hang, and the names that torch gives to groups could differ between ranks.
-
-    Raises: ValueError if no root mesh contains all others, or if this rank is not in the mesh.
     """
     meshes = _meshes(parameters)
     if not meshes:
         return None
+    world = range(dist.get_world_size())
     root = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else _common_root(meshes)
-    if root is None or (root.ndim > 1 and root.size() == dist.get_world_size()):
-        return _covering((dist.group.WORLD,), range(dist.get_world_size()), meshes)
-    if dist.get_rank() not in _ranks_of(root):
+    if root is None or (root.ndim > 1 and root.size() == len(world)):
+        return _together((dist.group.WORLD,), world)
+    members = _ranks_of(root)
+    if dist.get_rank() not in members:
         raise ValueError(f"process_group must contain this rank, {dist.get_rank()}, got parameters on {root}")
-    groups = tuple(root.get_group(dim) for dim in range(root.ndim) if root.size(dim) > 1)
-    return _covering(groups, _ranks_of(root), meshes)
+    return _together(tuple(root.get_group(dim) for dim in range(root.ndim) if root.size(dim) > 1), members)
+
+
+def _together(groups: tuple[Any, ...], members: Sequence[int]) -> Ranks | None:
+    return Ranks(groups, tuple(members)) if len(members) > 1 else None
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
@@ -135,13 +141,12 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """Return the root mesh that contains all root meshes; None, for the whole world, if one is unknown."""
-    roots = [mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else None for mesh in meshes]
-    known = [root for root in roots if root is not None]
-    if len(known) < len(roots):
+    """Return the root mesh that contains all root meshes; None, for the whole world, where torch does not tell one."""
+    if not all(hasattr(mesh, "_get_root_mesh") for mesh in meshes):
         return None
-    ranks = {_ranks_of(root) for root in known}
-    widest = [root for root in known if set().union(*ranks) <= set(_ranks_of(root))]
+    roots = [mesh._get_root_mesh() for mesh in meshes]
+    ranks = {_ranks_of(root) for root in roots}
+    widest = [root for root in roots if set().union(*ranks) <= set(_ranks_of(root))]
     if not widest:
         raise ValueError(
             f"process_group is needed: the parameters' meshes span different ranks {sorted(map(list, ranks))}, "
@@ -150,72 +155,43 @@ def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
     return min(widest, key=lambda root: root.ndim)  # fewest reductions
 
 
-def _covering(groups: tuple[Any, ...], members: Sequence[int], meshes: Iterable[DeviceMesh]) -> Ranks | None:
-    """Return `members` as Ranks, None for a single rank; raise if a mesh has other ranks."""
-    for mesh in meshes:
-        missing = sorted(set(_ranks_of(mesh)) - set(members))
-        if missing:
-            raise ValueError(
-                f"process_group must contain every rank of {mesh}, which shards a parameter, "
-                f"got a group of ranks {sorted(members)} without {missing}"
-            )
-    return Ranks(groups, tuple(sorted(members))) if len(members) > 1 else None
-
-
 def replicas_of(parameters: Sequence[Tensor], ranks: Ranks | None, model: nn.Module | None) -> list[int]:
     """Return for each parameter how many of the ranks hold the same shard of it as this rank: a norm counts it once.
 
     A DTensor's placements give the number of shards; ranks outside its mesh are taken to hold copies. An FSDP1
-    parameter looks the same sharded or not, but its FSDP module knows, also how tensor parallelism had sharded it
-    before. DDP over tensor parallel keeps the DTensorSpec on the parameter. Any other parameter is taken to be
-    replicated on all ranks, as under DDP.
-
-    Args:
-        ranks: the ranks whose gradients make up the norm; None: this one alone.
-        model: the module that holds the `FullyShardedDataParallel` modules, if there are any.
-
-    Raises: ValueError naming `model` if an FSDP1 parameter is in none of its modules, or flattens parameters with
-        different numbers of replicas; naming `process_group` if one has more shards than there are ranks.
+    parameter looks the same sharded or not, but its FSDP module in `model` knows, also how tensor parallelism had
+    sharded it before. Any other parameter is taken to be replicated on all ranks, as under DDP.
     """
     count = 1 if ranks is None else len(ranks.ranks)
-    if count == 1 and not (several_ranks() and has_fsdp1(parameters)):
-        return [1] * len(parameters)
-    shards = _fsdp1_shards(model)
-    return [_replicas_of_one(index, each, count, shards, model) for index, each in enumerate(parameters)]
+    on_fsdp1 = several_ranks() and has_fsdp1(parameters)
+    fsdp1_shards = _fsdp1_shards(model) if on_fsdp1 and model is not None else {}
+    replicas = []
+    for index, parameter in enumerate(parameters):
+        spec, shards = dtensor_spec(parameter), 1
+        if spec is not None:
+            shards = num_shards(spec)
+        elif on_fsdp1 and is_fsdp1(parameter):
+            if id(parameter) not in fsdp1_shards:
+                raise ValueError(
+                    f"model must be the module that holds the FullyShardedDataParallel modules, which alone know how "
+                    f"parameter {index} is sharded, got {type(model).__name__}"
+                )
+            shards = fsdp1_shards[id(parameter)]
+            if shards > count:
+                raise ValueError(
+                    f"process_group is needed: parameter {index} is FullyShardedDataParallel's, cut into {shards} "
+                    f"pieces, and the norm would be that of {count}; use scaler_triton.ShardedGradScaler, or pass "
+                    "process_group="
+                )
+        replicas.append(max(1, count // shards))
+    return replicas
 
 
-def _replicas_of_one(index: int, parameter: Any, ranks: int, shards: dict[int, int], model: nn.Module | None) -> int:
-    spec = dtensor_spec(parameter)
-    if spec is not None:
-        return max(1, ranks // num_shards(spec))
-    if not is_fsdp1(parameter):
-        return ranks
-    if id(parameter) not in shards:
-        if model is not None:
-            raise ValueError(
-                "model must be the FullyShardedDataParallel module or one around it, "
-                f"got {type(model).__name__} in which no FSDP module holds parameter {index}"
-            )
-        raise ValueError(
-            f"model is needed: parameter {index} is FullyShardedDataParallel's, which does not tell how it is sharded; "
-            "pass model= the module that holds the FSDP modules"
-        )
-    pieces = shards[id(parameter)]
-    if pieces > ranks:
-        raise ValueError(
-            f"process_group is needed: parameter {index} is FullyShardedDataParallel's, cut into {pieces} pieces, and "
-            f"the norm would be that of {ranks}; use scaler_triton.ShardedGradScaler, or pass process_group="
-        )
-    return ranks // pieces
-
-
-def _fsdp1_shards(model: nn.Module | None) -> dict[int, int]:
+def _fsdp1_shards(model: nn.Module) -> dict[int, int]:
     """Return the number of shards of each FSDP1 parameter of `model`, by its id."""
-    if model is None:
-        return {}
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-    shards = {}
+    shards: dict[int, int] = {}
     for module in FullyShardedDataParallel.fsdp_modules(model):  # outer ones first, so that the innermost counts
         whole = module.sharding_strategy is ShardingStrategy.NO_SHARD
         size = 1 if whole else dist.get_world_size(module.process_group)
@@ -272,12 +248,8 @@ def own_rank(process_group: Any) -> int:
 
 
 def checked_group(process_group: Any) -> Any:
-    """Return a scaler's process group, the default one for None; a bare one is not checked.
-
-    Raises: torch's ValueError without a default group; ValueError if pickling lost the group or this rank is not in it;
-        TypeError if it is no group.
-    """
-    if isinstance(process_group, GroupRanks):
+    """Return a scaler's process group, the default one for None; raise if it is unusable. A bare one is not checked."""
+    if isinstance(process_group, Ranks):
         raise ValueError(
             f"process_group is unset: this scaler was unpickled, and its group of ranks {list(process_group.ranks)} "
             "did not come along; set scaler.process_group"
@@ -293,34 +265,16 @@ def checked_group(process_group: Any) -> Any:
     return group
 
 
-@dataclass(frozen=True)
-class GroupRanks:
-    """The ranks of a process group: a pickle holds them instead of the group."""
-
-    ranks: tuple[int, ...]
-
-
 def picklable(process_group: Any) -> Any:
-    """Return what a pickle holds of `process_group`: None for the default group, else its ranks."""
-    if process_group is None or isinstance(process_group, GroupRanks):
+    """Return what a pickle holds of `process_group`: None for the default group, else its ranks without the group."""
+    if process_group is None or isinstance(process_group, Ranks):
         return process_group
     if process_group is default_group():
         return None
     try:
-        return GroupRanks(tuple(dist.get_process_group_ranks(process_group)))
+        return Ranks((), tuple(dist.get_process_group_ranks(process_group)))
     except KeyError:  # the group was destroyed
-        return GroupRanks(())
-
-
-def _all_reduce_(values: Tensor, op: Any, group: ProcessGroup) -> None:
-    """All-reduce `values` of any device over the group, on a device that its backend serves."""
-    device = _serving_device(group, values.device)
-    if device == values.device:
-        dist.all_reduce(values, op=op, group=group)
-    else:
-        carrier = values.to(device)
-        dist.all_reduce(carrier, op=op, group=group)
-        values.copy_(carrier)
+        return Ranks((), ())
 
 
 def gathering_group(process_group: Any) -> Any:
@@ -335,14 +289,13 @@ def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
         served = _serving_device(group, torch.device("cpu"))
         # The current device may be another rank's.
         home = home if home.type == served.type and home.index is not None else served
-    begin, rest = data[:_AT_ONCE], data[_AT_ONCE:]
-    gathered = _all_gather(len(data).to_bytes(_LENGTH, "little") + begin, _LENGTH + _AT_ONCE, group, home)
-    lengths = [int.from_bytes(each[:_LENGTH], "little") for each in gathered]
-    whole = [each[_LENGTH:] for each in gathered]
-    longest = max(lengths)
-    if longest > _AT_ONCE:
-        whole = [*map(operator.add, whole, _all_gather(rest, longest - _AT_ONCE, group, home))]
-    return [each[:length] for each, length in zip(whole, lengths, strict=True)]
+    message = len(data).to_bytes(_LENGTH, "little") + data
+    gathered = _all_gather(message[:_AT_ONCE], _AT_ONCE, group, home)
+    ends = [_LENGTH + int.from_bytes(each[:_LENGTH], "little") for each in gathered]
+    if max(ends) > _AT_ONCE:
+        rests = _all_gather(message[_AT_ONCE:], max(ends) - _AT_ONCE, group, home)
+        gathered = [begin + rest for begin, rest in zip(gathered, rests, strict=True)]
+    return [each[_LENGTH:end] for each, end in zip(gathered, ends, strict=True)]
 
 
 def _all_gather(data: bytes, size: int, group: Any, home: torch.device) -> list[bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from scaler_triton.kernels.abi import INF, KIND_BITS, LAST_SKIP, NAN, SKIPPED
 from scaler_triton.text import count_of, error_line, one_line, rank_names, table
 
 if TYPE_CHECKING:
+    from scaler_triton.check import Ours
     from scaler_triton.flag import Flags
     from scaler_triton.plan import Batch, GradPlan, Layout
     from scaler_triton.update import Counters
@@ -87,7 +88,7 @@ class Marks:
         """Wait for the device, and return the kinds that made steps of this generation skip, by parameter."""
         kinds = dict(self._on_host.get(generation, {}))
         for layout in self.plan.layouts:
-            for each in {id(one): one for one in layout.tables.values()}.values():
+            for each in layout.tables.values():
                 for position, row in zip(layout.positions, each.bits.tolist(), strict=True):
                     for mark in row:
                         if mark & _KINDS and mark >> KIND_BITS == generation:
@@ -160,42 +161,52 @@ class OverflowReport:
         return "\n".join([*lines, *(f"Not told: {text}." for text in self.untold)])
 
 
-def gathered(own: Callable[[], OverflowReport], process_group: Any, home: torch.device, gather: bool) -> OverflowReport:
+def overflow_report(ours: Ours, model: Model, process_group: Any, home: torch.device, gather: bool) -> OverflowReport:
     """Return this rank's report, or with `gather` that of all ranks, all of which must call this.
 
     A rank whose own report raises joins the all-gather first, and the other ranks' reports contain the error.
     """
     group = ranks.gathering_group(process_group) if gather else None
+    rank = ranks.own_rank(process_group)
     try:
-        mine = own()
+        report = _own_report(ours, model, rank)
     except Exception as error:
         if group is not None:
-            rank = ranks.own_rank(process_group)
             _gather(OverflowReport(None, (), False, (f"rank {rank} raised {error_line(error)}",)), group, home)
         raise
     if group is not None:
-        mine = _gather(mine, group, home)
-    return replace(mine, gathered=gather or not ranks.several_ranks())
+        report = _gather(report, group, home)
+    return replace(report, gathered=gather or not ranks.several_ranks())
 
 
-def own_report(
-    marks: Sequence[Marks], counters: Sequence[int], pending: bool, model: Model, process_group: Any
-) -> OverflowReport:
-    """Return this rank's report; `pending` says that a step will be skipped by an update which is still to come."""
+def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
+    steps, counters = ours.steps.all(), ours.counters.read()
+    # Whether the update that will skip a step is still to come.
+    pending = any(flag.item() for step in steps for flag in step["found_inf_per_device"].values())
     update = None if pending else counters[LAST_SKIP] or None
     generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
-    names, rank = names_by_id(model), ranks.own_rank(process_group)
-    bad = []
-    for number, each in enumerate(marks):
-        found = each.of(generation)
-        if not found and any(flag.item() for flag in each.resumed.values()):
-            found = each.of(generation - 1)
-        for index, kinds in sorted(found.items()):
-            parameter = each.plan.parameters[index]
+    names = names_by_id(model)
+    bad: list[BadGradient] = []
+    untold: set[str] = set()
+    for number, plan in enumerate(step.plan for step in steps if step.plan is not None):
+        kinds = plan.marks.of(generation)
+        if not kinds and any(flag.item() for flag in plan.marks.resumed.values()):
+            kinds = plan.marks.of(generation - 1)
+        for index in sorted(kinds):
+            parameter = plan.parameters[index]
             name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
-            bad.append(BadGradient(name, _WORDS[kinds], local_tensor(parameter).numel(), rank))
-    untold = {text for each in marks for text in each.not_covered()} if pending or update else ()
+            bad.append(BadGradient(name, _WORDS[kinds[index]], local_tensor(parameter).numel(), rank))
+        if pending or update:
+            untold.update(plan.marks.not_covered())
     return OverflowReport(update, tuple(bad), False, tuple(sorted(untold)), pending)
+
+
+def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
+    """Return the report with the findings of every rank of `group`, all of which must call this."""
+    mine = json.dumps([[asdict(each) for each in own.bad], list(own.untold)]).encode()
+    found = [json.loads(data) for data in ranks.gather_bytes(mine, group, home)]
+    bad = tuple(BadGradient(**each) for rank_bad, _ in found for each in rank_bad)
+    return replace(own, bad=bad, untold=tuple(sorted({text for _, untold in found for text in untold})))
 
 
 def names_by_id(model: Model) -> dict[int, str]:
@@ -225,7 +236,12 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     shards = _fsdp2_shards(model) if "torch.distributed.fsdp" in sys.modules else {}
     for name, parameter in model.named_parameters():
         yield name, shards.get(id(parameter), parameter)
-    yield from _named_by_ddp(model)
+    by_ddp = [each for module in model.modules() for each in getattr(module, "_module_parameters", ())]
+    at = {each.data_ptr(): each for each in by_ddp if hasattr(each, DDP_SPEC)}
+    for path, module in model.named_modules() if at else ():
+        for name, held in vars(module).items():
+            if is_dtensor(held) and local_tensor(held).data_ptr() in at:
+                yield f"{path}.{name}", at[local_tensor(held).data_ptr()]
 
 
 def _fsdp2_shards(model: nn.Module) -> dict[int, Tensor]:
@@ -243,21 +259,3 @@ def _fsdp2_shards(model: nn.Module) -> dict[int, Tensor]:
         return shards
     except (ImportError, AttributeError):
         return {}
-
-
-def _named_by_ddp(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield DDP's parameters that are shards of tensor parallelism, if modules hold DTensors in their place."""
-    parameters = [each for module in model.modules() for each in getattr(module, "_module_parameters", ())]
-    shards = {each.data_ptr(): each for each in parameters if hasattr(each, DDP_SPEC)}
-    for path, module in model.named_modules() if shards else ():
-        for name, held in vars(module).items():
-            if is_dtensor(held) and local_tensor(held).data_ptr() in shards:
-                yield f"{path}.{name}", shards[local_tensor(held).data_ptr()]
-
-
-def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
-    """Return the report with the findings of every rank of `group`, all of which must call this."""
-    mine = json.dumps([[asdict(each) for each in own.bad], list(own.untold)]).encode()
-    found = [json.loads(data) for data in ranks.gather_bytes(mine, group, home)]
-    bad = tuple(BadGradient(**each) for rank_bad, _ in found for each in rank_bad)
-    return replace(own, bad=bad, untold=tuple(sorted({text for _, untold in found for text in untold})))

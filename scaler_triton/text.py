@@ -1,11 +1,10 @@
-"""Text for reports: ranks, counts and lists of names, each on one line of bounded length; tables."""
+"""Text for reports: ranks and counts, each on one line of bounded length; tables."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
 
-NAMES = 6  # at most, in a list of names
 WIDTH = 160  # characters of an error: a compiler's may be very long
 
 
@@ -22,8 +21,8 @@ def ranges(ranks: Iterable[int]) -> str:
 
 def one_line(text: object, width: int = WIDTH) -> str:
     """Return one line of bounded length without control characters."""
-    line = " ".join(str(text)[: 10 * width].split())
-    return textwrap.shorten("".join(c if c.isprintable() else "?" for c in line), width, placeholder=" ...")
+    visible = "".join(c if c.isprintable() or c.isspace() else "?" for c in str(text)[: 10 * width])
+    return textwrap.shorten(visible, width, placeholder=" ...")  # white space becomes single spaces
 
 
 def error_line(error: BaseException) -> str:
@@ -34,11 +33,6 @@ def error_line(error: BaseException) -> str:
 def rank_names(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 0-2, 5"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are."""
-    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
 
 
 def count_of(count: int, what: str) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scaler_triton.text import NAMES, count_of, first_few, one_line, ranges, rank_names, table
+from scaler_triton.text import count_of, one_line, ranges, rank_names, table
 
+NAMES = 6  # at most, in a list of names
 ROWS = 16  # with more ranks, those that hold the same share a row
 TABLE = 120  # characters of column names; beyond that, as with several checkpoints, each column gets a line
 NOTHING = "-"
@@ -152,7 +153,7 @@ def judge(states: Sequence[RankState], notes: Iterable[str] = (), subject: str =
             split.setdefault(name, []).append(" | ".join(map(rank_names, holders.values())))
     count = len({name for name, _ in replicas})
     if split:
-        differences.append(f"replicated parameters: {len(split)} of {count} differ: {first_few([*split])}")
+        differences.append(f"replicated parameters: {len(split)} of {count} differ: {_first_few([*split])}")
         differences += [f"  {name}: {one_line('; '.join(split[name]))}" for name in list(split)[:NAMES]]
     elif replicas:
         equal.append(count_of(count, "replicated parameter"))
@@ -160,7 +161,7 @@ def judge(states: Sequence[RankState], notes: Iterable[str] = (), subject: str =
     most = {reason: max(state.left_out.get(reason, 0) for state in states) for reason in left_out}
     said = [f"Not compared: {count_of(number, reason)}." for reason, number in most.items()]
     if apart := [name for (name, _), holders in plain.items() if len(holders) > 1]:
-        said.append(f"Plain parameters: {len(apart)} of {len(plain)} differ: {first_few(apart)}. {PERHAPS}")
+        said.append(f"Plain parameters: {len(apart)} of {len(plain)} differ: {_first_few(apart)}. {PERHAPS}")
     elif plain:
         said.append(f"Plain parameters: {len(plain)} of {len(plain)} are equal, though nothing says they must.")
     subject = subject or next((state.subject for state in states if state.subject), "")
@@ -201,6 +202,11 @@ def _described(states: Sequence[RankState], column: str) -> str:
     shown = {reading.compared: reading.shown for reading in reversed(readings)}
     values = [f"{shown[value]} on {rank_names(ranks)}" for value, ranks in _holders(states, column).items()]
     return f"{column}: {'; '.join(values) or NOTHING}"
+
+
+def _first_few(names: Sequence[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
 
 
 def _rows(states: Sequence[RankState]) -> list[str]:

@@ -127,7 +127,7 @@ WRONG = [
     (MEGATRON, {"scale": torch.ones(2)}, r"scale must be one number, got a tensor of shape \(2,\)"),
     (MEGATRON, {"growth_tracker": -1}, "growth_tracker must be .*, got -1"),
     (MEGATRON, {"hysteresis_tracker": 3}, "hysteresis_tracker must be at most hysteresis=2, got 3"),
-    (MEGATRON, {"hysteresis_tracker": True}, "hysteresis_tracker must be an int, got True"),
+    (MEGATRON, {"hysteresis_tracker": 1.5}, "hysteresis_tracker must be an int, got 1.5"),
     (DEEPSPEED, {"cur_scale": math.inf}, "cur_scale must be .*, got inf"),
     (DEEPSPEED, {"dynamic": 1}, "dynamic must be True or False, got 1"),
     (DEEPSPEED, {"scale_factor": 0.5}, "scale_factor must be finite and >= 1, got 0.5"),

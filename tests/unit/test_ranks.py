@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaler_triton import GradScaler, ranks
-from scaler_triton.ranks import GroupRanks, Membership, Ranks, group_ranks, mesh_ranks
+from scaler_triton.ranks import Membership, Ranks, group_ranks, mesh_ranks
 
 CPU = torch.device("cpu")
 BARE: Any = SimpleNamespace(allreduce=None, size=lambda: 3, rank=lambda: 2)
@@ -93,7 +93,7 @@ def test_a_group_must_hold_this_rank_and_the_parameters_meshes(world: Any) -> No
     ("group", "error", "text"),
     [
         ([0, 1], TypeError, "^process_group must be a torch.distributed.ProcessGroup, got list$"),
-        (GroupRanks((0, 2)), ValueError, r"^process_group is unset: .*, and its group of ranks \[0, 2\] did not"),
+        (Ranks((), (0, 2)), ValueError, r"^process_group is unset: .*, and its group of ranks \[0, 2\] did not"),
         (dist.GroupMember.NON_GROUP_MEMBER, ValueError, "^process_group must contain this rank, 0, got a group made"),
     ],
 )
@@ -287,25 +287,28 @@ def test_a_reduction_is_made_over_each_group_in_turn_and_comes_back(away: bool, 
     assert status.tolist() == [4.0, 5.0]
 
 
-@pytest.mark.parametrize("theirs", [0, 1, ranks._AT_ONCE, ranks._AT_ONCE + 1, 3 * ranks._AT_ONCE])
-@pytest.mark.parametrize("mine", [0, ranks._AT_ONCE, ranks._AT_ONCE + 7])
+FITS = ranks._AT_ONCE - ranks._LENGTH
+
+
+@pytest.mark.parametrize("theirs", [0, 1, FITS, FITS + 1, 3 * FITS])
+@pytest.mark.parametrize("mine", [0, FITS, FITS + 7])
 def test_bytes_of_any_length_are_gathered_in_one_round_or_two(mine: int, theirs: int, monkeypatch: Any) -> None:
-    other, rounds = bytes(range(256)) * (theirs // 256 + 1), []
+    other = (bytes(range(256)) * (theirs // 256 + 1))[:theirs]
+    message, rounds = theirs.to_bytes(ranks._LENGTH, "little") + other, []
 
     def all_gather(parts: list[Tensor], own: Tensor, group: Any) -> None:
-        size = own.numel()
-        begins = theirs.to_bytes(ranks._LENGTH, "little") + other[: min(theirs, ranks._AT_ONCE)]
-        data = begins if not rounds else other[ranks._AT_ONCE : theirs]
+        size, sent = own.numel(), sum(rounds)
         parts[0].copy_(own)
-        parts[1].copy_(torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8))
+        data = message[sent : sent + size].ljust(size, b"\0")
+        parts[1].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         rounds.append(size)
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     data = b"\xff" * mine
-    assert ranks.gather_bytes(data, BARE, CPU) == [data, other[:theirs]]
+    assert ranks.gather_bytes(data, BARE, CPU) == [data, other]
     longest = max(mine, theirs)
-    assert rounds == [ranks._LENGTH + ranks._AT_ONCE] + [longest - ranks._AT_ONCE] * (longest > ranks._AT_ONCE)
+    assert rounds == [ranks._AT_ONCE] + [longest - FITS] * (longest > FITS)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +342,7 @@ def test_a_pickle_has_a_groups_ranks_which_must_be_set_again(world: Any) -> None
     group = dist.new_group([0, 2])
     assert [ranks.picklable(each) for each in (None, dist.group.WORLD)] == [None, None]
     kept = ranks.picklable(group)
-    assert kept == ranks.picklable(kept) == GroupRanks((0, 2))
+    assert kept == ranks.picklable(kept) == Ranks((), (0, 2))
     scaler = pickle.loads(pickle.dumps(GradScaler("cpu", process_group=group)))
     scaler.scale(torch.ones(()))
     parameter = plain()
@@ -350,4 +353,4 @@ def test_a_pickle_has_a_groups_ranks_which_must_be_set_again(world: Any) -> None
     scaler.process_group = group
     scaler.unscale_(optimizer)
     dist.destroy_process_group(group)
-    assert ranks.picklable(group) == GroupRanks(())
+    assert ranks.picklable(group) == Ranks((), ())

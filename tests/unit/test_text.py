@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaler_triton.text import count_of, error_line, first_few, one_line, ranges, rank_names, table
+from scaler_triton.text import count_of, error_line, one_line, ranges, rank_names, table
 
 
 def test_ranks_are_written_as_ranges() -> None:
@@ -16,9 +16,7 @@ def test_no_control_character_reaches_the_terminal_and_lines_are_short() -> None
     assert error_line(ValueError("one\ntwo")) == "ValueError: one two"
 
 
-def test_lists_and_counts() -> None:
-    assert first_few(["a", "b"]) == "a, b"
-    assert first_few([*"abcdefgh"]) == "a, b, c, d, e, f and 2 more"
+def test_counts() -> None:
     assert count_of(1, "shard (of FSDP1)") == "1 shard (of FSDP1)"
     assert count_of(0, "shard (of FSDP1)") == "0 shards (of FSDP1)"
 

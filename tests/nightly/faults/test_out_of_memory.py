@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import GradScaler, ShardedGradScaler, ranks, update
+from scaler_triton import GradScaler, ShardedGradScaler, update
 from scaler_triton.kernels import launch
 from scaler_triton.policy import NO_LIMITS
 from scaler_triton.ranks import Membership, Ranks
@@ -70,7 +70,7 @@ class FailAt(TorchDispatchMode):
 
         return call
 
-    def reduce(self, values: Tensor, op: Any, group: Any) -> None:
+    def reduce(self, values: Tensor, op: Any) -> None:
         """Stand for a reduction over this rank and another like it."""
         self.reductions += 1
         if op is torch.distributed.ReduceOp.SUM:
@@ -200,7 +200,7 @@ def test_every_allocation_of_an_update_by_torchs_ops_on_a_device(flag: float, li
 @pytest.fixture
 def two_pretended_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "find", lambda self, parameters, group: Ranks((None,), (0, 1)))  # type: ignore[arg-type]
-    monkeypatch.setattr(ranks, "_all_reduce_", lambda values, op, group: values.mul_(2 if "SUM" in str(op) else 1))
+    monkeypatch.setattr(Ranks, "_all_reduce_", lambda self, values, op: values.mul_(2 if "SUM" in str(op) else 1))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -228,7 +228,7 @@ def numbers_of_reductions(way: str, good_steps: int, fused: bool) -> Iterator[in
             scaler.unscale_(optimizer)
             scaler.update()
         fails = False
-        with failing(number, optimizer) as mode, mock.patch.object(ranks, "_all_reduce_", mode.reduce):
+        with failing(number, optimizer) as mode, mock.patch.object(Ranks, "_all_reduce_", mode.reduce):
             try:
                 call(scaler, optimizer)
             except torch.OutOfMemoryError:
@@ -246,6 +246,6 @@ def numbers_of_reductions(way: str, good_steps: int, fused: bool) -> Iterator[in
 def test_a_wrong_call_reduces_nothing_on_a_rank_without_a_scale_either(twice: bool) -> None:
     optimizer = sgd([torch.ones(5)])
     for scaler in (ShardedGradScaler("cpu"), started(ShardedGradScaler, "cpu")):
-        with mock.patch.object(ranks, "_all_reduce_") as reduce, pytest.raises((AssertionError, ValueError)):
+        with mock.patch.object(Ranks, "_all_reduce_") as reduce, pytest.raises((AssertionError, ValueError)):
             scaler.clip_grad_norm_([optimizer] * 2 * twice, 1.0)
         reduce.assert_not_called()
