@@ -247,12 +247,12 @@ class GradPlan:
             return
         if again:
             self._patience -= 1
-            self._guard = _guard([grads[index] for index in here])
+            self._guard = form_guard([grads[index] for index in here])
             self._present = _row(here, len(grads)) if missing else None
             self._missing = _row(missing, len(grads)) if missing else None
         else:
             for index in here:
-                self._each[index] = self._each[index] or _guard([grads[index]])
+                self._each[index] = self._each[index] or form_guard([grads[index]])
 
     def _specs_of(self, parameters: Sequence[Tensor]) -> list[Any]:
         """Return each DTensor's DTensorSpec, None if this torch has no such attribute."""
@@ -337,7 +337,7 @@ def _row(indices: Sequence[int], size: int) -> Row:
     return itemgetter(*indices)
 
 
-def _guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+def form_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """Return a check of the type, dtype, device, sizes and strides of tensors; None where torch has none.
 
     torch's private guards take 40 ns a tensor, public attributes 500. A match is reliable, but a mismatch may be wrong:

@@ -125,7 +125,7 @@ def test_guards_that_always_fail_are_given_up(monkeypatch: Any) -> None:
         made_of.append(len(tensors))
         return lambda *tensors: False
 
-    monkeypatch.setattr(plan, "_guard", guard)
+    monkeypatch.setattr(plan, "form_guard", guard)
     planned, params = made(torch.ones(2), torch.ones(3))
     for _ in range(3 * plan._PATIENCE):
         assert collected(planned) == addresses(params)
