@@ -1,8 +1,8 @@
 """Lists of gradients that callers of the public functions pass again and again: checked and grouped once.
 
 A later call with a list of the same form (types, dtypes, devices, shapes, strides) finds the layouts of its batches,
-with the kernels' tables, without a look at each tensor in Python. Nothing here keeps a tensor alive, and none is taken for
-another: each call compares the forms of its own tensors, and writes their addresses into the tables.
+with the kernels' tables, without a look at each tensor in Python. Nothing here keeps a tensor alive, and none is taken
+for another: each call compares the forms of its own tensors, and writes their addresses into the tables.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
 
 
 def test_the_ops_on_lists_can_be_captured_after_one_call() -> None:
-    """A graph has its tables for itself: calls on other tensors of the same form disturb no replay, and it none of them."""
+    """Calls on other tensors of the same form disturb no replay, and it none of them."""
     grads, others = ([torch.zeros(numel, device="cuda") for numel in (5, 4000)] for _ in range(2))
     flag, factor = torch.zeros((), device="cuda"), torch.full((), 0.25, device="cuda")
 
