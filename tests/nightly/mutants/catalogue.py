@@ -191,7 +191,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            _known.popitem(last=False)", "            pass"),
         ("simple = all(map(is_, locals_, grads)) and", "simple ="),
         (" and not each.requires_grad for each in every)", " for each in every)"),
-        ("[layout.backend for layout in layouts] == [\"torch\"]", "\"torch\" in [x.backend for x in layouts]"),
         ("if stream == _NO_STREAM or kernels().launch.capture_query(layout.key.device)():", "if stream == _NO_STREAM:"),
         ("any(table.is_in_a_graph for table in layout.tables.values())", "False"),
     ],
