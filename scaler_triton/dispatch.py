@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
@@ -20,6 +20,10 @@ Backend = Literal["triton", "torch"]
 
 ENV_VARIABLE = "SCALER_TRITON_BACKEND"
 _CHOICES = ("auto", "triton", "torch")
+
+# What `os.environ` looks into, which is private to it: asking it takes as long as torch's op on a gradient.
+_variables: Mapping[Any, Any] | None = getattr(os.environ, "_data", None)
+_KEY = os.environ.encodekey(ENV_VARIABLE)
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -39,6 +43,8 @@ if hasattr(os, "register_at_fork"):
 
 def check_backend(backend: str | None) -> str:
     """Return the backend asked for: the argument, else the environment's, else "auto"; raise ValueError if unknown."""
+    if backend is None and _variables is not None and _KEY not in _variables:
+        return "auto"
     source, value = ("backend", backend) if backend is not None else (ENV_VARIABLE, os.environ.get(ENV_VARIABLE))
     value = value or "auto"
     if value not in _CHOICES:

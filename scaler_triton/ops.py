@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from scaler_triton import passes, policy, torch_ops
 from scaler_triton.dispatch import check_backend
-from scaler_triton.gradients import check_gradient, check_overlap, local_tensor, sparse_values
+from scaler_triton.gradients import local_tensor
 from scaler_triton.kernels.abi import SQUARES
-from scaler_triton.plan import Batch, choose_backends, group
+from scaler_triton.lists import check_scalar, recall, run
+from scaler_triton.plan import Batch
 from scaler_triton.update import update_scale_ as _update_scale_
 
 __all__ = ["check_nonfinite", "grad_norm", "unscale_", "update_scale_"]
@@ -38,13 +38,16 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
     if torch.compiler.is_compiling():
         _unscale_op(_shards(grads), inv_scale, found_inf, backend)
         return
-    _check_scalar(inv_scale, "inv_scale")
-    _check_scalar(found_inf, "found_inf")
+    grads = list(grads)
+    key, known = recall("unscale", grads, backend, inv_scale, found_inf)
+    if known is not None and known.on_cpu:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    else:
 
-    def unscale_one(batch: Batch, flag: Tensor) -> None:
-        passes.unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, inverse=True)
+        def unscale_one(batch: Batch, flag: Tensor) -> None:
+            passes.unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, inverse=True)
 
-    _run(grads, found_inf, backend, unscale_one, clips=False)
+        run(key, known, unscale_one, grads, inv_scale=inv_scale, found_inf=found_inf)
 
 
 def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str | None = None) -> None:
@@ -57,8 +60,12 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
     if torch.compiler.is_compiling():
         _check_op(_shards(grads), found_inf, backend)
         return
-    _check_scalar(found_inf, "found_inf")
-    _run(grads, found_inf, backend, passes.check_batch, clips=False)
+    grads = list(grads)
+    key, known = recall("check", grads, backend, found_inf)
+    if known is not None and known.on_cpu:
+        torch_ops.check(grads, found_inf)
+    else:
+        run(key, known, passes.check_batch, grads, found_inf=found_inf)
 
 
 def grad_norm(
@@ -96,12 +103,13 @@ def grad_norm(
         norm: Tensor = _norm_op(shards, found_inf, inv_scale, norm_type, backend)
         return norm
     order = policy.check_norm_type(norm_type, positive=False)
-    for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
-        if scalar is not None:
-            _check_scalar(scalar, name)
     home = _first_device(grads)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
+    key, known = recall("norm" if order == 2 else "other norm", grads, backend, factor, flag)
+    if known is not None and known.on_cpu and order == 2:
+        factor = factor.double().reshape(())
+        return (torch_ops.sum_of_squares(grads, flag, None) * factor * factor).sqrt()
     parts: list[Tensor] = []
 
     def add(batch: Batch, bad: Tensor) -> None:
@@ -114,7 +122,7 @@ def grad_norm(
         if any(tensor.numel() for tensor in batch.present):
             parts.append((torch_ops.norm(batch.present, order) * local.double().reshape(())).to(home))
 
-    _run(grads, flag, backend, add, clips=order == 2)
+    run(key, known, add, grads, inv_scale=factor, found_inf=flag)
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=home)
     stacked = torch.stack(parts)
@@ -152,9 +160,9 @@ def update_scale_(
     if torch.compiler.is_compiling():
         _update_op(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, backend)
         return
-    _check_scalar(scale, "scale")
-    _check_scalar(growth_tracker, "growth_tracker", torch.int32)
-    _check_scalar(found_inf, "found_inf")
+    check_scalar(scale, "scale")
+    check_scalar(growth_tracker, "growth_tracker", torch.int32)
+    check_scalar(found_inf, "found_inf")
     for name, other in (("growth_tracker", growth_tracker), ("found_inf", found_inf)):
         if other.device != scale.device:
             raise ValueError(f"{name} must be on the scale's device, {scale.device}, got {other.device}")
@@ -172,47 +180,6 @@ def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
 def _first_device(tensors: Sequence[Tensor]) -> torch.device:
     """Return the first tensor's device, the CPU if there is no tensor."""
     return tensors[0].device if len(tensors) and isinstance(tensors[0], Tensor) else torch.device("cpu")
-
-
-def _run(
-    grads: Sequence[Tensor], found_inf: Tensor, backend: str | None, op: Callable[[Batch, Tensor], None], clips: bool
-) -> None:
-    """Check and group `grads`, run `op` on each batch with a flag on its device, and combine the flags."""
-    if found_inf.is_meta:
-        raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
-    requested = check_backend(backend)
-    with torch.no_grad():
-        batches = group(_checked(grads), count())
-        choose_backends(batches, requested, clips=clips)
-        for batch in batches:
-            device = batch.layout.key.device
-            if device == found_inf.device:
-                op(batch, found_inf)
-            else:
-                flag = torch.zeros((), dtype=torch.float32, device=device)
-                op(batch, flag)
-                found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
-
-
-def _checked(grads: Sequence[Tensor]) -> list[Tensor]:
-    locals_ = []
-    for index, grad in enumerate(grads):
-        if not isinstance(grad, Tensor):
-            raise TypeError(f"grads[{index}] must be a Tensor, got {type(grad).__name__}")
-        local = local_tensor(grad)
-        check_gradient(local, f"grads[{index}]")
-        if local.layout is torch.sparse_coo:
-            local = sparse_values(local)
-            check_overlap(local)  # of fp16, too, which only a plan coalesces
-        locals_.append(local)
-    return locals_
-
-
-def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-    if tensor.numel() != 1 or tensor.dtype is not dtype:
-        raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")
 
 
 # Dynamo puts custom ops into its graph without tracing into them, and eager callers do not pay their host costs. A call

@@ -234,11 +234,11 @@ class GradPlan:
         """Make a guard for all gradients if the same ones are missing again; else, as with experts, one for each."""
         here = list(map(is_not, grads, repeat(None)))
         if all(here) or here == self._here:
-            self._guard = _guard(list(compress(grads, here)))
+            self._guard = form_guard(list(compress(grads, here)))
         else:
             self._guard = None
             for index in compress(range(len(grads)), here):
-                self._each[index] = self._each[index] or _guard([grads[index]])
+                self._each[index] = self._each[index] or form_guard([grads[index]])
         self._here = None if all(here) else here
 
 
@@ -313,7 +313,7 @@ def _row(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     return itemgetter(*positions)
 
 
-def _guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+def form_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """Return a check of the type, dtype, device, sizes and strides of tensors; None where torch has none.
 
     torch's private guards take 40 ns a tensor, public attributes 500. A match is reliable, but a mismatch may be wrong:

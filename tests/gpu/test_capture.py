@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import WAYS, assert_same, parameters, started, take_step
 
-from scaler_triton import GradScaler
+from scaler_triton import GradScaler, ops
 
 # torch's optimizers notice steps beside the captured ones, which is what is compared here.
 CAPTURABLE = pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")
@@ -396,3 +396,43 @@ def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
     before = it.weight[0].item()
     replay(16.0)
     assert it.weight[0].item() == before - 2.0
+
+
+def test_the_ops_on_lists_can_be_captured_after_one_call() -> None:
+    """Calls on other tensors of the same form disturb no replay, and it none of them."""
+    grads, others = ([torch.zeros(numel, device="cuda") for numel in (5, 4000)] for _ in range(2))
+    flag, factor = torch.zeros((), device="cuda"), torch.full((), 0.25, device="cuda")
+
+    def use(grads: list[torch.Tensor]) -> torch.Tensor:
+        ops.check_nonfinite(grads, flag)
+        norm = ops.grad_norm(grads, flag, inv_scale=factor)
+        ops.unscale_(grads, factor, flag)
+        return norm
+
+    def fill(grads: list[torch.Tensor], value: float) -> None:
+        for grad in grads:
+            grad.fill_(value)
+
+    use(grads)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = use(grads)
+    for value in (8.0, 4.0, float("inf"), 8.0):
+        fill(others, value)
+        use(others)
+        fill(grads, value)
+        flag.zero_()
+        graph.replay()
+        assert flag.item() == (value == float("inf"))
+        assert norm.item() == pytest.approx(value / 4 * 4005**0.5, rel=1e-6)
+        for grad in [*grads, *others]:
+            assert_same(grad, torch.full_like(grad, value / 4))
+
+
+@MAY_BE_EMPTY
+def test_a_list_that_no_call_has_seen_is_refused_in_a_capture() -> None:
+    grads, flag = [torch.full((n,), 8.0, device="cuda") for n in (3, 1, 77)], torch.zeros((), device="cuda")
+    ops.check_nonfinite(grads[:2], flag)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="take one step like it before"):
+        ops.check_nonfinite(grads, flag)
+    assert flag.item() == 0.0
