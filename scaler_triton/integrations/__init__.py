@@ -1,1 +1,1 @@
-"""Frameworks that build the scaler, clip, or ask whether a step was skipped: one file each, imported by its name."""
+"""Frameworks that build the scaler, clip, ask whether a step was skipped, or saved a state: one file each."""

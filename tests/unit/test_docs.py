@@ -110,7 +110,7 @@ def public() -> Iterator[str]:
     yield from (f"scaler_triton.ops.{name}" for name in ops.__all__)
     for cls in (GradScaler, ShardedGradScaler):
         yield from (f"scaler_triton.{cls.__name__}.{name}" for name in vars(cls) if not name.startswith("_"))
-    for module in ("migration", "integrations/accelerate", "integrations/lightning"):
+    for module in ("integrations/migration", "integrations/accelerate", "integrations/lightning"):
         body = ast.parse((ROOT / f"scaler_triton/{module}.py").read_text()).body
         names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
         yield from (f"scaler_triton.{module.replace('/', '.')}.{name}" for name in names)

@@ -15,7 +15,7 @@ import torch
 from helpers import started, update
 
 from scaler_triton import GradScaler
-from scaler_triton.migration import from_deepspeed, from_megatron
+from scaler_triton.integrations.migration import from_deepspeed, from_megatron
 
 
 class Megatron:

@@ -15,7 +15,7 @@ from helpers import started, update
 from peer import imported, trace
 
 from scaler_triton import GradScaler, ShardedGradScaler
-from scaler_triton.migration import from_deepspeed, from_megatron
+from scaler_triton.integrations.migration import from_deepspeed, from_megatron
 
 # torch, for modules that ask for tensors on "cuda": they get them on the CPU.
 ON_CPU = SimpleNamespace(**vars(torch))
