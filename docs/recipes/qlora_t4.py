@@ -12,7 +12,7 @@ from scaler_triton.integrations.accelerate import use_scaler_triton
 
 torch.manual_seed(0)
 config = GPT2Config(
-    vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0
+    vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0
 )
 # A real one is `AutoModelForCausalLM.from_pretrained(name, quantization_config=BitsAndBytesConfig(load_in_4bit=True,
 # bnb_4bit_compute_dtype=torch.float16))`: fp16, as a T4 only emulates bf16.
@@ -23,13 +23,13 @@ for parameter in model.parameters():
     if parameter.requires_grad:
         parameter.data = parameter.data.bfloat16()  # as TRL's trainers do
 
-rows = [(torch.arange(32) + start) % 64 for start in range(64)]
+rows = [(torch.arange(16) + start) % 64 for start in range(64)]
 arguments = TrainingArguments(
     output_dir="adapters",
     fp16=True,
     max_steps=20,
     learning_rate=5e-2,
-    per_device_train_batch_size=16,
+    per_device_train_batch_size=8,
     logging_steps=10,
     report_to=[],
 )

@@ -26,6 +26,7 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "step.py": (0, "torch", ["step 30 was skipped", "0.weight   Inf"], set()),
     "with_accelerate.py": (0, "accelerate", ["step 3 was skipped", "updates=64, "], {"checkpoint"}),
     "trainer.py": (0, "transformers", ["ScalerStats(updates=20, "], {"counting"}),
+    "qlora_t4.py": (0, "peft", ["ScalerStats(updates=20, skipped=0"], {"adapters"}),
     "with_lightning.py": (0, "lightning", ["The last skip"], set()),
     "with_fabric.py": (0, "lightning", ["The last skip"], set()),
     "verl_style.py": (RANKS, "torch", SKIPS, set()),
@@ -39,6 +40,7 @@ IGNORED = [
     "The 'train_dataloader' does not have many workers",
     "`isinstance(treespec, LeafSpec)` is deprecated",
     "`torch.jit.script_method` is",
+    "`is_gradient_checkpointing` is deprecated",
     "Guards may run slower on Python 3.13.0",
 ]
 
