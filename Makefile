@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD := --numprocesses $(JOBS) --dist loadfile
 
 NIGHTLY := fuzz soak faults mutants simulate pretend test-frameworks test-oldest
-GPU_PARTS := gpu-tests gpu-ranks gpu-tune gpu-perf gpu-sanitize
+GPU_PARTS := gpu-tests gpu-ranks gpu-ranks-gloo gpu-tune gpu-perf gpu-sanitize
 .PHONY: quick test lint style docs demo perf release clean $(NIGHTLY) gpu has-gpu $(GPU_PARTS)
 
 quick: $(VENV)/ready
@@ -99,8 +99,12 @@ NATIVELY = NEEDS_GPU=1 TEST_SECONDS=430 timeout --signal=INT --kill-after=15 470
 	-W ignore::DeprecationWarning -W ignore::FutureWarning --durations=20 --continue-on-collection-errors
 gpu-tests: has-gpu
 	$(NATIVELY) --junitxml=$(OUT)/junit.xml tests --ignore tests/nightly --ignore tests/ranks --ignore tests/fuzz
-gpu-ranks: has-gpu # by gloo, which serves FSDP's own collectives on a GPU, or does not
-	RANKS_ON=cuda $(NATIVELY) --junitxml=$(OUT)/junit-ranks.xml tests/ranks
+gpu-ranks: has-gpu # over NCCL, two and four ranks, which share the GPU if there is one
+	RANKS_ON=cuda RANKS_OVER=nccl $(NATIVELY) --junitxml=$(OUT)/junit-ranks.xml tests/ranks
+# Groups of gloo on a GPU. Not FSDP2: over bare gloo it dies within torch there, with torch's scaler, too.
+gpu-ranks-gloo: has-gpu
+	RANKS_ON=cuda $(NATIVELY) --junitxml=$(OUT)/junit-ranks-gloo.xml tests/ranks/test_process_group.py \
+		tests/ranks/test_rank_faults.py tests/ranks/test_scales_apart.py tests/ranks/test_report.py
 gpu-tune: has-gpu
 	timeout 530 python3 -m scaler_triton tune --out $(OUT)/tuned
 gpu-perf: has-gpu # interrupted, it writes what was measured

@@ -1,4 +1,7 @@
-"""A pool of ranks: processes that share a process group, started once and reused from call to call."""
+"""A pool of ranks: processes that share a process group, started once and reused from call to call.
+
+RANKS_OVER=nccl has them meet over NCCL where tensors are on a GPU, even if all of them share one.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ CLOSE_TIMEOUT = 5.0  # an idle rank leaves within milliseconds
 STACK_WAIT = 0.5  # for a hung rank to write down where it hangs
 LOG_TAIL = 4000  # characters
 SEED = 1234
+BACKEND = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}[os.environ.get("RANKS_OVER", "gloo")]
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class RankPool:
     leaves them in a state that the next case could feel.
     """
 
-    def __init__(self, world_size: int, *, backend: str = "gloo", group_timeout: float = 20.0) -> None:
+    def __init__(self, world_size: int, *, backend: str = BACKEND, group_timeout: float = 20.0) -> None:
         self.world_size, self.backend, self.group_timeout = world_size, backend, group_timeout
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -234,6 +238,10 @@ def _serve(rank: int, group: dict[str, Any], timeout: float, log: str, connectio
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    if "nccl" in group["backend"]:
+        # NCCL takes one rank a GPU and host, so each says that it is a host of its own; they share no memory then.
+        os.environ |= {"NCCL_HOSTID": f"host{rank}", "NCCL_CUMEM_ENABLE": "0", "NCCL_IB_DISABLE": "1"}
+        torch.cuda.set_device(rank % torch.cuda.device_count())
 
     def join(rank: int) -> None:
         dist.init_process_group(**group)

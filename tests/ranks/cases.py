@@ -2,7 +2,8 @@
 
 A case is a function of a rank that stands in the file of its tests. The pool's ranks import that file by its name. Set
 SCALER_UNDER_TEST=torch to run the cases with torch's own classes and see which of them torch gets wrong; RANKS_ON=cuda
-to run them on the GPU, which the ranks share, or on a GPU each where there are as many.
+to run them on the GPU, which the ranks share, or on a GPU each where there are as many, and RANKS_OVER=nccl to have
+these meet over NCCL.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import BACKEND
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -26,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = os.environ.get("RANKS_ON", "cpu")
+GLOO_ON_GPU = DEVICE == "cuda" and BACKEND == "gloo"
 # Before 2.13 torch has it on the CPU only.
 FUSED_ADAGRAD = ["adagrad-fused"] if DEVICE == "cpu" or torch.__version__ >= "2.13" else []
 
@@ -64,7 +67,8 @@ def strictly(rank: int, case: Callable[..., Any], args: tuple[Any, ...], options
     if DEVICE == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.cuda.init()  # else meshes warn that no device was chosen
-        _gather_on_gpu()
+        if GLOO_ON_GPU:
+            _gather_on_gpu()
     with warnings.catch_warnings(), torch.device(DEVICE):
         warnings.simplefilter("error")
         for message, category in IGNORED_WARNINGS:

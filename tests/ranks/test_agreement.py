@@ -170,7 +170,7 @@ def _pipeline_batch(step: int) -> tuple[Tensor, Tensor]:
     return x, x.sin()
 
 
-@pytest.mark.skipif(cases.DEVICE == "cuda", reason="gloo sends no GPU's tensors from rank to rank")
+@pytest.mark.skipif(cases.GLOO_ON_GPU, reason="gloo sends no GPU's tensors from rank to rank")
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_a_pipeline_whose_last_stage_alone_has_a_loss_trains_as_one_process_does(ranks, name):
     outcomes = ranks.run(pipeline, name, [Fault(1, 0)])

@@ -187,7 +187,7 @@ def refilled(rank: int, kind: str, layout: str, name: str, how: str, stage: bool
 @WAYS
 @pytest.mark.parametrize("stage", [False, True], ids=["", "inner stage"])
 @pytest.mark.parametrize("how", ["broadcast", "all_reduce", "send"])
-@pytest.mark.skipif(cases.DEVICE == "cuda", reason="gloo sends no GPU's tensors from rank to rank")
+@pytest.mark.skipif(cases.GLOO_ON_GPU, reason="gloo sends no GPU's tensors from rank to rank")
 def test_gradients_that_collectives_refill_are_divided_on_every_rank(two, kind, layout, name, how, stage):
     first, second = two.run(refilled, kind, layout, name, how, stage)
     assert first == second

@@ -22,8 +22,10 @@ pytestmark = pytest.mark.distributed
 
 LIMIT = 0.5  # Seconds that a collective may take here before torch gives up.
 LATE = 3.0  # Seconds that a busy machine may add to that.
-# What gloo says, in every version: its own words, not ours.
-TORCHS_ERROR = re.compile(r"^(RuntimeError|DistBackendError|DistNetworkError): .*(gloo|imed out|closed|reset)", re.S)
+# What gloo and NCCL say, in every version: their own words, not ours.
+TORCHS_ERROR = re.compile(
+    r"^(RuntimeError|DistBackendError|DistNetworkError): .*(gloo|NCCL|imed out|timeout|closed|reset)", re.S
+)
 
 
 class Variant(NamedTuple):
@@ -54,7 +56,8 @@ EACH, SHARDED = (
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     """Ranks of their own: these tests break them."""
-    with RankPool(2, group_timeout=10.0) as opened:
+    # Without that variable NCCL's watchdog ends the process instead of raising.
+    with mock.patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT="1"), RankPool(2, group_timeout=10.0) as opened:
         yield opened
 
 
