@@ -16,13 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, assert_same, places, sgd, started, update, values
+from helpers import Place, places, sgd, started, update, values
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, grad_scaler, step
 from scaler_triton.dispatch import ENV_VARIABLE, kernels
-from scaler_triton.flag import FlagRows
-from scaler_triton.plan import GradPlan
 from scaler_triton.policy import KEY, NO_LIMITS, Limits
 from scaler_triton.step import Phase
 
@@ -120,35 +118,6 @@ def test_a_step_launches_each_pass_once_and_an_update(place: Place, how: str, wa
             patches.enter_context(mock.patch.object(where, function, partial(noted, getattr(where, function))))
         step()
     assert launched == want
-
-
-@pytest.mark.parametrize("absent", ["none", "some", "changing"])
-def test_two_hundred_steps_are_planned_once_and_are_torchs(absent: str) -> None:
-    def run(cls: Any, **options: Any) -> Any:
-        scaler = cls("cpu", init_scale=16.0, growth_interval=20, **options)
-        optimizer = sgd([torch.ones(3)] * 8)
-        for number in range(200):
-            scaler.scale(torch.ones(()))
-            for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
-                value = math.inf if number % 50 == 49 else index + number
-                gone = absent != "none" and index % 3 == (number % 3 if absent == "changing" else 1)
-                parameter.grad = None if gone else torch.full_like(parameter, value)
-            scaler.step(optimizer)
-            scaler.update()
-        return scaler, optimizer
-
-    with (
-        mock.patch.object(step, "GradPlan", side_effect=GradPlan) as plans,
-        mock.patch.object(FlagRows, "flag", autospec=True, side_effect=FlagRows.flag) as flags,
-        mock.patch.object(GradPlan, "_add_forms", autospec=True, side_effect=GradPlan._add_forms) as compared,
-    ):
-        ours, mine = run(GradScaler, backend="torch")
-    assert plans.call_count == flags.call_count == 1
-    assert compared.call_count <= 20  # while gradients are seen for the first time
-    theirs, others = run(torch.amp.GradScaler)
-    assert ours.state_dict() == theirs.state_dict()
-    for a, b in zip(mine.param_groups[0]["params"], others.param_groups[0]["params"], strict=True):
-        assert_same(a.detach(), b.detach())
 
 
 # The public methods
