@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, assert_same, grads, places, sgd, started
+from helpers import Place, assert_all_same, grads, places, sgd, started
 
 from scaler_triton import GradScaler, dispatch, ops
 from scaler_triton.grad_scaler import GradScaler as Traced
@@ -172,8 +172,7 @@ def test_where_only_clipping_fails_it_is_torchs_to_the_bit(place: Place, monkeyp
                 dispatch._chosen[CPU, dtype, "triton", True] = ("torch", "ptxas fatal")
         clipped.append([scaler.clip_grad_norm_(optimizer, 1e-3)])
         clipped[-1] += [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
-    for mine, theirs in zip(*clipped, strict=True):
-        assert_same(mine, theirs)
+    assert_all_same(*clipped)
 
 
 def test_without_the_interpreter_the_kernels_refuse_the_cpu(monkeypatch: Any) -> None:

@@ -170,16 +170,6 @@ def test_a_sharded_scaler_takes_sparse_fp16(place: Place, gradient: Any, want: l
     assert flags(scaler, optimizer) == [flag]
 
 
-def test_sparse_fp16_duplicates_are_summed_in_fp32() -> None:
-    """Difference 16: torch's own GradScaler loses the small ones."""
-    small, sums = [1.0, 2.0**-11, 2.0**-11, 2.0**-11], []
-    for cls in (GradScaler, torch.amp.GradScaler):
-        optimizer = sgd([coo(torch.tensor(small).half(), 0, 0, 0, 0)])
-        started(cls, "cpu")._check_inf_per_device(optimizer)
-        sums.append(values(params_of(optimizer)[0].grad).item())
-    assert sums == [torch.tensor(1 + 3 * 2.0**-11).half().item(), 1.0]
-
-
 # Gradients that are part of a graph
 
 

@@ -75,7 +75,3 @@ def test_every_file_of_the_core_has_a_unit_test_of_its_name() -> None:
     assert expected - {path.name for path in tests.glob("test_*.py")} == set()
     expected = {f"test_{path.stem}.py" for path in KERNELS.glob("*.py")} - {"test_abi.py"}  # numbers
     assert expected - {path.name for path in (tests / "kernels").glob("test_*.py")} == set()
-
-
-def test_the_kernels_folder_is_no_package_that_would_shadow_another() -> None:
-    assert not (KERNELS / "__init__.py").exists()

@@ -148,31 +148,26 @@ def test_what_only_unscaling_makes_infinite_is_not_reported(place: Place, how: s
 
 
 @PLACES
-@pytest.mark.parametrize("change", ["form", "parameters"])
-def test_after_a_change_of_forms_or_parameters_nothing_is_known_of_earlier_steps(place: Place, change: str) -> None:
+@pytest.mark.parametrize("change", ["form", "parameters", "checkpoint"])
+def test_after_a_change_of_forms_parameters_or_state_nothing_is_known_of_earlier_steps(
+    place: Place, change: str
+) -> None:
     run = Run(place)
+    saved = run.scaler.state_dict()
     run.step(_0_bias=[math.inf])
     run.give()
     if change == "form":
         weight = run.model[0].weight
         weight.grad = torch.ones(weight.shape[::-1], device=place.device).t()
-    else:
+    elif change == "parameters":
         run.optimizer.add_param_group({"params": parameters([torch.ones(1)], place.device)})
+    else:
+        run.scaler.load_state_dict(saved)
+        assert run.found() == []
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    if place.backend == "triton" or change == "parameters":
+    if place.backend == "triton" or change != "form":
         assert run.found() == []
-    run.step(_1_bias=[math.nan])
-    assert run.found() == [("1.bias", "NaN")]
-
-
-@PLACES
-def test_a_loaded_checkpoint_begins_without_marks(place: Place) -> None:
-    run = Run(place)
-    saved = run.scaler.state_dict()
-    run.step(_0_bias=[math.inf])
-    run.scaler.load_state_dict(saved)
-    assert run.found() == []
     run.step(_1_bias=[math.nan])
     assert run.found() == [("1.bias", "NaN")]
 

@@ -650,12 +650,6 @@ def test_parameters_that_came_or_were_replaced_are_stepped(change: Any) -> None:
     assert optimizer.param_groups[-1]["params"][0].item() == -2.0
 
 
-def test_a_parameter_that_is_no_tensor_is_torchs_error() -> None:
-    bad = SimpleNamespace(param_groups=[{"params": [3]}], step=None)
-    with pytest.raises(AssertionError, match=r"^expected param to be torch\.Tensor, got int$"):
-        a_scaler().unscale_(bad)
-
-
 @pytest.mark.parametrize("phase", PHASES)
 def test_awaiting_are_the_optimizers_that_are_unscaled_and_not_stepped(phase: str) -> None:
     scaler, optimizer = begin("", phase, None)

@@ -95,12 +95,6 @@ def test_the_page_says_what_the_csvs_say(page: Path, name: str, text: str) -> No
     assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page.read_text()
 
 
-def test_the_first_ten_lines_tell_what_is_gained_and_where_nothing() -> None:
-    first = "".join(pages.README.read_text().splitlines(keepends=True)[:10])
-    assert "**Less**" in first
-    assert "**Nothing**" in first
-
-
 def test_what_version_01_measured_is_kept_apart() -> None:
     assert pages.OLD not in {machine.device for _, machine in pages.entries_in(pages.RESULTS)}
     with pytest.raises(ValueError, match="has other columns"):
