@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -35,6 +36,9 @@ def places() -> list[Place]:
     if torch.cuda.is_available():
         return [Place("cpu", "torch"), Place("cuda", "triton"), Place("cuda", "torch")]
     return [Place("cpu", "torch"), Place("cpu", "triton")]
+
+
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
 
 
 def bits(tensor: Tensor) -> Tensor:

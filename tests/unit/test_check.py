@@ -1,7 +1,5 @@
 """A check: validated before the first write, one reduction, and what an error in it means for this rank and others."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from types import SimpleNamespace

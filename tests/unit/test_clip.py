@@ -1,7 +1,5 @@
 """`clip_grad_norm_`: torch's unscale_ and clipping with one pass less, for several optimizers or some parameters."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Place, assert_same, flags, grads, parameters, places, sgd, started, values
+from helpers import PLACES, Place, assert_same, flags, grads, parameters, places, sgd, started, values
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -21,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from scaler_triton import GradScaler, ShardedGradScaler, ranks
 from scaler_triton.step import FAILED, READY, UNSCALED
 
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 # Whether one pass clips, or several: with another norm, or for some parameters only.
 WAYS = pytest.mark.parametrize("way", ["at once", "norm", "parameters"])
 SCALE = 8.0

@@ -1,7 +1,5 @@
 """Which backend serves which device; what happens where Triton does not work; captures, waits and compilers."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable
@@ -10,13 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, assert_all_same, grads, places, sgd, started
+from helpers import PLACES, Place, assert_all_same, grads, places, sgd, started
 
 from scaler_triton import GradScaler, dispatch, ops
 from scaler_triton.grad_scaler import GradScaler as Traced
 
 pytestmark = pytest.mark.usefixtures("undecided")
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 CPU, GPU, FP32 = torch.device("cpu"), torch.device("cuda", 0), torch.float32
 
 

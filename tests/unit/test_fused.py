@@ -1,7 +1,5 @@
 """Fused optimizers: what they are given for their step, and what of it is left afterwards."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

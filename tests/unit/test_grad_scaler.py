@@ -1,7 +1,5 @@
 """The scaler itself: its methods' arguments and errors, its state, its subclasses, and what a steady step costs."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -15,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, places, sgd, started, update, values
+from helpers import PLACES, Place, places, sgd, started, update, values
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, grad_scaler, step
@@ -23,7 +21,6 @@ from scaler_triton.dispatch import kernels
 from scaler_triton.policy import KEY, NO_LIMITS, Limits
 from scaler_triton.step import Phase
 
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
 EXTRAS: dict[str, Any] = {"min_scale": 0.25, "max_scale": 512.0, "hysteresis": 3, "max_consecutive_skips": 50}
 SCALE = 4.0

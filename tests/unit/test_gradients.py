@@ -1,7 +1,5 @@
 """What a gradient may be: every kind that torch takes, to the bit; every kind that is refused, before any write."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable
@@ -10,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Place, assert_same, flags, parameters, places, sgd, started
+from helpers import PLACES, Place, assert_same, flags, parameters, sgd, started
 from torch import Tensor
 
 from scaler_triton import GradScaler, ShardedGradScaler, gradients
 
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 SCALE = 3.0
 EXPANDED = "more than one element of the written-to tensor refers to a single memory location"
 

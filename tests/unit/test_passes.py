@@ -1,14 +1,12 @@
 """The passes over batches: what is read, written, flagged and marked, by kernels and by torch's ops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from helpers import Place, assert_same, flags, on_device, parameters, places, randn, started, sum_of_squares
+from helpers import PLACES, Place, assert_same, flags, on_device, parameters, places, randn, started, sum_of_squares
 from tensor_pair import Pair
 from torch import Tensor
 
@@ -19,7 +17,6 @@ from scaler_triton.plan import Batch, GradPlan, choose_backends, group
 from scaler_triton.report import Marks
 from scaler_triton.update import Counters
 
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 KERNELS = pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # A kernel sums rows of 512 squares in fp32: their random roundings stay far below this.

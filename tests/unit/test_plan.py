@@ -1,7 +1,5 @@
 """Plans: an optimizer's gradients as batches, what is kept between steps, and what is noticed when it changes."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

@@ -1,7 +1,5 @@
 """Every number of a scaler: what is refused by its name, in the constructor, the setters and checkpoints."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

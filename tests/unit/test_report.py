@@ -1,7 +1,5 @@
 """Which gradients made the last step be skipped: the marks of every path, their generations, names and text."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Nothing that the library reads can make it run code: no eval, no shell, no unpickling from a file."""
 
-from __future__ import annotations
-
 import ast
 import io
 import pickle

@@ -1,7 +1,5 @@
 """ShardedGradScaler: torch's order of arguments, what it is in Python's eyes, and what it keeps of dtypes."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The phases of an optimizer's step, event by event, and the registry of the steps."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

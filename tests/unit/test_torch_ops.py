@@ -1,7 +1,5 @@
 """The passes in plain torch: to the bit with torch's own op, norms as good as fp64, and reads that write nothing."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

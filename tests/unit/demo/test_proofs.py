@@ -1,7 +1,5 @@
 """The cases of torch's defects: what counts as right, what is printed, and the README's table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is trained in one process, and that the tolerance lies between rounding and one step too many."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache

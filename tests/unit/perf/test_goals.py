@@ -1,7 +1,5 @@
 """Goals, tables and pages: what is said of the rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
