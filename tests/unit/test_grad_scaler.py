@@ -6,19 +6,17 @@ import pickle
 import threading
 import types
 from collections import defaultdict
-from contextlib import ExitStack, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import PLACES, Place, places, sgd, started, update, values
+from helpers import PLACES, Place, sgd, started, update, values
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, grad_scaler, step
-from scaler_triton.dispatch import kernels
-from scaler_triton.policy import KEY, NO_LIMITS, Limits
+from scaler_triton.policy import KEY, NO_LIMITS
 from scaler_triton.step import Phase
 
 EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
@@ -65,37 +63,6 @@ class Still:
         return None
 
 
-LAUNCHES = {
-    "step": ["unscale.launch_unscale", "update_scale.launch_update"],
-    "fused step": ["unscale.launch_check", "update_scale.launch_update"],
-    "unscale_": ["unscale.launch_unscale", "update_scale.launch_update"],
-    "clip_grad_norm_": ["norm.launch_sum_of_squares", "clip.launch_clip", "update_scale.launch_update"],
-}
-
-
-@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
-@pytest.mark.parametrize(("how", "want"), LAUNCHES.items())
-def test_a_step_launches_each_pass_once_and_an_update(place: Place, how: str, want: list[str]) -> None:
-    scaler, optimizer = started(GradScaler, place.device, backend=place.backend), Still("fused" in how, 3, place.device)
-    launched: list[str] = []
-
-    def step() -> None:
-        if how in ("unscale_", "clip_grad_norm_"):
-            getattr(scaler, how)(optimizer, *([1.0] if how != "unscale_" else []))
-        scaler.step(optimizer)
-        scaler.update()
-
-    step()
-    with ExitStack() as patches:
-        for name in {name for names in LAUNCHES.values() for name in names}:
-            module, function = name.split(".")
-            where = getattr(kernels(), module)
-            noted = partial(lambda name, real, *args, **kw: (launched.append(name), real(*args, **kw)), name)
-            patches.enter_context(mock.patch.object(where, function, partial(noted, getattr(where, function))))
-        step()
-    assert launched == want
-
-
 # The public methods
 
 
@@ -128,19 +95,6 @@ def test_disabled_for_want_of_cuda_it_warns_of_the_callers_line() -> None:
     ):
         assert not GradScaler("cuda:0").is_enabled()
     assert warned[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    "outputs", [torch.ones(()), torch.ones(2, dtype=torch.float16), [torch.ones(1), (torch.ones(()),)], (1.0,)]
-)
-def test_scale_is_torchs_for_any_outputs(outputs: Any) -> None:
-    def run(cls: Any) -> str:
-        try:
-            return repr(cls("cpu", init_scale=8.0).scale(outputs))
-        except ValueError as error:
-            return str(error)
-
-    assert run(GradScaler) == run(torch.amp.GradScaler)
 
 
 def test_7_what_comes_by_position_is_forwarded_and_a_closure_by_keyword_is_refused() -> None:
@@ -236,38 +190,6 @@ def test_state_has_one_more_key_once_an_extra_is_on() -> None:
         assert {*GradScaler("cpu", **{name: value}).state_dict()} == {*theirs, KEY}
 
 
-def test_state_without_the_key_leaves_limits_and_clears_counters() -> None:
-    scaler = trained(**EXTRAS)
-    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict())
-    assert (scaler.get_scale(), scaler.limits, scaler.stats()) == (8.0, Limits(**EXTRAS), ScalerStats())
-
-
-@PLACES
-def test_a_run_that_was_resumed_anywhere_is_the_uninterrupted_one(place: Place) -> None:
-    bad, make = "xx.x..xxx.", {"init_scale": 64.0, "growth_interval": 2, "hysteresis": 3}
-
-    def at(**options: Any) -> Any:
-        return started(GradScaler, place.device, backend=place.backend, **options)
-
-    def run(scaler: Any, part: str) -> list[float]:
-        seen = []
-        for each in part:
-            scaler.step(sgd([torch.tensor([math.inf if each == "x" else 1.0])], place.device))
-            scaler.update()
-            seen.append(scaler.get_scale())
-        return seen
-
-    whole = at(**make)
-    want = run(whole, bad)
-    for stop in range(1, len(bad), 3):
-        first, second = at(**make), at()
-        head = run(first, bad[:stop])
-        run(second, "x")  # what it counted is forgotten
-        second.load_state_dict(first.state_dict())
-        assert head + run(second, bad[stop:]) == want
-        assert second.stats() == whole.stats()
-
-
 @EACH
 @COPIES
 def test_copies_go_on_where_the_original_stood_and_leave_it_alone(cls: Any, clone: Any) -> None:
@@ -280,15 +202,6 @@ def test_copies_go_on_where_the_original_stood_and_leave_it_alone(cls: Any, clon
     copied._scale.fill_(1.0)
     copied._ours.counters.on_host()[0] += 1
     assert scaler.state_dict() == saved
-
-
-@COPIES
-def test_a_copy_knows_of_no_step(clone: Any) -> None:
-    scaler, optimizer = started(GradScaler, "cpu"), sgd([torch.ones(1)])
-    scaler.step(optimizer)
-    scaler.update()
-    with pytest.raises(ValueError, match="^was_skipped: this SGD was not stepped yet"):
-        clone(scaler).was_skipped(optimizer)
 
 
 @COPIES

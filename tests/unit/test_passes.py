@@ -186,18 +186,6 @@ def test_what_stands_for_a_partial_gradient_is_only_checked(place: Place) -> Non
     assert (batch.present[0].tolist(), flag.found_inf.item(), plan.written) == ([8.0, math.inf], 1.0, False)
 
 
-@pytest.mark.parametrize("scale", [4.0, 2.0**-10])
-def test_what_becomes_infinite_by_unscaling_is_neither_flagged_nor_marked(scale: float) -> None:
-    """The flag is about the gradients as computed."""
-    plan, (first, second), found = check(
-        [torch.tensor([1e38]), torch.tensor([math.nan])], Place("cpu", "torch"), True, scale
-    )
-    assert [flag.item() for flag in found.values()] == [1.0]
-    assert plan.marks.of(0) == {1: 1}
-    assert math.isinf(first.grad.item()) is (scale < 1)
-    assert math.isnan(second.grad.item())
-
-
 # Tensor subclasses
 
 

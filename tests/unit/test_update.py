@@ -191,7 +191,9 @@ def test_one_update_takes_the_flags_of_all_optimizers_wherever_they_are(place: P
         scaler.step(optimizer)
     scaler.update()
     assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [bool(i % 3) for i in range(count)]
-    assert scaler.stats() == ScalerStats(updates=1, skipped=1, consecutive_skips=1, backoffs=1, last_skip=1)
+    want = ScalerStats(updates=1, skipped=1, consecutive_skips=1, backoffs=1, last_skip=1)
+    assert scaler.stats() == want
+    assert str(scaler.stats()) == str(want)  # numbers, not tensors
 
 
 @PLACES
@@ -310,19 +312,6 @@ def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how:
 
 
 # The counters
-
-
-@PLACES
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_update_is_counted(place: Place, fused: bool) -> None:
-    scaler = at(place, growth_interval=2)
-    assert scaler.stats() == scaler.stats(wait=False) == ScalerStats()
-    for gradient in (1.0, math.inf, math.inf, 1.0, 1.0, math.inf):
-        scaler.step(sgd([torch.tensor([gradient])], place.device, fused=fused))
-        scaler.update()
-    want = ScalerStats(updates=6, skipped=3, consecutive_skips=1, growths=1, backoffs=3, last_skip=6)
-    assert scaler.stats() == want
-    assert str(scaler.stats()) == str(want)  # numbers, not tensors
 
 
 def test_stats_are_frozen_and_nothing_on_a_disabled_scaler() -> None:
