@@ -82,6 +82,12 @@ def test_other_norms_are_torchs(place: Place, norm_type: Any) -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_the_largest_of_gradients_that_overflow_is_inf_or_nan(value: float) -> None:
+    norm = scaler_on().clip_grad_norm_(sgd([torch.tensor([value, 1.0])]), 1.0, math.inf)
+    assert norm.item() == pytest.approx(value, nan_ok=True)
+
+
 @PLACES
 @WAYS
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -120,15 +126,6 @@ def test_a_norm_that_overflows_alone_is_refused_without_a_flag(place: Place, nor
 
 @PLACES
 @WAYS
-def test_without_gradients_the_norm_is_0(place: Place, way: str) -> None:
-    optimizer, scaler = sgd([None, None], place.device), scaler_on(place)
-    assert scaler.clip_grad_norm_(optimizer, 1.0, **options_of(way, optimizer)).item() == 0.0
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(optimizer)
-
-
-@PLACES
-@WAYS
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_sparse_duplicates_are_summed_first_those_of_fp16_in_fp32(place: Place, way: str, dtype: torch.dtype) -> None:
@@ -161,19 +158,6 @@ def test_a_norm_does_not_depend_on_where_gradients_lie() -> None:
 
 @PLACES
 @WAYS
-def test_several_optimizers_share_one_norm(place: Place, way: str) -> None:
-    first, second = sgd([torch.full((3,), 24.0)], place.device), sgd([torch.full((1,), 32.0)], place.device, fused=True)
-    scaler = scaler_on(place)
-    norm = scaler.clip_grad_norm_([first, second], 1.0, **options_of(way, first, second))
-    assert norm.item() == pytest.approx(3 * 3 + 4 if way == "norm" else math.sqrt(3 * 9 + 16))
-    for optimizer, value in ((first, 3.0), (second, 4.0)):
-        assert grads(optimizer) == pytest.approx([value / norm.item()], rel=1e-5)
-        scaler.step(optimizer)
-        assert values(optimizer) == pytest.approx([-0.5 * value / norm.item()], rel=1e-5)
-
-
-@PLACES
-@WAYS
 @pytest.mark.parametrize("reverse", [False, True])
 def test_what_is_clipped_together_is_skipped_together(place: Place, way: str, reverse: bool) -> None:
     """The norm says nothing then, so the others could only step unclipped."""
@@ -191,30 +175,6 @@ def test_what_is_clipped_together_is_skipped_together(place: Place, way: str, re
         parameter.grad = torch.ones_like(parameter)
     scaler.clip_grad_norm_(optimizers, 1.0, **options_of(way, *optimizers))
     assert [flags(scaler, optimizer) for optimizer in optimizers] == [[0.0], [0.0]]
-
-
-@PLACES
-def test_module_by_module(place: Place) -> None:
-    """As DINO does: everything is unscaled and checked once, each module clipped by its own norm."""
-    optimizer = sgd([torch.full((4,), 16.0), torch.full((4,), 160.0), torch.tensor([8.0])], place.device)
-    head, body, rest = held(optimizer)
-    scaler = scaler_on(place)
-    assert scaler.clip_grad_norm_(optimizer, 1.0, parameters=[head]).item() == pytest.approx(4.0)
-    assert scaler.clip_grad_norm_(optimizer, 1.0, parameters=body).item() == pytest.approx(40.0)
-    assert head.grad.tolist() == pytest.approx([0.5] * 4, rel=1e-5)
-    assert body.grad.tolist() == pytest.approx([0.5] * 4, rel=1e-5)
-    assert rest.grad.item() == 1.0
-    scaler.step(optimizer)
-    assert not scaler.was_skipped(optimizer)
-
-
-@PLACES
-def test_a_bad_gradient_outside_the_chosen_ones_skips_the_step(place: Place) -> None:
-    optimizer, scaler = sgd([torch.full((4,), 16.0), torch.tensor([math.inf])], place.device), scaler_on(place)
-    norm = scaler.clip_grad_norm_(optimizer, 1.0, parameters=held(optimizer)[:1])
-    assert (norm.item(), grads(optimizer)[0]) == (pytest.approx(4.0), 2.0)  # nothing is clipped
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("how", ["set", "cleared", "replaced"])

@@ -51,9 +51,7 @@ def strict() -> Any:
         (GPU, "torch", "asked for"),
     ],
 )
-def test_torchs_ops_serve_what_is_no_cuda_device_or_asks_for_them(
-    device: torch.device, requested: str, reason: str
-) -> None:
+def test_torchs_ops_serve_what_is_not_cuda_or_asks_for_them(device: torch.device, requested: str, reason: str) -> None:
     assert dispatch.choose(device, FP32, requested) == "torch"
     assert dispatch.choose(device, FP32, requested, clips=True) == "torch"
     assert dispatch.reason_for(device, FP32, requested) == reason

@@ -112,9 +112,7 @@ def test_7_what_comes_by_position_is_forwarded_and_a_closure_by_keyword_is_refus
 @PLACES
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
-def test_was_skipped_is_known_before_and_after_update_until_the_next_step_begins(
-    place: Place, fused: bool, how: str
-) -> None:
+def test_was_skipped_is_known_until_the_next_step_begins(place: Place, fused: bool, how: str) -> None:
     scaler, optimizer = started(GradScaler, place.device, backend=place.backend), Still(fused, 1, place.device)
     other = Still(fused, 1, place.device)
     for value in (1.0, math.inf, 1.0, math.nan):

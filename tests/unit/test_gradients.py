@@ -221,16 +221,16 @@ def test_only_torchs_own_classes_are_plain() -> None:
 # What ranks share
 
 
-MESH_CASES = [  # placements by name, shards, terms
-    (("Replicate", "Replicate"), 1, 1),
-    (("Shard", "Replicate"), 2, 1),
-    (("Replicate", "Shard"), 1, 1),
-    (("Partial", "Replicate"), 2, 2),
-]
-
-
 @pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize(("names", "shards", "terms"), MESH_CASES)
+@pytest.mark.parametrize(
+    ("names", "shards", "terms"),
+    [
+        (("Replicate", "Replicate"), 1, 1),
+        (("Shard", "Replicate"), 2, 1),
+        (("Replicate", "Shard"), 1, 1),
+        (("Partial", "Replicate"), 2, 2),
+    ],
+)
 def test_shards_and_terms_are_counted_by_placements(names: tuple[str, str], shards: int, terms: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard

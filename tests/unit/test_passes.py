@@ -213,9 +213,7 @@ def paired(kind: type, place: Place, right: float) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("kind", [Pair, Unscalable])
 @pytest.mark.parametrize("method", ["unscale_", "_check_inf_per_device"])
 @pytest.mark.parametrize(("right", "bad"), [(16.0, 0.0), (math.inf, 1.0), (math.nan, 1.0)])
-def test_a_subclass_is_asked_what_torch_would_ask(
-    place: Place, kind: type, method: str, right: float, bad: float
-) -> None:
+def test_a_subclass_is_asked_what_torch_asks(place: Place, kind: type, method: str, right: float, bad: float) -> None:
     optimizer, plain, gradient = paired(kind, place, right)
     scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
     getattr(scaler, method)(optimizer)

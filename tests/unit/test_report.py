@@ -106,9 +106,7 @@ def test_what_only_unscaling_makes_infinite_is_not_reported(place: Place, how: s
 
 @PLACES
 @pytest.mark.parametrize("change", ["form", "parameters", "checkpoint"])
-def test_after_a_change_of_forms_parameters_or_state_nothing_is_known_of_earlier_steps(
-    place: Place, change: str
-) -> None:
+def test_after_a_change_nothing_is_known_of_earlier_steps(place: Place, change: str) -> None:
     run = Run(place)
     saved = run.scaler.state_dict()
     run.step(_0_bias=[math.inf])
@@ -343,9 +341,7 @@ def test_one_rank_alone_gathers_nothing() -> None:
 @pytest.mark.parametrize(
     ("enabled", "used", "where"), [(True, False, "meta"), (True, True, "meta"), (False, False, "cpu")]
 )
-def test_a_bare_group_gathers_where_it_reduces_the_flag(
-    enabled: bool, used: bool, where: str, monkeypatch: Any
-) -> None:
+def test_a_bare_group_gathers_where_it_reduces(enabled: bool, used: bool, where: str, monkeypatch: Any) -> None:
     """torchft's NCCL groups take no host tensors."""
     seen: list[torch.device] = []
 

@@ -50,11 +50,3 @@ def test_without_a_default_group_torchs_error_is_raised_and_not_before_the_first
     scaler, optimizer = started(ShardedGradScaler, "cpu"), sgd([torch.ones(1)])
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
-def test_scale_keeps_the_dtype_of_each_output(dtype: torch.dtype) -> None:
-    loss = torch.ones((), dtype=dtype)
-    for cls in (TorchSharded, ShardedGradScaler):
-        one, [other] = cls("cpu", init_scale=8.0).scale((loss, [loss]))
-        assert (one.item(), one.dtype, other.dtype) == (8.0, dtype, dtype)

@@ -261,7 +261,7 @@ def test_the_table_has_each_phase_and_each_event() -> None:
 
 @OLDER
 @pytest.mark.parametrize(("event", "phase", "cell"), CELLS)
-def test_after_an_event_the_phase_is_that_of_the_table_and_the_next_batch_is_divided_and_stepped(
+def test_the_phase_is_that_of_the_table_and_the_next_batch_steps(
     event: str, phase: str, cell: str, request: Any
 ) -> None:
     scaler, optimizer = begin(event, phase, request)
@@ -288,9 +288,7 @@ def test_after_an_event_the_phase_is_that_of_the_table_and_the_next_batch_is_div
 
 @OLDER
 @pytest.mark.parametrize(("event", "phase"), [cell[:2] for cell in CELLS if "!" in cell[2]])
-def test_a_second_try_after_an_error_steps_with_gradients_that_were_divided_once_or_not_at_all(
-    event: str, phase: str, request: Any
-) -> None:
+def test_a_second_try_after_an_error_divides_once_or_skips(event: str, phase: str, request: Any) -> None:
     scaler, optimizer = begin(event, phase, request)
     happens(event, scaler, optimizer)
     failed = scaler._ours.steps.open(optimizer).phase is Phase.FAILED
@@ -323,9 +321,7 @@ def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, carried: 
 @pytest.mark.parametrize("place", places(), ids=str)
 @pytest.mark.parametrize("kind", ["plain", "fused", "older"])
 @pytest.mark.parametrize("gradient", [8.0, math.inf])
-def test_18_the_flag_of_a_carried_step_outlives_the_update_and_others_steps(
-    place: Place, kind: str, gradient: float
-) -> None:
+def test_18_the_flag_of_a_carried_step_outlives_others_steps(place: Place, kind: str, gradient: float) -> None:
     late, early = optimizer_of(kind, gradient, place.device), optimizer_of(device=place.device)
     scaler = started(GradScaler, place.device, init_scale=SCALE, growth_interval=1, backend=place.backend)
     scaler.unscale_(late)
@@ -352,9 +348,7 @@ def test_a_failed_step_that_was_carried_is_skipped_even_if_a_check_finds_nothing
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 @pytest.mark.parametrize(("found", "updates"), [(True, False), (True, True), (False, False)])
-def test_what_a_check_of_carried_gradients_finds_or_other_code_sets_counts(
-    kind: str, found: bool, updates: bool
-) -> None:
+def test_what_a_check_finds_or_others_set_after_the_update_counts(kind: str, found: bool, updates: bool) -> None:
     scaler, optimizer = begin(kind, "CARRIED", None)
     if found:
         renew(optimizer, math.nan)
