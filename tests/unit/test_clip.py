@@ -158,6 +158,19 @@ def test_a_norm_does_not_depend_on_where_gradients_lie() -> None:
 
 @PLACES
 @WAYS
+def test_several_optimizers_share_one_norm(place: Place, way: str) -> None:
+    first, second = sgd([torch.full((3,), 24.0)], place.device), sgd([torch.full((1,), 32.0)], place.device, fused=True)
+    scaler = scaler_on(place)
+    norm = scaler.clip_grad_norm_([first, second], 1.0, **options_of(way, first, second))
+    assert norm.item() == pytest.approx(3 * 3 + 4 if way == "norm" else math.sqrt(3 * 9 + 16))
+    for optimizer, value in ((first, 3.0), (second, 4.0)):
+        assert grads(optimizer) == pytest.approx([value / norm.item()], rel=1e-5)
+        scaler.step(optimizer)
+        assert values(optimizer) == pytest.approx([-0.5 * value / norm.item()], rel=1e-5)
+
+
+@PLACES
+@WAYS
 @pytest.mark.parametrize("reverse", [False, True])
 def test_what_is_clipped_together_is_skipped_together(place: Place, way: str, reverse: bool) -> None:
     """The norm says nothing then, so the others could only step unclipped."""
