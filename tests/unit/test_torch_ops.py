@@ -138,6 +138,7 @@ def test_clipping_is_two_products_each_rounded(dtype: torch.dtype, coef: Tensor)
     [
         (16.0, 0.0, 1.0, 4.0, 1.0 / (4.0 + 1e-6)),
         (16.0, 0.0, 5.0, 4.0, 1.0),
+        (16.0, 1.0, 1.0, 4.0, 1.0),
         (16.0, 2.0, 1.0, 4.0, 1.0),
         (0.0, 0.0, 0.0, 0.0, 0.0),
         (math.inf, 0.0, 1.0, math.inf, 0.0),
