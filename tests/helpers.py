@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +38,9 @@ def places() -> list[Place]:
     return [Place("cpu", "torch"), Place("cpu", "triton")]
 
 
+PLACES = pytest.mark.parametrize("place", places(), ids=str)
+
+
 def bits(tensor: Tensor) -> Tensor:
     """Return the tensor's bits as integers, all NaNs made one."""
     tensor = tensor.detach().cpu().clone()
@@ -50,7 +54,25 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
     """Assert equality to the bit, NaN as NaN."""
     assert ours.dtype == theirs.dtype
     assert ours.shape == theirs.shape
-    assert torch.equal(bits(ours), bits(theirs))
+    same = bits(ours) == bits(theirs)
+    assert same.all(), f"{(~same).sum()} of {same.numel()} differ, the first at {(~same).nonzero()[0].tolist()}"
+
+
+def assert_all_same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    """Assert that two lists of tensors are equal to the bit, NaN as NaN."""
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+
+
+def randn(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Return normally distributed values."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sum_of_squares(tensors: Iterable[Tensor], weights: Iterable[float] | None = None) -> float:
+    """Return the weighted sum by Python: fp64 products, exact sums."""
+    sums = [math.fsum(x * x for x in tensor.double().flatten().tolist()) for tensor in tensors]
+    return sum(sums) if weights is None else sum(map(float.__mul__, sums, weights))
 
 
 def parameters(grads: Iterable[Tensor | None], device: str) -> list[torch.nn.Parameter]:

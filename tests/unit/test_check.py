@@ -1,7 +1,5 @@
 """A check: validated before the first write, one reduction, and what an error in it means for this rank and others."""
 
-from __future__ import annotations
-
 import copy
 import math
 from contextlib import suppress
@@ -12,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Place, flags, grads, places, sgd, started, values
+from helpers import PLACES, Place, flags, grads, sgd, started, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import GradScaler, ShardedGradScaler, check, flag, passes, ranks
@@ -20,7 +18,6 @@ from scaler_triton.step import Phase
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 SCALE = 4.0
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 TOLD = [1.0, 1.0, -math.inf, -math.inf]  # the status of a rank that failed
 
 
@@ -39,30 +36,6 @@ def reductions(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[list[fl
     seen: list[list[float]] = []
     monkeypatch.setattr(ranks.Ranks, "maximum_", lambda self, values: seen.append(values.tolist()))
     return seen
-
-
-# Before the first write
-
-
-@PLACES
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        (torch.ones(2, dtype=torch.float16), ValueError),
-        (torch.ones(2, dtype=torch.complex64), NotImplementedError),
-        (torch.ones(1).expand(2), RuntimeError),
-    ],
-)
-def test_every_gradient_is_validated_before_the_first_is_written(place: Place, bad: Any, error: type) -> None:
-    optimizer = sgd([torch.full((2,), 8.0), torch.zeros(2, dtype=bad.dtype)], place.device)
-    optimizer.param_groups[0]["params"][1].grad = (
-        bad[:1].to(place.device).expand(2) if bad.stride(0) == 0 else bad.to(place.device)
-    )
-    scaler = started(GradScaler, place.device, init_scale=SCALE, backend=place.backend)
-    with pytest.raises(error):
-        scaler.unscale_(optimizer)
-    assert grads(optimizer)[0] == 8.0
-    assert phase(scaler, optimizer) is Phase.READY
 
 
 def test_a_failed_unscale_leaves_the_flag_of_an_earlier_check() -> None:
@@ -260,15 +233,6 @@ def test_the_ranks_are_found_once_for_each_plan_and_process_group() -> None:
         scaler.process_group = dist.new_group([0, 1])
         scaler.step(optimizer)
     assert find.call_count == 2
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_a_rank_without_gradients_follows_the_others() -> None:
-    scaler, optimizer = a_scaler(ShardedGradScaler), sgd([None])
-    with mock.patch.object(ranks.Ranks, "maximum_", lambda self, values: values[0].fill_(1.0)):
-        scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == SCALE / 2
 
 
 def test_alone_it_raises_torchs_errors() -> None:

@@ -1,7 +1,5 @@
 """README and docs: their Python blocks run as they are shown, and the API page has every public name."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pkgutil

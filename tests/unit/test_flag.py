@@ -1,7 +1,5 @@
 """The flag of a step: its row, its agreement by MAX or by sums, its way to the host."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Sequence

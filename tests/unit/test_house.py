@@ -1,7 +1,5 @@
 """The house: imports go down, an import is light, every file of the core has a test file of its name."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json
@@ -9,6 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+import scaler_triton
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, KERNELS = ROOT / "scaler_triton", ROOT / "kernels"
@@ -77,5 +79,9 @@ def test_every_file_of_the_core_has_a_unit_test_of_its_name() -> None:
     assert expected - {path.name for path in (tests / "kernels").glob("test_*.py")} == set()
 
 
-def test_the_kernels_folder_is_no_package_that_would_shadow_another() -> None:
-    assert not (KERNELS / "__init__.py").exists()
+def test_exports() -> None:
+    assert scaler_triton.__all__ == sorted(scaler_triton.__all__, key=str)
+    for name in scaler_triton.__all__:
+        assert getattr(scaler_triton, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        scaler_triton.nothing  # noqa: B018

@@ -1,7 +1,5 @@
 """States of Megatron's and DeepSpeed's scalers go on in ours as they would have gone on there."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

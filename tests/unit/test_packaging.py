@@ -1,7 +1,5 @@
 """The wheel and the checkout hold what they should, and `import kernels` is never ours."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`patch_torch`: torch's names mean our classes while it lasts, and nothing of it is left afterwards."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Plans: an optimizer's gradients as batches, what is kept between steps, and what is noticed when it changes."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys
@@ -170,15 +168,6 @@ def test_nothing_keeps_a_gradient_alive() -> None:
         parameter.grad = None
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
-
-
-def test_layouts_are_the_same_objects_from_step_to_step() -> None:
-    planned, params = made(torch.ones(3), torch.ones(2).double(), None)
-    first = [batch.layout for batch in planned.collect()]
-    params[2].grad = torch.ones(3)
-    second = [batch.layout for batch in planned.collect()]
-    assert list(map(id, first)) == list(map(id, second))
-    assert [layout.numels for layout in first] == [[3, 3], [2]]
 
 
 def test_a_new_form_rebuilds_once_and_is_remembered_while_it_is_away() -> None:

@@ -1,7 +1,5 @@
 """What is left of the package where triton or `torch.distributed` is missing, as on macOS and Windows."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every number of a scaler: what is refused by its name, in the constructor, the setters and checkpoints."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -125,6 +123,8 @@ def test_bounds_are_fp32_numbers_within_which_a_scale_is_brought() -> None:
     assert [limits.clamp(scale) for scale in (0.1, 1.0, 9.0)] == [limits.min_scale, 1.0, limits.max_scale]
     for bound in (0.3, 1.7):
         assert limits.check_within(bound, "new_scale") == bound
+    with pytest.raises(ValueError, match=r"^new_scale must be in \[min_scale, max_scale\], .*, got 1.8$"):
+        limits.check_within(1.8, "new_scale")
 
 
 @pytest.mark.parametrize("make", [lambda **limits: GradScaler("cpu", **limits), NO_LIMITS.changed])
@@ -149,3 +149,10 @@ def test_the_order_of_a_norm_is_a_number_other_than_0(value: Any, positive: bool
         return
     with pytest.raises((ValueError, TypeError), match=r"^norm_type must be .*, got "):
         policy.check_norm_type(value, positive=positive)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan])
+def test_the_bound_of_a_norm_is_a_number_from_0_on(value: float) -> None:
+    assert policy.check_max_norm(0) == 0.0
+    with pytest.raises(ValueError, match="^max_norm must be a number >= 0, got "):
+        policy.check_max_norm(value)

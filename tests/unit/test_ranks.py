@@ -1,7 +1,5 @@
 """Who must agree: by process group or by the parameters' meshes; and where what they reduce or gather travels."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Callable, Iterator

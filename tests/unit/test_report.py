@@ -1,7 +1,5 @@
 """Which gradients made the last step be skipped: the marks of every path, their generations, names and text."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,47 +96,6 @@ def test_before_and_after_its_update_it_is_the_current_step(place: Place, new_sc
 
 
 @PLACES
-def test_a_step_that_comes_after_an_update_is_reported_in_both(place: Place) -> None:
-    """As where a framework updates after each of several optimizers that were unscaled together."""
-    run = Run(place)
-    run.give(_0_bias=[math.inf])
-    run.scaler.unscale_(run.optimizer)
-    for _ in range(2):
-        run.scaler.update()
-        assert run.found() == [("0.bias", "Inf")]
-        if run.scaler.stats().updates == 1:
-            run.scaler.step(run.optimizer)
-    run.step()
-    run.step(_1_bias=[math.nan])
-    assert run.found() == [("1.bias", "NaN")]
-
-
-@PLACES
-def test_a_skip_by_somebody_elses_flag_is_nothing_here(place: Place) -> None:
-    run = Run(place)
-    run.step(_0_bias=[math.inf])
-    run.give()
-    run.scaler.unscale_(run.optimizer)
-    for flag in run.scaler._found_inf_per_device(run.optimizer).values():
-        flag.fill_(1.0)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    assert run.found() == []
-    assert str(run.scaler.overflow_report()) == "The last skip, at update 2: nothing known on any rank."
-
-
-@PLACES
-def test_an_overflow_that_skips_no_step_leaves_the_last_skip(place: Place) -> None:
-    run = Run(place)
-    run.step(_0_bias=[math.inf])
-    for _ in range(2):
-        run.give(_1_bias=[math.nan])
-        run.scaler._check_inf_per_device(run.optimizer)
-        run.step()  # with other gradients
-        assert run.found() == [("0.bias", "Inf")]
-
-
-@PLACES
 @pytest.mark.parametrize("how", ["step", "clip"])
 def test_what_only_unscaling_makes_infinite_is_not_reported(place: Place, how: str) -> None:
     run = Run(place)
@@ -148,31 +105,24 @@ def test_what_only_unscaling_makes_infinite_is_not_reported(place: Place, how: s
 
 
 @PLACES
-@pytest.mark.parametrize("change", ["form", "parameters"])
-def test_after_a_change_of_forms_or_parameters_nothing_is_known_of_earlier_steps(place: Place, change: str) -> None:
+@pytest.mark.parametrize("change", ["form", "parameters", "checkpoint"])
+def test_after_a_change_nothing_is_known_of_earlier_steps(place: Place, change: str) -> None:
     run = Run(place)
+    saved = run.scaler.state_dict()
     run.step(_0_bias=[math.inf])
     run.give()
     if change == "form":
         weight = run.model[0].weight
         weight.grad = torch.ones(weight.shape[::-1], device=place.device).t()
-    else:
+    elif change == "parameters":
         run.optimizer.add_param_group({"params": parameters([torch.ones(1)], place.device)})
+    else:
+        run.scaler.load_state_dict(saved)
+        assert run.found() == []
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    if place.backend == "triton" or change == "parameters":
+    if place.backend == "triton" or change != "form":
         assert run.found() == []
-    run.step(_1_bias=[math.nan])
-    assert run.found() == [("1.bias", "NaN")]
-
-
-@PLACES
-def test_a_loaded_checkpoint_begins_without_marks(place: Place) -> None:
-    run = Run(place)
-    saved = run.scaler.state_dict()
-    run.step(_0_bias=[math.inf])
-    run.scaler.load_state_dict(saved)
-    assert run.found() == []
     run.step(_1_bias=[math.nan])
     assert run.found() == [("1.bias", "NaN")]
 
@@ -320,6 +270,7 @@ BAD = BadGradient("up\x1b[2J\nweight", "NaN", 3, rank=1)
             OverflowReport(None, (), True, ("rank 0 raised TypeError",)),
             ["No step was skipped.", "Not told: rank 0 raised TypeError."],
         ),
+        (OverflowReport(2, (), True), ["The last skip, at update 2: nothing known on any rank."]),
         (
             OverflowReport(None, (), False, pending=True),
             ["The last skip: nothing known on this rank; ask with gather=True."],
@@ -390,9 +341,7 @@ def test_one_rank_alone_gathers_nothing() -> None:
 @pytest.mark.parametrize(
     ("enabled", "used", "where"), [(True, False, "meta"), (True, True, "meta"), (False, False, "cpu")]
 )
-def test_a_bare_group_gathers_where_it_reduces_the_flag(
-    enabled: bool, used: bool, where: str, monkeypatch: Any
-) -> None:
+def test_a_bare_group_gathers_where_it_reduces(enabled: bool, used: bool, where: str, monkeypatch: Any) -> None:
     """torchft's NCCL groups take no host tensors."""
     seen: list[torch.device] = []
 

@@ -1,13 +1,11 @@
 """ShardedGradScaler: torch's order of arguments, what it is in Python's eyes, and what it keeps of dtypes."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
 import pytest
 import torch
-from helpers import sgd, started, values
+from helpers import sgd, started
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 from scaler_triton import GradScaler, ShardedGradScaler
@@ -53,18 +51,3 @@ def test_without_a_default_group_torchs_error_is_raised_and_not_before_the_first
     scaler, optimizer = started(ShardedGradScaler, "cpu"), sgd([torch.ones(1)])
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         scaler.step(optimizer)
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_fp16_gradients_are_unscaled() -> None:
-    scaler, optimizer = started(ShardedGradScaler, "cpu", init_scale=4.0), sgd([torch.full((1,), 8.0).half()])
-    scaler.step(optimizer)
-    assert values(optimizer) == [-1.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
-def test_scale_keeps_the_dtype_of_each_output(dtype: torch.dtype) -> None:
-    loss = torch.ones((), dtype=dtype)
-    for cls in (TorchSharded, ShardedGradScaler):
-        one, [other] = cls("cpu", init_scale=8.0).scale((loss, [loss]))
-        assert (one.item(), one.dtype, other.dtype) == (8.0, dtype, dtype)

@@ -1,7 +1,5 @@
 """Text for reports."""
 
-from __future__ import annotations
-
 from scaler_triton.text import count_of, error_line, one_line, ranges, rank_names, table
 
 

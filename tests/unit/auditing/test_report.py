@@ -1,7 +1,5 @@
 """The report: what is compared, how it is written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from textwrap import dedent
 from typing import Any

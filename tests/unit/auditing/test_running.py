@@ -1,7 +1,5 @@
 """`audit` in one process: what it reads, what it shows, and that it changes nothing; the hash of a tensor."""
 
-from __future__ import annotations
-
 import io
 import random
 import warnings

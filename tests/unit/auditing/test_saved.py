@@ -1,7 +1,5 @@
 """`python -m scaler_triton audit`: what ranks have saved, also in files that are broken or were made to do harm."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import zipfile
@@ -12,11 +10,26 @@ from typing import Any
 import pytest
 import torch
 
+from scaler_triton import cli
 from scaler_triton.auditing import saved
 from scaler_triton.text import one_line
 
 Command = Callable[..., tuple[int, str]]
 APART = "scale: 1 on rank 0; 2 on rank 1\n"
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `audit` on the test's folder with these words, and gives its status and its only output."""
+
+    def run(*words: str) -> tuple[int, str]:
+        status = cli.main(["audit", str(tmp_path), *words])
+        said = capsys.readouterr()
+        assert not (said.out and said.err)
+        assert "Traceback" not in said.out + said.err
+        return status, said.out or said.err
+
+    return run
 
 
 def scaler_state(scale: Any = 4.0, tracker: Any = 1) -> dict[str, Any]:

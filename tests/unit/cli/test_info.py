@@ -1,7 +1,5 @@
 """What `info` says: versions, devices, what serves them and why."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The command line: what it refuses, its exit status, and that it answers at once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

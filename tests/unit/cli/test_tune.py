@@ -1,7 +1,5 @@
 """The tuner: when it refuses, what it measures and chooses, what it shows and writes; kernels tiny, times invented."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

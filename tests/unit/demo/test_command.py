@@ -1,7 +1,5 @@
 """The demo's command line: what it refuses, what it needs, what it runs."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

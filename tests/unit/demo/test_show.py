@@ -1,7 +1,5 @@
 """What the demo shows: the checks, the table, the plot, failed ranks, and where they run."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from math import nan

@@ -1,7 +1,5 @@
 """What is trained in one process, and that the tolerance lies between rounding and one step too many."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -76,12 +74,6 @@ def test_the_tolerance_lies_between_noise_in_the_last_bits_and_one_step_too_many
     assert failures(noisy, config) == []
     assert any("relative distance" in text for _, text in judge([noisy], reference))
     assert any("parameters do NOT match" in text for text in failures(one_too_many, config))
-
-
-def test_a_disabled_scaler_is_found() -> None:
-    config = replace(SINGLE, steps=6)
-    trace = train(config, new_model(0, config), lambda *_, **__: torch.amp.GradScaler("cpu", enabled=False), [0])
-    assert "the scaler is disabled on rank 0" in failures(trace, config)
 
 
 @pytest.mark.parametrize("steps", [*range(6, 60), 128])

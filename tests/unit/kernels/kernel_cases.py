@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from helpers import assert_same
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -64,15 +65,6 @@ def launched(*names: str) -> Iterator[None]:
 
 def as_bits(x: Tensor) -> Tensor:
     return x.contiguous().view(_BITS[x.element_size()])
-
-
-def assert_same(got: Tensor, want: Tensor) -> None:
-    """Bit for bit; any NaN equals any NaN."""
-    got, want = got.cpu(), want.cpu()
-    assert got.dtype == want.dtype
-    assert got.shape == want.shape
-    same = (as_bits(got) == as_bits(want)) | (got.isnan() & want.isnan())
-    assert same.all(), f"first difference at {(~same).nonzero()[0].tolist()}: {got[~same][0]} is not {want[~same][0]}"
 
 
 def assert_untouched(got: Tensor, want: Tensor) -> None:

@@ -1,9 +1,8 @@
 """The sum of squares and the check in one pass, against fp64, and what it leaves alone."""
 
-import math
-
 import pytest
 import torch
+from helpers import sum_of_squares
 from kernel_cases import (
     CONFIGS,
     DEVICE,
@@ -45,9 +44,7 @@ def run(table, scale=1.0, *, inverse=True):
 
 
 def expected(values, inv_scale=1.0, weights=None):
-    """The sum by Python, whose products are fp64 and whose sum is exact."""
-    sums = [math.fsum(x * x for x in each.double().tolist()) for each in values]
-    return math.fsum(w * s for w, s in zip(weights or [1.0] * len(sums), sums, strict=True)) * inv_scale * inv_scale
+    return sum_of_squares(values, weights) * inv_scale * inv_scale
 
 
 def moderate_values(numel, dtype, seed):

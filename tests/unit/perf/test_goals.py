@@ -1,7 +1,5 @@
 """Goals, tables and pages: what is said of the rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,12 +91,6 @@ def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(("page", "name", "text"), pages.blocks(QUESTIONS)[:-1])
 def test_the_page_says_what_the_csvs_say(page: Path, name: str, text: str) -> None:
     assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page.read_text()
-
-
-def test_the_first_ten_lines_tell_what_is_gained_and_where_nothing() -> None:
-    first = "".join(pages.README.read_text().splitlines(keepends=True)[:10])
-    assert "**Less**" in first
-    assert "**Nothing**" in first
 
 
 def test_what_version_01_measured_is_kept_apart() -> None:

@@ -1,7 +1,5 @@
 """Turns and their numbers: rotations, ratios, medians of runs, CSVs; and the check that both scalers agree."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each question, in small, on the CPU; what it counts; and that a wrong result ends it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any
