@@ -37,7 +37,6 @@ STEPS = 4
 KINDS = pytest.mark.parametrize("kind", ["grad", "sharded"])
 METHODS = pytest.mark.parametrize("method", ["unscale_", "step"])
 NAMES = pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
-SGDS = pytest.mark.parametrize("name", ["sgd", "sgd-fused"])
 UNSCALE = pytest.mark.parametrize("unscale", [False, True], ids=["implicit", "unscale_"])
 
 # Warnings of others that a case may meet; everything else is an error, in the ranks as in the tests.
@@ -394,10 +393,9 @@ class Report:
 @dataclass(frozen=True)
 class Habits:
     unscale: bool = False  # calls unscale_ itself
-    max_norm: float | None = None  # calls clip_grad_norm_ with it
     after_unscale: Callable[[], None] = lambda: None  # then clips, say
+    clip: Callable[[torch.optim.Optimizer], None] | None = None  # calls the scaler's clip_grad_norm_
     tolerant: bool = False  # writes an exception down and goes on
-    retry: bool = False  # after an exception, calls step() once more
 
 
 def train(
@@ -435,21 +433,18 @@ def laid_out(
     rank: int,
     kind: str,
     layout: str,
-    names: str | Sequence[str],
+    name: str,
     faults: Iterable[Fault] = (),
     *,
     unscale: bool = False,
     gradless: Sequence[int] = (),
 ) -> Report:
-    """Train parameters in a named layout, all of them by each named optimizer; `gradless` ranks have no gradients."""
-    scaler = new_scaler(kind)
-    optimizers = []
-    for name in [names] if isinstance(names, str) else names:
-        # A param group each: fused kernels refuse a DTensor beside a plain parameter.
-        optimizers.append(new_optimizer(name, [{"params": [param]} for param in LAYOUTS[layout]()]))
-    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    """Train parameters in a named layout; `gradless` ranks have no gradients."""
+    scaler, params = new_scaler(kind), LAYOUTS[layout]()
+    # A param group each: fused kernels refuse a DTensor beside a plain parameter.
+    optimizer = new_optimizer(name, [{"params": [param]} for param in params])
     backward = giving(scaler, params, range(len(params)) if rank in gradless else ())
-    return train(rank, scaler, optimizers, backward, faults, habits=Habits(unscale=unscale))
+    return train(rank, scaler, [optimizer], backward, faults, habits=Habits(unscale=unscale))
 
 
 def step_counts(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -463,8 +458,8 @@ def _scaler_steps(
     """Take one step with every optimizer; how many collectives each cost, and what each raised."""
     counts, errors = [0] * len(optimizers), [None] * len(optimizers)
     calls = [scaler.unscale_] if habits.unscale else []
-    if habits.max_norm is not None:
-        calls = [functools.partial(scaler.clip_grad_norm_, max_norm=habits.max_norm)]
+    if habits.clip is not None:
+        calls = [habits.clip]
     for method in (*calls, scaler.step):
         for index, optimizer in enumerate(optimizers):
             if errors[index] is None:
@@ -472,8 +467,6 @@ def _scaler_steps(
                 counts[index] += count
                 if error is not None and not habits.tolerant:
                     raise error
-                if error is not None and habits.retry:
-                    scaler.step(optimizer)
                 errors[index] = None if error is None else described(error)
         if method == scaler.unscale_:
             habits.after_unscale()
