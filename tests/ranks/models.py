@@ -153,7 +153,7 @@ def train(
         "ours": Habits(clip=clip_by_ours),
     }[clip]
     step = lambda number: backward(model, number, part, scaler)  # noqa: E731
-    return cases.train(rank, scaler, [optimizer], step, faults, steps=STEPS, habits=habits), norms
+    return cases.train(rank, scaler, optimizer, step, faults, steps=STEPS, habits=habits), norms
 
 
 def full_params(model: nn.Module) -> list[Tensor]:

@@ -44,7 +44,7 @@ def test_a_rank_without_gradients_follows(ranks, kind, layout, name, gradless, u
     faults = [Fault(1, 1 - gradless)]
     reports = ranks.run(laid_out, kind, layout, name, faults, unscale=unscale, gradless=[gradless])
     assert_agreed(reports, [1])
-    assert reports[gradless].stepped == [(None,)] * cases.STEPS
+    assert reports[gradless].stepped == [None] * cases.STEPS
 
 
 @NAMES
@@ -89,7 +89,7 @@ def differing(rank: int, what: str, name: str, faults: Sequence[Fault]) -> cases
             rows = params[1].grad.clone() / 2
             params[1].grad = torch.sparse_coo_tensor([[1, 1]], rows, params[1].shape, check_invariants=True)
 
-    return cases.train(rank, scaler, [new_optimizer(name, params)], backward, faults, habits=habits)
+    return cases.train(rank, scaler, new_optimizer(name, params), backward, faults, habits=habits)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -126,7 +126,7 @@ def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, h
 
     clip = partial(scaler.clip_grad_norm_, max_norm=1.0) if how == "clip" else None
     habits = cases.Habits(unscale=how == "unscale_", clip=clip)
-    return cases.train(rank, scaler, [optimizer], backward, faults, habits=habits)
+    return cases.train(rank, scaler, optimizer, backward, faults, habits=habits)
 
 
 @pytest.mark.gpu
@@ -159,7 +159,7 @@ def pipeline(rank: int, name: str, faults: Sequence[Fault]) -> tuple[cases.Repor
             scaler.scale(torch.zeros(()))
         schedule.step(*[x] * stage.is_first, **({"target": y, "losses": []} if stage.is_last else {}))
 
-    report = cases.train(rank, scaler, [optimizer], backward, faults)
+    report = cases.train(rank, scaler, optimizer, backward, faults)
     reference, bad = new_optimizer(name, bare.parameters()), {fault.step for fault in faults}
     for step in sorted({*range(cases.STEPS)} - bad):
         x, y = _pipeline_batch(step)

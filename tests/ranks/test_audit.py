@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def trained(rank: int, whose: str, wrapper: str, bad: list[int]) -> Said:
     model = models.WRAPPERS[wrapper](models.Net())
     optimizer = cases.new_optimizer("adamw-fused", model.parameters())
     faults = [cases.Fault(2, each) for each in bad]
-    cases.train(rank, scaler, [optimizer], lambda step: models.backward(model, 0, (0, 1), scaler), faults)
+    cases.train(rank, scaler, optimizer, lambda step: models.backward(model, 0, (0, 1), scaler), faults)
     return audited(optimizer, scaler, model)
 
 
@@ -76,24 +77,17 @@ def flipped(rank: int, wrapper: str, bad: int, at: int = -1, with_model: bool = 
     return audited(sgd(*model.parameters()), None, model if with_model else None, **options)
 
 
-def flipped_mesh(rank: int, placements: tuple[Any, Any], bad: int) -> Said:
-    """Audit a DTensor on a 2 x 2 mesh, which holds the coordinates of its shard."""
-    mesh, local = cases.square(), torch.ones(2, 3)
-    for placement, at in zip(placements, mesh.get_coordinate(), strict=True):
+def flipped_mesh(rank: int, placements: Sequence[Any], bad: int) -> Said:
+    """Audit a DTensor on a 2 x 2 mesh, or on the first two ranks, which holds the coordinates of its shard."""
+    square = len(placements) == 2
+    mesh = cases.square() if square else DeviceMesh(DEVICE, torch.tensor([0, 1], device="cpu"))
+    local = torch.ones(2, 3)
+    for placement, at in zip(placements, mesh.get_coordinate() or [], strict=square):
         local += 0 if placement.is_replicate() else at + 1
     param = nn.Parameter(cases.placed(local, *placements, on=mesh))
     if rank == bad:
         flip(param)
     return audited(sgd(param))
-
-
-def on_two_of_four(rank: int, bad: int) -> Said:
-    """Audit a DTensor on the first two ranks."""
-    mesh = DeviceMesh(DEVICE, torch.tensor([0, 1], device="cpu"))
-    param = nn.Parameter(cases.placed(torch.ones(2, 3), Replicate(), on=mesh))
-    if rank == bad:
-        flip(param)
-    return audited(sgd(param, plain_param(2)), replicated=True)
 
 
 def own_parameters(rank: int, replicated: bool) -> Said:
@@ -210,6 +204,7 @@ def test_shards_are_no_replicas(two: Any, wrapper: str, options: dict[str, Any])
         ((Replicate(), Partial()), {0: "rank 0 | rank 2", 3: "rank 1 | rank 3"}),
         ((Shard(0), Replicate()), {0: "rank 0 | rank 1", 3: "rank 2 | rank 3"}),
         ((Shard(0), Shard(1)), {}),
+        ((Replicate(),), {0: "rank 0 | rank 1"}),
     ],
 )
 def test_dtensors_are_compared_at_equal_coordinates(
@@ -217,16 +212,8 @@ def test_dtensors_are_compared_at_equal_coordinates(
 ) -> None:
     answer = agreed(four.run(flipped_mesh, placements, bad))
     assert (answer.verdict, "DTensor shard " in answer.text) == ("split" if bad in apart else "agree", not apart)
+    assert ("\nNot compared: 1 DTensor (on a mesh without this rank)." in answer.text) == (len(placements) == 1)
     assert bad not in apart or answer.differences[-1].endswith(f": {apart[bad]}")
-
-
-def test_dtensors_on_some_ranks_are_compared_among_these(four: Any) -> None:
-    for bad in (NOBODY, 1):
-        answer = agreed(four.run(on_two_of_four, bad))
-        assert answer.verdict == ("agree" if bad == NOBODY else "split")
-        assert [row(answer, rank)[-2:] for rank in (2, 3)] == [["1", "equal"]] * 2
-        assert "\nNot compared: 1 DTensor (on a mesh without this rank)." in answer.text
-    assert answer.differences[-1].endswith(": rank 0 | rank 1")
 
 
 def test_plain_parameters_that_differ_are_no_split_unless_they_are_replicas(two: Any) -> None:

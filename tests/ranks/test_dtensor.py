@@ -70,7 +70,7 @@ def on_meshes(rank: int, kind: str, what: str, name: str, faults: Sequence[Fault
         if rank > 1:
             return None
         params = [cases.dtensor_param(pair, [Replicate(), Shard(0)])]
-    return cases.train(rank, scaler, [new_optimizer(name, params)], cases.giving(scaler, params), faults, habits=habits)
+    return cases.train(rank, scaler, new_optimizer(name, params), cases.giving(scaler, params), faults, habits=habits)
 
 
 @FUSED
@@ -166,7 +166,7 @@ def one_step(
         param.grad = placed(local, Partial()) if what == "partial" else _under_way(local)
 
     habits = cases.Habits(unscale=unscale)
-    report = cases.train(rank, scaler, [new_optimizer(name, [param])], backward, steps=1, habits=habits)
+    report = cases.train(rank, scaler, new_optimizer(name, [param]), backward, steps=1, habits=habits)
     return report, cases.numbers(param)
 
 
@@ -175,7 +175,7 @@ def one_step(
 @pytest.mark.parametrize("what", ["partial", "under way"])
 def test_sums_of_gradients_are_waited_for(two, kind, what, unscale):
     for report, values in two.run(one_step, kind, "sgd", what, unscale=unscale):
-        assert report.stepped == [(True,)]
+        assert report.stepped == [True]
         assert values == [1.0 - 2 * cases.LEARNING_RATE] * 6
 
 

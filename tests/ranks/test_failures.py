@@ -26,11 +26,11 @@ def assert_skipped_once(reports: Sequence[Report], bad_step: int) -> None:
     for report in reports:
         assert report.scales == scales
         assert report.trackers == trackers
-        assert report.stepped == [(step != bad_step,) for step in range(STEPS)]
-        assert report.step_counts in ([[]], [[STEPS - 1.0]])  # SGD counts nothing
-        assert report.collectives == [(1,)] * STEPS
+        assert report.stepped == [step != bad_step for step in range(STEPS)]
+        assert report.step_counts in ([], [STEPS - 1.0])  # SGD counts nothing
+        assert report.collectives == [1] * STEPS
         assert report.update_collectives == [0] * STEPS
-        assert all(error == (None,) for step, error in enumerate(report.errors) if step != bad_step)
+        assert not any(error for step, error in enumerate(report.errors) if step != bad_step)
 
 
 # A check that fails.
@@ -65,7 +65,7 @@ def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool) -> Report:
         with cases.FirstOpFails():
             call(*args)
 
-    return train(rank, scaler, [optimizer], backward, habits=Habits(unscale=unscale, tolerant=True))
+    return train(rank, scaler, optimizer, backward, habits=Habits(unscale=unscale, tolerant=True))
 
 
 def bad_step_of(flaw: str) -> int:
@@ -79,9 +79,9 @@ def bad_step_of(flaw: str) -> int:
 def test_a_rank_alone_with_a_check_that_fails(ranks, kind, name, flaw, unscale):
     *peers, failed = reports = ranks.run(flawed, kind, name, flaw, unscale)
     assert_skipped_once(reports, bad_step_of(flaw))
-    assert re.match(FLAWS[flaw][2], failed.errors[bad_step_of(flaw)][0])
+    assert re.match(FLAWS[flaw][2], failed.errors[bad_step_of(flaw)])
     for peer in peers:
-        assert (peer.errors[bad_step_of(flaw)][0] or "").startswith(TOLD if name in ("sgd", "adamw") else "")
+        assert peer.errors[bad_step_of(flaw)].startswith(TOLD if name in ("sgd", "adamw") else "")
 
 
 # A wrong order of calls.
@@ -148,7 +148,7 @@ def old_style(rank: int, kind: str, unscale: bool, gradless: Sequence[int], alwa
     optimizer = OldStyle([{"params": [param]} for param in params], only_with_gradients=not always)
     backward = cases.giving(scaler, params, range(len(params)) if rank in gradless else ())
     habits = Habits(unscale=unscale)
-    return train(rank, scaler, [optimizer], backward, [cases.Fault(BAD_STEP, 1, -1)], habits=habits), optimizer.asked
+    return train(rank, scaler, optimizer, backward, [cases.Fault(BAD_STEP, 1, -1)], habits=habits), optimizer.asked
 
 
 @KINDS
@@ -157,9 +157,9 @@ def old_style(rank: int, kind: str, unscale: bool, gradless: Sequence[int], alwa
 def test_old_style_optimizers_ask_often_or_never_and_cost_one_collective(two, kind, unscale, gradless, always):
     for rank, (report, asked) in enumerate(two.run(old_style, kind, unscale, gradless, always)):
         assert report.scales == scale_model([BAD_STEP])[0]
-        assert report.collectives == [(1,)] * STEPS
+        assert report.collectives == [1] * STEPS
         groups = len(asked) // STEPS
         assert groups >= 3 or rank in gradless
         assert asked == [{cases.DEVICE: float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
         if rank not in gradless:
-            assert report.stepped == [(step != BAD_STEP,) for step in range(STEPS)]
+            assert report.stepped == [step != BAD_STEP for step in range(STEPS)]

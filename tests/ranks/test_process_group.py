@@ -81,7 +81,7 @@ def in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], copied: s
         scaler = pickle.loads(pickle.dumps(scaler))
         scaler.process_group = _pair(rank)
     optimizer = new_optimizer(name, params := [plain_param(3)])
-    report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), faults)
+    report = cases.train(rank, scaler, optimizer, cases.giving(scaler, params), faults)
     return report, scaler.process_group is _pair(rank)
 
 
@@ -100,7 +100,7 @@ def managed(rank: int, store: str, registered: bool, kind: str, name: str) -> tu
     group: Any = Managed(dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2), rank)
     scaler = new_scaler(kind, process_group=group.registered() if registered else group)
     optimizer = new_optimizer(name, params := [plain_param(3)])
-    report = cases.train(rank, scaler, [optimizer], cases.giving(scaler, params), [Fault(1, 1)])
+    report = cases.train(rank, scaler, optimizer, cases.giving(scaler, params), [Fault(1, 1)])
     return report, str(scaler.overflow_report(gather=True))
 
 
@@ -171,7 +171,7 @@ def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
     """Train, destroy the default group, make another, and go on with the same scaler and optimizer."""
     scaler, params = new_scaler(kind), [plain_param(3)]
     optimizer, world_size = new_optimizer(name, params), dist.get_world_size()
-    train = functools.partial(cases.train, rank, scaler, [optimizer], cases.giving(scaler, params), steps=2)
+    train = functools.partial(cases.train, rank, scaler, optimizer, cases.giving(scaler, params), steps=2)
     reports = [train()]
     dist.destroy_process_group()
     for cached in (cases.mesh, _pair, _first_only):
@@ -185,5 +185,5 @@ def test_the_default_group_is_looked_up_when_used(two, tmp_path, name):
     for first, second in two.run(reborn_group, str(tmp_path / "store"), "sharded", name):
         assert first.scales == cases.scale_model([], 2)[0]
         assert [float.fromhex(scale) for scale in second.scales] == [8.0, 8.0]
-        assert second.stepped == [(False,), (True,)]
-        assert first.collectives == second.collectives == [(1,), (1,)]
+        assert second.stepped == [False, True]
+        assert first.collectives == second.collectives == [1, 1]
