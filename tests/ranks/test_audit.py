@@ -79,13 +79,13 @@ def flipped(rank: int, wrapper: str, bad: int, at: int = -1, with_model: bool = 
 
 def flipped_mesh(rank: int, placements: Sequence[Any], bad: int) -> Said:
     """Audit a DTensor on a 2 x 2 mesh, or on the first two ranks, which holds the coordinates of its shard."""
-    square = len(placements) == 2
-    mesh = cases.square() if square else DeviceMesh(DEVICE, torch.tensor([0, 1], device="cpu"))
+    mesh = cases.square() if len(placements) == 2 else DeviceMesh(DEVICE, torch.tensor([0, 1], device="cpu"))
     local = torch.ones(2, 3)
-    for placement, at in zip(placements, mesh.get_coordinate() or [], strict=square):
-        local += 0 if placement.is_replicate() else at + 1
+    at = mesh.get_coordinate()
+    for dim, placement in enumerate(placements):
+        local += 0 if placement.is_replicate() else at[dim] + 1
     param = nn.Parameter(cases.placed(local, *placements, on=mesh))
-    if rank == bad:
+    if rank == bad and at is not None:  # else this rank holds nothing of it
         flip(param)
     return audited(sgd(param))
 
