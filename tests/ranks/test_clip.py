@@ -232,11 +232,14 @@ def test_a_rank_that_fails_makes_all_skip(two, kind, layout, reason, how):
     assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
 
 
-def interrupted(rank: int, kind: str) -> int:
+def interrupted(rank: int, kind: str, warm: bool) -> int:
     """All ranks are interrupted when they begin to unscale: how many collectives that takes."""
     scaler, params = new_scaler(kind), [cases.sharded_param()]
-    cases.give_grads(scaler, params, 0)
     optimizer, interrupt = new_optimizer("sgd", params), cases.FirstOpFails(KeyboardInterrupt())
+    cases.give_grads(scaler, params, 0)
+    if warm:  # who must agree is known
+        scaler.step(optimizer)
+        scaler.update()
     with cases.CollectiveCounter() as counter, pytest.raises(KeyboardInterrupt), interrupt:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -244,8 +247,9 @@ def interrupted(rank: int, kind: str) -> int:
 
 
 @KINDS
-def test_an_interrupt_asks_nothing_of_other_ranks(two, kind):
-    assert two.run(interrupted, kind) == [0, 0]
+@pytest.mark.parametrize("warm", [False, True])
+def test_an_interrupt_asks_nothing_of_other_ranks(two, kind, warm):
+    assert two.run(interrupted, kind, warm) == [0, 0]
 
 
 # Scales that have come apart: the norm's reduction carries them. tests/fuzz has the other calls.
