@@ -48,8 +48,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[..., Any]]:
     """Pools of ranks by world size and by what their ranks are for, started when first asked for."""
-    from rank_pool import RankPool
-
     opened: dict[tuple[int, str], RankPool] = {}
 
     def pool(world_size: int, purpose: str = "") -> RankPool:

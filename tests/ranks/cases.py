@@ -13,7 +13,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,7 +40,6 @@ STEPS = 4
 KINDS = pytest.mark.parametrize("kind", ["grad", "sharded"])
 METHODS = pytest.mark.parametrize("method", ["unscale_", "step"])
 NAMES = pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
-SGDS = pytest.mark.parametrize("name", ["sgd", "sgd-fused"])
 UNSCALE = pytest.mark.parametrize("unscale", [False, True], ids=["implicit", "unscale_"])
 
 # Warnings of others that a case may meet; everything else is an error, in the ranks as in the tests.
@@ -382,32 +381,30 @@ def attempt(scaler: Any, method: str, optimizer: torch.optim.Optimizer) -> Attem
 
 @dataclass(frozen=True)
 class Report:
-    """What a run left on one rank; lists run over the steps, inner tuples over the optimizers."""
+    """What a run left on one rank; the lists but the last run over the steps."""
 
     scales: list[str] = field(default_factory=list)  # as hex: compared bit by bit
     trackers: list[int] = field(default_factory=list)
-    stepped: list[tuple[bool | None, ...]] = field(default_factory=list)  # None: no local gradient to tell by
-    collectives: list[tuple[int, ...]] = field(default_factory=list)
+    stepped: list[bool | None] = field(default_factory=list)  # None: no local gradient to tell by
+    collectives: list[int] = field(default_factory=list)
     update_collectives: list[int] = field(default_factory=list)
-    errors: list[tuple[str | None, ...]] = field(default_factory=list)  # of a tolerant run, as "Type: text"
-    step_counts: list[list[float]] = field(default_factory=list)  # of each optimizer's parameters
-    digests: list[str] = field(default_factory=list)  # of each parameter's local values
+    errors: list[str] = field(default_factory=list)  # of a tolerant run, as "Type: text", else ""
+    step_counts: list[float] = field(default_factory=list)  # of the optimizer's parameters
     finite: bool = True
 
 
 @dataclass(frozen=True)
 class Habits:
     unscale: bool = False  # calls unscale_ itself
-    max_norm: float | None = None  # calls clip_grad_norm_ with it
     after_unscale: Callable[[], None] = lambda: None  # then clips, say
+    clip: Callable[[torch.optim.Optimizer], None] | None = None  # calls the scaler's clip_grad_norm_
     tolerant: bool = False  # writes an exception down and goes on
-    retry: bool = False  # after an exception, calls step() once more
 
 
 def train(
     rank: int,
     scaler: Any,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer,
     backward: Callable[[int], None],
     faults: Iterable[Fault] = (),
     *,
@@ -415,45 +412,39 @@ def train(
     habits: Habits | None = None,
 ) -> Report:
     """Train as a user would and report; `backward(step)` leaves scaled gradients behind."""
-    report = Report()
-    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    report, params = Report(), params_of(optimizer)
     for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         backward(step)
         plant(faults, rank, step, params)
-        before = [_snapshot(optimizer) for optimizer in optimizers]
-        collectives, errors = _scaler_steps(scaler, optimizers, habits or Habits())
+        before = _snapshot(params)
+        collectives, error = _scaler_step(scaler, optimizer, habits or Habits())
         report.collectives.append(collectives)
-        report.errors.append(errors)
+        report.errors.append(error)
         report.update_collectives.append(collectives_of(scaler.update))
-        report.stepped.append(tuple(map(_changed, optimizers, before)))
+        report.stepped.append(_snapshot(params) != before if before else None)
         report.scales.append(float(scaler.get_scale()).hex())
         report.trackers.append(int(scaler._growth_tracker))
-    report.step_counts.extend(map(step_counts, optimizers))
-    report.digests.extend(map(digest, params))
-    return Report(**vars(report) | {"finite": all(bool(values_of(p).isfinite().all()) for p in params)})
+    finite = all(bool(values_of(param).isfinite().all()) for param in params)
+    return replace(report, step_counts=step_counts(optimizer), finite=finite)
 
 
 def laid_out(
     rank: int,
     kind: str,
     layout: str,
-    names: str | Sequence[str],
+    name: str,
     faults: Iterable[Fault] = (),
     *,
     unscale: bool = False,
     gradless: Sequence[int] = (),
 ) -> Report:
-    """Train parameters in a named layout, all of them by each named optimizer; `gradless` ranks have no gradients."""
-    scaler = new_scaler(kind)
-    optimizers = []
-    for name in [names] if isinstance(names, str) else names:
-        # A param group each: fused kernels refuse a DTensor beside a plain parameter.
-        optimizers.append(new_optimizer(name, [{"params": [param]} for param in LAYOUTS[layout]()]))
-    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    """Train parameters in a named layout; `gradless` ranks have no gradients."""
+    scaler, params = new_scaler(kind), LAYOUTS[layout]()
+    # A param group each: fused kernels refuse a DTensor beside a plain parameter.
+    optimizer = new_optimizer(name, [{"params": [param]} for param in params])
     backward = giving(scaler, params, range(len(params)) if rank in gradless else ())
-    return train(rank, scaler, optimizers, backward, faults, habits=Habits(unscale=unscale))
+    return train(rank, scaler, optimizer, backward, faults, habits=Habits(unscale=unscale))
 
 
 def step_counts(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -461,37 +452,27 @@ def step_counts(optimizer: torch.optim.Optimizer) -> list[float]:
     return sorted({float(state["step"]) for state in states if "step" in state})
 
 
-def _scaler_steps(
-    scaler: Any, optimizers: Sequence[Any], habits: Habits
-) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-    """Take one step with every optimizer; how many collectives each cost, and what each raised."""
-    counts, errors = [0] * len(optimizers), [None] * len(optimizers)
+def _scaler_step(scaler: Any, optimizer: torch.optim.Optimizer, habits: Habits) -> tuple[int, str]:
+    """Take one step; how many collectives it cost, and what it raised."""
     calls = [scaler.unscale_] if habits.unscale else []
-    if habits.max_norm is not None:
-        calls = [functools.partial(scaler.clip_grad_norm_, max_norm=habits.max_norm)]
+    if habits.clip is not None:
+        calls = [habits.clip]
+    collectives = 0
     for method in (*calls, scaler.step):
-        for index, optimizer in enumerate(optimizers):
-            if errors[index] is None:
-                count, error = counted(method, optimizer)
-                counts[index] += count
-                if error is not None and not habits.tolerant:
-                    raise error
-                if error is not None and habits.retry:
-                    scaler.step(optimizer)
-                errors[index] = None if error is None else described(error)
+        count, error = counted(method, optimizer)
+        collectives += count
+        if error is not None and not habits.tolerant:
+            raise error
+        if error is not None:
+            return collectives, described(error)
         if method == scaler.unscale_:
             habits.after_unscale()
-    return tuple(counts), tuple(errors)
+    return collectives, ""
 
 
-def _snapshot(optimizer: torch.optim.Optimizer) -> list[str]:
+def _snapshot(params: Sequence[Tensor]) -> list[str]:
     """The parameters, bit by bit, that have something local to update."""
-    return [digest(p) for p in params_of(optimizer) if p.grad is not None and local_of(p.grad).numel() > 0]
-
-
-def _changed(optimizer: torch.optim.Optimizer, before: list[str]) -> bool | None:
-    """Whether a step was taken, or None where no local gradient could tell."""
-    return _snapshot(optimizer) != before if before else None
+    return [digest(p) for p in params if p.grad is not None and local_of(p.grad).numel() > 0]
 
 
 # What must hold of the reports of all ranks.
@@ -513,22 +494,16 @@ def scale_model(bad_steps: Iterable[int], steps: int = STEPS) -> tuple[list[str]
 
 
 def assert_agreed(
-    reports: Sequence[Report], *bad_steps: Iterable[int], collectives: int = 1, steps: int = STEPS
+    reports: Sequence[Report], bad_steps: Sequence[int], collectives: int = 1, steps: int = STEPS
 ) -> None:
-    """Every rank took and skipped the right steps, at the right scale, for `collectives` a step and optimizer.
-
-    Args:
-        bad_steps: for each optimizer, the steps it has to skip.
-    """
-    scales, trackers = scale_model({step for each in bad_steps for step in each}, steps)
+    """Every rank skipped the bad steps and took the others, at the right scale, for `collectives` a step."""
+    scales, trackers = scale_model(bad_steps, steps)
     for rank, report in enumerate(reports):
         assert report.scales == scales, f"scale on rank {rank}"
         assert report.trackers == trackers, f"tracker on rank {rank}"
         assert report.finite, f"a parameter on rank {rank} is not finite"
-        for index, bad in enumerate(bad_steps):
-            for step, stepped in enumerate(report.stepped):
-                assert stepped[index] in (None, step not in bad), f"rank {rank}, optimizer {index}, step {step}"
-            good = steps - len(list(bad))
-            assert report.step_counts[index] in ([], [good]), f"step count on rank {rank}, optimizer {index}"
-        assert report.collectives == [(collectives,) * len(bad_steps)] * steps, f"collectives on rank {rank}"
+        for step, stepped in enumerate(report.stepped):
+            assert stepped in (None, step not in bad_steps), f"rank {rank}, step {step}"
+        assert report.step_counts in ([], [steps - len(bad_steps)]), f"step count on rank {rank}"
+        assert report.collectives == [collectives] * steps, f"collectives on rank {rank}"
         assert report.update_collectives == [0] * steps, f"update() on rank {rank} communicates"

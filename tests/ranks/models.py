@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,15 +45,14 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def _fsdp1(strategy: ShardingStrategy, orig: bool) -> Wrap:
+def _fsdp1(strategy: ShardingStrategy, orig: bool, mesh: Callable[[], Any] = lambda: None) -> Wrap:
     def wrap(net: nn.Module, half: bool = False) -> nn.Module:
-        hybrid = strategy is ShardingStrategy.HYBRID_SHARD
         return FullyShardedDataParallel(
             net,
             sharding_strategy=strategy,
             use_orig_params=orig,
             device_id=cases.this_device(),
-            device_mesh=cases.square() if hybrid else None,
+            device_mesh=mesh(),
             mixed_precision=MixedPrecision(param_dtype=torch.float16) if half else None,
         )
 
@@ -70,34 +70,46 @@ def _fsdp2(mesh: Callable[[], Any]) -> Wrap:
     return wrap
 
 
-def cut_by_tensor_parallel(net: nn.Module) -> nn.Module:
-    """Cut a net's linear layers along the second dimension of the square."""
-    return parallelize_module(net, cases.square()["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+def _rows() -> Any:
+    return cases.square()["dp"]
 
 
-def _fsdp2_over_tp(net: nn.Module, half: bool = False) -> nn.Module:
-    return _fsdp2(lambda: cases.square()["dp"])(cut_by_tensor_parallel(net), half)
+def _over_tp(wrap: Wrap) -> Wrap:
+    """Wrap a net whose linear layers are cut along the second dimension of the square."""
+
+    def wrap_cut(net: nn.Module, half: bool = False) -> nn.Module:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        return wrap(parallelize_module(net, cases.square()["tp"], plan), half)
+
+    return wrap_cut
+
+
+def _ddp(mesh: Callable[[], Any] = lambda: None) -> Wrap:
+    return lambda net, half=False: nn.parallel.DistributedDataParallel(net, device_mesh=mesh())
 
 
 WRAPPERS: dict[str, Wrap] = {
-    "ddp": lambda net, half=False: nn.parallel.DistributedDataParallel(net),
+    "ddp": _ddp(),
+    "ddp-tp": _over_tp(_ddp(_rows)),  # DDP takes the shards for parameters
     "fsdp1-full": _fsdp1(ShardingStrategy.FULL_SHARD, orig=True),
     "fsdp1-full-flat": _fsdp1(ShardingStrategy.FULL_SHARD, orig=False),
     "fsdp1-grad-op": _fsdp1(ShardingStrategy.SHARD_GRAD_OP, orig=True),
     "fsdp1-grad-op-flat": _fsdp1(ShardingStrategy.SHARD_GRAD_OP, orig=False),
     "fsdp1-no-shard": _fsdp1(ShardingStrategy.NO_SHARD, orig=True),
     "fsdp1-no-shard-flat": _fsdp1(ShardingStrategy.NO_SHARD, orig=False),
-    "fsdp1-hybrid": _fsdp1(ShardingStrategy.HYBRID_SHARD, orig=True),
-    "fsdp1-hybrid-flat": _fsdp1(ShardingStrategy.HYBRID_SHARD, orig=False),
+    "fsdp1-hybrid": _fsdp1(ShardingStrategy.HYBRID_SHARD, orig=True, mesh=cases.square),
+    "fsdp1-hybrid-flat": _fsdp1(ShardingStrategy.HYBRID_SHARD, orig=False, mesh=cases.square),
+    "fsdp1-tp": _over_tp(_fsdp1(ShardingStrategy.FULL_SHARD, orig=True, mesh=_rows)),
+    "fsdp1-tp-flat": _over_tp(_fsdp1(ShardingStrategy.FULL_SHARD, orig=False, mesh=_rows)),
     "fsdp2": _fsdp2(cases.line),
+    "fsdp2-tp": _over_tp(_fsdp2(_rows)),
     "hsdp2": _fsdp2(cases.square),
-    "fsdp2-tp": _fsdp2_over_tp,
 }
 
 
 def part_of(wrapper: str, rank: int) -> tuple[int, int]:
     """Which of how many parts of a batch a rank works on: tensor-parallel peers see the same data."""
-    return (rank // 2, 2) if wrapper == "fsdp2-tp" else (rank, dist.get_world_size())
+    return (rank // 2, 2) if "-tp" in wrapper else (rank, dist.get_world_size())
 
 
 def batch(step: int, part: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
@@ -121,40 +133,48 @@ def train(
     name: str,
     faults: Sequence[Fault],
     *,
-    clip: bool = False,
+    clip: str = "",
     part: tuple[int, int] = (0, 1),
-) -> Report:
-    optimizer = cases.new_optimizer(name, model.parameters())
-    habits = Habits(unscale=clip, after_unscale=lambda: _clip(model) if clip else None)
+) -> tuple[Report, list[float]]:
+    """Train, clipping by "torch", by "ours" or not at all; return the report and the norms before each clip."""
+    optimizer, norms = cases.new_optimizer(name, model.parameters()), []
+
+    def clip_by_torch() -> None:
+        is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+        clip_grad_norm_ = model.clip_grad_norm_ if is_fsdp1 else partial(nn.utils.clip_grad_norm_, model.parameters())
+        norms.append(whole(clip_grad_norm_(max_norm=MAX_NORM)).item())
+
+    def clip_by_ours(optimizer: torch.optim.Optimizer) -> None:
+        norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM, model=model).item())
+
+    habits = {
+        "": Habits(),
+        "torch": Habits(unscale=True, after_unscale=clip_by_torch),
+        "ours": Habits(clip=clip_by_ours),
+    }[clip]
     step = lambda number: backward(model, number, part, scaler)  # noqa: E731
-    return cases.train(rank, scaler, [optimizer], step, faults, steps=STEPS, habits=habits)
-
-
-def _clip(model: nn.Module) -> None:
-    if isinstance(model, FullyShardedDataParallel):
-        model.clip_grad_norm_(MAX_NORM)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    return cases.train(rank, scaler, optimizer, step, faults, steps=STEPS, habits=habits), norms
 
 
 def full_params(model: nn.Module) -> list[Tensor]:
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return [param.detach().clone() for param in model.parameters()]
-    return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [whole(param) for param in model.parameters()]
 
 
-def distance(model: nn.Module, bare: nn.Module) -> float:
-    pairs = zip(full_params(model), bare.parameters(), strict=True)
-    return max(float((full - one).detach().abs().max()) for full, one in pairs)
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run, the single-process run beside it, and how far apart their parameters ended."""
+    """A run, the single-process run beside it, the norms of both, and how far apart their parameters ended."""
 
     report: Report
     reference: Report
+    norms: list[float]
+    expected_norms: list[float]
     distance: float
 
 
@@ -166,14 +186,17 @@ def against_one_process(
     faults: Sequence[Fault],
     *,
     half: bool = False,
-    clip: bool = False,
+    clip: str = "",
 ) -> Outcome:
-    """Train a wrapped model on this rank's part of each batch, and the bare one on all of it."""
+    """Train a wrapped model on this rank's part of each batch, and the bare one on all of it, which torch clips."""
     net = Net()
     bare = copy.deepcopy(net)
     model = WRAPPERS[wrapper](net, half)
     scaler = cases.new_scaler(kind)
-    report = train(rank, model, scaler, name, faults, clip=clip, part=part_of(wrapper, rank))
+    report, norms = train(rank, model, scaler, name, faults, clip=clip, part=part_of(wrapper, rank))
     skipped = [Fault(step, rank) for step in {fault.step for fault in faults}]
-    reference = train(rank, bare, cases.torch_scaler("grad"), name, skipped, clip=clip)
-    return Outcome(report, reference, distance(model, bare))
+    by_torch = "torch" if clip else ""
+    reference, expected_norms = train(rank, bare, cases.torch_scaler("grad"), name, skipped, clip=by_torch)
+    pairs = zip(full_params(model), bare.parameters(), strict=True)
+    distance = max(float((full - one).detach().abs().max()) for full, one in pairs)
+    return Outcome(report, reference, norms, expected_norms, distance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from ranks import cases
-from ranks.cases import NAMES, SGDS, UNSCALE, Fault, assert_agreed, laid_out, new_optimizer, new_scaler, plain_param
+from ranks.cases import NAMES, UNSCALE, Fault, assert_agreed, laid_out, new_optimizer, new_scaler, plain_param
 
 pytestmark = pytest.mark.distributed
 
@@ -34,28 +35,6 @@ def test_one_overflow_skips_everywhere(ranks, name, value, unscale):
 
 
 @UNSCALE
-@pytest.mark.parametrize("name", ["sgd", "adamw", *FUSED])
-def test_several_overflows_at_once_are_one(ranks, name, unscale):
-    values = [float("nan"), float("-inf"), float("inf"), float("nan")]
-    faults = [Fault(2, rank, rank % 2, values[rank]) for rank in range(ranks.world_size)]
-    assert_agreed(ranks.run(laid_out, "sharded", "plain", name, faults, unscale=unscale), [2])
-
-
-@SGDS
-def test_without_overflow_all_step(ranks, name):
-    assert_agreed(ranks.run(laid_out, "sharded", "plain", name, []), [])
-
-
-@UNSCALE
-@pytest.mark.parametrize("names", [("sgd", "adamw-fused"), ("adamw-fused", "sgd"), ("adam", "adamw")])
-@pytest.mark.parametrize("bad", [0, 1])
-def test_several_optimizers_skip_each_for_itself(ranks, names, bad, unscale):
-    faults = [Fault(1, last(ranks), param=2 * bad)]
-    reports = ranks.run(laid_out, "sharded", "plain", names, faults, unscale=unscale)
-    assert_agreed(reports, *([1] if index == bad else [] for index in range(2)))
-
-
-@UNSCALE
 @NAMES
 @pytest.mark.parametrize("gradless", [0, 1])
 @pytest.mark.parametrize(
@@ -65,17 +44,12 @@ def test_a_rank_without_gradients_follows(ranks, kind, layout, name, gradless, u
     faults = [Fault(1, 1 - gradless)]
     reports = ranks.run(laid_out, kind, layout, name, faults, unscale=unscale, gradless=[gradless])
     assert_agreed(reports, [1])
-    assert reports[gradless].stepped == [(None,)] * cases.STEPS
+    assert reports[gradless].stepped == [None] * cases.STEPS
 
 
 @NAMES
 def test_nobody_with_gradients_is_a_good_step(two, name):
     assert_agreed(two.run(laid_out, "sharded", "plain", name, [], gradless=[0, 1]), [])
-
-
-@SGDS
-def test_a_grad_scaler_with_a_process_group_agrees(ranks, name):
-    assert_agreed(ranks.run(laid_out, "world", "plain", name, [Fault(1, last(ranks))]), [1])
 
 
 @UNSCALE
@@ -115,7 +89,7 @@ def differing(rank: int, what: str, name: str, faults: Sequence[Fault]) -> cases
             rows = params[1].grad.clone() / 2
             params[1].grad = torch.sparse_coo_tensor([[1, 1]], rows, params[1].shape, check_invariants=True)
 
-    return cases.train(rank, scaler, [new_optimizer(name, params)], backward, faults, habits=habits)
+    return cases.train(rank, scaler, new_optimizer(name, params), backward, faults, habits=habits)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -132,6 +106,37 @@ def test_ranks_share_nothing_but_the_flag(ranks, what, name):
 
 def test_sparse_gradients_on_some_ranks(ranks):
     assert_agreed(ranks.run(differing, "sparse", "sgd", [Fault(1, 1, param=1)]), [1])
+
+
+# Gradients on a GPU, and others that were offloaded to the host.
+
+
+def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, how: str) -> cases.Report:
+    """A parameter on the GPU and one on the host; `apart`: even ranks hold only the first, odd the second."""
+    scaler = new_scaler("sharded", device="cuda")
+    params = [nn.Parameter(torch.ones(3, device=device)) for device in ("cuda", "cpu")]
+    if apart:
+        params = [params[rank % 2]]
+    optimizer = new_optimizer(name, [{"params": [param]} for param in params])
+
+    def backward(step: int) -> None:
+        factor = scaler.scale(torch.ones((), device="cuda")).item()
+        for param in params:
+            param.grad = torch.full_like(param, 2.0 ** (step - 3) * factor)
+
+    clip = partial(scaler.clip_grad_norm_, max_norm=1.0) if how == "clip" else None
+    habits = cases.Habits(unscale=how == "unscale_", clip=clip)
+    return cases.train(rank, scaler, optimizer, backward, faults, habits=habits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
+@pytest.mark.parametrize("apart", [False, True], ids=["both", "apart"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_inf_on_the_gpu_or_on_the_host_skips_everywhere(two, name, bad, apart, how):
+    fault = Fault(1, bad) if apart else Fault(1, 1, param=bad)
+    assert_agreed(two.run(two_devices, name, [fault], apart=apart, how=how), [1])
 
 
 # torch's pipelines.
@@ -154,7 +159,7 @@ def pipeline(rank: int, name: str, faults: Sequence[Fault]) -> tuple[cases.Repor
             scaler.scale(torch.zeros(()))
         schedule.step(*[x] * stage.is_first, **({"target": y, "losses": []} if stage.is_last else {}))
 
-    report = cases.train(rank, scaler, [optimizer], backward, faults)
+    report = cases.train(rank, scaler, optimizer, backward, faults)
     reference, bad = new_optimizer(name, bare.parameters()), {fault.step for fault in faults}
     for step in sorted({*range(cases.STEPS)} - bad):
         x, y = _pipeline_batch(step)

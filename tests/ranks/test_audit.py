@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,36 +65,29 @@ def trained(rank: int, whose: str, wrapper: str, bad: list[int]) -> Said:
     model = models.WRAPPERS[wrapper](models.Net())
     optimizer = cases.new_optimizer("adamw-fused", model.parameters())
     faults = [cases.Fault(2, each) for each in bad]
-    cases.train(rank, scaler, [optimizer], lambda step: models.backward(model, 0, (0, 1), scaler), faults)
+    cases.train(rank, scaler, optimizer, lambda step: models.backward(model, 0, (0, 1), scaler), faults)
     return audited(optimizer, scaler, model)
 
 
-def flipped(rank: int, wrapper: str, bad: int, with_model: bool = True, **options: Any) -> Said:
-    """Audit a wrapped model, in which one bit of the bad rank's last parameter is flipped."""
+def flipped(rank: int, wrapper: str, bad: int, at: int = -1, with_model: bool = True, **options: Any) -> Said:
+    """Audit a wrapped model, in which one bit of one of the bad rank's parameters is flipped."""
     model = (ddp_ignoring if wrapper == "ddp, but one" else models.WRAPPERS[wrapper])(models.Net())
     if rank == bad:
-        flip(list(model.parameters())[-1])
+        flip(list(model.parameters())[at])
     return audited(sgd(*model.parameters()), None, model if with_model else None, **options)
 
 
-def flipped_mesh(rank: int, placements: tuple[Any, Any], bad: int) -> Said:
-    """Audit a DTensor on a 2 x 2 mesh, which holds the coordinates of its shard."""
-    mesh, local = cases.square(), torch.ones(2, 3)
-    for placement, at in zip(placements, mesh.get_coordinate(), strict=True):
-        local += 0 if placement.is_replicate() else at + 1
+def flipped_mesh(rank: int, placements: Sequence[Any], bad: int) -> Said:
+    """Audit a DTensor on a 2 x 2 mesh, or on the first two ranks, which holds the coordinates of its shard."""
+    mesh = cases.square() if len(placements) == 2 else DeviceMesh(DEVICE, torch.tensor([0, 1], device="cpu"))
+    local = torch.ones(2, 3)
+    at = mesh.get_coordinate()
+    for dim, placement in enumerate(placements):
+        local += 0 if placement.is_replicate() else at[dim] + 1
     param = nn.Parameter(cases.placed(local, *placements, on=mesh))
-    if rank == bad:
+    if rank == bad and at is not None:  # else this rank holds nothing of it
         flip(param)
     return audited(sgd(param))
-
-
-def on_two_of_four(rank: int, bad: int) -> Said:
-    """Audit a DTensor on the first two ranks."""
-    mesh = DeviceMesh(DEVICE, torch.tensor([0, 1], device="cpu"))
-    param = nn.Parameter(cases.placed(torch.ones(2, 3), Replicate(), on=mesh))
-    if rank == bad:
-        flip(param)
-    return audited(sgd(param, plain_param(2)), replicated=True)
 
 
 def own_parameters(rank: int, replicated: bool) -> Said:
@@ -101,19 +95,6 @@ def own_parameters(rank: int, replicated: bool) -> Said:
     params = plain_param(3), plain_param(2)
     params[0].data.fill_(rank)
     return audited(sgd(*params), new_scaler("sharded"), replicated=replicated)
-
-
-def ddp_of_pairs(rank: int, bad: int) -> Said:
-    """Audit DDP over pairs of ranks, of which the two in a pair hold shards of tensor parallelism."""
-    dp, scaler = cases.square()["dp"], new_scaler("grad")
-    model = nn.parallel.DistributedDataParallel(models.cut_by_tensor_parallel(models.Net()), device_mesh=dp)
-    optimizer = sgd(*model.parameters())
-    models.backward(model, 0, (0, 1), scaler)
-    scaler.step(optimizer)
-    scaler.update()
-    if rank == bad:
-        flip(cases.params_of(optimizer)[2])
-    return audited(optimizer, scaler, model)
 
 
 def a_rank_fails(rank: int, bad: int, what: str) -> Said:
@@ -188,9 +169,14 @@ def test_one_flipped_bit_of_a_replica_is_a_split(four: Any, wrapper: str, bad: i
     assert "differ" in row(answer, 0)
 
 
-def test_hsdp_compares_within_its_replicas_only(four: Any) -> None:
-    answer = agreed(four.run(flipped, "hsdp2", 3))
-    assert answer.differences[1].endswith(": rank 1 | rank 3")
+@pytest.mark.parametrize(
+    ("wrapper", "name"),
+    [("hsdp2", "up.weight"), ("ddp-tp", "module.up.weight")],  # DDP over pairs of ranks, of which each holds half
+)
+def test_shards_are_compared_with_their_replicas_only(four: Any, wrapper: str, name: str) -> None:
+    assert agreed(four.run(flipped, wrapper, NOBODY)).verdict == "agree"
+    answer = agreed(four.run(flipped, wrapper, 3, 2))
+    assert answer.differences[1:] == [f"  {name}: rank 1 | rank 3"]
     assert [row(answer, rank)[-2:] for rank in range(4)] == [["6", "equal"], ["6", "differ"]] * 2
 
 
@@ -218,6 +204,7 @@ def test_shards_are_no_replicas(two: Any, wrapper: str, options: dict[str, Any])
         ((Replicate(), Partial()), {0: "rank 0 | rank 2", 3: "rank 1 | rank 3"}),
         ((Shard(0), Replicate()), {0: "rank 0 | rank 1", 3: "rank 2 | rank 3"}),
         ((Shard(0), Shard(1)), {}),
+        ((Replicate(),), {0: "rank 0 | rank 1"}),
     ],
 )
 def test_dtensors_are_compared_at_equal_coordinates(
@@ -225,16 +212,8 @@ def test_dtensors_are_compared_at_equal_coordinates(
 ) -> None:
     answer = agreed(four.run(flipped_mesh, placements, bad))
     assert (answer.verdict, "DTensor shard " in answer.text) == ("split" if bad in apart else "agree", not apart)
+    assert ("\nNot compared: 1 DTensor (on a mesh without this rank)." in answer.text) == (len(placements) == 1)
     assert bad not in apart or answer.differences[-1].endswith(f": {apart[bad]}")
-
-
-def test_dtensors_on_some_ranks_are_compared_among_these(four: Any) -> None:
-    for bad in (NOBODY, 1):
-        answer = agreed(four.run(on_two_of_four, bad))
-        assert answer.verdict == ("agree" if bad == NOBODY else "split")
-        assert [row(answer, rank)[-2:] for rank in (2, 3)] == [["1", "equal"]] * 2
-        assert "\nNot compared: 1 DTensor (on a mesh without this rank)." in answer.text
-    assert answer.differences[-1].endswith(": rank 0 | rank 1")
 
 
 def test_plain_parameters_that_differ_are_no_split_unless_they_are_replicas(two: Any) -> None:
@@ -244,11 +223,6 @@ def test_plain_parameters_that_differ_are_no_split_unless_they_are_replicas(two:
     assert "6 of 6 are equal" in agreed(two.run(flipped, "ddp", NOBODY, with_model=False)).text
     ignored = agreed(two.run(flipped, "ddp, but one", NOBODY))
     assert (ignored.verdict, "1 of 1 differ: module.norm.weight." in ignored.text) == ("agree", True)
-
-
-def test_ddp_of_some_ranks_is_compared_among_them(four: Any) -> None:
-    assert agreed(four.run(ddp_of_pairs, NOBODY)).verdict == "agree"
-    assert agreed(four.run(ddp_of_pairs, 3)).differences[1:] == ["  module.up.weight: rank 1 | rank 3"]
 
 
 def test_a_scaler_that_is_off_on_one_rank_is_a_split(two: Any) -> None:

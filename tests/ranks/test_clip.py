@@ -8,13 +8,13 @@ import re
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ranks import cases, models
 from ranks.cases import INIT_SCALE, KINDS, LAYOUTS, Fault, collectives_of, local_of, new_optimizer, new_scaler, said
@@ -25,20 +25,17 @@ pytestmark = pytest.mark.distributed
 ORDERS = (2.0, 1.0, 3.0, math.inf)
 
 
-def total(values: Sequence[float], order: float) -> float:
-    return max(map(abs, values)) if order == math.inf else sum(abs(each) ** order for each in values) ** (1 / order)
-
-
 # Known gradients in every layout.
 
 
 class Clipped(NamedTuple):
-    """One clipped step of one rank: the gradients before and after it, by piece; copies of a piece have its name."""
+    """One clipped step of one rank; its own parts of the gradients, before they were scaled and once clipped."""
 
     norm: float
+    expected_norm: float
     collectives: tuple[int, int]  # of the clip, and of the step
-    pieces: dict[tuple[int, ...], list[float]]
-    clipped: dict[tuple[int, ...], list[float]]
+    before: list[list[float]]
+    clipped: list[list[float]]
     scale: float
 
 
@@ -52,60 +49,48 @@ def laid_out(
     faults: Sequence[Fault] = (),
     enabled: bool = True,
 ) -> Clipped:
-    """Clip parameters in a named layout, each piece with a random gradient of its own."""
-    scaler, params = new_scaler(kind, enabled=enabled), LAYOUTS[layout]()
-    cases.give_grads(scaler, params, 0)
-    held, pieces = {(index, *_place_of(param)): param.grad for index, param in enumerate(params)}, {}
-    for piece, gradient in held.items():
-        draw = torch.Generator().manual_seed(int("".join(map(str, (1, *piece)))))
-        values = cases.drawn(local_of(gradient).shape, draw, torch.float64).to(gradient.dtype)
-        pieces[piece] = values.double().flatten().tolist()
-        local_of(gradient).copy_(scaler.scale(values))
+    """Clip parameters in a named layout, which have random gradients."""
+    scaler, params, draw = new_scaler(kind, enabled=enabled), LAYOUTS[layout](), torch.Generator().manual_seed(1)
+    wholes = [cases.drawn(param.shape, draw, torch.float64).to(param.dtype) for param in params]
+    before = [cases.numbers(_laid_out_as(param, whole)) for param, whole in zip(params, wholes, strict=True)]
+    for param, whole in zip(params, wholes, strict=True):
+        param.grad = _laid_out_as(param, scaler.scale(whole).clone())
     cases.plant(faults, rank, 0, params)
     optimizer, norms = new_optimizer(name, [{"params": [param]} for param in params]), []
     clip = collectives_of(lambda: norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM, order)))
     assert type(norms[0]) is Tensor
-    clipped = {piece: cases.numbers(gradient) for piece, gradient in held.items()}
+    clipped = [cases.numbers(param.grad) for param in params]
     step = collectives_of(scaler.step, optimizer)
     scaler.update()
-    return Clipped(norms[0].item(), (clip, step), pieces, clipped, scaler.get_scale())
+    expected_norm = torch.linalg.vector_norm(torch.cat([whole.double().flatten() for whole in wholes]), order).item()
+    return Clipped(norms[0].item(), expected_norm, (clip, step), before, clipped, scaler.get_scale())
 
 
-def _place_of(param: Tensor) -> list[int]:
-    """Return where this rank stands along the mesh's dims that cut the parameter."""
+def _laid_out_as(param: Tensor, whole: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
-        return []
-    places = zip(param.device_mesh.get_coordinate(), param.placements, strict=True)
-    return [place for place, placement in places if not placement.is_replicate()]
+        return whole
+    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def assert_clipped(outcomes: Sequence[Clipped], order: float, rel: float = 1e-6) -> None:
-    """All have the norm of all pieces, and every gradient is clipped by it."""
-    pieces = {piece: values for outcome in outcomes for piece, values in outcome.pieces.items()}
-    norm = total([value for values in pieces.values() for value in values], order)
+def assert_clipped(outcomes: Sequence[Clipped], rel: float = 1e-6) -> None:
+    """All have the norm of the whole, and every gradient is clipped by it."""
     for outcome in outcomes:
-        assert outcome.norm == pytest.approx(norm, rel=rel)
-        for piece, values in outcome.pieces.items():
-            assert outcome.clipped[piece] == pytest.approx([each * MAX_NORM / norm for each in values], rel=1e-2)
-
-
-@KINDS
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_has_the_norm_of_the_whole(four, kind, layout):
-    for order in ORDERS:
-        outcomes = four.run(laid_out, kind, layout, order)
-        assert_clipped(outcomes, order)
-        assert len({outcome.norm for outcome in outcomes}) == 1
-        counts = 0 if (kind, layout) == ("grad", "plain") else 1 if order == 2.0 else 2  # a flag's, a norm's
-        assert {outcome.collectives for outcome in outcomes} == {(counts, 0)}
+        assert outcome.norm == pytest.approx(outcome.expected_norm, rel=rel)
+        for before, clipped in zip(outcome.before, outcome.clipped, strict=True):
+            assert clipped == pytest.approx([each * MAX_NORM / outcome.expected_norm for each in before], rel=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "grad", "world"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_disabled_scaler_clips_by_the_norm_of_the_whole(four, kind, layout):
-    for order in (2.0, math.inf):
-        # torch rounds the norms of bf16 gradients to bf16
-        assert_clipped(four.run(laid_out, kind, layout, order, enabled=False), order, rel=1e-3)
+def test_every_layout_has_the_norm_of_the_whole(four, kind, layout):
+    for order in ORDERS:
+        outcomes = four.run(laid_out, kind, layout, order)
+        assert_clipped(outcomes)
+        assert len({outcome.norm for outcome in outcomes}) == 1
+        counts = 0 if (kind, layout) == ("grad", "plain") else 1 if order == 2.0 else 2  # a flag's, a norm's
+        assert {outcome.collectives for outcome in outcomes} == {(counts, 0)}
+    for order in (2.0, math.inf):  # a disabled scaler; torch rounds the norms of bf16 gradients to bf16
+        assert_clipped(four.run(laid_out, kind, layout, order, enabled=False), rel=1e-3)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -116,111 +101,56 @@ def test_one_ranks_overflow_is_everybodys(four, layout, value):
         for outcome in four.run(laid_out, "grad", layout, order, name=name, faults=faults):
             assert str(outcome.norm) == str(value)
             assert outcome.scale == INIT_SCALE / 2
-            first = next(piece for piece in outcome.pieces if piece[0] == 0)
-            assert outcome.clipped[first] == outcome.pieces[first]  # unscaled, not clipped
+            assert outcome.clipped[0] == outcome.before[0]  # unscaled, not clipped
 
 
-# Whole models.
+# Whole models: test_matrix.py trains them.
 
 
-class Trained(NamedTuple):
-    """Norms, ours and those of one process; collectives of each clip and step; how far apart both ended."""
-
-    norms: list[float]
-    expected: list[float]
-    collectives: list[tuple[int, int]]
-    distance: float
-
-
-def trained(rank: int, kind: str, wrapper: str, name: str, order: float = 2.0, enabled: bool = True) -> Trained:
-    """A wrapped model clipped by us, and the bare one by torch on the whole batch."""
+def norms_beside_one_process(
+    rank: int, kind: str, wrapper: str, enabled: bool = True
+) -> tuple[list[float], list[float], bool]:
+    """Norms of a wrapped model, and of the bare one by torch; whether an inf on every second rank then skips."""
     net = Net()
-    bare = copy.deepcopy(net)
+    bare, part = copy.deepcopy(net), models.part_of(wrapper, rank)
     model = WRAPPERS[wrapper](net)
-    optimizer, reference = (new_optimizer(name, each.parameters()) for each in (model, bare))
-    scaler, norms, expected, collectives = new_scaler(kind, enabled=enabled), [], [], []
-    for step in range(4):
-        optimizer.zero_grad()
-        models.backward(model, step, models.part_of(wrapper, rank), scaler)
-        clip = collectives_of(
-            lambda: norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM, order, model=model).item())
-        )
-        collectives.append((clip, collectives_of(scaler.step, optimizer)))
-        scaler.update()
-        reference.zero_grad()
-        models.backward(bare, step, (0, 1))
-        expected.append(nn.utils.clip_grad_norm_(bare.parameters(), MAX_NORM, order).item())
-        reference.step()
-    return Trained(norms, expected, collectives, models.distance(model, bare))
-
-
-def assert_as_one_process(outcomes: Sequence[Trained], collectives: int | None) -> None:
-    assert len({tuple(outcome.norms) for outcome in outcomes}) == 1
-    for outcome in outcomes:
-        assert outcome.norms == pytest.approx(outcome.expected, rel=1e-6)
-        assert collectives is None or outcome.collectives == [(collectives, 0)] * 4
-        assert outcome.distance <= 2e-5
-
-
-SHARDED = ["ddp", "fsdp1-full", "fsdp1-full-flat", "fsdp1-no-shard", "fsdp2"]
-
-
-@pytest.mark.parametrize(("kind", "wrapper"), [*(("sharded", w) for w in SHARDED), ("grad", "ddp"), ("grad", "fsdp2")])
-@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
-def test_models_are_clipped_as_one_process_is(two, kind, wrapper, name):
-    alone = (kind, wrapper) == ("grad", "ddp")  # gradients are equal everywhere: nobody need be asked
-    assert_as_one_process(two.run(trained, kind, wrapper, name), 0 if alone else 1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrapper"), [("sharded", "fsdp1-hybrid"), ("grad", "hsdp2"), ("grad", "fsdp2-tp"), ("sharded", "fsdp2-tp")]
-)
-def test_models_on_two_meshes_are_clipped_as_one_process_is(four, kind, wrapper):
-    assert_as_one_process(four.run(trained, kind, wrapper, "sgd"), 1)
-
-
-@KINDS
-@pytest.mark.parametrize("order", [2.0, math.inf])
-def test_a_disabled_scaler_clips_fsdp1_by_the_norm_of_the_whole(two, kind, order):
-    assert_as_one_process(two.run(trained, kind, "fsdp1-full", "sgd", order, enabled=False), None)
-
-
-def over_tensor_parallel(rank: int, kind: str, how: str) -> tuple[list[float], list[float], bool]:
-    """FSDP1 or DDP over layers that tensor parallelism cut: norms beside one process', and if a shard's inf skips."""
-    net, mesh = Net(), cases.square()
-    bare, cut, dp = copy.deepcopy(net), models.cut_by_tensor_parallel(net), mesh["dp"]
-    if how == "ddp":
-        model = nn.parallel.DistributedDataParallel(cut, device_mesh=dp)  # takes the shards for parameters
-    else:
-        orig = how == "fsdp1"
-        model = FullyShardedDataParallel(cut, device_mesh=dp, use_orig_params=orig, device_id=cases.this_device())
-    scaler, optimizer, norms, expected = new_scaler(kind), new_optimizer("sgd", model.parameters()), [], []
+    scaler, optimizer = new_scaler(kind, enabled=enabled), new_optimizer("sgd", model.parameters())
+    norms, expected = [], []
     for step, order in enumerate(ORDERS):
         optimizer.zero_grad()
         bare.zero_grad()
-        models.backward(model, step, (rank // 2, 2), scaler)
+        models.backward(model, step, part, scaler)
         models.backward(bare, step, (0, 1))
         norms.append(scaler.clip_grad_norm_(optimizer, 1e6, order, model=model).item())
         expected.append(nn.utils.clip_grad_norm_(bare.parameters(), 1e6, order).item())
         scaler.update()
-    models.backward(model, 0, (rank // 2, 2), scaler)
-    if mesh.get_local_rank("tp") == 1:
-        next(p.grad for p in cases.params_of(optimizer) if p.grad is not None and p.numel()).view(-1)[0] = math.inf
+    models.backward(model, 0, part, scaler)
+    cases.plant([Fault(0, 1), Fault(0, 3)], rank, 0, cases.params_of(optimizer))
     scaler.step(optimizer)
-    return norms, expected, scaler.was_skipped(optimizer)
+    return norms, expected, enabled and scaler.was_skipped(optimizer)
 
 
-@pytest.mark.parametrize(("kind", "how"), [("sharded", "fsdp1"), ("sharded", "ddp"), ("grad", "ddp")])
-def test_what_tensor_parallelism_cut_first_is_counted_once(four, kind, how):
-    for norms, expected, skipped in four.run(over_tensor_parallel, kind, how):
+@pytest.mark.parametrize(
+    ("kind", "wrapper", "enabled"),
+    [
+        ("sharded", "fsdp1-tp", True),
+        ("sharded", "ddp-tp", True),
+        ("grad", "ddp-tp", True),
+        ("sharded", "fsdp1-full", False),
+        ("grad", "fsdp1-full", False),
+    ],
+)
+def test_the_norm_is_that_of_one_process(four, kind, wrapper, enabled):
+    """What tensor parallelism cut first is counted once; a disabled scaler, too, knows FSDP1's shards."""
+    for norms, expected, skipped in four.run(norms_beside_one_process, kind, wrapper, enabled):
         assert norms == pytest.approx(expected, rel=1e-6)
-        assert skipped
+        assert skipped == enabled
 
 
 def refused(rank: int, what: str) -> str:
     """An FSDP1 model clipped in a way that cannot tell the norm of the whole: what it says."""
     if what == "flat over tensor parallel":
-        return said(over_tensor_parallel, rank, "sharded", what)
+        return said(norms_beside_one_process, rank, "sharded", "fsdp1-tp-flat")
     model = WRAPPERS["fsdp1-full"](Net())
     scaler = new_scaler("grad" if what == "plain scaler" else "sharded")
     optimizer = new_optimizer("sgd", model.parameters())
@@ -241,49 +171,12 @@ def refused(rank: int, what: str) -> str:
     [
         ("no model", "model must be the module that holds .*, got NoneType$"),
         ("inner model", "model must be the module that holds .* parameter 0 is sharded, got Net$"),
-        ("plain scaler", "process_group is needed: parameter 0 is FullyShardedDataParallel's, cut into 2 pieces"),
+        ("plain scaler", "process_group is needed: parameter 0 is FullyShardedDataParallel's, cut into 4 pieces"),
+        ("flat over tensor parallel", "model must be FullyShardedDataParallel with use_orig_params=True, got flat"),
     ],
 )
-def test_fsdp1_is_refused_where_the_whole_is_unknown(two, what, text):
-    assert all(re.match(f"ValueError: {text}", answer) for answer in two.run(refused, what))
-
-
-def test_flat_parameters_of_fsdp1_over_tensor_parallel_are_refused(four):
-    text = "ValueError: model must be FullyShardedDataParallel with use_orig_params=True, got flat"
-    assert all(answer.startswith(text) for answer in four.run(refused, "flat over tensor parallel"))
-
-
-def of_each_rank(rank: int, kind: str, enabled: bool, order: float) -> float:
-    """The norm of a parameter of rank + 1 that no other rank has, and that tells of none."""
-    scaler, param = new_scaler(kind, enabled=enabled), cases.plain_param(1)
-    param.grad = scaler.scale(torch.full_like(param, rank + 1.0))
-    return scaler.clip_grad_norm_(new_optimizer("sgd", [param]), 1e9, order).item()
-
-
-@pytest.mark.parametrize("kind", ["sharded", "world", "grad"])
-@pytest.mark.parametrize("order", [2.0, math.inf])
-def test_the_norm_is_that_of_the_ranks_that_agree(two, kind, order):
-    on, off = (two.run(of_each_rank, kind, enabled, order) for enabled in (True, False))
-    assert off == pytest.approx(on, rel=1e-6)
-    assert (off[0] == off[1]) == (kind != "grad")
-
-
-def one_rank_looks_again(rank: int) -> bool:
-    """A sharded and a plain parameter are clipped together; one rank looks at the plain one before its step."""
-    scaler, params = new_scaler("grad"), [cases.sharded_param(), cases.plain_param(3)]
-    optimizers = [new_optimizer("sgd", [param]) for param in params]
-    cases.give_grads(scaler, params, 0)
-    if rank == 1:
-        local_of(params[0].grad).fill_(math.inf)
-    scaler.clip_grad_norm_(optimizers, 1.0)
-    if rank == 0:
-        scaler._check_inf_per_device(optimizers[1])
-    scaler.step(optimizers[1])
-    return params[1].tolist() == [1.0] * 3
-
-
-def test_a_look_on_one_rank_overrules_nothing_that_was_clipped_together(two):
-    assert two.run(one_rank_looks_again) == [True, True]
+def test_fsdp1_is_refused_where_the_whole_is_unknown(four, what, text):
+    assert all(re.match(f"ValueError: {text}", answer) for answer in four.run(refused, what))
 
 
 # One rank fails.
@@ -340,22 +233,86 @@ def test_a_rank_that_fails_makes_all_skip(two, kind, layout, reason, how):
     assert first[-2:] == second[-2:] == ["stayed", str(INIT_SCALE / 2)]
 
 
-def interrupted(rank: int, kind: str) -> int:
+def interrupted(rank: int, kind: str, warm: bool) -> int:
     """All ranks are interrupted when they begin to unscale: how many collectives that takes."""
     scaler, params = new_scaler(kind), [cases.sharded_param()]
+    optimizer, interrupt = new_optimizer("sgd", params), cases.FirstOpFails(KeyboardInterrupt())
     cases.give_grads(scaler, params, 0)
-    optimizer = new_optimizer("sgd", params)
-
-    def unscale() -> None:
-        with cases.FirstOpFails(KeyboardInterrupt()):
-            scaler.unscale_(optimizer)
-
-    with cases.CollectiveCounter() as counter, pytest.raises(KeyboardInterrupt):
-        unscale()
+    if warm:  # who must agree is known
+        scaler.step(optimizer)
+        scaler.update()
+    with cases.CollectiveCounter() as counter, pytest.raises(KeyboardInterrupt), interrupt:
+        scaler.unscale_(optimizer)
     scaler.step(optimizer)
     return counter.count
 
 
 @KINDS
-def test_an_interrupt_asks_nothing_of_other_ranks(two, kind):
-    assert two.run(interrupted, kind) == [0, 0]
+@pytest.mark.parametrize("warm", [False, True])
+def test_an_interrupt_asks_nothing_of_other_ranks(two, kind, warm):
+    assert two.run(interrupted, kind, warm) == [0, 0]
+
+
+# Scales that have come apart: the norm's reduction carries them. tests/fuzz has the other calls.
+
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("triton") is None, reason="the CPU has Triton's interpreter without a GPU"
+)
+BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
+DIFFERENT = "RuntimeError: The ranks hold different scales, some below "
+
+
+def asked(scaler: Any, optimizer: Any) -> str:
+    """What `was_skipped` returns or raises."""
+    answers: list[bool] = []
+    return said(lambda: answers.append(scaler.was_skipped(optimizer))) or str(answers[0])
+
+
+def clipped_a_factor_apart(rank: int, backend: str, dtypes: list[torch.dtype], factor: float) -> list[str]:
+    """Rank 1's scale is so much larger; what is said of a clipped step, and of one of two optimizers."""
+    texts = []
+    for several in (1, 2):
+        scaler = new_scaler("sharded", backend=backend)
+        scaler.scale(torch.ones(()))
+        params = [[cases.plain_param(3, dtype=dtype) for dtype in dtypes] for _ in range(several)]
+        optimizers = [new_optimizer("sgd-fused", each) for each in params]
+        for param in (param for each in params for param in each):
+            param.grad = torch.ones_like(param)
+        if rank == 1:
+            scaler._scale.mul_(factor)
+        scaler.clip_grad_norm_(optimizers, 1.0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            texts.append(asked(scaler, optimizer))
+    return texts
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]], ids=["one dtype", "two"])
+def test_scales_that_differ_by_little_raise_wherever_they_are_compared(two, dtypes, backend):
+    for factor, told in ((1.0, "False"), (1.001, DIFFERENT), (1.00001, DIFFERENT), (8.0, DIFFERENT)):
+        for texts in two.run(clipped_a_factor_apart, backend, dtypes, factor):
+            assert len(texts) == 3
+            assert all(text.startswith(told) for text in texts), (factor, texts)
+
+
+def asked_after_another_rank_failed(rank: int, backend: str) -> list[str]:
+    """Rank 1 cannot clip; what was_skipped says of a fused step, before and after an update that clears the flags."""
+    scaler, params = new_scaler("sharded", backend=backend), [cases.plain_param(3)]
+    optimizer = new_optimizer("adamw-fused", params)
+    cases.give_grads(scaler, params, 0)
+    if rank == 1:
+        params[0].grad = torch.ones(1).expand(3)
+    said(scaler.clip_grad_norm_, optimizer, 1.0)
+    scaler.step(optimizer)
+    texts = [asked(scaler, optimizer)]
+    scaler.update()
+    return [*texts, asked(scaler, optimizer)]
+
+
+@BACKENDS
+def test_a_rank_that_failed_to_clip_is_not_taken_for_one_with_another_scale(two, backend):
+    first, second = two.run(asked_after_another_rank_failed, backend)
+    assert first[0].startswith("RuntimeError: Another rank failed to check its gradients")
+    assert second == ["True", "True"]
+    assert "scales" not in first[1]

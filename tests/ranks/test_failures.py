@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,26 +20,17 @@ BAD_STEP = 1
 TOLD = "RuntimeError: Another rank failed to check its gradients"
 
 
-def is_last(rank: int) -> bool:
-    return rank == dist.get_world_size() - 1
-
-
-def assert_skipped_once(reports: Sequence[Report]) -> None:
+def assert_skipped_once(reports: Sequence[Report], bad_step: int) -> None:
     """Everybody skipped the bad step and no other, for one collective a step, whoever raised."""
-    scales, trackers = scale_model([BAD_STEP])
+    scales, trackers = scale_model([bad_step])
     for report in reports:
         assert report.scales == scales
         assert report.trackers == trackers
-        assert report.stepped == [(step != BAD_STEP,) for step in range(STEPS)]
-        assert report.step_counts in ([[]], [[STEPS - 1.0]])  # SGD counts nothing
-        assert report.collectives == [(1,)] * STEPS
+        assert report.stepped == [step != bad_step for step in range(STEPS)]
+        assert report.step_counts in ([], [STEPS - 1.0])  # SGD counts nothing
+        assert report.collectives == [1] * STEPS
         assert report.update_collectives == [0] * STEPS
-
-
-def error_of(report: Report) -> str:
-    """The error of the bad step; there are none at any other."""
-    assert all(error == (None,) for step, error in enumerate(report.errors) if step != BAD_STEP)
-    return report.errors[BAD_STEP][0] or ""
+        assert not any(error for step, error in enumerate(report.errors) if step != bad_step)
 
 
 # A check that fails.
@@ -50,13 +40,15 @@ FLAWS: dict[str, tuple[Callable[[Tensor], Tensor], Any, str]] = {  # of a parame
     "csr": (Tensor.to_sparse_csr, Tensor.to_sparse_csr, "NotImplementedError: the gradient of .* torch.sparse_csr"),
     "complex": (Tensor.cfloat, Tensor.cfloat, "NotImplementedError: the gradient of parameter .* torch.complex64"),
     "no memory": (Tensor.clone, None, "OutOfMemoryError: out of memory"),  # for the first op
+    "never scaled": (Tensor.clone, None, "AssertionError: Attempted (unscale_|step) but _scale is None."),
 }
 
 
-def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool, bad_ranks: Sequence[int]) -> Report:
-    """At one step, some ranks cannot check their gradients; all write errors down and go on."""
+def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool) -> Report:
+    """At one step the last rank cannot check its gradients; all write errors down and go on."""
     scaler, params = new_scaler(kind), cases.agreeing_params(kind)
-    (data, grad, _), ones = FLAWS[flaw if rank in bad_ranks else "no memory"], torch.ones(2, 2)
+    is_bad = rank == dist.get_world_size() - 1
+    (data, grad, _), ones = FLAWS[flaw if is_bad else "no memory"], torch.ones(2, 2)
     odd_one = nn.Parameter(data(ones))
     groups = [{"params": [param]} for param in (*params, odd_one)]
     optimizer = OldStyle(groups) if name == "old style" else new_optimizer(name, groups)
@@ -64,60 +56,35 @@ def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool, bad_ranks:
     call = getattr(scaler, method)
 
     def backward(step: int) -> None:
-        cases.give_grads(scaler, params, step)
-        odd_one.grad = grad(ones) if grad is not None and step == BAD_STEP else None
-        fails = flaw == "no memory" and rank in bad_ranks and step == BAD_STEP
-        setattr(scaler, method, without_memory if fails else call)
+        fails = is_bad and step == bad_step_of(flaw)
+        cases.give_grads(new_scaler(kind) if fails and flaw == "never scaled" else scaler, params, step)
+        odd_one.grad = grad(ones) if fails and grad is not None else None
+        setattr(scaler, method, without_memory if fails and flaw == "no memory" else call)
 
     def without_memory(*args: Any) -> None:
         with cases.FirstOpFails():
             call(*args)
 
-    return train(rank, scaler, [optimizer], backward, habits=Habits(unscale=unscale, tolerant=True))
+    return train(rank, scaler, optimizer, backward, habits=Habits(unscale=unscale, tolerant=True))
+
+
+def bad_step_of(flaw: str) -> int:
+    return 0 if flaw == "never scaled" else BAD_STEP
 
 
 @KINDS
 @UNSCALE
-@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "old style"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused", "old style"])
 @pytest.mark.parametrize("flaw", FLAWS)
-def test_a_rank_alone_with_a_check_that_fails(two, kind, name, flaw, unscale):
-    reports = two.run(flawed, kind, name, flaw, unscale, [1])
-    assert_skipped_once(reports)
-    assert re.match(FLAWS[flaw][2], error_of(reports[1]))
-    assert error_of(reports[0]).startswith(TOLD if name == "adamw" else "")
-
-
-@pytest.mark.parametrize("name", ["sgd", "sgd-fused"])
-def test_a_bad_gradient_on_several_ranks(four, name):
-    reports = four.run(flawed, "sharded", name, "expanded", False, [0, 3])
-    assert_skipped_once(reports)
-    assert all(re.match(FLAWS["expanded"][2], error_of(reports[rank])) for rank in (0, 3))
-
-
-# A rank that never scaled, or calls in a wrong order.
-
-
-def scaled_too_late(rank: int, kind: str, name: str, unscale: bool) -> Report:
-    """The last rank forgets scale() in the first step, writes the error down, and goes on like the others."""
-    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
-
-    def backward(step: int) -> None:
-        cases.give_grads(new_scaler(kind) if step == 0 and is_last(rank) else scaler, params, step)
-
-    habits = Habits(unscale=unscale, tolerant=True)
-    return train(rank, scaler, [new_optimizer(name, params)], backward, habits=habits)
-
-
-@KINDS
-@NAMES
-@UNSCALE
-def test_a_rank_that_scales_too_late_makes_all_skip_and_keeps_up(ranks, kind, name, unscale):
-    *peers, forgetful = reports = ranks.run(scaled_too_late, kind, name, unscale)
-    cases.assert_agreed(reports, [0])
-    method = "unscale_" if unscale else "step"
-    assert forgetful.errors[0][0].startswith(f"AssertionError: Attempted {method} but _scale is None.")
+def test_a_rank_alone_with_a_check_that_fails(ranks, kind, name, flaw, unscale):
+    *peers, failed = reports = ranks.run(flawed, kind, name, flaw, unscale)
+    assert_skipped_once(reports, bad_step_of(flaw))
+    assert re.match(FLAWS[flaw][2], failed.errors[bad_step_of(flaw)])
     for peer in peers:
-        assert (peer.errors[0][0] or "").startswith(TOLD if name == "adamw" else "")
+        assert peer.errors[bad_step_of(flaw)].startswith(TOLD if name in ("sgd", "adamw") else "")
+
+
+# A wrong order of calls.
 
 
 def wrong_order(rank: int, kind: str, name: str) -> list[cases.Attempt]:
@@ -142,43 +109,6 @@ def test_a_wrong_order_raises_before_any_collective(two, kind, name):
         (late, 0, False, False),
     ]
     assert [[each[:4] for each in attempts] for attempts in two.run(wrong_order, kind, name)] == [expected] * 2
-
-
-# An optimizer that raises.
-
-
-def raising_optimizer(rank: int, kind: str, name: str) -> Report:
-    """The optimizer of the last rank raises once, having written nothing; the loop tries again."""
-    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
-    optimizer = OldStyle(params) if name == "old style" else new_optimizer(name, params)
-    step, calls = optimizer.step, []
-
-    @functools.wraps(step)
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        fails = len(calls) == BAD_STEP + 1 and is_last(rank)
-        result = step(*args, **kwargs) if name == "old style" or not fails else None
-        if fails:
-            raise MemoryError("no room")
-        return result
-
-    optimizer.step = failing
-    habits = Habits(tolerant=True, retry=True)
-    return train(rank, scaler, [optimizer], cases.giving(scaler, params), habits=habits)
-
-
-@KINDS
-@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "old style"])
-def test_an_optimizer_that_raises_on_one_rank_leaves_the_scales_equal(two, kind, name):
-    reports = two.run(raising_optimizer, kind, name)
-    assert [error_of(report) for report in reports] == ["", "MemoryError: no room"]
-    for report in reports:  # What was agreed stands: nothing overflowed, on any rank.
-        assert (report.scales, report.trackers) == scale_model([])
-        assert report.collectives == [(1,)] * STEPS
-    if name == "adamw":  # a plain one can be retried
-        assert [report.stepped for report in reports] == [[(True,)] * STEPS] * 2
-        assert [report.step_counts for report in reports] == [[[float(STEPS)]]] * 2
-        assert reports[0].digests == reports[1].digests
 
 
 # Optimizers that ask the scaler themselves.
@@ -218,7 +148,7 @@ def old_style(rank: int, kind: str, unscale: bool, gradless: Sequence[int], alwa
     optimizer = OldStyle([{"params": [param]} for param in params], only_with_gradients=not always)
     backward = cases.giving(scaler, params, range(len(params)) if rank in gradless else ())
     habits = Habits(unscale=unscale)
-    return train(rank, scaler, [optimizer], backward, [cases.Fault(BAD_STEP, 1, -1)], habits=habits), optimizer.asked
+    return train(rank, scaler, optimizer, backward, [cases.Fault(BAD_STEP, 1, -1)], habits=habits), optimizer.asked
 
 
 @KINDS
@@ -227,9 +157,9 @@ def old_style(rank: int, kind: str, unscale: bool, gradless: Sequence[int], alwa
 def test_old_style_optimizers_ask_often_or_never_and_cost_one_collective(two, kind, unscale, gradless, always):
     for rank, (report, asked) in enumerate(two.run(old_style, kind, unscale, gradless, always)):
         assert report.scales == scale_model([BAD_STEP])[0]
-        assert report.collectives == [(1,)] * STEPS
+        assert report.collectives == [1] * STEPS
         groups = len(asked) // STEPS
         assert groups >= 3 or rank in gradless
         assert asked == [{cases.DEVICE: float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
         if rank not in gradless:
-            assert report.stepped == [(step != BAD_STEP,) for step in range(STEPS)]
+            assert report.stepped == [step != BAD_STEP for step in range(STEPS)]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch import nn
 
 from ranks import cases, models
 from ranks.cases import KINDS, Fault, Report, assert_agreed
@@ -50,7 +46,7 @@ def row_run(rank: int, row: Row, whose: str, optimizer: str, unscale: bool) -> R
     model = models.WRAPPERS[row.wrapper](Net())
     faults = [Fault(2, at, param) for at, param in row.faults]
     try:
-        return models.train(rank, model, scaler, optimizer, faults, clip=unscale)
+        return models.train(rank, model, scaler, optimizer, faults, clip="torch" if unscale else "")[0]
     except RuntimeError as error:
         return str(error)
 
@@ -95,14 +91,19 @@ FSDP1_TWO, FSDP1_FOUR = (
     for hows in (["full", "grad-op", "no-shard"], ["full", "hybrid"])
 )
 NAMES = pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
-CLIP = pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+CLIP = pytest.mark.parametrize("clip", ["", "torch", "ours"])
+CLIP_BY_OURS = pytest.mark.parametrize("clip", ["", "ours"])  # torch's would mix meshes
 
 
 def assert_like_one_process(outcomes, limit=FP32_DISTANCE, collectives=1):
-    """The ranks agree, took the reference's steps, and ended where it did."""
+    """The ranks agree, took the reference's steps, clipped by its norms, and ended where it did."""
     assert_agreed([outcome.report for outcome in outcomes], BAD_STEPS, collectives=collectives, steps=STEPS)
     assert_agreed([outcome.reference for outcome in outcomes], BAD_STEPS, collectives=0, steps=STEPS)
-    assert max(outcome.distance for outcome in outcomes) <= limit
+    for outcome in outcomes:
+        assert outcome.distance <= limit
+        good = [step for step in range(STEPS) if outcome.norms and step not in BAD_STEPS]
+        norms, expected = ([of[step] for step in good] for of in (outcome.norms, outcome.expected_norms))
+        assert norms == pytest.approx(expected, rel=limit)
 
 
 def one_rank_at_a_time(world_size):
@@ -122,16 +123,19 @@ def test_ddp(two, kind, name, clip):
 
 @CLIP
 @NAMES
-@pytest.mark.parametrize("wrapper", FSDP1_TWO)
-def test_fsdp1_on_two_ranks(two, wrapper, name, clip):
-    outcomes = two.run(against_one_process, "sharded", wrapper, name, one_rank_at_a_time(2), clip=clip)
-    assert_like_one_process(outcomes)
+@pytest.mark.parametrize(
+    ("kind", "wrapper"), [*(("sharded", each) for each in FSDP1_TWO), ("world", FSDP1_TWO[0]), ("world", FSDP1_TWO[1])]
+)
+def test_fsdp1_on_two_ranks(two, kind, wrapper, name, clip):
+    assert_like_one_process(two.run(against_one_process, kind, wrapper, name, one_rank_at_a_time(2), clip=clip))
 
 
+@CLIP_BY_OURS
 @pytest.mark.parametrize("name", ["sgd-fused", "adamw-fused", "adam"])
 @pytest.mark.parametrize("wrapper", FSDP1_FOUR)
-def test_fsdp1_on_four_ranks(four, wrapper, name):
-    assert_like_one_process(four.run(against_one_process, "sharded", wrapper, name, one_rank_at_a_time(4)))
+def test_fsdp1_on_four_ranks(four, wrapper, name, clip):
+    faults = one_rank_at_a_time(4)
+    assert_like_one_process(four.run(against_one_process, "sharded", wrapper, name, faults, clip=clip))
 
 
 @CLIP
@@ -142,11 +146,12 @@ def test_fsdp2(ranks, kind, name, clip):
     assert_like_one_process(ranks.run(against_one_process, kind, "fsdp2", name, faults, clip=clip))
 
 
+@CLIP_BY_OURS
 @NAMES
 @KINDS
 @pytest.mark.parametrize("wrapper", ["hsdp2", "fsdp2-tp"])
-def test_fsdp2_on_two_dimensions(four, kind, wrapper, name):
-    assert_like_one_process(four.run(against_one_process, kind, wrapper, name, one_rank_at_a_time(4)))
+def test_fsdp2_on_two_dimensions(four, kind, wrapper, name, clip):
+    assert_like_one_process(four.run(against_one_process, kind, wrapper, name, one_rank_at_a_time(4), clip=clip))
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp1-full", "fsdp1-full-flat", "fsdp1-no-shard", "fsdp2"])
@@ -155,80 +160,3 @@ def test_fp16_compute(two, wrapper, name):
     outcomes = two.run(against_one_process, "sharded", wrapper, name, one_rank_at_a_time(2), half=True)
     assert_like_one_process(outcomes, limit=FP16_DISTANCE)
     assert max(outcome.distance for outcome in outcomes) > FP32_DISTANCE, "nothing was computed in fp16"
-
-
-def zero_beside_whole(rank: int, kind: str, *, fused: bool) -> tuple[list[float], list[float], bool]:
-    """Train under DDP with our scaler and optimizer states split over the ranks, then with torch's and whole states.
-
-    Returns: the scales of both, and whether they ended with the same parameters, to the bit.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # its module scripts other optimizers
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    nets = Net(), Net()
-    nets[1].load_state_dict(nets[0].state_dict())
-    options = {"lr": cases.LEARNING_RATE, "fused": fused}
-    zero = ZeroRedundancyOptimizer(nets[0].parameters(), torch.optim.AdamW, **options)
-    whole = torch.optim.AdamW(nets[1].parameters(), **options)
-    ours = _scales_under_ddp(rank, nets[0], zero, cases.new_scaler(kind))
-    theirs = _scales_under_ddp(rank, nets[1], whole, cases.torch_scaler("grad"))
-    pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)
-    return ours, theirs, all(torch.equal(one, other) for one, other in pairs)
-
-
-def _scales_under_ddp(rank: int, net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> list[float]:
-    """Train; the loss of the last rank is infinite at two steps. Returns the scale after every step."""
-    model, scales = nn.parallel.DistributedDataParallel(net), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, y = models.batch(step, (rank, 2))
-        loss = nn.functional.mse_loss(model(x), y)
-        scaler.scale(loss * float("inf") if step in BAD_STEPS and rank else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@KINDS
-def test_ddp_with_optimizer_states_split_over_the_ranks(two, kind, fused):
-    """`ZeroRedundancyOptimizer`: each rank steps its part of the parameters, and sends it to the others."""
-    results = two.run(zero_beside_whole, kind, fused=fused)
-    scales, _, _ = results[0]
-    assert [later < earlier for earlier, later in pairwise(scales)].count(True) == len(BAD_STEPS)
-    assert results == [(scales, scales, True)] * 2
-
-
-# Difference 10: a plain GradScaler on FSDP1 warns once.
-
-
-def warned_about(rank: int, kind: str, wrapper: str) -> tuple[list[str], list[Report]]:
-    """Use one scaler on two wrapped models; the warnings it gave, and what became of an inf in each."""
-    scaler = cases.new_scaler(kind)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        reports = []
-        for _ in range(2):
-            scaler.load_state_dict(cases.new_scaler(kind).state_dict())
-            model = models.WRAPPERS[wrapper](Net())
-            reports.append(models.train(rank, model, scaler, "adamw", [Fault(2, 1)]))
-    texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    return [text for text in texts if "Scaler" in text], reports
-
-
-@pytest.mark.parametrize("wrapper", ["fsdp1-full", "fsdp1-full-flat"])
-def test_grad_scaler_on_fsdp1_warns_once_and_is_right_with_a_process_group(two, wrapper):
-    for (text,), _ in two.run(warned_about, "grad", wrapper):
-        assert "ShardedGradScaler" in text
-        assert "process_group" in text
-    results = two.run(warned_about, "world", wrapper)
-    assert [texts for texts, _ in results] == [[], []]
-    for reports in zip(*(reports for _, reports in results), strict=True):
-        assert_agreed(reports, [2], steps=STEPS)
-
-
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_grad_scaler_does_not_warn_about_ddp_or_fsdp2(two, wrapper):
-    assert [texts for texts, _ in two.run(warned_about, "grad", wrapper)] == [[], []]

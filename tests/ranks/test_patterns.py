@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -155,23 +156,6 @@ def two_passes_for_a_step(run: Run) -> None:
         run.finish(scaler, optimizer)
 
 
-def two_models_of_which_one_steps_less_often(run: Run) -> None:
-    """A GAN under FSDP1."""
-    models = fsdp1(), fsdp1()
-    _, scaler, optimizer = run.begin(models[0])
-    optimizers = optimizer, sgd(models[1].parameters())
-    for step in range(STEPS):
-        scaler.scale(run.loss(models[0], step)).backward()
-        if step % 2 == 0:
-            scaler.scale(run.loss(models[1], step, seed=1)).backward()
-            scaler.unscale_(optimizers[1])
-            models[1].clip_grad_norm_(0.5)
-            scaler.step(optimizers[1])
-        run.finish(scaler, optimizers[0])
-        run.look(scaler, [*models[1].parameters()])
-        optimizers[1].zero_grad()
-
-
 def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
     """DDP's ranks hold equal gradients, so a scaler needs no other rank, even one that is through."""
     begun = run.begin(nn.parallel.DistributedDataParallel(Net()))
@@ -179,13 +163,24 @@ def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
         deque(run.steps(*begun, STEPS - 2 * run.rank), maxlen=0)
 
 
+def states_split_over_the_ranks(run: Run) -> None:
+    """`ZeroRedundancyOptimizer` under DDP: each rank steps its part of the parameters, and sends it to the others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # its module scripts other optimizers
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for fused in (False, True):
+        model, scaler, _ = run.begin(nn.parallel.DistributedDataParallel(Net()))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.125, fused=fused)
+        deque(run.steps(model, scaler, optimizer), maxlen=0)
+
+
 GRAD = [a_scale_from_the_first_rank, inputs_that_end_earlier_on_one_rank]
-BOTH = [flags_that_the_loop_reduces, a_subclass_that_reduces_flags_in_update]
+BOTH = [flags_that_the_loop_reduces, a_subclass_that_reduces_flags_in_update, states_split_over_the_ranks]
 SHARDED = [
     a_first_rank_that_looks_and_saves,
     whole_parameters_between_unscaling_and_step,
     two_passes_for_a_step,
-    two_models_of_which_one_steps_less_often,
 ]
 PATTERNS = {"grad": [*BOTH, *GRAD], "sharded": [*BOTH, *SHARDED]}
 

@@ -162,17 +162,17 @@ def test_23_a_rank_whose_step_failed_joins_the_reduction_of_the_next_batch(two, 
 # A new batch in the tensors of the last one.
 
 
-def refilled(rank: int, kind: str, layout: str, name: str, how: str, stage: bool) -> Outcome:
+def refilled(rank: int, kind: str, layout: str, name: str, how: str) -> Outcome:
     """One iteration unscales and does not step; in the next a collective writes new gradients into the kept tensors.
 
-    With `stage`, rank 0 has no loss of its own, as a pipeline's inner stage: it scales a zero.
+    Rank 0 has no loss of its own, as a pipeline's inner stage: it scales a zero.
     """
     scaler, param = new_scaler(kind), _param(layout)
     optimizer = new_optimizer(name, [param])
     _begin(scaler, param)
     scaler.unscale_(optimizer)
     scaler.update()
-    scaler.scale(torch.zeros(()) if stage and rank == 0 else torch.ones(()))
+    scaler.scale(torch.zeros(()) if rank == 0 else torch.ones(()))
     kept = cases.values_of(param.grad)
     kept.data.fill_(GRADIENT / 2 if how == "all_reduce" else GRADIENT * (1 - rank))
     if how == "broadcast":
@@ -185,49 +185,9 @@ def refilled(rank: int, kind: str, layout: str, name: str, how: str, stage: bool
 
 
 @WAYS
-@pytest.mark.parametrize("stage", [False, True], ids=["", "inner stage"])
 @pytest.mark.parametrize("how", ["broadcast", "all_reduce", "send"])
 @pytest.mark.skipif(cases.GLOO_ON_GPU, reason="gloo sends no GPU's tensors from rank to rank")
-def test_gradients_that_collectives_refill_are_divided_on_every_rank(two, kind, layout, name, how, stage):
-    first, second = two.run(refilled, kind, layout, name, how, stage)
+def test_gradients_that_collectives_refill_are_divided_on_every_rank(two, kind, layout, name, how):
+    first, second = two.run(refilled, kind, layout, name, how)
     assert first == second
     assert first == (stepped(INIT_SCALE), 1, INIT_SCALE * 2)
-
-
-def pipeline_stages(rank: int, name: str, events: Sequence[str]) -> list[tuple[list[int], float, float]]:
-    """The last rank has the loss; each other scales a zero once per batch. Collectives, parameter, scale after each."""
-    scaler, param = new_scaler("sharded"), cases.plain_param(3)
-    scaler.set_growth_interval(100)
-    optimizer, left = new_optimizer(name, [param]), []
-    has_loss = rank == dist.get_world_size() - 1
-    for event in events:
-        scaler.scale(torch.ones(()) if has_loss else torch.zeros(()))
-        if param.grad is None:
-            param.grad = torch.empty(3)
-        param.grad.data.fill_(GRADIENT)  # the tensor stays, and no version counter moves
-        if event == "overflows" and has_loss:
-            param.grad.fill_(math.inf)
-        calls = [] if event in ("steps", "overflows", "fails") else [scaler.unscale_]
-        with _no_memory(optimizer) if event == "fails" else nullcontext():
-            counts = [collectives_of(call, optimizer) for call in calls]
-            if event != "is left out":
-                counts.append(collectives_of(scaler.step, optimizer))
-        if event != "fails":
-            scaler.update()
-        left.append((counts, param[0].item(), scaler.get_scale()))
-    return left
-
-
-@pytest.mark.parametrize("name", ["sgd", "sgd-fused"])
-def test_a_stage_that_scales_a_zero_is_in_the_phase_of_its_peers(ranks, name):
-    """After a batch that was left out, and one whose step raised without an update."""
-    events = ["steps", "is left out", "unscales and steps", "fails", "overflows", "steps", "is left out", "steps"]
-    scale, value, expected = INIT_SCALE, 1.0, []
-    for event in events:
-        if event in ("steps", "unscales and steps"):
-            value -= LEARNING_RATE * GRADIENT / scale
-        if event == "overflows":
-            scale /= 2
-        counts = {"unscales and steps": [1, 0], "fails": []}.get(event, [1])
-        expected.append((counts, value, scale))
-    assert ranks.run(pipeline_stages, name, events) == [expected] * ranks.world_size
