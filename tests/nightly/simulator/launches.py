@@ -122,7 +122,7 @@ def paths(count=4, *, other=None, hook=None, when="enter"):
         launches = launched(launch_often)
     if hook:
         chain.remove(hook)
-    same = all(each["params"] == launches[0]["params"] and each["grid"] == launches[0]["grid"] for each in launches)
+    same = all(each == launches[0] for each in launches)
     return {"dispatched": len(dispatched), "same": same, "launches": len(launches)}
 
 
