@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 TESTS = ["tests/unit", "tests/parity", "tests/gpu", "tests/nightly/faults"]
 # Timed for minutes where a launch takes milliseconds; and Inductor's own kernels, of which the simulator knows little.
-LEFT_OUT = ["tests/unit/cli/test_tune.py", "tests/gpu/test_compile_inductor.py"]
+LEFT_OUT = ["tests/unit/cli/test_tune.py", "tests/parity/test_compile_inductor.py"]
 # This GPU has no CSR tensors, serves no backend behind torch's back, and is too slow for the demo.
 NOT_OF_RANKS = "not csr and not keeps_no_list and not demo"
 ONE, TWO = {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "0,1"}
