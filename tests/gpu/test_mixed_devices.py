@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import flags
 
 from scaler_triton import GradScaler
 
@@ -56,6 +57,7 @@ class Program:
                 norms += self.prepare(optimizer, how)
                 self.scaler.step(optimizer)
             skipped = [self.scaler.was_skipped(optimizer) for optimizer in self.optimizers]
+            skipped += [set(flags(self.scaler, optimizer)) for optimizer in self.optimizers]  # the same on each device
             self.scaler.update()
             yield [skipped, self.scaler.get_scale(), asdict(self.scaler.stats()), norms, self.values()]
 

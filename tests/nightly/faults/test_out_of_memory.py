@@ -29,15 +29,18 @@ FUSED = pytest.mark.parametrize("fused", [False, True])
 GOOD_STEPS = pytest.mark.parametrize("good_steps", [0, 3])
 MOST = 400  # ops of a call: that many are not made
 
+
+def first_of(optimizer: Any) -> list[Tensor]:
+    return optimizer.param_groups[0]["params"][:1]
+
+
 WAYS: dict[str, Callable[[Any, Any], object]] = {
     "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
     "step": lambda scaler, optimizer: scaler.step(optimizer),
     "check": lambda scaler, optimizer: scaler._check_inf_per_device(optimizer),
     "clip": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1e6),
     "largest": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1e6, math.inf),
-    "some": lambda scaler, optimizer: scaler.clip_grad_norm_(
-        optimizer, 1e6, parameters=optimizer.param_groups[0]["params"][:1]
-    ),
+    "some": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1e6, parameters=first_of(optimizer)),
 }
 
 
@@ -50,7 +53,8 @@ class FailAt(TorchDispatchMode):
 
     def __init__(self, number: int, *, every: bool = True) -> None:
         super().__init__()
-        self.left, self.every, self.is_spared, self.reductions = number, every, False, 0
+        self.left, self.every, self.is_spared = number, every, False
+        self.raised, self.reductions = False, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.is_spared and (self.every or allocates(func._schema)):
@@ -84,21 +88,18 @@ def allocates(schema: Any) -> bool:
 
 @contextmanager
 def failing(number: int, optimizer: Any, *, every: bool = True) -> Iterator[FailAt]:
-    """Fail the scaler alone: what a half-done optimizer leaves is its own affair, and a launch makes no op on a GPU."""
+    """Fail the scaler alone: what a half-done optimizer leaves is its own affair, and a launch makes no op on a GPU.
+
+    Whether the error came through is in `raised`.
+    """
     mode = FailAt(number, every=every)
     step = mock.patch.object(optimizer, "step", mode.spared(optimizer.step))
-    with step, mock.patch.object(launch.Launch, "__call__", mode.spared(launch.Launch.__call__)), mode:
-        yield mode
-
-
-def failed(number: int, optimizer: Any, call: Callable[..., Any], *args: Any, every: bool = True) -> bool:
-    """Make the call with the op of that number failing; return whether it failed."""
+    start = mock.patch.object(launch.Launch, "__call__", mode.spared(launch.Launch.__call__))
     try:
-        with failing(number, optimizer, every=every):
-            call(*args)
+        with step, start, mode:
+            yield mode
     except torch.OutOfMemoryError:
-        return True
-    return False
+        mode.raised = True
 
 
 def backward(scaler: Any, optimizer: Any) -> None:
@@ -137,16 +138,17 @@ def test_every_op_of_a_step(place: Place, fused: bool, way: str, good_steps: int
         scaler, optimizer = three_dtypes(place, fused, good_steps)
         start = values(optimizer)
         backward(scaler, optimizer)
-        fails = failed(number, optimizer, WAYS[way], scaler, optimizer)
-        if fails:
+        with failing(number, optimizer) as mode:
+            WAYS[way](scaler, optimizer)
+        if mode.raised:
             assert_stage_is_true(scaler, optimizer)
-        if fails or way != "step":
+        if mode.raised or way != "step":
             scaler.step(optimizer)
         stepped = [value - 2.0 for value in start]
-        assert values(optimizer) in ([start, stepped] if fails else [stepped])
+        assert values(optimizer) in ([start, stepped] if mode.raised else [stepped])
         scaler.update(4.0)
         good_step(scaler, optimizer)
-        if not fails:
+        if not mode.raised:
             break
     assert 0 < number < MOST or place.backend == "triton"
 
@@ -171,11 +173,12 @@ def test_every_allocation_of_an_update(place: Place, good_steps: int) -> None:
         other.param_groups[0]["params"][0].grad[0] = torch.inf
         for each in (optimizer, other):
             scaler.step(each)
-        fails = failed(number, optimizer, scaler.update, every=False)
-        if fails:
+        with failing(number, optimizer, every=False) as mode:
+            scaler.update()
+        if mode.raised:
             scaler.update()
         assert (scaler.get_scale(), scaler.stats().updates, scaler.stats().skipped) == (2.0, good_steps + 1, 1)
-        if not fails:
+        if not mode.raised:
             break
 
 
@@ -203,8 +206,8 @@ def two_pretended_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_all_reduce_", lambda values, op, group: values.mul_(2 if "SUM" in str(op) else 1))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("good_steps", [0, 3])
+@FUSED
+@GOOD_STEPS
 @pytest.mark.parametrize("way", [*WAYS, "step of what was carried"])
 @pytest.mark.usefixtures("two_pretended_ranks")
 def test_a_rank_that_fails_reduces_as_often_as_others(way: str, good_steps: int, fused: bool) -> None:
@@ -227,14 +230,10 @@ def numbers_of_reductions(way: str, good_steps: int, fused: bool) -> Iterator[in
         if way not in WAYS:
             scaler.unscale_(optimizer)
             scaler.update()
-        fails = False
         with failing(number, optimizer) as mode, mock.patch.object(ranks, "_all_reduce_", mode.reduce):
-            try:
-                call(scaler, optimizer)
-            except torch.OutOfMemoryError:
-                fails = True
+            call(scaler, optimizer)
         yield mode.reductions
-        if not fails:
+        if not mode.raised:
             return
         if way != "check":  # a step checks again, as those of the other ranks do
             assert scaler._ours.steps.open(optimizer).phase.name in ("FAILED", "UNSCALED", "CARRIED")
