@@ -22,7 +22,7 @@ def run_compiled(tmp_path_factory):
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | dict(variables)
         env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(CASES), env.get("PYTHONPATH")]))
-        done = subprocess.run([sys.executable, HERE / script], env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([sys.executable, HERE / script], env=env, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

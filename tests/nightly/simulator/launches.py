@@ -6,7 +6,6 @@ dispatch, or straight to the compiled kernel. Run in a process of its own, start
 
 import json
 import sys
-from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -132,23 +131,6 @@ def without_stream():
         return paths()
 
 
-def elsewhere():
-    """As `paths`, while another device is the current one: and how many launches were made on the table's."""
-    guarded, current = [], [1]
-
-    @contextmanager
-    def on(device):
-        begin, before, current[0] = stub_driver.launches(), current[0], device.index
-        yield
-        current[0] = before
-        guarded.append(stub_driver.launches() - begin)
-
-    query = mock.patch.object(launch, "_current_device_query", return_value=lambda: current[0])
-    with query, mock.patch.object(launch, "_on", on):
-        found = paths()
-    return {**found, "guarded": sum(guarded)}
-
-
 def without_inner():
     """As `paths`, without Triton's function in C; and whether this Triton has it where it is looked for."""
     with mock.patch.object(launch, "_inner", side_effect=launch._inner) as looked:
@@ -183,7 +165,6 @@ def main():
             "without run": paths(other={"run": None}),
             "refusing": paths(other={"run": refuse}),
             "without stream": without_stream(),
-            "elsewhere": elsewhere(),
             "without inner": without_inner(),
         }
         found["calls"] = calls()
