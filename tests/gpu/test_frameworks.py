@@ -1,4 +1,4 @@
-"""Frameworks on a GPU: fused optimizers clipped without a wait, and FSDP as each framework turns it on.
+"""Frameworks on a GPU: FSDP as each of them turns it on, and no wait that nobody asks for.
 
 As a program, `python test_frameworks.py CASE ARGUMENT... FOLDER`, it runs one of CASES in a world of one process, whose
 group may be left open.
@@ -131,20 +131,6 @@ def test_nobody_waits_who_does_not_ask_accelerate() -> None:
     assert not accelerator.optimizer_step_was_skipped
     assert scaler.stats().skipped == 1
     cases.forget()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
-def test_lightning_clips_a_fused_optimizer(kind: str) -> None:
-    cases: Any = pytest.importorskip("test_lightning")
-    made = lightning.mixed_precision(cases.space(kind).cls, GradScaler("cuda", **SETTINGS))
-    if kind == "Trainer":
-        module = cases.module_of("adamw-fused", jobs.batches())
-        trace = cases.fit(made, module, accelerator="gpu", gradient_clip_val=cases.MAX_NORM).trace
-    else:
-        loop = cases.Loop(made, "adamw-fused", accelerator="gpu")
-        trace = loop.run(max_norm=cases.MAX_NORM).trace
-    assert cases.scales_of(trace) == SCALES
 
 
 if __name__ == "__main__":

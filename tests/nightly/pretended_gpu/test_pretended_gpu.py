@@ -72,16 +72,16 @@ def test_a_kernel_touches_nothing_but_its_gpus_memory(gpu: dict[str, str], devic
 
 
 def test_what_needs_a_gpu_passes_on_it(gpu: dict[str, str]) -> None:
-    assert passed(gpu | ONE, "-m", "gpu", *TESTS) >= 150
+    assert passed(gpu | ONE, "-m", "gpu", *TESTS) >= 115
 
 
 def test_what_runs_on_every_device_passes_on_it(gpu: dict[str, str]) -> None:
-    assert passed(gpu | ONE, "-m", "not gpu", "-k", "cuda-", *TESTS) >= 500
+    assert passed(gpu | ONE, "-m", "not gpu", "-k", "cuda-", *TESTS) >= 900
 
 
 def test_what_needs_two_gpus_passes_on_two(gpu: dict[str, str]) -> None:
     which = "two_gpus or its_tensors_device or over_all_devices"
-    assert passed(gpu | TWO, "-k", which, "tests/gpu", "tests/unit/kernels") >= 28
+    assert passed(gpu | TWO, "-k", which, "tests/gpu", "tests/unit/kernels") >= 25
 
 
 @pytest.mark.parametrize("gpus", [TWO, ONE], ids=lambda gpus: gpus["CUDA_VISIBLE_DEVICES"])

@@ -11,7 +11,6 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 CASES = ROOT / "tests" / "unit" / "kernels"
-sys.path.insert(0, str(CASES))
 
 
 @pytest.fixture(scope="session")
