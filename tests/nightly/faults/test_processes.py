@@ -1,4 +1,4 @@
-"""Forked children, threads, and streams: a scaler is as good there as where it was made."""
+"""Forked children and threads: a scaler is as good there as where it was made."""
 
 from __future__ import annotations
 
@@ -166,37 +166,3 @@ def test_threads_that_meet_a_new_device_try_it_once(outcome: str, monkeypatch: A
     monkeypatch.setattr(dispatch, "_try_unscaling", try_out)
     assert in_threads(lambda _: dispatch.choose(gpu, torch.float32, "auto")) == [outcome] * 4
     assert len(calls) == 1
-
-
-def train_on_streams(backward: Any, scaling: Any, backend: str) -> list[Tensor]:
-    """Train with backward on one stream and the scaler on another, each waiting for the other's work alone."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    scaler = GradScaler("cuda", init_scale=2.0**12, growth_interval=3, backend=backend)
-    batches, seen = torch.randn(20, 64, 256, device="cuda"), []
-    torch.cuda.synchronize()
-    for step, batch in enumerate(batches):
-        with torch.cuda.stream(backward):
-            backward.wait_stream(scaling)
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            loss = model(batch).square().mean() * (torch.inf if step % 7 == 3 else 1.0)
-            scaler.scale(loss).backward()
-        with torch.cuda.stream(scaling):
-            scaling.wait_stream(backward)
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            seen.append(scaler._scale.clone())
-    torch.cuda.synchronize()
-    return [*seen, *(parameter.detach() for parameter in model.parameters())]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_backward_on_one_stream_and_the_scaler_on_another(backend: str) -> None:
-    current, side, other = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    expected = train_on_streams(current, current, backend)
-    for streams in ((side, current), (current, side), (side, other)):
-        for ours, one_stream in zip(train_on_streams(*streams, backend), expected, strict=True):
-            assert_same(ours, one_stream)
