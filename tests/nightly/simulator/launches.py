@@ -84,14 +84,6 @@ def compiled(kernel):
         }
 
 
-class Odd:
-    """A compiled kernel of a Triton that launches otherwise."""
-
-    def __init__(self, compiled, **others):
-        self.__dict__.update(function=compiled.function, packed_metadata=compiled.packed_metadata, run=compiled.run)
-        self.__dict__.update(others)
-
-
 refusals, seen = [], []
 
 
@@ -100,14 +92,18 @@ def refuse(*args):
     raise TypeError("function takes exactly 3 arguments (99 given)")
 
 
-def paths(count=4, *, other=None, hook=None, when="enter"):
-    """Launch `count` times over one table, from the third on with a hook: how many went through dispatch, and more."""
+def paths(count=4, *, hook=None, when="enter", **other):
+    """Launch `count` times over one table, from the third on with a hook: how many went through dispatch, and more.
+
+    What is `other` is so on the compiled kernels of a Triton that launches otherwise.
+    """
     dispatched = []
 
     def dispatch(kernel, *args, **kwargs):
         dispatched.append(kernel)
         compiled = run(kernel, *args, **kwargs)
-        return compiled if other is None else Odd(compiled, **other)
+        known = {name: getattr(compiled, name) for name in ("run", "function", "packed_metadata")}
+        return SimpleNamespace(**{**known, **other}) if other else compiled
 
     def launch_often():
         for number in range(count):
@@ -162,8 +158,8 @@ def main():
             "usual": paths(),
             "hooked": paths(5, hook=lambda metadata: seen.append(metadata.get()["name"])),
             "hooked behind": paths(5, hook=lambda metadata: seen.append("behind"), when="exit"),
-            "without run": paths(other={"run": None}),
-            "refusing": paths(other={"run": refuse}),
+            "without run": paths(run=None),
+            "refusing": paths(run=refuse),
             "without stream": without_stream(),
             "without inner": without_inner(),
         }
