@@ -93,7 +93,7 @@ def test_what_one_program_reads_and_writes(kernels, target):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", NVIDIA)
 def test_bodies_and_shared_edges_are_loaded_before_any_of_them_is_stored(kernels, target, dtype, op):
-    """Else a lane has a single load under way, too little for the fastest memory; and a warp reads what others wrote."""
+    """Else a lane has a single load under way, too little for fast memory; and a warp reads what others wrote."""
     report = kernels[f"{target}-{op}-{dtype}"]
     assert report["loads_between_stores"] == 0
     assert report["barrier_before_edge_store"] or op == "clip"  # whose first narrow store is that of the norm
