@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import WAYS, assert_same, parameters, started, take_step
+from helpers import WAYS, assert_same, parameters, sgd, started, take_step, values
 
 from scaler_triton import GradScaler, ops
 
@@ -22,32 +23,64 @@ STEPS = 100
 BAD_STEPS = {3, 4, 40, 77, 99}
 
 
+class Static:
+    """An optimizer of one weight whose gradient stays where it is, for a graph; and a scaler, after one step."""
+
+    def __init__(self, fused: bool = True, **options: Any) -> None:
+        (self.weight,) = parameters([torch.full((3,), 8.0)], "cuda")
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0, fused=fused)
+        self.scaler = started(GradScaler, "cuda", init_scale=8.0, growth_interval=1000, **options)
+        self.step()
+
+    def step(self) -> None:
+        take_step(self.scaler, self.optimizer, "unscale_")
+
+    def capture(self, work: Callable[[], object]) -> Callable[[float], None]:
+        """Capture; return a function that replays it with a gradient."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+
+        def replay(value: float) -> None:
+            self.weight.grad.fill_(value)
+            graph.replay()
+
+        return replay
+
+    def eager(self, value: float) -> None:
+        self.weight.grad.fill_(value)
+        self.step()
+
+    def value(self) -> float:
+        return self.weight[0].item()
+
+
 class Run:
     """A small model trained in fp16 on batches that stay where they are, so that a graph can read them."""
 
-    def __init__(self, first: str = "") -> None:
+    def __init__(self, how: str) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True, capturable=True)
-        self.scaler = GradScaler("cuda", init_scale=2.0**10, growth_interval=7)
+        self.scaler: Any = GradScaler("cuda", init_scale=2.0**10, growth_interval=7)
         self.batch = torch.zeros(4, 64, device="cuda")
-        self.first = first
+        self.how = how
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         with torch.autocast("cuda", torch.float16):
             loss = self.model(self.batch).float().square().mean()
         self.scaler.scale(loss).backward()
-        if self.first == "unscale_":
+        if self.how == "unscale_":
             self.scaler.unscale_(self.optimizer)
-        elif self.first:
+        elif self.how == "clip":
             self.scaler.clip_grad_norm_(self.optimizer, 0.01)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def load(self, step: int) -> None:
         generator = torch.Generator().manual_seed(step)
-        self.batch.copy_(torch.randn(4, 64, generator=generator) * (float("inf") if step in BAD_STEPS else 1.0))
+        self.batch.copy_(torch.randn(4, 64, generator=generator) * (math.inf if step in BAD_STEPS else 1.0))
 
     def captured(self) -> Callable[[], None]:
         stream = torch.cuda.Stream()
@@ -64,23 +97,24 @@ class Run:
         return graph.replay
 
     def state(self) -> list[torch.Tensor]:
-        scaler: Any = self.scaler
-        assert scaler._scale is not None
-        return [*self.model.parameters(), scaler._scale, scaler._growth_tracker]
+        return [*self.model.parameters(), self.scaler._scale, self.scaler._growth_tracker]
 
 
-def assert_equal_runs(run: Run, other: Run, replay: Callable[[], None], steps: range) -> None:
-    for step in steps:
-        run.load(step)
-        other.load(step)
-        run.step()
-        replay()
-        for mine, theirs in zip(run.state(), other.state(), strict=True):
-            assert_same(mine.detach(), theirs.detach())
+def assert_equal_step(step: int, eager: Run, other: Run, act: Callable[[], None]) -> None:
+    """Take the step of one run, and of another one by `act`."""
+    eager.load(step)
+    other.load(step)
+    eager.step()
+    act()
+    for mine, theirs in zip(eager.state(), other.state(), strict=True):
+        assert_same(mine.detach(), theirs.detach())
 
 
-def eager_and_captured(first: str = "") -> tuple[Run, Run, Callable[[], None]]:
-    eager, graphed = Run(first), Run(first)
+def eager_and_captured(how: str, **limits: Any) -> tuple[Run, Run, Callable[[], None]]:
+    """Return a run after three steps, one like it, and what replays a step of the other's."""
+    eager, graphed = Run(how), Run(how)
+    for run in (eager, graphed):
+        run.scaler.set_limits(**limits)
     replay = graphed.captured()
     for step in range(3):
         eager.load(step)
@@ -88,9 +122,12 @@ def eager_and_captured(first: str = "") -> tuple[Run, Run, Callable[[], None]]:
     return eager, graphed, replay
 
 
-@pytest.mark.parametrize("first", ["", "unscale_", "clipping"])
-def test_replayed_steps_equal_eager_ones_through_overflows(first: str) -> None:
-    assert_equal_runs(*eager_and_captured(first), range(3, STEPS))
+@pytest.mark.parametrize(("how", "mixed"), [*((way, False) for way in WAYS), ("unscale_", True)])
+def test_replayed_steps_equal_eager_ones_through_overflows(how: str, mixed: bool) -> None:
+    """Also if every third one is no replay: each uses its own gradients."""
+    eager, graphed, replay = eager_and_captured(how)
+    for step in range(3, STEPS):
+        assert_equal_step(step, eager, graphed, graphed.step if mixed and step % 3 == 0 else replay)
 
 
 def test_a_replayed_step_after_an_update_is_told_of() -> None:
@@ -105,52 +142,30 @@ def test_a_replayed_step_after_an_update_is_told_of() -> None:
 
     step()
     replay = it.capture(step)
-    for value, kinds in ((8.0, []), (float("nan"), ["NaN"]), (-float("inf"), ["Inf"])):
+    for value, kinds in ((8.0, []), (math.nan, ["NaN"]), (-math.inf, ["Inf"])):
         replay(value)
         assert [each.kinds for each in it.scaler.overflow_report().bad] == kinds
 
 
 def test_the_host_waits_for_no_copy_that_a_capture_never_made() -> None:
     """An event that is recorded in a capture cannot be asked later: what copies to the host leaves captures alone."""
-    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
-    optimizer = torch.optim.SGD([weight], lr=0.5, fused=True)
-    scaler = started(GradScaler, "cuda", init_scale=4.0, max_consecutive_skips=9)
-    weight.grad = torch.ones(3, device="cuda")
+    it = Static(max_consecutive_skips=9)
 
     def step() -> None:
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        scaler.stats(wait=False)
+        it.step()
+        it.scaler.stats(wait=False)
 
-    for _ in range(6):  # more than the counters' copies lag behind
+    for _ in range(5):  # with the first one more than the counters' copies lag behind
         step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    weight.grad.fill_(float("nan"))
-    graph.replay()
-    assert scaler.was_skipped(optimizer)
-    assert (scaler.stats().updates, scaler.stats().skipped) == (7, 1)
-    weight.grad.fill_(1.0)
+    replay = it.capture(step)
+    replay(math.nan)
+    assert it.scaler.was_skipped(it.optimizer)
+    assert (it.scaler.stats().updates, it.scaler.stats().skipped) == (7, 1)
+    it.weight.grad.fill_(1.0)
     for _ in range(6):
         step()
-    assert not scaler.was_skipped(optimizer)
-    assert scaler.stats().updates == 13
-
-
-def test_the_first_step_is_refused_in_a_capture_with_a_reason() -> None:
-    """What it would have left on the device was never done: the steps after it begin anew."""
-    eager, refused = Run("unscale_"), Run("unscale_")
-    for run in (eager, refused):
-        run.load(0)
-        with torch.autocast("cuda", torch.float16):  # cuBLAS must not set itself up in a capture
-            run.model(run.batch).sum().backward()
-        run.scaler.scale(torch.ones((), device="cuda"))
-    with pytest.raises(RuntimeError, match="take one step like it before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        refused.step()
-    assert_equal_runs(eager, refused, refused.step, range(5))
-    assert refused.scaler.stats() == eager.scaler.stats()
+    assert not it.scaler.was_skipped(it.optimizer)
+    assert it.scaler.stats().updates == 13
 
 
 @MAY_BE_EMPTY
@@ -162,87 +177,70 @@ def test_the_first_scale_is_refused_in_a_capture() -> None:
     assert (scaler.scale(loss).item(), scaler._growth_tracker.item()) == (2.0**10, 0)
 
 
+@MAY_BE_EMPTY
+@pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("how", WAYS)
-def test_what_fails_in_a_capture_has_done_nothing(how: str) -> None:
-    """Another optimizer's kernels were compiled: only its own table is missing, once a write has been announced."""
+def test_a_first_step_is_refused_in_a_capture_and_has_done_nothing(how: str, is_first: bool) -> None:
+    """Of a scaler or of an optimizer, for which only its table is missing, once a write has been announced."""
     scaler = started(GradScaler, "cuda", init_scale=4.0)
-    weights = [torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
-    for weight in weights:
-        weight.grad = torch.full((3,), 4.0, device="cuda")
-    first, other = (torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights)
-    take_step(scaler, first, how)
+    one, other = (sgd([torch.full((3,), 4.0)], "cuda", fused=True) for _ in range(2))
+    if not is_first:
+        take_step(scaler, one, how)
     with pytest.raises(RuntimeError, match="take one step like it before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         take_step(scaler, other, how)
-    take_step(scaler, other, how)
-    assert_same(weights[1].detach(), weights[0].detach())
-    assert weights[0][0].item() < 1.0
+    for optimizer in (other, one) if is_first else (other,):
+        take_step(scaler, optimizer, how)
+    assert values(other) == values(one) == [pytest.approx(-0.5 / (math.sqrt(3) if how == "clip" else 1))]
+    assert (scaler.stats().updates, scaler.stats().skipped) == (2, 0)
 
 
 @pytest.mark.parametrize("replay_before_update", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_that_a_graph_wrote_anew_are_scaled(fused: bool, replay_before_update: bool) -> None:
     """No version counter tells: gradients that were left unscaled are no longer there."""
-    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
-    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-    scaler = GradScaler("cuda", init_scale=4.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaler.scale(weight.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    optimizer.zero_grad()
+    it = Static(fused)
+    it.optimizer.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        scaler.scale(weight.sum()).backward()
+        it.scaler.scale(it.weight.sum()).backward()
+    before = it.value()
     graph.replay()
-    scaler.unscale_(optimizer)
+    it.scaler.unscale_(it.optimizer)
     if replay_before_update:
         graph.replay()
-    scaler.update()
+    it.scaler.update()
     graph.replay()
-    scaler.step(optimizer)
-    assert_same(weight.detach(), torch.full((3,), -2.0, device="cuda"))
+    it.scaler.step(it.optimizer)
+    assert it.value() == before - 1.0
 
 
-@pytest.mark.parametrize(("value", "wanted"), [(8.0, -2.0), (float("inf"), -1.0)])
+@pytest.mark.parametrize(("value", "wanted"), [(8.0, -2.0), (math.inf, -1.0)])
 def test_a_plain_step_reads_the_flag_of_a_replayed_unscaling(value: float, wanted: float) -> None:
     """Not the copy that a capture only recorded."""
-    weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
-    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), started(GradScaler, "cuda", init_scale=8.0)
-    weight.grad = torch.full((3,), 8.0, device="cuda")
-    take_step(scaler, optimizer, "unscale_")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        scaler.unscale_(optimizer)
-    weight.grad.fill_(value)
-    graph.replay()
-    scaler.step(optimizer)
-    assert weight[0].item() == wanted
+    it = Static(fused=False)
+    it.capture(lambda: it.scaler.unscale_(it.optimizer))(value)
+    it.scaler.step(it.optimizer)
+    assert it.value() == wanted
 
 
 @MAY_BE_EMPTY
 def test_a_step_that_reads_the_flag_on_the_host_is_refused_in_a_capture() -> None:
-    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
-    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), started(GradScaler, "cuda", init_scale=4.0)
-    weight.grad = torch.full((3,), 4.0, device="cuda")
-    with pytest.raises(RuntimeError, match="use fused=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        scaler.step(optimizer)
-    scaler.step(optimizer)
-    assert_same(weight.detach(), torch.zeros(3, device="cuda"))
+    it = Static(fused=False)
+    take_step(it.scaler, it.optimizer, "step")
+    before = it.value()
+    it.weight.grad.fill_(8.0)
+    with pytest.raises(RuntimeError, match="use fused=True"):
+        it.capture(lambda: it.scaler.step(it.optimizer))
+    it.scaler.step(it.optimizer)
+    assert it.value() == before - 1.0
 
 
 def test_limits_and_checkpoints_take_effect_under_replay_and_replays_are_counted() -> None:
-    eager, graphed = Run(), Run()
-    for run in (eager, graphed):
-        run.scaler.set_limits(hysteresis=2)
-    replay = graphed.captured()
-    for step in range(3):
-        eager.load(step)
-        eager.step()
+    eager, graphed, replay = eager_and_captured("step", hysteresis=2)
     saved = eager.scaler.state_dict()
     for steps in (range(3, 12), range(35, 50), range(76, 80), range(38, 45)):
         for step in steps:
-            assert_equal_runs(eager, graphed, replay, range(step, step + 1))
+            assert_equal_step(step, eager, graphed, replay)
             assert graphed.scaler.stats() == eager.scaler.stats()
             assert graphed.scaler.was_skipped(graphed.optimizer) is eager.scaler.was_skipped(eager.optimizer)
         for run in (eager, graphed):
@@ -257,37 +255,6 @@ def test_limits_and_checkpoints_take_effect_under_replay_and_replays_are_counted
     assert graphed.scaler.state_dict() == eager.scaler.state_dict()
 
 
-class Static:
-    """A fused optimizer of one weight whose gradient stays where it is, for a graph; and a scaler, after one step."""
-
-    def __init__(self) -> None:
-        (self.weight,) = parameters([torch.full((3,), 8.0)], "cuda")
-        self.optimizer = torch.optim.SGD([self.weight], lr=1.0, fused=True)
-        self.scaler = started(GradScaler, "cuda", init_scale=8.0, growth_interval=1000)
-        self.step()
-
-    def step(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def capture(self, work: Callable[[], None]) -> Callable[[float], None]:
-        """Capture; return a function that replays it with a gradient."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-
-        def replay(value: float) -> None:
-            self.weight.grad.fill_(value)
-            graph.replay()
-
-        return replay
-
-    def eager(self, value: float) -> None:
-        self.weight.grad.fill_(value)
-        self.step()
-
-
 def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once() -> None:
     it = Static()
 
@@ -300,9 +267,9 @@ def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once() -> None
 
     loss = torch.ones((), device="cuda")
     step()
-    replay, before = it.capture(step), it.weight[0].item()
+    replay, before = it.capture(step), it.value()
     replay(16.0)
-    assert it.weight[0].item() == before - 2.0
+    assert it.value() == before - 2.0
 
 
 def test_flags_of_replays_and_of_steps_between_them_do_not_mix() -> None:
@@ -310,15 +277,15 @@ def test_flags_of_replays_and_of_steps_between_them_do_not_mix() -> None:
     it = Static()
     replay = it.capture(it.step)
     for value, act in (
-        (8.0, it.eager), (float("inf"), it.eager), (8.0, replay), (float("inf"), replay), (8.0, it.eager),
-        (float("nan"), replay), (8.0, replay), (float("nan"), it.eager), (8.0, it.eager),
+        (8.0, it.eager), (math.inf, it.eager), (8.0, replay), (math.inf, replay), (8.0, it.eager),
+        (math.nan, replay), (8.0, replay), (math.nan, it.eager), (8.0, it.eager),
     ):  # fmt: skip
-        before, scale = it.weight[0].item(), it.scaler.get_scale()
+        before, scale = it.value(), it.scaler.get_scale()
         act(value)
         bad = value != 8.0
         assert it.scaler.was_skipped(it.optimizer) is bad
         assert it.scaler.get_scale() == (scale / 2 if bad else scale)
-        assert it.weight[0].item() == (before if bad else before - 8.0 / scale)
+        assert it.value() == (before if bad else before - 8.0 / scale)
     assert it.scaler.stats().skipped == 4
 
 
@@ -327,7 +294,7 @@ def test_an_update_outside_the_graph_of_its_step_and_one_in_a_graph_alone_clear_
     take_step(it.scaler, it.optimizer, "step")
     step = it.capture(lambda: it.scaler.step(it.optimizer))
     it.scaler.update()  # of a step that was captured only: nothing was found
-    step(float("inf"))
+    step(math.inf)
     it.eager(8.0)
     assert (it.scaler.get_scale(), it.scaler.was_skipped(it.optimizer)) == (8.0, False)
     it.scaler.step(it.optimizer)
@@ -345,7 +312,7 @@ def test_the_flag_that_a_replay_writes_never_becomes_another_optimizers() -> Non
     for each in later:
         it.scaler.unscale_(each)
     scale = it.scaler.get_scale()
-    replay(float("inf"))
+    replay(math.inf)
     for each in later:
         it.scaler.step(each)
     it.scaler.update()
@@ -357,19 +324,13 @@ def test_the_flag_that_a_replay_writes_never_becomes_another_optimizers() -> Non
 def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it(explicit: bool) -> None:
     it = Static()
     take_step(it.scaler, it.optimizer, "step")
-    before = it.weight[0].item()
+    before = it.value()
     it.weight.grad.fill_(8.0)
     refusing = mock.patch.object(it.optimizer, "step", side_effect=RuntimeError("not capturable"))
     with pytest.raises(RuntimeError, match="not capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()), refusing:
         take_step(it.scaler, it.optimizer, "unscale_" if explicit else "step")
     take_step(it.scaler, it.optimizer, "step")
-    assert it.weight[0].item() == before - 1.0
-
-
-def test_eager_steps_between_replays_use_their_own_gradients() -> None:
-    eager, graphed, replay = eager_and_captured("unscale_")
-    for step in range(3, 30):
-        assert_equal_runs(eager, graphed, replay if step % 3 else graphed.step, range(step, step + 1))
+    assert it.value() == before - 1.0
 
 
 def test_the_rules_numbers_stay_where_a_graph_reads_them() -> None:
@@ -377,12 +338,12 @@ def test_the_rules_numbers_stay_where_a_graph_reads_them() -> None:
     replay = it.capture(it.step)
     it.scaler.set_backoff_factor(0.25)
     for _ in range(2):
-        replay(float("inf"))
+        replay(math.inf)
         it.eager(8.0)
     assert it.scaler.get_scale() == 0.5
     with pytest.raises(ValueError, match="new_factor"):
         it.scaler.set_backoff_factor(2.0)
-    replay(float("inf"))
+    replay(math.inf)
     assert it.scaler.get_scale() == 0.125
 
 
@@ -393,9 +354,9 @@ def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
     it.scaler.unscale_(it.optimizer)
     it.scaler.update()
     replay = it.capture(lambda: take_step(it.scaler, it.optimizer, "step"))
-    before = it.weight[0].item()
+    before = it.value()
     replay(16.0)
-    assert it.weight[0].item() == before - 2.0
+    assert it.value() == before - 2.0
 
 
 def test_the_ops_on_lists_can_be_captured_after_one_call() -> None:

@@ -32,7 +32,7 @@ class Program:
     def __init__(self, seed: int, devices: list[str]) -> None:
         self.draw = random.Random(seed)
         self.extras = self.draw.choice(EXTRAS)
-        self.scaler = GradScaler(devices[0], init_scale=8.0, growth_interval=3, **self.extras)
+        self.scaler: Any = GradScaler(devices[0], init_scale=8.0, growth_interval=3, **self.extras)
         self.scaler.scale(torch.ones((), device=self.draw.choice([devices[0], devices[-2]])))  # where the scale is
         self.optimizers = [self.optimizer(devices) for _ in range(self.draw.randint(1, 3))]
 
@@ -56,8 +56,9 @@ class Program:
                 norms += self.prepare(optimizer, how)
                 self.scaler.step(optimizer)
             skipped = [self.scaler.was_skipped(optimizer) for optimizer in self.optimizers]
+            found = [self.flags(optimizer) for optimizer in self.optimizers]
             self.scaler.update()
-            yield [skipped, self.scaler.get_scale(), asdict(self.scaler.stats()), norms, self.values()]
+            yield [(skipped, found), self.scaler.get_scale(), asdict(self.scaler.stats()), norms, self.values()]
 
     def backward(self) -> None:
         for parameter in self.parameters():
@@ -72,6 +73,10 @@ class Program:
         if how == "unscale_":
             self.scaler.unscale_(optimizer)
         return []
+
+    def flags(self, optimizer: torch.optim.Optimizer) -> set[float]:
+        """Return the values on all devices, without letting the scaler know that somebody sees them."""
+        return {flag.item() for flag in self.scaler._ours.steps.last(optimizer)["found_inf_per_device"].values()}
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -123,31 +123,44 @@ def test_gradients_can_be_swapped_after_a_step(place: Place, way: str, fused: bo
         assert {param.grad.dtype for param in params if param.grad is not None} == {dtype}
 
 
+def give_gradients(scaler: Any, params: list[Tensor]) -> None:
+    factor = scaler.scale(torch.ones((), device=scaler._device)).item()
+    for param in params:
+        param.grad = torch.full_like(param, 2.0 * factor)
+
+
+def step_with_gradients(scaler: Any, optimizer: Any, start: float) -> None:
+    """Take one step of -2 from `start`."""
+    params = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        for param in params:
+            param.fill_(start)
+    give_gradients(scaler, params)
+    scaler.step(optimizer)
+    scaler.update()
+    assert {param.detach().unique().item() for param in params} == {start - 2.0}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("start", "end"), [("cpu", "cuda"), ("cuda", "cpu")])
 def test_parameters_move_to_another_device(start: str, end: str, when: str) -> None:
     """In mid-training, beside `unscale_`: every step is taken once, with the right gradients."""
-
-    def move(params: list[Tensor]) -> None:
-        nn.ParameterList(params).to(end)
-
     params = parameters([torch.zeros(3), torch.zeros(2, 4)], start)
     optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
     scaler = GradScaler("cuda", init_scale=4.0)
-    for step in range(4):
-        factor = scaler.scale(torch.ones((), device="cuda"))
-        for param in params:
-            param.grad = torch.full_like(param, 8.0 * factor.item() / 4.0)
-        if step == 1 and when == "before":
-            move(params)
-        scaler.unscale_(optimizer)
-        if step == 1 and when == "after":
-            move(params)
-        scaler.step(optimizer)
-        scaler.update()
-        assert {param.detach().unique().item() for param in params} == {-2.0 * (step + 1)}
+    step_with_gradients(scaler, optimizer, 0.0)
+    give_gradients(scaler, params)
+    for moment in ("before", "after"):
+        if moment == when:
+            nn.ParameterList(params).to(end)
+        if moment == "before":
+            scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert {param.detach().unique().item() for param in params} == {-4.0}
     assert {param.device.type for param in params} == {end}
+    step_with_gradients(scaler, optimizer, 0.0)
 
 
 @PLACES
@@ -170,24 +183,7 @@ def test_parameters_move_to_where_nothing_is_and_back(place: Place, when: str) -
         scaler.update()
     swap(params, place.device)
     step_with_gradients(scaler, optimizer, -1.0)
-    assert {param.detach().unique().item() for param in params} == {-3.0}
     assert scaler.get_scale() == 4.0
-
-
-def give_gradients(scaler: Any, params: list[Tensor]) -> None:
-    for param in params:
-        param.grad = torch.full_like(param, 2.0) * scaler.scale(torch.ones((), device=param.device)).item()
-
-
-def step_with_gradients(scaler: Any, optimizer: Any, start: float) -> None:
-    """Take one step of -2 from `start`."""
-    params = optimizer.param_groups[0]["params"]
-    with torch.no_grad():
-        for param in params:
-            param.fill_(start)
-    give_gradients(scaler, params)
-    scaler.step(optimizer)
-    scaler.update()
 
 
 def swap(params: list[Tensor], device: str) -> None:

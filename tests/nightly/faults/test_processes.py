@@ -1,4 +1,4 @@
-"""Forked children, threads, and streams: a scaler is as good there as where it was made."""
+"""Forked children and threads: a scaler is as good there as where it was made."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,6 @@ for backend, fused in (("torch", False), ("auto", True), ("triton", False)):
     assert os.read(read, 1 << 16) == state(scaler, optimizer) != before
     print(scaler.get_scale())
 """
-
 
 # A thread of the parent's is trying out a GPU when the parent forks; the child meets a device of its own.
 FORK_IN_A_TRIAL = """
@@ -119,43 +119,42 @@ def train(seed: int, steps: int, device: str) -> list[Tensor]:
     return [*scales, *(param.detach() for param in params)]
 
 
-def assert_threads_as_one(device: str, steps: int, monkeypatch: Any) -> None:
-    """Run scalers in threads that meet at their first step, and then one after another: the same bits."""
-    monkeypatch.setattr(dispatch, "_chosen", {})
-    meet, results, seeds = threading.Barrier(4), {}, range(4)
+def in_threads(work: Callable[[int], object], count: int = 4) -> list[Any]:
+    """Return what `work` returns of each number, in threads that begin together."""
+    meet, results = threading.Barrier(count), {}
 
-    def work(seed: int) -> None:
+    def meet_and_work(number: int) -> None:
         meet.wait()
-        results[seed] = train(seed, steps, device)
+        results[number] = work(number)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
+    threads = [threading.Thread(target=meet_and_work, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    for seed in seeds:
-        for threaded, alone in zip(results[seed], train(seed, steps, device), strict=True):
-            assert_same(threaded, alone)
-    assert len({results[seed][steps - 1].item() for seed in seeds}) > 1
+    return [results[number] for number in range(count)]
 
 
-def test_scalers_in_threads(monkeypatch: Any) -> None:
-    interval = sys.getswitchinterval()
+@pytest.mark.usefixtures("undecided")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scalers_in_threads(device: str) -> None:
+    """They end with the same bits as one after another."""
+    interval, steps = sys.getswitchinterval(), 60
     sys.setswitchinterval(1e-6)
     try:
-        assert_threads_as_one("cpu", 60, monkeypatch)
+        results = in_threads(lambda seed: train(seed, steps, device))
     finally:
         sys.setswitchinterval(interval)
+    for seed, result in enumerate(results):
+        for threaded, alone in zip(result, train(seed, steps, device), strict=True):
+            assert_same(threaded, alone)
+    assert len({result[steps - 1].item() for result in results}) > 1
 
 
-@pytest.mark.gpu
-def test_scalers_in_threads_on_a_gpu(monkeypatch: Any) -> None:
-    assert_threads_as_one("cuda", 60, monkeypatch)
-
-
+@pytest.mark.usefixtures("undecided")
 @pytest.mark.parametrize("outcome", ["triton", "torch"])
 def test_threads_that_meet_a_new_device_try_it_once(outcome: str, monkeypatch: Any) -> None:
-    calls, chosen, meet = [], [], threading.Barrier(4)
+    calls, gpu = [], torch.device("cuda", 0)
 
     def try_out(device: torch.device, dtype: torch.dtype) -> None:
         calls.append(device)
@@ -163,52 +162,7 @@ def test_threads_that_meet_a_new_device_try_it_once(outcome: str, monkeypatch: A
         if outcome == "torch":
             raise OSError("no room")
 
-    monkeypatch.setattr(dispatch, "_chosen", {})
-    monkeypatch.setattr(dispatch, "_warned", {torch.device("cuda", 0)})
+    monkeypatch.setattr(dispatch, "_warned", {gpu})
     monkeypatch.setattr(dispatch, "_try_unscaling", try_out)
-
-    def work() -> None:
-        meet.wait()
-        chosen.append(dispatch.choose(torch.device("cuda", 0), torch.float32, "auto"))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert chosen == [outcome] * 4
+    assert in_threads(lambda _: dispatch.choose(gpu, torch.float32, "auto")) == [outcome] * 4
     assert len(calls) == 1
-
-
-def train_on_streams(backward: Any, scaling: Any, backend: str) -> list[Tensor]:
-    """Train with backward on one stream and the scaler on another, each waiting for the other's work alone."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    scaler = GradScaler("cuda", init_scale=2.0**12, growth_interval=3, backend=backend)
-    batches, seen = torch.randn(20, 64, 256, device="cuda"), []
-    torch.cuda.synchronize()
-    for step, batch in enumerate(batches):
-        with torch.cuda.stream(backward):
-            backward.wait_stream(scaling)
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            loss = model(batch).square().mean() * (torch.inf if step % 7 == 3 else 1.0)
-            scaler.scale(loss).backward()
-        with torch.cuda.stream(scaling):
-            scaling.wait_stream(backward)
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            seen.append(scaler._scale.clone())
-    torch.cuda.synchronize()
-    return [*seen, *(parameter.detach() for parameter in model.parameters())]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_backward_on_one_stream_and_the_scaler_on_another(backend: str) -> None:
-    current, side, other = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    expected = train_on_streams(current, current, backend)
-    for streams in ((side, current), (current, side), (side, other)):
-        for ours, one_stream in zip(train_on_streams(*streams, backend), expected, strict=True):
-            assert_same(ours, one_stream)

@@ -54,7 +54,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/flag.py": [
         ("return flag\n\n\nclass Flag:", "return Flag(torch.zeros_like(self.status[0]))\n\n\nclass Flag:"),
         ("self._memory[FLAG] = self._memory[FAILED] = 0.0", "self._memory[FLAG] = 0.0"),
-        ("elif captured or not self.cleared:", "elif not self.cleared:", "tests/gpu/test_capture.py"),
+        ("elif captured or not self.cleared:", "elif not self.cleared:"),
         ("torch.maximum(self.found_inf, as_flag(flag, self.device))", "as_flag(flag, self.device)"),
         ("torch.ne(overflows, 0, out=self.found_inf)", "torch.gt(overflows, 1, out=self.found_inf)"),
         ("self.shared, self._copied = True, False", "self.shared = True", "tests/gpu/test_gpu.py"),

@@ -37,9 +37,8 @@ def _on_launch(function, n_programs, params):
         assert kernel.gpu == gpu.current_gpu(), f"a kernel loaded on GPU {kernel.gpu} is launched on another"
         values = [_value(kind, params[number]) for number, kind in enumerate(kernel.kinds)]
         gpu.tick()
-        begin = gpu.now()
         kernel.run(n_programs, values)
-        gpu.note("triton", "kernel", begin)
+        gpu.note("triton", False)
         if gpu.is_capturing():
             gpu.capture(lambda: kernel.run(n_programs, values))
     except BaseException:  # nobody above would hear of it

@@ -1,9 +1,10 @@
-"""Prints, as JSON, what a process sees that has the pretended GPU: what the tests that run there rely on."""
+"""What the tests that run on the pretended GPU rely on: it is as strict as a real one. Needs two of them."""
 
-import json
-import warnings
-
+import pytest
 import torch
+from helpers import waits_raise
+
+WAITS = "called a synchronizing CUDA operation"
 
 
 def raised(act):
@@ -15,127 +16,112 @@ def raised(act):
     return ""
 
 
-def in_debug_mode(act):
-    """The same, where torch is to raise before it waits."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        return raised(act)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def test_memory_is_new_garbage_and_shared_by_views():
+    ones = torch.ones(3, device="cuda")
+    assert str(ones.device) == "cuda:0"
+    assert torch.empty(3, device="cuda")[0].item() == pytest.approx(-2.87e-16, rel=0.01)
+    assert ones[1:].data_ptr() - ones.data_ptr() == 4
 
 
-def replayed():
-    """Values before a capture, after it, and after each replay on other inputs."""
-    source, graph = torch.ones(2, device="cuda"), torch.cuda.CUDAGraph()
-    kept = [source.clone()]
-    with torch.cuda.graph(graph):
-        doubled = source * 2
-        source.add_(doubled)
-    kept.append(source.clone())
-    for value in (1.0, 5.0):
-        source.fill_(value)
-        graph.replay()
-        kept.append(source.clone())
-    return [each[0].item() for each in kept]
+def test_devices_do_not_mix_but_for_numbers():
+    ones = torch.ones(3, device="cuda")
+    assert raised(lambda: ones + torch.ones(3)) == "Expected all tensors to be on the same device"
+    assert (ones + torch.tensor(1.0)).tolist() == [2.0] * 3
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        torch.randn(2, device="cuda", generator=torch.Generator())
+    assert torch.randn(2, device="cuda", generator=torch.Generator("cuda")).isfinite().all()
 
 
-def late():
-    """A number that is copied to pinned memory: at once, and after its event."""
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda ones, here, pinned: ones[0].item(), WAITS),
+        (lambda ones, here, pinned: ones.copy_(here, non_blocking=True), WAITS),
+        (lambda ones, here, pinned: ones.copy_(pinned, non_blocking=True), ""),
+        (lambda ones, here, pinned: ones.copy_(pinned), WAITS),
+        (lambda ones, here, pinned: torch.cuda.synchronize(), WAITS),
+    ],
+    ids=["item", "pageable copy", "pinned copy", "blocking copy", "synchronize"],
+)
+def test_what_waits_raises_in_debug_mode(act, said):
+    tensors = torch.ones(3, device="cuda"), torch.ones(3), torch.ones(3).pin_memory()
+    with waits_raise():
+        assert raised(lambda: act(*tensors)) == said
+
+
+def test_copies_to_pinned_memory_arrive_late():
     to, done = torch.zeros(1, pin_memory=True), torch.cuda.Event()
     to.copy_(torch.ones(1, device="cuda"), non_blocking=True)
     done.record()
-    at_once = to.item()
+    assert to.item() == 0.0
     done.synchronize()
-    return at_once, to.item()
+    assert to.item() == 1.0
 
 
-def overtaken():
-    """What is said of pinned memory that is written while it is copied."""
+def test_pinned_memory_must_not_change_while_it_is_copied():
     buffer = torch.ones(2).pin_memory()
     torch.zeros(2, device="cuda").copy_(buffer, non_blocking=True)
     buffer.fill_(2.0)
-    return raised(torch.cuda.synchronize)
+    assert raised(torch.cuda.synchronize) == "pinned memory was written while the GPU had yet to copy it"
 
 
-def captured_wait():
-    """What a capture says of a copy to the host, and at its end, as it holds nothing else."""
+def test_graphs_are_captured_and_replayed_on_other_inputs():
+    source, graph = torch.ones(2, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        source.add_(source * 2)
+    assert source[0].item() == 1.0
+    for value in (1.0, 5.0):
+        source.fill_(value)
+        graph.replay()
+        assert source[0].item() == 3 * value
+
+
+def test_a_capture_refuses_a_wait_and_warns_if_it_holds_nothing_else():
     one = torch.ones((), device="cuda")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            said = raised(one.item)
-    return said, *(str(each.message) for each in told)
+    with pytest.warns(UserWarning, match=r"The CUDA Graph is empty\."), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert raised(one.item) == "CUDA error"
 
 
-def seen(act):
-    """What a profiler sees of `act`."""
-    with torch.profiler.profile() as profile:
-        act()
-    return [event.name for event in profile.events()]
-
-
-def unscaled(dtype):
-    """What torch's op says of finite gradients that fp32 cannot hold: its error, or the flag."""
-    flag, inverse = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
-    gradients = [torch.full((3,), 1e39, dtype=torch.float64, device="cuda").to(dtype)]
-    return raised(lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inverse)) or flag.item()
-
-
-def stepped_with_other_strides():
-    """What a fused optimizer says of a gradient that lies in memory otherwise than its parameter."""
-    parameter = torch.ones(2, 3, device="cuda", requires_grad=True)
-    parameter.grad = torch.ones(3, 2, device="cuda").t()
-    return raised(torch.optim.SGD([parameter], lr=1.0, fused=True).step)
-
-
-def on_another():
-    """Where tensors, events and streams of a second GPU are, and what they say of the first's."""
+def test_events_streams_and_tensors_belong_to_one_of_two_gpus():
     first, second = torch.ones(2, device="cuda"), torch.ones(2, device="cuda:1")
     event = torch.cuda.Event()
     event.record()
     with torch.cuda.device(1):
-        place = str(torch.ones((), device="cuda").device), torch.cuda.Stream().device_index
-        recorded = raised(event.record)
-    return {
-        "current": place,
-        "one operation": raised(lambda: first + second),
-        "copied": (first + second.to("cuda:0")).tolist(),
-        "event": recorded,
-        "beyond": raised(lambda: torch.ones(1, device="cuda:2")),
-    }
+        assert str(torch.ones((), device="cuda").device) == "cuda:1"
+        assert torch.cuda.Stream().device_index == 1
+        assert raised(event.record) == "Event device 0 does not match recording stream's device 1."
+    assert raised(lambda: first + second) == "Expected all tensors to be on the same device"
+    assert (first + second.to("cuda:0")).tolist() == [2.0, 2.0]
+    assert raised(lambda: torch.ones(1, device="cuda:2")) == "CUDA error"
 
 
-def main():
-    """Print it."""
-    ones, here = torch.ones(3, device="cuda"), torch.ones(3)
-    pinned = torch.ones(3).pin_memory()
+@pytest.mark.parametrize(
+    ("dtype", "said", "found"),
+    [(torch.bfloat16, "unscaling is not implemented for 'BFloat16'", 0.0), (torch.float64, "", 1.0)],
+)
+def test_torchs_op_takes_no_bf16_and_checks_fp64_in_fp32(dtype, said, found):
+    flag, inverse = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    gradients = [torch.full((3,), 1e39, dtype=torch.float64, device="cuda").to(dtype)]
+    assert raised(lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inverse)) == said
+    assert flag.item() == found
+
+
+def test_a_fused_optimizer_refuses_other_strides_than_its_parameters():
+    parameter = torch.ones(2, 3, device="cuda", requires_grad=True)
+    parameter.grad = torch.ones(3, 2, device="cuda").t()
+    step = torch.optim.SGD([parameter], lr=1.0, fused=True).step
+    assert raised(step) == "params and grads must have same dtype"
+
+
+def test_sparse_tensors_are_coalesced():
     sparse = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,), device="cuda", check_invariants=True)
-    found = {
-        "device": str(ones.device),
-        "garbage": torch.empty(3, device="cuda").isfinite().all().item() and torch.empty(3, device="cuda")[0].item(),
-        "view shares memory": ones[1:].data_ptr() - ones.data_ptr(),
-        "coalesced": sparse.coalesce().values().tolist(),
-        "mixing": raised(lambda: ones + here),
-        "with a number of the CPU": (ones + torch.tensor(1.0)).tolist(),
-        "item": in_debug_mode(ones[0].item),
-        "pageable copy": in_debug_mode(lambda: ones.copy_(here, non_blocking=True)),
-        "pinned copy": in_debug_mode(lambda: ones.copy_(pinned, non_blocking=True)),
-        "blocking copy": in_debug_mode(lambda: ones.copy_(pinned)),
-        "synchronize": in_debug_mode(torch.cuda.synchronize),
-        "late": late(),
-        "overtaken": overtaken(),
-        "replayed": replayed(),
-        "item in a capture": captured_wait(),
-        "on another": on_another() if torch.cuda.device_count() > 1 else None,
-        "bf16 gradients": unscaled(torch.bfloat16),
-        "fp64 gradients": unscaled(torch.float64),
-        "other strides": stepped_with_other_strides(),
-        "the CPU's generator": raised(lambda: torch.randn(2, device="cuda", generator=torch.Generator())),
-        "its own": torch.randn(2, device="cuda", generator=torch.Generator("cuda")).isfinite().all().item(),
-        "seen": seen(lambda: (ones * 2)[1:].cpu()),
-    }
-    print(json.dumps(found))
+    assert sparse.coalesce().values().tolist() == [3.0]
 
 
-if __name__ == "__main__":
-    main()
+def test_a_profiler_sees_kernels_copies_and_waits():
+    ones = torch.ones(3, device="cuda")
+    with torch.profiler.profile() as profile:
+        (ones * 2)[1:].cpu()
+    on_gpu = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert on_gpu == ["aten::mul", "Memcpy DtoH"]
+    assert "cudaStreamSynchronize" in [event.name for event in profile.events()]

@@ -25,33 +25,20 @@ from scaler_triton.kernels import config, launch
 from scaler_triton.kernels.clip import _clip_kernel
 from scaler_triton.kernels.config import CANDIDATES, DEFAULT, WARP_LANES
 from scaler_triton.kernels.norm import _FINISH_WARPS, _finish_kernel, _sum_squares_kernel
-from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
-from scaler_triton.kernels.unscale import _unscale_kernel, launch_unscale
+from scaler_triton.kernels.table import PARTIALS_BLOCK
+from scaler_triton.kernels.unscale import _unscale_kernel
 from scaler_triton.kernels.update_scale import _update_scale_kernel
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (70, 75, 80, 90, 100)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 
-TYPES = {
-    "address_ptr": "*i64",
-    "numel_ptr": "*i64",
-    "chunk_tensor_ptr": "*i32",
-    "chunk_index_ptr": "*i32",
-    "bits_ptr": "*i32",
-    "found_inf_ptr": "*fp32",
-    "scale_ptr": "*fp32",
-    "growth_tracker_ptr": "*i32",
-    "flags_ptr": "*fp32",
-    "last_flags_ptr": "*fp32",
-    "policy_ptr": "*fp64",
-    "counters_ptr": "*i64",
-    "generation_ptr": "*i32",
-    "weight_ptr": "*fp64",
-    "partial_ptr": "*fp64",
-    "totals_ptr": "*fp64",
-    "norm_ptr": "*fp32",
-    "status_ptr": "*fp32",
+_POINTERS = {
+    "*i32": ["chunk_tensor", "chunk_index", "bits", "growth_tracker", "generation"],
+    "*i64": ["address", "numel", "counters"],
+    "*fp32": ["found_inf", "scale", "flags", "last_flags", "norm", "status"],
+    "*fp64": ["policy", "weight", "partial", "totals"],
 }
+TYPES = {f"{name}_ptr": kind for kind, names in _POINTERS.items() for name in names}
 CONFIG_TARGET = "sm_90"
 # What a launch promises of the table's own tensors, and of nothing else.
 ALIGNED = ("address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr")
@@ -115,12 +102,9 @@ def type_of(param):
 def compile_for(target, kernel, constants, num_warps):
     signature = {param.name: type_of(param) for param in kernel.params}
     attrs = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if name in ALIGNED}
-    options = {
-        "num_warps": max(1, num_warps * WARP_LANES // target.warp_size),
-        "enable_fp_fusion": True,
-    }
     source = ASTSource(kernel, signature, constants, attrs)
-    return triton.compile(source, target=target, options=options)
+    warps = max(1, num_warps * WARP_LANES // target.warp_size)
+    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": True})
 
 
 def report_ptx(compiled):
@@ -165,9 +149,8 @@ def report_amdgcn(compiled):
 
 
 def refusal_of_cpu_tensors():
-    table = GradTable([1], torch.float32, torch.device("cpu"))
     try:
-        launch_unscale(table, torch.ones(()), torch.zeros(()), inverse=True)
+        launch.Launch(_update_scale_kernel, torch.device("cpu"), num_warps=1, CLEAR=False)
     except RuntimeError as error:
         return str(error)
 

@@ -18,7 +18,7 @@ SUITE = [HERE / "test_traffic.py"]
 SUITE += [CASES / f"test_{name}.py" for name in (
     "table", "unscale", "any_tensors", "norm", "clip", "update_scale",
 )]  # fmt: skip
-LEAST = 450  # tests in it
+LEAST = 300  # tests in it
 
 pytestmark = [
     pytest.mark.host_only,

@@ -1,22 +1,16 @@
 #include "notes.h"
 
 #include <atomic>
-#include <chrono>
 #include <mutex>
 
 namespace pretended {
 namespace {
 
-std::vector<std::tuple<std::string, std::string, double, double>> taken;
+std::vector<std::pair<std::string, bool>> taken;
 std::atomic<bool> taking{false};
 std::mutex mutex;
 
 }  // namespace
-
-double now() {
-  auto since = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double, std::micro>(since).count();
-}
 
 void take_notes(bool on) {
   std::lock_guard<std::mutex> guard(mutex);
@@ -26,13 +20,13 @@ void take_notes(bool on) {
 
 bool takes_notes() { return taking; }
 
-void note(const std::string& name, const std::string& kind, double begin) {
+void note(const std::string& name, bool by_host) {
   if (!taking) return;
   std::lock_guard<std::mutex> guard(mutex);
-  taken.emplace_back(name, kind, begin, now());
+  taken.emplace_back(name, by_host);
 }
 
-std::vector<std::tuple<std::string, std::string, double, double>> notes() {
+std::vector<std::pair<std::string, bool>> notes() {
   std::lock_guard<std::mutex> guard(mutex);
   return taken;
 }

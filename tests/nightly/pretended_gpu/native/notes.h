@@ -3,18 +3,16 @@
 #pragma once
 
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace pretended {
 
-double now();  // us
-
 void take_notes(bool on);
 bool takes_notes();
 
-// Something that began then and ended now; `kind` is a category of torch's traces.
-void note(const std::string& name, const std::string& kind, double begin);
-std::vector<std::tuple<std::string, std::string, double, double>> notes();
+// Something that the GPU was given, or that the host waited for; names are those of torch's traces.
+void note(const std::string& name, bool by_host);
+std::vector<std::pair<std::string, bool>> notes();
 
 }  // namespace pretended

@@ -155,18 +155,16 @@ void compute(const OperatorHandle& op, DispatchKey cpu, Stack& stack) {
 
 // The same, as a profiler sees it.
 void compute_noted(const OperatorHandle& op, DispatchKey cpu, Stack& stack) {
-  std::string name = op.schema().name(), kind = "kernel";
+  std::string name = op.schema().name();
   auto arguments = top(stack, op.schema().arguments().size());
   auto host = host_side(name, arguments);
   if (host.defined() || name == "aten::_local_scalar_dense") {
-    kind = "gpu_memcpy";
     bool down = !host.defined() || arguments[0].toTensor().is_cpu();
-    if (waits(op.schema().name(), arguments)) note("cudaStreamSynchronize", "cuda_runtime", now());
+    if (waits(op.schema().name(), arguments)) note("cudaStreamSynchronize", true);
     name = down ? "Memcpy DtoH" : "Memcpy HtoD";
   }
-  auto begin = now();
   compute(op, cpu, stack);
-  if (!gives_a_view(op)) note(name, kind, begin);
+  if (!gives_a_view(op)) note(name, false);
 }
 
 // A tensor over the same memory that keeps no history of gradients alive.

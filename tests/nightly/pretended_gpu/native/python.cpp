@@ -63,7 +63,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("tick", tick);
   module.def("has_landed", has_landed);
   module.def("land", [](uint64_t until) { land(until); });
-  module.def("now", now);
   module.def("take_notes", take_notes);
   module.def("note", note);
   module.def("notes", notes);
