@@ -1,7 +1,5 @@
 """What the tests of torch.compile share: a training run, compiled in parts or whole, and what Dynamo did meanwhile."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Without a GPU the kernels run under Triton's interpreter, which must be asked for before they are imported."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

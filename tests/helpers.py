@@ -1,7 +1,5 @@
 """What the tests share: optimizers with known gradients, bitwise comparison, a torch scaler beside ours."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

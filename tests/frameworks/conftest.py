@@ -3,8 +3,6 @@
 With HEAVY=1 those of peers/, whose packages `make test-frameworks` installs, fail without them.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the frameworks' tests share, and their ranks import: a small model, its sharding, batches, optimizers."""
 
-from __future__ import annotations
-
 import builtins
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Accelerate: what the one line changes and refuses; ranks train, clip, skip, accumulate and resume with our scaler."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """HF Trainer: its default fused AdamW, clipping, schedule and checkpoints with our scaler; LoRA; FSDP1 on two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

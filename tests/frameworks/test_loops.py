@@ -1,7 +1,5 @@
 """Loops as people write them: two ranks skip together, and train as with torch's scaler where that is right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Adapters in bf16 over a base in fp16, as TRL makes them: they train, where torch's scaler refuses on a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

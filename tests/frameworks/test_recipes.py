@@ -1,7 +1,5 @@
 """The recipes of the documentation and the blocks of the frameworks' pages run, and do what the pages say."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

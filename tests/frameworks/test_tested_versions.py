@@ -1,7 +1,5 @@
 """A framework's version that nobody has tried is named once, beside those that were; and importing us imports none."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The specification with what torch's scalers do not have at all: clipping and reports of what overflowed."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

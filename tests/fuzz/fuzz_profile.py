@@ -5,8 +5,6 @@ each chunk's seed is in its test's name, and `SCALER_TRITON_FUZZ_SEED=<first see
 rules and version of hypothesis. A failing program is printed as code, with a line for `hypothesis.reproduce_failure`.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from typing import NamedTuple

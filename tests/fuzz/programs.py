@@ -3,8 +3,6 @@
 One world has our scaler, the other the specification; results, errors and all that is left behind must be equal.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """How a rank executes a program, and the trace that this leaves."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

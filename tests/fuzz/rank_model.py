@@ -1,7 +1,5 @@
 """What must come of a program for four ranks, by rules of its own."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Draws programs for four ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -8,8 +8,6 @@ torch's three stages become these phases. A state is one of torch's dicts; two m
 - CARRIED: stage READY and an entry in `_carried`, the flag. The next `scale` makes it READY (difference 18).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator

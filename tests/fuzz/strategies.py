@@ -1,7 +1,5 @@
 """What random programs on one process are made of: mostly what training meets, rarely what ends a step early."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

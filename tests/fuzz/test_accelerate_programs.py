@@ -1,7 +1,5 @@
 """Random programs of an Accelerator with our scaler, beside plain training in fp32 that skips what overflows."""
 
-from __future__ import annotations
-
 import copy
 import math
 import tempfile

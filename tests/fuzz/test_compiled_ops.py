@@ -1,7 +1,5 @@
 """Random calls of the ops within a compiled function write and return what they do uncompiled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

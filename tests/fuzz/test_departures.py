@@ -1,7 +1,5 @@
 """The specification departs from torch only where docs/differences.md says so, and torch still does something else."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

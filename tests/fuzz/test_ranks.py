@@ -1,7 +1,5 @@
 """Random programs on four ranks: all step or none, all hold the same scale, nobody waits, one collective a step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Random programs on our GradScaler and on the specification: after every call both worlds are equal to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any

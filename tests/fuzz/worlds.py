@@ -1,7 +1,5 @@
 """A scaler with its optimizers, twice: what programs are made of, built in two worlds, which must stay equal."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

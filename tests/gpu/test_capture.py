@@ -1,7 +1,5 @@
 """A whole step in a CUDA graph: replayed, it does to the bit what it does when called."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ As a program, `python test_frameworks.py CASE ARGUMENT... FOLDER`, it runs one o
 group may be left open.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

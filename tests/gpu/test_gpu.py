@@ -1,7 +1,5 @@
 """What only a GPU can show: no host waits, few launches, offloaded gradients that wait for the GPU."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Optimizers over all GPUs and the CPU at once do what they do on the CPU alone: random programs, run on both."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

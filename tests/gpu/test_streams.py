@@ -1,7 +1,5 @@
 """Other streams, and torch's debug mode for waits: neither changes what a scaler does."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 from unittest import mock

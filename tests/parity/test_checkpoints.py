@@ -1,7 +1,5 @@
 """Where a scaler's state goes: files, torch.distributed.checkpoint, frameworks' dicts."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

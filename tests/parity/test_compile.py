@@ -1,7 +1,5 @@
 """torch.compile around a scaler, in parts or the whole step: it is the uncompiled run, bit by bit."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

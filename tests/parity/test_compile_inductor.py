@@ -1,7 +1,5 @@
 """The same with inductor, torch.compile's default, whose code reorders and reuses memory around the ops."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

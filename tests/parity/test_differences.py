@@ -3,8 +3,6 @@
 A row runs with torch's class and with ours, and says what each leaves. The rest are tests with a number in their name.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

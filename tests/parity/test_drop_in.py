@@ -1,7 +1,5 @@
 """What callers may rely on who know torch's classes: names, what is written in place, and what a checkpoint holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

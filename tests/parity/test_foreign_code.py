@@ -4,8 +4,6 @@ Each row is a function that runs twice, with torch's class and with ours; what i
 with `Run.started`: a scaler at scale 4 that has scaled a loss.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Training loops as people write them leave the same scales, gradients and parameters as with torch's, to the bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ to run them on the GPU, which the ranks share, or on a GPU each where there are 
 these meet over NCCL.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

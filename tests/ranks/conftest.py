@@ -1,7 +1,5 @@
 """Two and four ranks for the tests in this folder, from the pools of the session."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small model under DDP, FSDP1, FSDP2, HSDP and TP, its batches, and how it is trained."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

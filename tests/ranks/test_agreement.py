@@ -1,7 +1,5 @@
 """Ranks with parameters of their own (FSDP1 shards, pipeline stages): one bad gradient, and nobody steps."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The audit over ranks: it finds every split, and calls nothing a split that is none."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint with another number of ranks: the scaler comes back to the bit, the run goes on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

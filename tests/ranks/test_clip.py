@@ -1,7 +1,5 @@
 """`clip_grad_norm_` over ranks: one norm of the whole model whatever its layout, one collective, all agree."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """A whole step under FSDP2 compiled: every rank does what it does uncompiled, one rank's overflow is everybody's."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

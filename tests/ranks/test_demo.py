@@ -1,7 +1,5 @@
 """The demo with its ranks: the proofs, the training in every mode, and processes that fail, hang or are interrupted."""
 
-from __future__ import annotations
-
 import operator
 import os
 import re

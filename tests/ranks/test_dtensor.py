@@ -1,7 +1,5 @@
 """DTensor parameters in every layout: who must agree follows from the meshes, and costs one collective."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Trouble on one rank, or on all: nothing hangs, the ranks stay equal, and the next step is right."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

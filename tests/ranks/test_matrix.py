@@ -1,7 +1,5 @@
 """Whole training runs under every wrapper: what README.md's table shows, and what one process does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """`patch_torch(strict=True)`: on FSDP1 a plain GradScaler is refused, before it has touched or sent anything."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What public training code of several ranks does to a scaler ends as with torch's class, to the bit."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import defaultdict, deque

@@ -1,7 +1,5 @@
 """Differences 18 and 23 over ranks: steps after `update`, batches after a step that did not return, and new batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """The process_group argument: whom it binds, what it refuses, how it is copied, and when it is looked up."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """A rank that raises, dies or is cut off: the others get torch's error in time, and nothing of theirs is touched."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The pool of ranks: it answers in order, tells errors, never hangs, and recovers from what breaks it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What is known of a skip on every rank: which parameter on which rank."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

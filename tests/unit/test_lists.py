@@ -1,7 +1,5 @@
 """Lists that come again: never taken for what they no longer are, not kept alive, and looked at only once."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

@@ -1,7 +1,5 @@
 """What the tests with other packages share: their import, and random runs in which some steps overflow."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import random

@@ -4,8 +4,6 @@ As a program it trains with Composer's Trainer on the CPU, saves a checkpoint an
 `python test_composer.py torch|ours FOLDER plain|sam [CHECKPOINT]`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -3,8 +3,6 @@
 As a program, `python test_deepspeed.py CASE [patched]`, it trains one rank on the CPU and prints what came of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Megatron-Core's and DeepSpeed's own scalers beside ours: a run that changes over keeps its scale, step by step."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ As a program, `python test_patched.py FRAMEWORK`, it trains three steps by the f
 second of which overflows, and prints the scaler's classes, and after each step whether the weights moved and the scale.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Gradients and parameters that are freed, replaced, resized or converted under the scaler's feet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

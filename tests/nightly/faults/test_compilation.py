@@ -3,8 +3,6 @@
 With "auto" a warning names the cause and torch takes the step; "triton" raises, and nothing has been written.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 rank makes as many reductions as those on which none fails. In a scaler's first step, and in one after three good ones.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

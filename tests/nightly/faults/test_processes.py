@@ -1,7 +1,5 @@
 """Forked children and threads: a scaler is as good there as where it was made."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The mutants: wrong versions of the code, and the tests that must notice each."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

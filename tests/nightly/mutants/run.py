@@ -5,8 +5,6 @@ python tests/nightly/mutants/run.py flag.py    those whose file, text or tests h
 python tests/nightly/mutants/run.py --check    only that each one's text occurs exactly once in its file
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

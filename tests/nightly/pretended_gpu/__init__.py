@@ -14,8 +14,6 @@ captured and replayed. gloo stands in for NCCL, and refuses what it has for the 
 Needs g++ and Python's headers, on Linux.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sysconfig

@@ -3,8 +3,6 @@
 A real GPU also shows how fast, and streams at once.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

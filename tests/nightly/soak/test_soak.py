@@ -1,7 +1,5 @@
 """A long run leaves nothing behind: memory, tensors and plans stay flat, and the scale is what the rule says."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
