@@ -81,10 +81,11 @@ out/peers/ready: tests/frameworks/peers/packages.txt
 	rm -rf out/peers
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target out/peers --requirement $<
 	touch $@
-test-oldest:
+test-oldest: # downloads some gigabytes: this torch comes with CUDA
 	$(PYTHON) -m venv out/oldest
-	out/oldest/bin/pip install -qc constraints-oldest.txt torch setuptools
-	out/oldest/bin/pip install -qc constraints-oldest.txt --no-build-isolation -e .[demo,frameworks] pytest hypothesis
+	out/oldest/bin/pip install -qc constraints-oldest.txt torch triton setuptools
+	out/oldest/bin/pip install -qc constraints-oldest.txt --no-build-isolation -e .[demo,frameworks] pytest pytest-xdist hypothesis
+	out/oldest/bin/python -m pytest $(SPREAD) tests --ignore tests/nightly --ignore tests/frameworks
 	HEAVY=1 out/oldest/bin/python -m pytest tests/frameworks --ignore tests/frameworks/peers
 
 gpu: # nothing is installed, and no part waits for another's success

@@ -14,6 +14,9 @@ from triton.runtime.driver import driver
 
 from scaler_triton.kernels.config import WARP_LANES
 
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+    raise ImportError(f"the kernels need triton 3.6 or newer, got {triton.__version__}: pip install 'triton>=3.6'")
+
 # `@triton.jit` reads TRITON_INTERPRET when a kernel is defined: changing it later changes nothing.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 

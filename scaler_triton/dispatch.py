@@ -18,8 +18,18 @@ from torch import Tensor
 
 Backend = Literal["triton", "torch"]
 
+if torch.__version__ < "2.10.0a0":
+    raise ImportError(f"scaler_triton needs torch 2.10 or newer, got {torch.__version__}: pip install 'torch>=2.10'")
+
 ENV_VARIABLE = "SCALER_TRITON_BACKEND"
 _CHOICES = ("auto", "triton", "torch")
+# What to do about errors of Triton and torch, by a part of their text.
+_REMEDIES = (
+    ("no module named 'triton'", "pip install triton, on Windows triton-windows"),
+    ("c compiler", "install a C compiler, such as gcc, or name one in the environment variable CC"),
+    ("no kernel image", "this torch was built without this GPU: install one from an index that has it"),
+    ("ptxas", "this triton does not compile for this GPU: triton 3.6 to 3.9 do from sm_70 on"),
+)
 
 # What `os.environ` looks into, which is private to it: asking it takes as long as torch's op on a gradient.
 _variables: Mapping[Any, Any] | None = getattr(os.environ, "_data", None)
@@ -110,10 +120,11 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
     except torch.OutOfMemoryError:
         raise  # this says nothing about Triton: the next call tries again
     except Exception as cause:
-        reason = f"{type(cause).__name__}: {cause}"
+        remedy = next((text for sign, text in _REMEDIES if sign in f"{type(cause).__name__} {cause}".lower()), "")
+        reason = f"{type(cause).__name__}: {cause}{remedy and f'; {remedy}'}"
         if requested == "triton":
-            remedy = f"backend='auto' or {ENV_VARIABLE}=auto takes torch's ops there"
-            raise RuntimeError(f"backend='triton' does not work for {place}: {reason}; {remedy}") from cause
+            instead = f"backend='auto' or {ENV_VARIABLE}=auto takes torch's ops there"
+            raise RuntimeError(f"backend='triton' does not work for {place}: {reason}; {instead}") from cause
         if device not in _warned:
             _warned.add(device)
             text = f"Triton does not work for {place}, so torch's own ops are used there ({reason})"

@@ -1,6 +1,8 @@
 """Which backend serves which device; what happens where Triton does not work; captures, waits and compilers."""
 
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -96,17 +98,52 @@ def test_only_a_plain_scale_in_fp32_is_for_the_kernel() -> None:
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_auto_falls_back_with_one_warning_that_carries_the_cause(clips: bool, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(dispatch, "_try_unscaling", works if clips else broken(RuntimeError("no C compiler")))
-    monkeypatch.setattr(dispatch, "_try_clipping", broken(RuntimeError("no C compiler")))
+    monkeypatch.setattr(dispatch, "_try_unscaling", works if clips else broken(RuntimeError("no such kernel")))
+    monkeypatch.setattr(dispatch, "_try_clipping", broken(RuntimeError("no such kernel")))
     place = "clipping float32 on cuda:0" if clips else "float32 on cuda:0"
-    text = f"Triton does not work for {place}, so torch's own ops are used there (RuntimeError: no C compiler)"
+    text = f"Triton does not work for {place}, so torch's own ops are used there (RuntimeError: no such kernel)"
     with pytest.warns(RuntimeWarning) as warned, caplog.at_level(logging.DEBUG, "scaler_triton"):
         assert dispatch.choose(GPU, FP32, "auto", clips=clips) == "torch"
     assert [(str(each.message), each.filename) for each in warned] == [(text, __file__)]
-    assert caplog.records[-1].getMessage() == f"{place} is served by torch: RuntimeError: no C compiler"
+    assert caplog.records[-1].getMessage() == f"{place} is served by torch: RuntimeError: no such kernel"
     for dtype in (FP32, torch.float16):  # a second warning would be an error
         assert dispatch.choose(GPU, dtype, "auto", clips=clips) == "torch"
         assert dispatch.choose(GPU, dtype, "auto") == ("triton" if clips else "torch")
+
+
+REMEDIES = [
+    (RuntimeError("Failed to find C compiler. Please specify via CC"), "install a C compiler, such as gcc"),
+    (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "built without this GPU"),
+    (RuntimeError("PTXAS error: Internal Triton PTX codegen error"), "triton 3.6 to 3.9 do from sm_70 on"),
+    (ModuleNotFoundError("No module named 'triton'"), "pip install triton"),
+]
+
+
+@pytest.mark.parametrize(("error", "remedy"), REMEDIES)
+def test_what_users_can_mend_comes_with_the_remedy(error: Exception, remedy: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "_try_unscaling", broken(error))
+    with pytest.warns(RuntimeWarning, match=f"; .*{remedy}"):
+        assert dispatch.choose(GPU, FP32, "auto") == "torch"
+    assert remedy in dispatch.reason_for(GPU, FP32, "auto")
+    with pytest.raises(RuntimeError, match=f"{remedy}.*; backend='auto'"):
+        dispatch.choose(GPU, FP32, "triton")
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "imported", "text"),
+    [
+        ("torch", "2.9.1", "scaler_triton.dispatch", "scaler_triton needs torch 2.10 or newer, got 2.9.1"),
+        ("triton", "3.5.1", "scaler_triton.kernels.launch", "the kernels need triton 3.6 or newer, got 3.5.1"),
+    ],
+)
+def test_a_version_below_the_floor_is_told_in_one_sentence(
+    package: str, version: str, imported: str, text: str
+) -> None:
+    pytest.importorskip(package)
+    lines = [f"import {package}", f"{package}.__version__ = type({package}.__version__)({version!r})"]
+    code = "\n".join([*lines, f"import {imported}"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert f"ImportError: {text}" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("requested", ["auto", "triton"])
