@@ -143,6 +143,8 @@ def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, tog
     """Return the agreed flag on every device that needs it; none if nothing was checked: step and update then raise."""
     if not checked and together is None and not scaler._ours.sharded:
         return {}
+    if checked.keys() == {flag.device} == {*plan.devices}:
+        return {flag.device: flag.found_inf}
     return flag.on_devices((*checked, *plan.devices) or (flag.device,))
 
 

@@ -111,9 +111,10 @@ def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[flo
             weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
         squares = torch_ops.sum_of_squares(batch.present, found_inf, weights)
         factor = scale.double().reshape(())
-        inv_scale = factor if inverse else torch_ops.inverse(scale).double().reshape(())
+        reciprocal = factor.reciprocal()
+        inv_scale = factor if inverse else reciprocal.float().double()
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
-        return torch.stack([squares, found_inf.double().reshape(()), failures, factor, factor.reciprocal()])
+        return torch.stack([squares, found_inf.double().reshape(()), failures, factor, reciprocal])
     table, _copies = _filled(batch, "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
