@@ -115,9 +115,9 @@ def _serve(rank: int, to_parent: Connection, group: dict[str, Any], fn: Callable
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu and torch.cuda.device_count() < group["world_size"]:
-        os.environ["NCCL_HOSTID"] = str(rank)  # NCCL refuses ranks of one host that share a GPU
+    if (on_gpu := torch.cuda.is_available()) and torch.cuda.device_count() < group["world_size"]:
+        # NCCL refuses ranks of one host that share a GPU.
+        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_CUMEM_ENABLE="0")
     torch.set_num_threads(1)  # the ranks share the cores
     torch.manual_seed(0)
     try:
