@@ -34,7 +34,7 @@ EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
 BOTH = [torch.amp.GradScaler, GradScaler]
 # Tests in other folders that show a number without having it in their name.
 ELSEWHERE = {
-    10: "test_grad_scaler_on_fsdp1_warns_once_and_is_right_with_a_process_group",
+    10: "test_otherwise_it_warns_once_at_the_line_that_called_the_scaler_and_strict_refuses_it_then",
     17: "test_partial_gradients_whose_sum_overflows_spare_the_weights",
     22: "test_what_is_replaced_on_torchs_class_reaches_ours_under_a_patch",
 }

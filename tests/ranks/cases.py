@@ -48,6 +48,8 @@ IGNORED_WARNINGS = [
     (r"FSDP2-wrapped module .* returned a view tensor", UserWarning),
     # Of the first CSR tensor in a process; the scaler refuses it.
     (r"Sparse CSR tensor support is in beta", UserWarning),
+    # torch 2.10's own checkpoints use them.
+    (r"TypedStorage is deprecated", UserWarning),
     # torch 2.11 says once that it trusts a sparse tensor's indices.
     (r"Sparse invariant checks are implicitly disabled", UserWarning),
     # torch's step() announces the end of optimizers that take the scaler (apex, TransformerEngine).
