@@ -31,6 +31,7 @@ arguments = TrainingArguments(
     learning_rate=5e-2,
     per_device_train_batch_size=8,
     logging_steps=10,
+    save_strategy="no",
     report_to=[],
 )
 trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])

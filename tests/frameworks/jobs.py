@@ -37,6 +37,7 @@ WARNINGS = [
     # torch's FSDP1 warns of itself when its sharded state is saved or loaded.
     (".*_get_pg_default_device. will be deprecated", "UserWarning"),
     ("Multiple backends are registered with this ProcessGroup", "UserWarning"),
+    ("TypedStorage is deprecated", "UserWarning"),  # by torch 2.10's own checkpoints
     (".load_state_dict. is deprecated and will be removed", "FutureWarning"),
     ("FSDP.state_dict_type.. and FSDP.set_state_dict_type.. are being deprecated", "FutureWarning"),
     ("Please use DTensor instead", "FutureWarning"),
