@@ -211,7 +211,10 @@ def test_without_triton_auto_takes_torchs_ops(monkeypatch: Any) -> None:
 # What is asked for
 
 
-def test_the_argument_beats_the_environment_which_beats_auto(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("is_private", [True, False])
+def test_the_argument_beats_the_environment_which_beats_auto(is_private: bool, monkeypatch: Any) -> None:
+    if not is_private:  # a Python whose `os.environ` is made otherwise
+        monkeypatch.setattr(dispatch, "_variables", None)
     assert (dispatch.check_backend(None), dispatch.usual_backend()) == ("auto", "auto")
     monkeypatch.setenv(dispatch.ENV_VARIABLE, "torch")
     assert (dispatch.check_backend(None), dispatch.usual_backend()) == ("torch", "torch")
