@@ -261,13 +261,12 @@ class Steps(dict[Any, Any]):
             if type(step) is not OptimizerStep or step.owner() is None:
                 del self[key]  # other code has put it here, or its optimizer is freed
                 continue
-            if step.phase is READY and not step[_FLAGS]:  # others may have written that stage
+            phase, kept = step.phase, step.kept
+            if phase is READY and not step[_FLAGS]:  # others may have written that stage
                 continue
-            sees_all = captured or not self.replayed  # a replay may write new gradients without a call of `scale`
-            carries = step.phase is CARRIED or (step.phase in (UNSCALED, FAILED) and sees_all and step.kept)
-            kept = step.kept
             step.reset()
-            if carries:
+            # A replay may write new gradients without a call of `scale`.
+            if phase is CARRIED or (kept and phase in (UNSCALED, FAILED) and (captured or not self.replayed)):
                 step.kept = kept
                 step._enter(CARRIED)
                 self.unfinished += 1

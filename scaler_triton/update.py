@@ -194,8 +194,9 @@ class Home:
         self.by_kernel = choose_for_scale(scale, requested) == "triton"
         # Fake tensors cannot be read.
         self.on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
-        self.tracker = host_memory(growth_tracker.view(-1)) if self.on_host else None
-        self.address = growth_tracker.data_ptr() if self.on_host else None  # of that memory, which users may replace
+        if self.on_host:
+            self.tracker = host_memory(growth_tracker.view(-1))
+            self.address = growth_tracker.data_ptr()  # of that memory, which users may replace
 
 
 def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked: Sequence[Any], captured: bool) -> None:
@@ -212,13 +213,17 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         home = ours.home = Home(scale, tracker, ours.rows_on(scale.device), ours.steps.requested)
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
     own: list[Any] = []
+    found_inf = False
     for step in checked:  # other code may have put plain dicts there, or written flags
-        own.append(step.flag if not exposed else None if type(step) is dict else step.own_flag(True))
-    if home.tracker is not None:
-        found_inf, counted = False, ours.counters.values
-        for step, flag in zip(checked, own, strict=True):
-            flags = step["found_inf_per_device"].values()
-            found_inf |= any(each.item() != 0.0 for each in flags) if flag is None else flag.is_set()
+        flag = step.flag if not exposed else None if type(step) is dict else step.own_flag(True)
+        if not home.on_host:
+            own.append(flag)
+        elif flag is not None:
+            found_inf |= flag.is_set()
+        else:
+            found_inf |= any(each.item() != 0.0 for each in step["found_inf_per_device"].values())
+    if home.on_host:
+        counted = ours.counters.values
         counted = counted if isinstance(counted, list) else ours.counters.on_host()
         update_on_host_(scale, home.tracker, found_inf, numbers, limits, counted)
         return

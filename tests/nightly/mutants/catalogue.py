@@ -29,7 +29,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("ones = {each: torch.ones(()", "ones = {each: torch.zeros(()"),
         ("            if step.phase is CARRIED:\n", "            if False:\n"),
         ("            if step.phase is UNSCALED:\n", "            if step.phase is READY:\n"),
-        ("carries = step.phase is CARRIED or (", "carries = ("),
+        ("if phase is CARRIED or (kept and phase in", "if (kept and phase in"),
         ("            step._enter(CARRIED)\n", "            step._enter(UNSCALED)\n"),
         ("if step.owner is handle and step[_FLAGS]:", "if step.owner is handle and not step[_FLAGS]:"),
         ("mine is theirs or mine[\"params\"] is theirs[\"params\"]", "mine is theirs"),
