@@ -97,13 +97,18 @@ def _collect(processes: dict[Connection, Any], seconds: float, heard: Callable[[
 
 @contextmanager
 def _interrupts_postponed() -> Iterator[None]:
-    """Block Ctrl-C until the processes run. They inherit that: only the parent reacts to it, and kills them."""
+    """Hold Ctrl-C back until the processes run, and block it in them: only the parent reacts to it, and kills them."""
     resource_tracker.ensure_running()  # on Python 3.11 and 3.12 its own start would unblock Ctrl-C
+    late: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, lambda number, _: late.append(number))  # it may reach threads of NumPy's
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in late[:1]:
+            signal.raise_signal(number)
 
 
 def _serve(rank: int, to_parent: Connection, group: dict[str, Any], fn: Callable[..., Any], args: tuple[Any]) -> None:
@@ -116,8 +121,7 @@ def _serve(rank: int, to_parent: Connection, group: dict[str, Any], fn: Callable
     if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
     if (on_gpu := torch.cuda.is_available()) and torch.cuda.device_count() < group["world_size"]:
-        # NCCL refuses ranks of one host that share a GPU.
-        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_CUMEM_ENABLE="0")
+        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_CUMEM_ENABLE="0")  # else NCCL refuses to share a GPU
     torch.set_num_threads(1)  # the ranks share the cores
     torch.manual_seed(0)
     try:

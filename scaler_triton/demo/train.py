@@ -35,11 +35,6 @@ class Config:
     init_scale: float = 2.0**10
 
     @property
-    def growth_interval(self) -> int:
-        """Good steps before the scale doubles: few, so that a short run shows it."""
-        return max(2, self.steps // 8)
-
-    @property
     def bad_shards(self) -> dict[int, int]:
         """The rank whose shard gets an inf, by step."""
         steps = (self.steps // 5, self.steps // 2, self.steps * 4 // 5)
@@ -85,7 +80,8 @@ def train_alone(rank: int, config: Config) -> Trace:
 
 def train(config: Config, model: nn.Module, new_scaler: Callable[..., Any], ranks: Sequence[int]) -> Trace:
     """Train on the micro-batches of `ranks`, and put an inf into their gradients when it is their turn."""
-    scaler = new_scaler(config.device_type, config.init_scale, growth_interval=config.growth_interval)
+    few = max(2, config.steps // 8)  # good steps before the scale doubles, so that a short run shows it
+    scaler = new_scaler(config.device_type, config.init_scale, growth_interval=few)
     optimizer: Optimizer = AdamW(model.parameters(), lr=5e-3, eps=1e-6, fused=config.optimizer == "adamw-fused")
     if config.optimizer == "sgd":
         optimizer = SGD(model.parameters(), lr=0.3, momentum=0.9)
