@@ -121,7 +121,7 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
         raise  # this says nothing about Triton: the next call tries again
     except Exception as cause:
         remedy = next((text for sign, text in _REMEDIES if sign in f"{type(cause).__name__} {cause}".lower()), "")
-        reason = f"{type(cause).__name__}: {cause}{remedy and f'; {remedy}'}"
+        reason = f"{remedy}{remedy and '; '}{type(cause).__name__}: {cause}"  # a cause may be long, and cut where shown
         if requested == "triton":
             instead = f"backend='auto' or {ENV_VARIABLE}=auto takes torch's ops there"
             raise RuntimeError(f"backend='triton' does not work for {place}: {reason}; {instead}") from cause
