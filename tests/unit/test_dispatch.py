@@ -205,7 +205,9 @@ def test_without_the_interpreter_the_kernels_refuse_the_cpu(monkeypatch: Any) ->
 
 def test_without_triton_auto_takes_torchs_ops(monkeypatch: Any) -> None:
     monkeypatch.setattr(dispatch, "kernels", mock.Mock(side_effect=ModuleNotFoundError("No module named 'triton'")))
-    with pytest.warns(RuntimeWarning, match="used there .pip install .*; ModuleNotFoundError: No module named 'triton'"):
+    with pytest.warns(
+        RuntimeWarning, match="used there .pip install .*; ModuleNotFoundError: No module named 'triton'"
+    ):
         assert dispatch.choose(GPU, FP32, "auto") == "torch"
 
 
