@@ -1,8 +1,8 @@
 """What does a step's scaler cost the host: scale + step (less the optimizer's own) + update?
 
 Alone, where the scaler's code is all that runs; in training loops, where forward, backward and the optimizer run in
-between and leave none of it in the caches; and 500 parameters under FSDP2. Beside it, how many Python functions a step
-calls, a number without noise.
+between and leave none of it in the caches; 500 parameters under FSDP2; and on a GPU machine gradients that are kept on
+the CPU. Beside it, how many Python functions a step calls, a number without noise.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perf import host_stub
+from perf import host_stub, subjects
 from perf.measure import Context, Subject, Times, require
 from perf.models import loop_cases
 from perf.rows import Place, Row
@@ -39,6 +39,8 @@ def measure(context: Context) -> Iterator[Row]:
     yield from fsdp2(context)
     if context.device == "cpu":
         yield from host_stub.measure(context)
+    else:
+        yield from offloaded(context)
 
 
 def alone(context: Context, kind: str, part: str = "alone", backend: Any = None, counts: Any = COUNTS) -> Iterator[Row]:
@@ -151,6 +153,21 @@ def fsdp2(context: Context, part: str = "under FSDP2", backend: str | None = Non
             if backend is not None:
                 host_stub.require_launches(f"{case}, {metric}", subjects)
             yield from Place("host", part, case).times(metric, context.interleaved(subjects, 2.0))
+
+
+def offloaded(context: Context) -> Iterator[Row]:
+    """Time plain steps of gradients on the CPU, as parameter offloading leaves them; the scale is on the GPU.
+
+    torch's are not checked: its CPU ops may read copies of the scale before they have arrived (difference 21).
+    """
+    for count in (10,) if context.quick else (10, 500):
+        gradients = Gradients([NUMEL] * count)
+        steps = whole_steps(gradients, context.device, False, None)
+        steps["ours"].run()
+        same = all(map(torch.equal, gradients.locals, (gradients.values / subjects.SCALE).split(NUMEL)))
+        require(same, f"{count} on the CPU: other gradients than expected")
+        times = context.interleaved(steps, 1.0)
+        yield from Place("host", "offloaded to the CPU", f"{count} x {NUMEL}, plain").times(ALL, times)
 
 
 def clip(scaler: Any, optimizer: Any, max_norm: float = 1.0) -> Tensor:
