@@ -345,6 +345,7 @@ class ManualLoop(Loop):
 
     def step(self, optimizer: Any) -> None:
         optimizer.step()
+        torch.clear_autocast_cache()  # Lightning 2.5 keeps the weights that were cast before this step
 
 
 def by_trainer(program: Program, savers: tuple[str, str]) -> None:
