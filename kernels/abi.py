@@ -17,9 +17,16 @@ ROWS = 32
 SQUARES, OVERFLOWS, FAILURES, SCALES, INVERSES = range(5)
 TOTALS = 5
 
-# Counters of updates, int64. A strike is an overflow that counts towards the hysteresis.
-UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES = range(7)
-COUNTERS = 7
+# Counters, int64: of updates, and of spikes. A strike is an overflow that counts towards the hysteresis.
+UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES, SPIKES = range(8)
+COUNTERS = 8
+
+# A guard's window, fp64: a header, and behind it a ring of the last finite norms. The header: how many norms entered
+# the ring; the norm judged last, which enters when the next step is judged, and whether it was a spike; norm, limit and
+# generation (see below) of the last spike; and the rule's sigma.
+COUNT, LAST, IS_SPIKE, SPIKE_NORM, SPIKE_LIMIT, SPIKE_GENERATION, SIGMA = range(7)
+HEADER = 8
+MAX_WINDOW = 4096  # one program holds all of it in registers
 
 # The numbers of the update rule, fp64 on the device. The interval is exact wherever it can be reached: the growth
 # tracker stops at MAX_TRACKER.

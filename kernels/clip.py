@@ -37,11 +37,12 @@ def _clip_kernel(
     UNROLL: tl.constexpr,
 ):
     inv = tl.div_rn(1.0, tl.load(scale_ptr))  # plain `/` is approximate in fp32
-    norm, coef = _norm_and_coefficient(totals_ptr, max_norm)
+    overflows = tl.load(totals_ptr + _OVERFLOWS)
+    norm, coef = _norm_and_coefficient(totals_ptr, overflows, max_norm)
 
     if tl.program_id(0) == 0:
         tl.store(norm_ptr, norm)
-        _write_status(totals_ptr, status_ptr, ranks)
+        write_status(totals_ptr, overflows, status_ptr, ranks)
     _, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     if (address != 0) & ((inv != 1.0) | (coef != 1.0)):
         body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
@@ -57,22 +58,21 @@ def _clip_kernel(
 
 
 @triton.jit
-def _norm_and_coefficient(totals_ptr, max_norm):
+def _norm_and_coefficient(totals_ptr, overflows, max_norm):
     """The norm in fp32, and torch's clip coefficient: max_norm / (norm + 1e-6), by a reciprocal; at most 1."""
     norm = tl.sqrt(tl.load(totals_ptr + _SQUARES)).to(tl.float32)
     coef = tl.div_rn(1.0, norm + 1e-6) * max_norm
-    bad = tl.load(totals_ptr + _OVERFLOWS) != 0
-    return norm, tl.where(bad | (coef > 1.0), 1.0, coef)  # NaN > 1 is false: NaN stays
+    return norm, tl.where((overflows != 0) | (coef > 1.0), 1.0, coef)  # NaN > 1 is false: NaN stays
 
 
 @triton.jit
-def _write_status(totals_ptr, status_ptr, ranks):
+def write_status(totals_ptr, overflows, status_ptr, ranks):
     """The status from sums over ranks (0: none): flag, failure, the sum of the scales, and their excess."""
     if ranks != 0:
         scales = tl.load(totals_ptr + _SCALES)
         count = ranks.to(tl.float64)
         ratio = scales * tl.load(totals_ptr + _INVERSES) / (count * count)
-        tl.store(status_ptr + _FLAG, (tl.load(totals_ptr + _OVERFLOWS) != 0).to(tl.float32))
+        tl.store(status_ptr + _FLAG, (overflows != 0).to(tl.float32))
         tl.store(status_ptr + _FAILED, (tl.load(totals_ptr + _FAILURES) != 0).to(tl.float32))
         tl.store(status_ptr + _SCALE, scales.to(tl.float32))
         tl.store(status_ptr + _EXCESS, (ratio - 1.0).to(tl.float32))

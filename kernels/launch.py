@@ -87,16 +87,20 @@ class Launch:
         kernel: a `@triton.jit` function: pointers, then numbers, which it does not specialise on, then constexprs.
         device: where all its tensors lie, with its index.
         num_warps: warps of 32 lanes in a program.
+        enable_fp_fusion: whether a product and a sum may be rounded once.
         constants: its constexprs, by name, in its own order.
     """
 
-    def __init__(self, kernel: Any, device: torch.device, *, num_warps: int, **constants: Any) -> None:
+    def __init__(
+        self, kernel: Any, device: torch.device, *, num_warps: int, enable_fp_fusion: bool = True, **constants: Any
+    ) -> None:
         check_device(device)
         self._kernel = kernel
         self._device, self._index = device, device.index
         self._current_device = _current_device_query(device)
-        # enable_fp_fusion: Triton 3.9 warns where it is not given, and 3.10 flips its default.
-        self._options = {"num_warps": _native_warps(num_warps, device), "enable_fp_fusion": True, **constants}
+        # Triton 3.9 warns where fusion is not given, and 3.10 flips its default.
+        options = {"num_warps": _native_warps(num_warps, device), "enable_fp_fusion": enable_fp_fusion}
+        self._options = {**options, **constants}
         self._placeholders = (None,) * len(constants)  # ignored: constants are compiled in
         self._compiled: tuple[Any, ...] | None = None  # what `_handles` returned; None: use Triton's dispatch
         self._is_first = True

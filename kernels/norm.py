@@ -5,6 +5,8 @@ one fp64 number per chunk, and one program adds those in order. So the result is
 the same alignment to 16 bytes.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -139,6 +141,6 @@ def launch_sum_of_squares(table: GradTable, scale: Tensor, found_inf: Tensor, to
     key = "finish", inverse
     finish = table.launches.get(key)
     if finish is None:
-        constants = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
+        constants: dict[str, Any] = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
         finish = table.launches[key] = Launch(_finish_kernel, table.device, num_warps=_FINISH_WARPS, **constants)
     finish(1, table.partials, scale, found_inf, totals, table.partials.numel())

@@ -12,7 +12,7 @@ from scaler_triton.kernels.launch import Launch
 
 _FLAG, _FAILED, _STATUS, _ROWS = map(tl.constexpr, (abi.FLAG, abi.FAILED, abi.STATUS, abi.ROWS))
 _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL, _MIN, _MAX, _HYSTERESIS = map(tl.constexpr, range(abi.POLICY))
-_UPDATES, _SKIPPED, _STREAK, _GROWTHS, _BACKOFFS, _LAST_SKIP, _STRIKES = map(tl.constexpr, range(abi.COUNTERS))
+_UPDATES, _SKIPPED, _STREAK, _GROWTHS, _BACKOFFS, _LAST_SKIP, _STRIKES = map(tl.constexpr, range(abi.SPIKES))
 _MAX_SCALE, _MAX_TRACKER = tl.constexpr(abi.MAX_SCALE), tl.constexpr(abi.MAX_TRACKER)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
     from scaler_triton.patching import patch_torch, unpatch_torch
     from scaler_triton.sharded import ShardedGradScaler
+    from scaler_triton.step_guard import StepGuard
     from scaler_triton.update import ScalerStats, SkipStreakError
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ScalerStats",
     "ShardedGradScaler",
     "SkipStreakError",
+    "StepGuard",
     "__version__",
     "audit",
     "ops",
@@ -30,6 +32,7 @@ _HOMES = {
     "ScalerStats": "update",
     "ShardedGradScaler": "sharded",
     "SkipStreakError": "update",
+    "StepGuard": "step_guard",
     "audit": "auditing.running",
     "patch_torch": "patching",
     "unpatch_torch": "patching",

@@ -11,19 +11,22 @@ others skip the step, and raise when they read the flag.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from scaler_triton import passes, ranks
+from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, usual_backend
-from scaler_triton.flag import Flag, FlagRows, Flags, report_failure
-from scaler_triton.plan import GradPlan
+from scaler_triton.flag import Flag, FlagRows, Flags, fp32_on, report_failure, write_scales
+from scaler_triton.kernels.abi import SCALES, TOTALS
+from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Membership, Ranks
+from scaler_triton.spikes import Guard
 from scaler_triton.step import OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
 from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters
@@ -36,11 +39,13 @@ class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
     __slots__ = (
-        "allow_fp16", "counters", "home", "lagging", "limits", "membership", "policies", "rows", "sharded", "steps",
+        "allow_fp16", "counters", "guard", "home", "lagging", "limits", "membership", "policies", "rows", "sharded",
+        "steps",
     )  # fmt: skip
 
     def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
         self.sharded = self.allow_fp16 = sharded
+        self.guard: Guard | None = None  # None: gradients are scaled
         self.limits: Limits = NO_LIMITS
         self.counters = Counters(counters)
         self.lagging = LaggingCounters()
@@ -49,6 +54,11 @@ class Ours:
         self.rows: dict[torch.device, FlagRows] = {}
         self.policies: dict[torch.device, DevicePolicy] = {}
         self.home: Home | None = None  # of the scale that was updated last
+
+    def become_guard(self, guard: Guard) -> None:
+        """Make it that of a guard, whose ranks all agree if there are several, and whose gradients are not scaled."""
+        self.guard, self.sharded, self.allow_fp16 = guard, True, True
+        self.membership = Membership(True, alone=True)
 
     def rows_on(self, device: torch.device) -> FlagRows:
         """Return the rows of flags on a device, made once."""
@@ -68,6 +78,8 @@ def check(
 ) -> None:
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
+    A guard's are never divided, as its scale is 1; if it looks for spikes, the check is by their norm.
+
     Args:
         by_step: whether `scaler.step` calls, and uses the flag at once.
         copy: start a copy of the flag to the host, where `scaler.step` will read it.
@@ -75,29 +87,36 @@ def check(
     ours, scale = scaler._ours, scaler._scale
     step.outcome = None
     together: Ranks | None = None
+    by_norm = ours.guard is not None and ours.guard.sigma is not None
     try:
         plan = ours.steps.plan(step, optimizer)
         plan.written, plan.marks.resumed = False, {}
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
             together = ranks_of(scaler, plan)
-        flag = new_flag(scaler, step)
-        allow_fp16 = ours.allow_fp16 or not divide
-        if is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
-            plan.written = divide
+        if by_norm:
+            part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
+            totals = measure(scaler, [part], together)
+            flag, flags = part.flag, part.flags
+        elif is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
+            flag, plan.written = new_flag(scaler, step), divide
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
-            flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
+            flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, ours.allow_fp16 or not divide)
         else:
-            flags = passes.check(plan, plan.collect(allow_fp16=allow_fp16), scale, flag, divide=divide)
+            flag = new_flag(scaler, step)
+            batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)
+            flags = passes.check(plan, batches, scale, flag, divide=divide and ours.guard is None)
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if together is not None:
+        if together is not None and not by_norm:
             flag.write_scale(scale)
     except BaseException as error:
         fail(scaler, step, optimizer, error, together)
         raise
     try:
-        if together is not None:
+        if by_norm:
+            agree_on_norm(scaler, [part], totals, together)
+        elif together is not None:
             flag.agree(together)
         usual = only_here and plan.devices == [flag.device]
         agreed = flags if usual else flags_on(scaler, flag, flags, plan, together)
@@ -114,6 +133,108 @@ def check(
     except BaseException:
         step_failed(scaler, step)
         raise
+
+
+class Part:
+    """One of the optimizers that share a norm, and the results of the pass that reads its gradients."""
+
+    __slots__ = ("batches", "flag", "flags", "optimizer", "plan", "replicas", "step")
+
+    def __init__(self, optimizer: Any, step: OptimizerStep, plan: GradPlan, replicas: Sequence[int]) -> None:
+        self.optimizer, self.step, self.plan = optimizer, step, plan
+        self.replicas = replicas  # how many ranks hold each parameter's shard
+        self.flag: Any = None
+        self.flags: Flags = {}  # of each device
+        self.batches: list[Batch] = []
+
+
+def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> Tensor:
+    """Check the gradients of optimizers, and return this rank's totals of their norm, each shard counted once.
+
+    Returns: fp64 [TOTALS], on the scale's device, to be summed over `ranks`.
+    """
+    scale = scaler._scale
+    every = [total for part in parts for total in _measure_one(scaler, part)]
+    if not every:
+        totals = torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
+    else:
+        totals = every[0] if len(every) == 1 else torch.stack(every).sum(0)
+    if ranks is not None and len(every) != 1:  # a single batch's totals hold the scale
+        write_scales(totals[SCALES:], scale)
+    return totals
+
+
+def _measure_one(scaler: GradScaler, part: Part) -> list[Tensor]:
+    """Check one optimizer's gradients, and return each batch's totals, each gradient divided by its replicas."""
+    plan, flags = part.plan, part.flags
+    plan.marks.resumed = {}
+    flag = part.flag = new_flag(scaler, part.step)
+    part.batches = plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
+    choose_backends(part.batches, plan.requested, clips=True)
+    replicas = _replicas_of_gradients(plan, part.replicas)
+    totals: list[Tensor] = []
+    for batch in part.batches:
+        layout, device = batch.layout, batch.layout.key.device
+        if device not in flags:
+            here = device == flag.device
+            flags[device] = flag.found_inf if here else torch.zeros_like(flag.found_inf, device=device)
+        found_inf = flags[device]
+        if layout.clips != "torch":
+            plan.marks.follow(layout, flag.device)
+        scale = fp32_on(device, scaler._scale)
+        total = passes.norm_batch(batch, scale, found_inf, _weights(batch, replicas), inverse=False)
+        if layout.clips == "torch" and found_inf.is_cpu and layout.key.plain and found_inf.item():
+            plan.marks.mark_on_host(batch)
+        totals.append(total.to(flag.device))
+    flag.add(flags.values())
+    return totals
+
+
+def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, together: Ranks | None) -> None:
+    """Sum the totals over the ranks, by one all-reduce; a guard then judges the norm, and sets the flags."""
+    if together is not None:
+        together.sum_(totals)
+        for part in parts:
+            part.flag.agreed_by_sums(len(together.ranks))
+    ours, first = scaler._ours, parts[0]
+    if (
+        ours.guard is not None
+        and ours.guard.sigma is not None
+        and (together is not None or any(p.flags for p in parts))
+    ):
+        window = first.step.window
+        if window is None or window.memory.device != totals.device:
+            window = first.step.window = ours.guard.window(totals.device, ours.steps.requested)
+        again = any(part.step["found_inf_per_device"] for part in parts)
+        ranks = 0 if together is None else len(together.ranks)
+        window.judge(totals, first.flag, ours.counters, ranks, first=not again)
+
+
+def replicas_in(plan: GradPlan, together: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
+    """Return `replicas_of` the plan's parameters, which the plan keeps; to `guess`, those of any model will do."""
+    key = (together, None if model is None else weakref.ref(model))
+    if plan.replicas is None or (plan.replicas[0] != key and not (guess and plan.replicas[0][0] == together)):
+        plan.replicas = key, ranks.replicas_of(plan.parameters, together, model, guess=guess)
+    return plan.replicas[1]
+
+
+def _replicas_of_gradients(plan: GradPlan, replicas: Sequence[int]) -> Sequence[int]:
+    """Return how many ranks hold each gradient that was collected last: backward may shard it differently."""
+    if not plan.grad_shards:
+        return replicas  # the same list: see `_weights`
+    counts = list(replicas)
+    for index, shards in plan.grad_shards.items():
+        counts[index] = replicas[index] * gradients.num_shards(plan.parameters[index]) // shards
+    return counts
+
+
+def _weights(batch: Batch, replicas: Sequence[int]) -> list[float] | None:
+    """Return 1 / replicas for each gradient, None if all are 1; the same list as long as `replicas` is the same."""
+    layout = batch.layout
+    if layout.weights is None or layout.weights[0] is not replicas:
+        weights = [1.0 / replicas[position] for position in layout.positions]
+        layout.weights = (replicas, None if set(weights) <= {1.0} else weights)
+    return layout.weights[1]
 
 
 def ranks_of(scaler: GradScaler, plan: GradPlan) -> Ranks | None:
@@ -141,7 +262,7 @@ def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
 
 def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, together: Ranks | None) -> Flags:
     """Return the agreed flag on every device that needs it; none if nothing was checked: step and update then raise."""
-    if not checked and together is None and not scaler._ours.sharded:
+    if not checked and together is None and not (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group)):
         return {}
     if checked.keys() == {flag.device} == {*plan.devices}:
         return {flag.device: flag.found_inf}
@@ -163,7 +284,8 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
             step_failed(scaler, step)
     finally:  # even if that raises: the others wait in the reduction
         if told is not None:
-            report_failure(told, scaler._scale.device)
+            guard = scaler._ours.guard
+            report_failure(told, scaler._scale.device, by_sums=guard is not None and guard.sigma is not None)
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
@@ -174,14 +296,20 @@ def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False
         step.reset()
 
 
-def refuse_without_scale(
+def require_scale(
     scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Callable[[Any, Ranks], None] | None = None
 ) -> None:
     """Report to the other ranks that a method was called before `scale`, then raise torch's error.
 
+    A guard need not be called before: its scale, 1, is made here.
+
     Args:
         report: joins the reductions of the others; None: those of a check.
     """
+    if scaler._ours.guard is not None:
+        held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        scaler._lazy_init_scale_growth_tracker(_home_of(scaler, held))
+        return
     try:
         scaler._check_scale_growth_tracker(name)
     except AssertionError:
@@ -189,8 +317,7 @@ def refuse_without_scale(
             held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
             together = scaler._ours.membership.find(held, scaler.process_group)
             if together is not None:
-                devices = [each.device for each in held if isinstance(each, Tensor)]
-                home = next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
+                home = _home_of(scaler, held)
                 scaler._lazy_init_scale_growth_tracker(home)  # the others back off in `update`, and so must this rank
                 if report is not None:
                     report(optimizers, together)
@@ -201,14 +328,21 @@ def refuse_without_scale(
         raise
 
 
+def _home_of(scaler: GradScaler, parameters: Sequence[Any]) -> torch.device:
+    """Return where the scale of an optimizer of these parameters belongs."""
+    devices = [each.device for each in parameters if isinstance(each, Tensor)]
+    return next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
+
+
 def is_replaced(scaler: GradScaler, name: str) -> bool:
     """Return whether a method of ours was replaced, by a subclass or on the object."""
-    return getattr(getattr(scaler, name), "__func__", None) is not _METHODS[name]
+    return getattr(getattr(scaler, name), "__func__", None) not in _METHODS[name]
 
 
-_METHODS: dict[str, Any] = {}
+_METHODS: dict[str, list[Any]] = {}
 
 
 def methods_of(cls: type, *names: str) -> None:
     """Store a class's methods, for `is_replaced`."""
-    _METHODS.update({name: vars(cls)[name] for name in names})
+    for name in names:
+        _METHODS.setdefault(name, []).append(vars(cls)[name])

@@ -22,13 +22,24 @@ import torch
 from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, policy, torch_ops
-from scaler_triton.check import fail, flags_on, is_replaced, new_flag, ranks_of, refuse_without_scale, step_failed
+from scaler_triton.check import (
+    Part,
+    agree_on_norm,
+    fail,
+    flags_on,
+    is_replaced,
+    measure,
+    ranks_of,
+    replicas_in,
+    require_scale,
+    step_failed,
+)
 from scaler_triton.dispatch import stacklevel
-from scaler_triton.flag import Flags, any_flag, fp32_on, write_scales
-from scaler_triton.kernels.abi import OVERFLOWS, SCALES, TOTALS
-from scaler_triton.plan import Batch, GradPlan, choose_backends
+from scaler_triton.flag import FAILED_TOTALS, any_flag, fp32_on
+from scaler_triton.kernels.abi import OVERFLOWS
+from scaler_triton.plan import GradPlan
 from scaler_triton.ranks import Ranks, default_group, group_ranks, mesh_ranks, replicas_of, several_ranks
-from scaler_triton.step import CARRIED, CHECKED, READY, OptimizerStep, parameters_of, unwrap
+from scaler_triton.step import CARRIED, CHECKED, READY, STEPPED, OptimizerStep, parameters_of, unwrap
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -56,19 +67,6 @@ class Request(NamedTuple):
     error_if_nonfinite: bool
     chosen: set[int] | None  # the ids of the parameters to be clipped; None: all
     at_once: bool  # whether the pass that checks also gives the norm, in one reduction; equal on all ranks
-
-
-class Part:
-    """One of the optimizers that are clipped together, and the results of the pass that reads its gradients."""
-
-    __slots__ = ("batches", "flag", "flags", "optimizer", "plan", "replicas", "step")
-
-    def __init__(self, optimizer: Any, step: OptimizerStep, plan: GradPlan, replicas: Sequence[int]) -> None:
-        self.optimizer, self.step, self.plan = optimizer, step, plan
-        self.replicas = replicas  # how many ranks hold each parameter's shard
-        self.flag: Any = None
-        self.flags: Flags = {}  # of each device
-        self.batches: list[Batch] = []
 
 
 def clip_grad_norm_(
@@ -109,14 +107,16 @@ def _open(
         _fail_together(scaler, optimizers, ranks, request, checked=request.at_once)
 
     if scaler._scale is None or scaler._growth_tracker is None:
-        refuse_without_scale(scaler, "clip_grad_norm_", optimizers, report)
+        require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
+    if scaler._ours.guard is not None and any(step.phase is STEPPED for step in steps):
+        scaler.update()  # the caller has left it out
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
         plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
         ranks = _joint_ranks(scaler, plans)
-        replicas = [_replicas(plan, ranks, model) for plan in plans]
+        replicas = [replicas_in(plan, ranks, model) for plan in plans]
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception:
@@ -132,20 +132,14 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
     """Clip by the 2-norm of the checking pass; return it, and whether it must raise, so that nothing was clipped."""
     scale = scaler._scale
     with _failure_joins(scaler, parts, ranks, request):
-        every = [total for part in parts for total in _measure(scaler, part)]
-        if not every:
-            totals = torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
-        else:
-            totals = every[0] if len(every) == 1 else torch.stack(every).sum(0)
-        if ranks is not None and len(every) != 1:  # a single batch's totals hold the scale
-            write_scales(totals[SCALES:], scale)
+        for part in parts:
+            part.step.outcome, part.step.fresh, part.step.began = None, False, False
+        totals = measure(scaler, parts, ranks)
     with _failure_skips(scaler, parts):
-        if ranks is not None:
-            ranks.sum_(totals)
+        agree_on_norm(scaler, parts, totals, ranks)
         refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
         for part in parts:
             if ranks is not None:
-                part.flag.agreed_by_sums(len(ranks.ranks))
                 if refused:
                     part.flag.read_sums(totals)
             elif len(parts) > 1 and (part.flags or scaler._ours.sharded):
@@ -170,33 +164,6 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
             if not (part.flag.is_on_host or part.step.captured or is_fused):
                 part.flag.start_copy()
     return torch_ops.norm_of(totals) if norm is None else norm, refused
-
-
-def _measure(scaler: GradScaler, part: Part) -> list[Tensor]:
-    """Check one optimizer's gradients, and return each batch's totals, each gradient divided by its replicas."""
-    step, plan, flags = part.step, part.plan, part.flags
-    step.outcome, step.fresh, step.began = None, False, False
-    plan.marks.resumed = {}
-    flag = part.flag = new_flag(scaler, step)
-    part.batches = plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
-    choose_backends(part.batches, plan.requested, clips=True)
-    replicas = _replicas_of_gradients(plan, part.replicas)
-    totals: list[Tensor] = []
-    for batch in part.batches:
-        layout, device = batch.layout, batch.layout.key.device
-        if device not in flags:
-            here = device == flag.device
-            flags[device] = flag.found_inf if here else torch.zeros_like(flag.found_inf, device=device)
-        found_inf = flags[device]
-        if layout.clips != "torch":
-            plan.marks.follow(layout, flag.device)
-        scale = fp32_on(device, scaler._scale)
-        total = passes.norm_batch(batch, scale, found_inf, _weights(batch, replicas), inverse=False)
-        if layout.clips == "torch" and found_inf.is_cpu and layout.key.plain and found_inf.item():
-            plan.marks.mark_on_host(batch)
-        totals.append(total.to(flag.device))
-    flag.add(flags.values())
-    return totals
 
 
 def _clip_by_passes(
@@ -306,8 +273,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, requ
             step_failed(scaler, scaler._ours.steps.open(optimizer))
     finally:  # even if that fails, as the other ranks wait
         takes_maximum = request.norm_type == math.inf
-        # Without a scale: an update clears the failure, but scales are still compared then.
-        numbers = [math.nan, 1.0, 1.0, 0.0, 0.0] if request.at_once else [math.nan, 1.0]
+        numbers = [*FAILED_TOTALS] if request.at_once else [math.nan, 1.0]
         numbers = [0.0, 1.0, 1.0] if takes_maximum else numbers
         values = torch.tensor(numbers, dtype=torch.float64, device=scaler._scale.device)
         (ranks.maximum_ if takes_maximum else ranks.sum_)(values)
@@ -386,33 +352,6 @@ def _joint_ranks(scaler: GradScaler, plans: Sequence[GradPlan]) -> Ranks | None:
         parameters = [parameter for plan in plans for parameter in plan.parameters]
         first.joint_ranks = key, scaler._ours.membership.find(parameters, scaler.process_group)
     return first.joint_ranks[1]
-
-
-def _replicas(plan: GradPlan, ranks: Ranks | None, model: nn.Module | None) -> list[int]:
-    """Return `replicas_of` the plan's parameters, which the plan keeps."""
-    key = (ranks, None if model is None else weakref.ref(model))
-    if plan.replicas is None or plan.replicas[0] != key:
-        plan.replicas = key, replicas_of(plan.parameters, ranks, model)
-    return plan.replicas[1]
-
-
-def _replicas_of_gradients(plan: GradPlan, replicas: Sequence[int]) -> Sequence[int]:
-    """Return how many ranks hold each gradient that was collected last: backward may shard it differently."""
-    if not plan.grad_shards:
-        return replicas  # the same list: see `_weights`
-    counts = list(replicas)
-    for index, shards in plan.grad_shards.items():
-        counts[index] = replicas[index] * gradients.num_shards(plan.parameters[index]) // shards
-    return counts
-
-
-def _weights(batch: Batch, replicas: Sequence[int]) -> list[float] | None:
-    """Return 1 / replicas for each gradient, None if all are 1; the same list as long as `replicas` is the same."""
-    layout = batch.layout
-    if layout.weights is None or layout.weights[0] is not replicas:
-        weights = [1.0 / replicas[position] for position in layout.positions]
-        layout.weights = (replicas, None if set(weights) <= {1.0} else weights)
-    return layout.weights[1]
 
 
 def _checked_optimizers(optimizers: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 Backend = Literal["triton", "torch"]
+Task = Literal["unscaling", "clipping", "guarding"]
 
 if torch.__version__ < "2.10.0a0":
     raise ImportError(f"scaler_triton needs torch 2.10 or newer, got {torch.__version__}: pip install 'torch>=2.10'")
@@ -37,7 +39,7 @@ _KEY = os.environ.encodekey(ENV_VARIABLE)
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_chosen: dict[tuple[torch.device, torch.dtype, str, bool], tuple[Backend, str]] = {}  # with the reason
+_chosen: dict[tuple[torch.device, torch.dtype, str, Task], tuple[Backend, str]] = {}  # with the reason
 _warned: set[torch.device] = set()
 
 
@@ -68,21 +70,22 @@ def usual_backend() -> str:
     return value if value in _CHOICES else "auto"
 
 
-def choose(device: torch.device, dtype: torch.dtype, requested: str, *, clips: bool = False) -> Backend:
-    """Return the backend for tensors of `dtype` on `device`, with `clips` for norms and clipping, by a trial run.
+def choose(device: torch.device, dtype: torch.dtype, requested: str, *, task: Task = "unscaling") -> Backend:
+    """Return the backend of a task for tensors of `dtype` on `device`, by a trial run; "clipping" includes norms.
 
     Raises: RuntimeError with the cause if "triton" was requested and does not work there; torch.OutOfMemoryError if the
         trial ran out of memory, which decides nothing.
     """
-    key = (device, dtype, requested, clips)
+    key = (device, dtype, requested, task)
     known = _chosen.get(key)
     if known is not None:
         return known[0]
-    if clips and choose(device, dtype, requested) == "torch":
+    if task != "unscaling" and choose(device, dtype, requested) == "torch":
         return "torch"
     with _lock:
         if key not in _chosen:
-            place = f"{'clipping ' if clips else ''}{str(dtype).removeprefix('torch.')} on {device}"
+            name = str(dtype).removeprefix("torch.")
+            place = f"{name if task == 'unscaling' else f'{task} {name}'} on {device}"
             backend, reason = _chosen[key] = _decide(*key, place)
             _log.debug("%s is served by %s: %s", place, backend, reason)
         return _chosen[key][0]
@@ -97,18 +100,19 @@ def choose_for_scale(scale: Tensor, requested: str) -> Backend:
 
 def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
     """Return the reason for the choice that `choose` made."""
-    return _chosen[device, dtype, requested, False][1]
+    return _chosen[device, dtype, requested, "unscaling"][1]
 
 
 @functools.cache
 def kernels() -> Any:
     """Return the kernels' modules, imported on first use: triton is slow to import and may be missing."""
-    from scaler_triton.kernels import clip, launch, norm, table, unscale, update_scale
+    from scaler_triton.kernels import clip, launch, norm, spike, table, unscale, update_scale
 
-    return SimpleNamespace(clip=clip, launch=launch, norm=norm, table=table, unscale=unscale, update_scale=update_scale)
+    modules = {"clip": clip, "launch": launch, "norm": norm, "spike": spike, "table": table, "unscale": unscale}
+    return SimpleNamespace(**modules, update_scale=update_scale)
 
 
-def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: bool, place: str) -> tuple[Backend, str]:
+def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task, place: str) -> tuple[Backend, str]:
     if requested == "torch":
         return "torch", "asked for"
     if requested == "auto" and device.type != "cuda":
@@ -116,7 +120,8 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, clips: boo
     refuse_capture(device, f"the first step with {place}")
     try:
         with sync_allowed(device):
-            (_try_clipping if clips else _try_unscaling)(device, dtype)
+            trials = {"unscaling": _try_unscaling, "clipping": _try_clipping, "guarding": _try_guarding}
+            trials[task](device, dtype)
     except torch.OutOfMemoryError:
         raise  # this says nothing about Triton: the next call tries again
     except Exception as cause:
@@ -163,6 +168,21 @@ def _try_clipping(device: torch.device, dtype: torch.dtype) -> None:
     modules.clip.launch_clip(table, scale, totals, 16.0, norm)
     if norm.item() != 8.0 or grads.tolist() != [2.0] * 16:
         raise RuntimeError(f"the Triton kernels run on {device} but clip to {grads.tolist()}, norm {norm.item()}")
+
+
+def _try_guarding(device: torch.device, dtype: torch.dtype) -> None:
+    """Do as `_try_unscaling` does for the kernel that judges norms."""
+    from scaler_triton.kernels import abi
+
+    memory = torch.zeros(abi.HEADER + 2, dtype=torch.float64, device="cpu")
+    memory[abi.COUNT], memory[abi.LAST], memory[abi.SIGMA], memory[abi.HEADER] = 1.0, 3.0, 2.0, 1.0
+    totals = torch.tensor([25.0] + [0.0] * (abi.TOTALS - 1), dtype=torch.float64, device="cpu").to(device)
+    memory, status = memory.to(device), torch.zeros(abi.STATUS, dtype=torch.float32, device=device)
+    counters = torch.zeros(abi.COUNTERS, dtype=torch.int64, device=device)
+    kernels().spike.launch_judge(totals, status, memory, counters, 2, 0, first=True)
+    limit = memory[abi.SPIKE_LIMIT].item()
+    if limit != 2.0 + 2.0 * math.sqrt(2.0) or status[abi.FLAG].item() != 1.0:
+        raise RuntimeError(f"the Triton kernels run on {device} but give a limit of {limit}")
 
 
 def is_captured(tensor: Tensor) -> bool:

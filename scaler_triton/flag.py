@@ -29,6 +29,8 @@ Flags = dict[torch.device, Tensor]
 # For n equal scales, `excess` is below n times this in fp64 in any order of summation: each of 2n roundings is at most
 # an eighth of it.
 _ROUNDING = 2.0**-50
+# What a rank that failed adds to totals. Without a scale: an update clears the failure, but scales are still compared.
+FAILED_TOTALS = (math.nan, 1.0, 1.0, 0.0, 0.0)
 
 
 class FlagRows:
@@ -181,8 +183,15 @@ class Flag:
             )
 
 
-def report_failure(ranks: Ranks, device: torch.device) -> None:
-    """Join the reduction of a status with the failure set: the other ranks skip, and raise when they read the flag."""
+def report_failure(ranks: Ranks, device: torch.device, *, by_sums: bool = False) -> None:
+    """Join the reduction of a check with the failure set: the other ranks skip, and raise when they read the flag.
+
+    Args:
+        by_sums: whether they reduce totals, as where the check is by a norm, instead of a status.
+    """
+    if by_sums:
+        ranks.sum_(torch.tensor(FAILED_TOTALS, dtype=torch.float64, device=device))
+        return
     status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
     ranks.maximum_(torch.tensor(status, dtype=torch.float32, device=device))
 

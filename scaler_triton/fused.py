@@ -31,12 +31,12 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         step.takes_scaler = "grad_scaler" in inspect.signature(function).parameters
     if step.takes_scaler:
         return _step_by_argument(scaler, step, optimizer, args, kwargs)
-    divides = step.phase is not UNSCALED  # by its own kernels
-    if divides:
+    if step.phase is not UNSCALED:
         if is_replaced(scaler, "_check_inf_per_device"):
             scaler._check_inf_per_device(optimizer)
-        else:
-            check(scaler, step, optimizer, divide=False, by_step=True, copy=False)
+        else:  # a guard's gradients are unscaled: the optimizer need not divide them by 1
+            check(scaler, step, optimizer, divide=scaler._ours.guard is not None, by_step=True, copy=False)
+    divides = step.phase is not UNSCALED  # by its own kernels
     scale: Any = scaler._get_scale_async()
     exposed = scaler._ours.steps.exposed and not step.fresh
     flag, flags = step.own_flag(exposed), step["found_inf_per_device"]

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.cuda.amp import common
 
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
-from scaler_triton.check import Ours, check, is_replaced, methods_of, refuse_without_scale
+from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale
 from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags
 from scaler_triton.kernels.abi import STATUS
-from scaler_triton.policy import KEY, NO_LIMITS, Limits
+from scaler_triton.policy import KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
+from scaler_triton.spikes import Guard
 from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, UNSCALED_STAGE, OptimizerStep, Steps
 from scaler_triton.update import LaggingCounters, ScalerStats
 
@@ -175,7 +176,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         if self._scale is None or self._growth_tracker is None:
-            refuse_without_scale(self, "unscale_", [optimizer])
+            require_scale(self, "unscale_", [optimizer])
         step = self._ours.steps.open(optimizer)
         step.require_unscalable()
         check(self, step, optimizer, divide=True, copy=not getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -242,9 +243,9 @@ class GradScaler(torch.amp.GradScaler):
             return result
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        if self._scale is None or self._growth_tracker is None:
+            require_scale(self, "step", [optimizer])
         scale = self._scale
-        if scale is None or self._growth_tracker is None:
-            refuse_without_scale(self, "step", [optimizer])
         steps, is_fused = self._ours.steps, getattr(optimizer, "_step_supports_amp_scaling", False)
         if scale.is_cuda and not is_fused and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
@@ -311,7 +312,7 @@ class GradScaler(torch.amp.GradScaler):
             if state["found_inf_per_device"]:
                 checked.append(state)
         captured = scale.is_cuda and torch.cuda.is_current_stream_capturing()
-        if unstepped:
+        if unstepped and ours.guard is None:  # a guard checks again what was not stepped
             ours.steps.keep_unstepped()
         if new_scale is not None:
             update.set_scale(self, new_scale, checked)
@@ -436,7 +437,7 @@ class GradScaler(torch.amp.GradScaler):
         ours = self._ours
         limits, counters = ours.limits, policy.no_counters()
         if policy.check_dict(state_dict, "state_dict"):  # torch raises for an empty one
-            if KEY in state_dict:
+            if KEY in state_dict and WINDOWS not in policy.check_dict(state_dict[KEY], KEY):  # no guard's
                 limits, counters = policy.from_checkpoint(state_dict[KEY])
             state_dict = policy.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
@@ -492,7 +493,7 @@ class GradScaler(torch.amp.GradScaler):
         If other ranks must agree, they are checked once per step; else by each call until a step or a joint clip.
         """
         if self._scale is None or self._growth_tracker is None:
-            refuse_without_scale(self, "_check_inf_per_device", [optimizer])
+            require_scale(self, "_check_inf_per_device", [optimizer])
         step = self._per_optimizer_states.open(optimizer)
         if fused.may_check(self, step, optimizer):
             phase = step.phase
@@ -523,13 +524,16 @@ class GradScaler(torch.amp.GradScaler):
             state["_scale"] = state["_growth_tracker"] = None
         # Plain numbers: otherwise the pickle would name the modules of our classes.
         numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
-        state[_COUNTED] = {**numbers, "allow_fp16_grads": ours.allow_fp16}
+        guard = None if ours.guard is None else ours.guard.numbers(ours.steps.all())
+        state[_COUNTED] = {**numbers, "allow_fp16_grads": ours.allow_fp16, "guard": guard}
         return {**state, "process_group": ranks.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         counted = state.get(_COUNTED)
         ours = Ours(_is_sharded(type(self)), None if counted is None else counted["counters"])
         if counted is not None:
+            if counted.get("guard") is not None:
+                ours.become_guard(Guard(*counted["guard"]))
             ours.limits, ours.steps.requested = Limits(*counted["limits"]), counted["backend"]
             ours.allow_fp16 |= counted.get("allow_fp16_grads", False)
         plain = {name: value for name, value in state.items() if name not in (_COUNTED, "_per_optimizer_states")}

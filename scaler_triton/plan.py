@@ -302,7 +302,7 @@ def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = F
         if layout.backend is None:  # tensor subclasses implement torch's ops themselves
             layout.backend = choose(key.device, key.dtype, requested) if key.plain else "torch"
         if clips and layout.clips is None:
-            layout.clips = choose(key.device, key.dtype, requested, clips=True) if key.plain else "torch"
+            layout.clips = choose(key.device, key.dtype, requested, task="clipping") if key.plain else "torch"
 
 
 def _row(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from scaler_triton.dispatch import stacklevel
-from scaler_triton.kernels.abi import COUNTERS, MAX_SCALE, MAX_TRACKER, MIN_SCALE
+from scaler_triton.kernels.abi import COUNTERS, MAX_SCALE, MAX_TRACKER, MAX_WINDOW, MIN_SCALE
 from scaler_triton.text import one_line
 
 # The one key of a checkpoint that torch's class does not know, and ignores.
 KEY = "scaler_triton"
+WINDOWS = "windows"  # beneath it, in a guard's checkpoint
 # The names of the counters in a checkpoint, in the order of `kernels.abi`.
-COUNTER_NAMES = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
+COUNTER_NAMES = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes", "spikes")
 
 
 class Limits(NamedTuple):
@@ -155,6 +156,33 @@ def check_max_norm(value: Any) -> float:
     return bound
 
 
+def check_sigma(value: Any, name: str = "spike_sigma") -> float | None:
+    """Return `value` as a float if it is a positive number, or None."""
+    if value is None:
+        return None
+    number = _as_float(value, name)
+    if not 0.0 < number < math.inf:
+        raise ValueError(f"{name} must be a positive number (standard deviations) or None, got {value!r}")
+    return number
+
+
+def check_window(value: Any, name: str = "window") -> int:
+    """Return `value` as an int if it is a number of norms that a window can hold."""
+    return _int_in(value, name, 2, f"an int in [2, {MAX_WINDOW}] (norms)", MAX_WINDOW)
+
+
+def check_windows(value: Any, name: str = WINDOWS) -> list[list[float]]:
+    """Return a checkpoint's norms, a list for each optimizer, if all of them are finite and >= 0."""
+    try:
+        windows = [[float(norm) for norm in norms] for norms in value]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be lists of numbers, got {one_line(repr(value))}") from error
+    for norm in (norm for norms in windows for norm in norms):
+        if not 0.0 <= norm < math.inf:
+            raise ValueError(f"{name} must hold finite norms >= 0, got {norm}")
+    return windows
+
+
 def check_bool(value: Any, name: str) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
@@ -210,6 +238,7 @@ def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
         text = "the checkpoint was made with consecutive_hysteresis=True, which is gone: "
         text += "overflows count towards hysteresis until the scale is due to grow"
         warnings.warn(text, UserWarning, stacklevel=stacklevel())
+    counters = {"spikes": 0, **counters}  # which earlier versions did not count
     return limits, [check_count(counters[name], name) for name in COUNTER_NAMES]
 
 

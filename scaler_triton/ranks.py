@@ -62,12 +62,15 @@ class Ranks:
 class Membership:
     """Finds the ranks that must agree on a scaler's optimizers, and warns once where they cannot be found."""
 
-    def __init__(self, sharded: bool) -> None:
+    def __init__(self, sharded: bool, *, alone: bool = False) -> None:
         self.sharded = sharded  # whether all ranks of the process group must agree, whatever the parameters are
+        self.alone = alone  # whether it may be used without any group
         self._warned_fsdp1 = self._warned_apart = False
 
     def find(self, parameters: Sequence[Tensor], process_group: Any) -> Ranks | None:
         """Return the ranks that must agree on an optimizer of these parameters, None if no other rank must."""
+        if self.alone and not is_in_a_group(process_group):
+            return None
         if self.sharded or process_group is not None:
             return group_ranks(parameters, process_group)
         if several_ranks() and has_fsdp1(parameters):
@@ -155,12 +158,15 @@ def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
     return min(widest, key=lambda root: root.ndim)  # fewest reductions
 
 
-def replicas_of(parameters: Sequence[Tensor], ranks: Ranks | None, model: nn.Module | None) -> list[int]:
+def replicas_of(
+    parameters: Sequence[Tensor], ranks: Ranks | None, model: nn.Module | None, *, guess: bool = False
+) -> list[int]:
     """Return for each parameter how many of the ranks hold the same shard of it as this rank: a norm counts it once.
 
     A DTensor's placements give the number of shards; ranks outside its mesh are taken to hold copies. An FSDP1
     parameter looks the same sharded or not, but its FSDP module in `model` knows, also how tensor parallelism had
-    sharded it before. Any other parameter is taken to be replicated on all ranks, as under DDP.
+    sharded it before; without a model, to `guess` is to take it to be sharded over all ranks. Any other parameter is
+    taken to be replicated on all ranks, as under DDP.
     """
     count = 1 if ranks is None else len(ranks.ranks)
     on_fsdp1 = several_ranks() and has_fsdp1(parameters)
@@ -170,6 +176,8 @@ def replicas_of(parameters: Sequence[Tensor], ranks: Ranks | None, model: nn.Mod
         spec, shards = dtensor_spec(parameter), 1
         if spec is not None:
             shards = num_shards(spec)
+        elif on_fsdp1 and is_fsdp1(parameter) and guess and model is None:
+            shards = count
         elif on_fsdp1 and is_fsdp1(parameter):
             if id(parameter) not in fsdp1_shards:
                 raise ValueError(
@@ -221,6 +229,11 @@ def _shards_before_fsdp1(module: Any) -> dict[int, int]:
 def default_group() -> ProcessGroup | None:
     """Return the current default process group, None before `init_process_group`."""
     return dist.group.WORLD if _AVAILABLE else None
+
+
+def is_in_a_group(process_group: Any) -> bool:
+    """Return whether there is a group: this one, or the default group."""
+    return process_group is not None or default_group() is not None
 
 
 def several_ranks() -> bool:
@@ -279,8 +292,7 @@ def picklable(process_group: Any) -> Any:
 
 def gathering_group(process_group: Any) -> Any:
     """Return the `checked_group` to gather over, None for a process without a group."""
-    alone = process_group is None and default_group() is None
-    return None if alone else checked_group(process_group)
+    return checked_group(process_group) if is_in_a_group(process_group) else None
 
 
 def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:

@@ -129,6 +129,22 @@ class BadGradient:
 
 
 @dataclass(frozen=True)
+class Spike:
+    """A norm, of all ranks' gradients, for which a `StepGuard` skipped a step.
+
+    Args:
+        norm: the 2-norm.
+        limit: what it was compared with.
+    """
+
+    norm: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"spike: norm {self.norm:.3g}, limit {self.limit:.3g}"
+
+
+@dataclass(frozen=True)
 class OverflowReport:
     """What `overflow_report` found about the last skip.
 
@@ -138,6 +154,7 @@ class OverflowReport:
         gathered: whether the report covers all ranks, not only this one of several.
         untold: descriptions of what has no record.
         pending: whether the update of the skip is still to come.
+        spikes: what a `StepGuard` skipped finite gradients for.
     """
 
     update: int | None
@@ -145,11 +162,14 @@ class OverflowReport:
     gathered: bool
     untold: tuple[str, ...] = ()
     pending: bool = False
+    spikes: tuple[Spike, ...] = ()
 
     def __str__(self) -> str:
         when = "The last skip" if self.update is None else f"The last skip, at update {self.update}"
         if self.update is None and not self.pending:
             lines = ["No step was skipped."]
+        elif self.spikes and not self.bad:
+            lines = [f"{when}: {', '.join(map(str, self.spikes))}."]
         elif not self.bad:
             lines = [f"{when}: nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"]
         else:
@@ -198,7 +218,9 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
             bad.append(BadGradient(name, _WORDS[kinds[index]], local_tensor(parameter).numel(), rank))
         if pending or update:
             untold.update(plan.marks.not_covered())
-    return OverflowReport(update, tuple(bad), False, tuple(sorted(untold)), pending)
+    spikes = [step.window.spike(generation) for step in steps if step.window is not None]
+    found = tuple(Spike(*each) for each in spikes if each is not None)
+    return OverflowReport(update, tuple(bad), False, tuple(sorted(untold)), pending, found)
 
 
 def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:

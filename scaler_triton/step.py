@@ -22,6 +22,7 @@ from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
 if TYPE_CHECKING:
+    from scaler_triton.spikes import Window
     from scaler_triton.update import Counters
 
 _FLAGS = "found_inf_per_device"
@@ -72,7 +73,7 @@ class OptimizerStep(dict[str, Any]):
 
     __slots__ = (
         "asks", "began", "captured", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
-        "phase", "plan", "reader", "stage", "takes_scaler",
+        "phase", "plan", "reader", "stage", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -83,6 +84,7 @@ class OptimizerStep(dict[str, Any]):
         self.handles: dict[int, Callable[[], Any]] = {}  # the same for it and for each wrapper around it, by id
         self.plan: GradPlan | None = None  # made by the first check
         self.flag: Flag | None = None  # the last check's
+        self.window: Window | None = None  # the last norms, of a guard that looks for spikes
         self.earlier: list[Flag | None] = []  # those of earlier checks in this step, which callers may still read
         self.kept: Flags = {}  # what a CARRIED step is going to use
         # What `was_skipped` returns after the last step, or the flags to read it from; None: not stepped.
@@ -283,7 +285,7 @@ class Steps(dict[Any, Any]):
         for before in self.all():
             step, owner = OptimizerStep(), before.owner()
             if owner is not None:
-                step.plan, step.outcome = before.plan, before.outcome
+                step.plan, step.outcome, step.window = before.plan, before.outcome, before.window
                 for handle in before.handles.values():
                     if (optimizer := handle()) is not None:
                         steps._add_handle(step, optimizer, owns=optimizer is owner)

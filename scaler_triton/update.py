@@ -61,6 +61,7 @@ class ScalerStats:
         growths: updates that made the scale larger, even by a limit; `update(new_scale)` does not count.
         backoffs: updates that made it smaller, even by a limit.
         last_skip: the number of the last update that skipped, from 1; None if none did.
+        spikes: steps that a `StepGuard` skips because their norm is a spike; counted when they are checked.
     """
 
     updates: int = 0
@@ -69,12 +70,13 @@ class ScalerStats:
     growths: int = 0
     backoffs: int = 0
     last_skip: int | None = None
+    spikes: int = 0
 
     @classmethod
     def of(cls, counters: Sequence[int]) -> ScalerStats:
         """Return counters as stats."""
-        updates, skipped, streak, growths, backoffs, last_skip, _ = counters
-        return cls(updates, skipped, streak, growths, backoffs, last_skip or None)
+        updates, skipped, streak, growths, backoffs, last_skip, _, spikes = counters
+        return cls(updates, skipped, streak, growths, backoffs, last_skip or None, spikes)
 
 
 class Counters:
@@ -371,7 +373,7 @@ def update_by_ops_(
         spared = bad & (counters[STRIKES] + 1 < limits.hysteresis)
         after = torch.where(spared, scale, after)
     after.nan_to_num_(nan=limits.min_scale, posinf=limits.max_scale).clamp_(limits.min_scale, limits.max_scale)
-    updates, skipped, streak, growths, backoffs, last_skip, strikes = counters.unbind()
+    updates, skipped, streak, growths, backoffs, last_skip, strikes, spikes = counters.unbind()
     updates = updates + 1
     counted = torch.stack([
         updates,
@@ -381,6 +383,7 @@ def update_by_ops_(
         backoffs + (after < scale).reshape(()),
         torch.where(bad, updates, last_skip),
         (strikes + bad) * (bad | (tracker.reshape(()) != 0)),
+        spikes,
     ])  # fmt: skip
     for held, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):
         held.copy_(value)

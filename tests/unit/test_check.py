@@ -314,6 +314,6 @@ def test_it_meets_the_others_where_their_scale_is(devices: list[str], home: str)
         mock.patch.object(scaler._ours.membership, "find", return_value=object()),
         pytest.raises(AssertionError),
     ):
-        check.refuse_without_scale(scaler, "unscale_", [optimizer], lambda *args: met())
+        check.require_scale(scaler, "unscale_", [optimizer], lambda *args: met())
     made.assert_called_once_with(torch.device(home))
     assert met.called

@@ -48,7 +48,7 @@ def works(device: torch.device, dtype: torch.dtype) -> None:
 )
 def test_torchs_ops_serve_what_is_not_cuda_or_asks_for_them(device: torch.device, requested: str, reason: str) -> None:
     assert dispatch.choose(device, FP32, requested) == "torch"
-    assert dispatch.choose(device, FP32, requested, clips=True) == "torch"
+    assert dispatch.choose(device, FP32, requested, task="clipping") == "torch"
     assert dispatch.reason_for(device, FP32, requested) == reason
 
 
@@ -58,7 +58,7 @@ def test_what_is_asked_for_is_tried_once_and_one_line_says_how_it_went(place: Pl
     with caplog.at_level(logging.DEBUG, "scaler_triton"):
         assert [dispatch.choose(device, FP32, place.backend) for _ in range(3)] == [place.backend] * 3
         if place.backend == "torch":  # no other line for clipping
-            assert dispatch.choose(device, FP32, "torch", clips=True) == "torch"
+            assert dispatch.choose(device, FP32, "torch", task="clipping") == "torch"
     reason = "triton, and a trial run was right" if place.backend == "triton" else "asked for"
     assert [record.getMessage() for record in caplog.records] == [
         f"float32 on {device} is served by {place.backend}: {reason}"
@@ -71,10 +71,10 @@ def test_clipping_is_tried_when_it_is_first_wanted(place: Place, monkeypatch: An
     device = torch.zeros(0, device=place.device).device
     assert dispatch.choose(device, FP32, place.backend) == place.backend
     if place.backend == "torch":
-        assert dispatch.choose(device, FP32, "torch", clips=True) == "torch"
+        assert dispatch.choose(device, FP32, "torch", task="clipping") == "torch"
     else:
         with pytest.raises(RuntimeError, match=r"does not work for clipping float32 on .*; RuntimeError: ptxas fatal;"):
-            dispatch.choose(device, FP32, "triton", clips=True)
+            dispatch.choose(device, FP32, "triton", task="clipping")
 
 
 @pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
@@ -85,7 +85,7 @@ def test_kernels_that_give_wrong_numbers_are_found_out(place: Place, name: str) 
         mock.patch.object(getattr(dispatch.kernels(), module), name),
         pytest.raises(RuntimeError, match=r"the Triton kernels run on .* but "),
     ):
-        dispatch.choose(device, FP32, "triton", clips=True)
+        dispatch.choose(device, FP32, "triton", task="clipping")
 
 
 def test_only_a_plain_scale_in_fp32_is_for_the_kernel() -> None:
@@ -97,19 +97,19 @@ def test_only_a_plain_scale_in_fp32_is_for_the_kernel() -> None:
 # Where Triton does not work
 
 
-@pytest.mark.parametrize("clips", [False, True])
-def test_auto_falls_back_with_one_warning_that_carries_the_cause(clips: bool, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(dispatch, "_try_unscaling", works if clips else broken(RuntimeError("no such kernel")))
-    monkeypatch.setattr(dispatch, "_try_clipping", broken(RuntimeError("no such kernel")))
-    place = "clipping float32 on cuda:0" if clips else "float32 on cuda:0"
+@pytest.mark.parametrize("task", ["unscaling", "clipping", "guarding"])
+def test_auto_falls_back_with_one_warning_that_carries_the_cause(task: Any, monkeypatch: Any, caplog: Any) -> None:
+    for each in ("unscaling", "clipping", "guarding"):
+        monkeypatch.setattr(dispatch, f"_try_{each}", broken(RuntimeError("no such kernel")) if each == task else works)
+    place = "float32 on cuda:0" if task == "unscaling" else f"{task} float32 on cuda:0"
     text = f"Triton does not work for {place}, so torch's own ops are used there (RuntimeError: no such kernel)"
     with pytest.warns(RuntimeWarning) as warned, caplog.at_level(logging.DEBUG, "scaler_triton"):
-        assert dispatch.choose(GPU, FP32, "auto", clips=clips) == "torch"
+        assert dispatch.choose(GPU, FP32, "auto", task=task) == "torch"
     assert [(str(each.message), each.filename) for each in warned] == [(text, __file__)]
     assert caplog.records[-1].getMessage() == f"{place} is served by torch: RuntimeError: no such kernel"
     for dtype in (FP32, torch.float16):  # a second warning would be an error
-        assert dispatch.choose(GPU, dtype, "auto", clips=clips) == "torch"
-        assert dispatch.choose(GPU, dtype, "auto") == ("triton" if clips else "torch")
+        assert dispatch.choose(GPU, dtype, "auto", task=task) == "torch"
+        assert dispatch.choose(GPU, dtype, "auto") == ("torch" if task == "unscaling" else "triton")
 
 
 REMEDIES = [
@@ -191,7 +191,7 @@ def test_where_only_clipping_fails_it_is_torchs_to_the_bit(place: Place, monkeyp
         optimizer, scaler = sgd(start), started(GradScaler, "cpu", backend=backend)
         if backend == "triton":  # chosen already, as by auto on a GPU
             for dtype in (FP32, torch.bfloat16):
-                dispatch._chosen[CPU, dtype, "triton", True] = ("torch", "ptxas fatal")
+                dispatch._chosen[CPU, dtype, "triton", "clipping"] = ("torch", "ptxas fatal")
         clipped.append([scaler.clip_grad_norm_(optimizer, 1e-3)])
         clipped[-1] += [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
     assert_all_same(*clipped)

@@ -381,8 +381,8 @@ def test_tensors_are_grouped_by_what_they_share_in_order() -> None:
 def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses(monkeypatch: Any) -> None:
     asked = []
 
-    def choose(device: Any, dtype: Any, requested: str, clips: bool = False) -> str:
-        asked.append((dtype, requested, clips))
+    def choose(device: Any, dtype: Any, requested: str, task: str = "unscaling") -> str:
+        asked.append((dtype, requested, task))
         return "triton"
 
     monkeypatch.setattr(plan, "choose", choose)
@@ -392,4 +392,4 @@ def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses(monk
     assert [(batch.layout.backend, batch.layout.clips) for batch in batches] == [("triton", None), ("torch", None)]
     choose_backends(batches, "triton", clips=True)
     assert [batch.layout.clips for batch in batches] == ["triton", "torch"]
-    assert asked == [(torch.float32, "triton", False), (torch.float32, "triton", True)]
+    assert asked == [(torch.float32, "triton", "unscaling"), (torch.float32, "triton", "clipping")]

@@ -45,7 +45,7 @@ def scales(scaler: Any, *, bad: str) -> list[float]:
 def plain_rule(scale: float, tracker: int, bad: bool, numbers: Numbers, limits: Limits, counters: list[int]) -> Any:
     """Return scale and tracker after an update, as the head of update.py tells; in fp32 by NumPy's rounding."""
     growth, backoff, interval = numbers
-    updates, skipped, streak, growths, backoffs, last_skip, strikes = counters
+    updates, skipped, streak, growths, backoffs, last_skip, strikes, spikes = counters
     fp32 = lambda number: torch.tensor(number, dtype=torch.float64).float().item()  # noqa: E731
     updates, new = updates + 1, scale
     if bad:
@@ -57,7 +57,16 @@ def plain_rule(scale: float, tracker: int, bad: bool, numbers: Numbers, limits: 
             grown = fp32(scale * growth)
             new, tracker, strikes = grown if math.isfinite(grown) else scale, 0, 0
     new = limits.min_scale if math.isnan(new) else min(max(new, limits.min_scale), limits.max_scale)
-    counters[:] = updates, skipped, streak, growths + (new > scale), backoffs + (new < scale), last_skip, strikes
+    counters[:] = (
+        updates,
+        skipped,
+        streak,
+        growths + (new > scale),
+        backoffs + (new < scale),
+        last_skip,
+        strikes,
+        spikes,
+    )
     return new, min(tracker, MAX_TRACKER)
 
 
@@ -322,7 +331,7 @@ def test_stats_are_frozen_and_nothing_on_a_disabled_scaler() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ScalerStats().updates = 3  # type: ignore[misc]
     assert GradScaler("cpu", enabled=False).stats() == ScalerStats()
-    assert ScalerStats.of(range(COUNTERS)) == ScalerStats(0, 1, 2, 3, 4, 5)
+    assert ScalerStats.of(range(COUNTERS)) == ScalerStats(0, 1, 2, 3, 4, 5, 7)
     assert len(COUNTER_NAMES) == COUNTERS
 
 
@@ -416,7 +425,7 @@ def test_the_error_tells_what_was_counted_and_reports_the_last_overflow() -> Non
     scales(scaler, bad="." + "x" * (3 + LAG))
     text = (
         r"^4 consecutive skips, more than max_consecutive_skips=3; 4 updates later the scale is 4096.0. "
-        r"ScalerStats\(updates=5, skipped=4, consecutive_skips=4, growths=0, backoffs=4, last_skip=5\)\n"
+        r"ScalerStats\(updates=5, skipped=4, consecutive_skips=4, growths=0, backoffs=4, last_skip=5, spikes=0\)\n"
         r"The last skip, at update 9: 1 bad gradient on rank 0."
     )
     optimizer = sgd([torch.tensor([math.inf])])

@@ -167,6 +167,7 @@ def test_every_update_is_counted():
         abi.BACKOFFS: 3,  # the last overflow found the scale at its minimum
         abi.LAST_SKIP: 6,
         abi.STRIKES: 4,
+        abi.SPIKES: 0,
     }
     assert {which: run.counted(which) for which in range(abi.COUNTERS)} == want
     run.steps([1])

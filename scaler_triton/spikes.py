@@ -1,0 +1,175 @@
+"""Spikes: which norms of gradients are so large that a guard skips their step.
+
+    h = the last `window` finite norms before this one, n = len(h)
+    limit = mean(h) + spike_sigma * max(std(h), 1e-3 * mean(h))                   # std with n - 1
+    skip if the norm is not finite, or n >= max(2, window // 2) and norm > limit
+
+Every finite norm enters h, that of a skipped spike, too: so a lasting change is accepted once it has moved the mean.
+The decision is made in fp64 and without a host wait, by `kernels/spike.py` or by torch's ops, with the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton.dispatch import choose, is_captured, kernels, refuse_capture, sync_allowed
+from scaler_triton.kernels.abi import (
+    COUNT,
+    FLAG,
+    HEADER,
+    IS_SPIKE,
+    LAST,
+    OVERFLOWS,
+    SIGMA,
+    SKIPPED,
+    SPIKE_GENERATION,
+    SPIKE_LIMIT,
+    SPIKE_NORM,
+    SPIKES,
+    SQUARES,
+)
+
+if TYPE_CHECKING:
+    from scaler_triton.flag import Flag
+    from scaler_triton.step import OptimizerStep
+    from scaler_triton.update import Counters
+
+
+class Guard:
+    """What makes a scaler a guard, whose gradients are not scaled: its numbers, and a checkpoint's windows.
+
+    Args:
+        sigma: how many standard deviations above the mean a norm may be; None: any norm that is finite is good.
+        length: the number of norms in a window.
+    """
+
+    __slots__ = ("length", "loaded", "sigma")
+
+    def __init__(self, sigma: float | None, length: int, norms: Iterable[Sequence[float]] = ()) -> None:
+        self.sigma, self.length = sigma, length
+        self.loaded = [*norms]  # for windows that are still to be made, in their order
+
+    def numbers(self, steps: Iterable[OptimizerStep]) -> tuple[float | None, int, list[list[float]]]:
+        """Return what makes an equal guard, with the norms of all windows; waits for the device."""
+        return self.sigma, self.length, [*(window.norms() for window in _windows(steps)), *map(list, self.loaded)]
+
+    def restore(self, norms: Sequence[Sequence[float]], steps: Iterable[OptimizerStep]) -> None:
+        """Replace the norms of the windows, in the order in which their optimizers were first checked."""
+        self.loaded = [*norms]
+        for window in _windows(steps):
+            window.restore(self.loaded.pop(0) if self.loaded else [])
+
+    def window(self, device: torch.device, requested: str) -> Window:
+        """Return a new window on `device`."""
+        made = Window(self.sigma or 0.0, self.length, device, requested)
+        if self.loaded:
+            made.restore(self.loaded.pop(0))
+        return made
+
+
+class Window:
+    """The last finite norms of one optimizer's gradients, or of those that are clipped with it, on the scale's device.
+
+    The norm of the current step enters only when the next one is judged, as this one may be judged again.
+    """
+
+    def __init__(self, sigma: float, length: int, device: torch.device, requested: str) -> None:
+        refuse_capture(device, "a guard's first step")
+        self.length, self._size = length, 1 << (length - 1).bit_length()
+        self._sigma = sigma
+        self.by_kernel = choose(device, torch.float32, requested, task="guarding") == "triton"
+        with torch.inference_mode(False):  # later steps write it outside that mode
+            self.memory = torch.zeros(HEADER + length, dtype=torch.float64, device=device)  # see `kernels.abi`
+        self.restore([])
+
+    def judge(self, totals: Tensor, flag: Flag, counters: Counters, ranks: int, *, first: bool) -> None:
+        """Set the flag and OVERFLOWS if the norm is a spike or not finite.
+
+        Args:
+            totals: fp64 [TOTALS], on this device: the ranks' sums of what `passes.norm_batch` returns; written.
+            flag: its status is written; with `ranks` by the sums.
+            counters: of the scaler; SPIKES is written.
+            ranks: how many ranks were summed, 0 for this one alone.
+            first: whether this step was not judged before.
+        """
+        device = self.memory.device
+        if self.by_kernel:
+            arguments = totals, flag.status, self.memory, counters.on(device), self.length, ranks
+            kernels().spike.launch_judge(*arguments, first=first)
+            return
+        on_host = device.type == "cpu" and type(totals) is Tensor
+        self._judge_by_ops(totals, flag.status, counters.on_host() if on_host else counters.on(device), first)
+        if ranks:
+            flag.read_sums(totals)
+
+    def _judge_by_ops(self, totals: Tensor, status: Tensor, counters: Any, first: bool) -> None:
+        length, ring, place = self.length, self.memory[HEADER:], torch.arange(self._size, device=totals.device)
+        header = self.memory[:HEADER].unbind()
+        before, count = header[LAST], header[COUNT].long()
+        if first:
+            enters, slot = before.isfinite(), (count % length).reshape(1)
+            ring.index_copy_(0, slot, torch.where(enters, before, ring[slot]))
+            count = count + enters
+            header[COUNT].copy_(count)
+        n = count.clamp(max=length)
+        norms = torch.where(place < n, ring[(count - n + place) % length], 0.0)  # oldest first
+        mean = _sum(norms) / n
+        apart = torch.where(place < n, norms - mean, 0.0)
+        deviation = (_sum(apart * apart) / (n - 1)).sqrt()
+        limit = mean + header[SIGMA] * torch.maximum(deviation, 1e-3 * mean)
+        norm = totals[SQUARES].sqrt()
+        is_finite = norm.isfinite()
+        is_spike = is_finite & (n >= max(2, length // 2)) & (norm > limit)
+        spikes = is_spike.long() if first else is_spike.long() - header[IS_SPIKE].long()
+        if isinstance(counters, list):
+            counters[SPIKES] += int(spikes.item())
+        else:
+            counters[SPIKES] += spikes
+        kept = {SPIKE_NORM: norm, SPIKE_LIMIT: limit, SPIKE_GENERATION: torch.as_tensor(counters[SKIPPED]).double()}
+        for index, value in kept.items():
+            header[index].copy_(torch.where(is_spike, value, header[index]))
+        header[LAST].copy_(norm)
+        header[IS_SPIKE].copy_(is_spike)
+        bad = is_spike | ~is_finite
+        totals[OVERFLOWS] = torch.where(bad, totals[OVERFLOWS].clamp(min=1.0), totals[OVERFLOWS])
+        status[FLAG] = torch.where(bad, 1.0, status[FLAG])
+
+    def norms(self) -> list[float]:
+        """Return the norms that the next step is judged by, oldest first, waiting for the device."""
+        values = self.memory.tolist()
+        count, ring = int(values[COUNT]), values[HEADER:]
+        oldest = max(0, count - self.length)
+        norms = [ring[number % self.length] for number in range(oldest, count)]
+        return [*norms, values[LAST]][-self.length :] if math.isfinite(values[LAST]) else norms
+
+    def restore(self, norms: Sequence[float]) -> None:
+        """Replace the norms by the last of these that the window holds, and forget the last spike."""
+        values = [0.0] * (HEADER + self.length)
+        values[SIGMA], values[SPIKE_GENERATION], values[LAST] = self._sigma, -1.0, math.nan
+        kept = list(norms)[-self.length :]
+        values[COUNT], values[HEADER : HEADER + len(kept)] = float(len(kept)), kept
+        with sync_allowed(self.memory.device):
+            self.memory.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
+
+    def spike(self, generation: int) -> tuple[float, float] | None:
+        """Return norm and limit of the spike of that generation, the number of skips before; None if there is none."""
+        if is_captured(self.memory):
+            return None
+        values = self.memory[:HEADER].tolist()
+        return (values[SPIKE_NORM], values[SPIKE_LIMIT]) if values[SPIKE_GENERATION] == generation else None
+
+
+def _windows(steps: Iterable[OptimizerStep]) -> list[Window]:
+    return [step.window for step in steps if step.window is not None]
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Return the sum of a power of 2 of numbers: of neighbours, then of neighbours among these sums, and so on."""
+    while len(values) > 1:
+        values = values.view(-1, 2).sum(1)
+    return values[0]
