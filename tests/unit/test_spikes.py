@@ -1,0 +1,133 @@
+"""Windows of norms: NumPy's decisions on every path, the same bits on all of them, and what a checkpoint holds."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers import PLACES, Place, assert_same, places
+from spike_rule import judged, series
+
+from scaler_triton.flag import Flag
+from scaler_triton.kernels import abi
+from scaler_triton.spikes import Guard, Window
+from scaler_triton.step import OptimizerStep
+from scaler_triton.update import Counters, ScalerStats
+
+
+class Judge:
+    """A window at a place, with all that a judgement reads and writes."""
+
+    def __init__(self, place: Place, sigma: float = 3.0, length: int = 6) -> None:
+        self.device = torch.device(place.device)
+        self.window, self.counters = Window(sigma, length, self.device, place.backend), Counters()
+        assert self.window.by_kernel == (place.backend == "triton")
+        self.totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=self.device)
+        self.flag = Flag(torch.zeros(abi.STATUS, device=self.device))
+
+    def judge(self, norm: float, ranks: int = 0, *, first: bool = True) -> bool:
+        """Return whether a step of this norm is skipped."""
+        numbers = [norm * norm, 0.0, 0.0, 2.0, 2.0]
+        self.totals.copy_(torch.tensor(numbers, dtype=torch.float64))
+        self.flag.clear()
+        if ranks:
+            self.flag.agreed_by_sums(ranks)
+        self.window.judge(self.totals, self.flag, self.counters, ranks, first=first)
+        assert self.totals[abi.OVERFLOWS].item() == self.flag.is_set()
+        return self.flag.is_set()
+
+
+@PLACES
+def test_decisions_are_numpys(place: Place) -> None:
+    draw = random.Random(7)
+    for _ in range(100 if place.backend == "torch" else 10):
+        sigma, length = draw.choice([0.5, 3.0, 6.0]), draw.choice([2, 3, 5, 8, 20])
+        run, norms = Judge(place, sigma, length), series(draw, 40)
+        want = judged(norms, sigma, length)
+        assert [run.judge(norm) for norm in norms] == [skips for skips, _ in want]
+        spikes = [(norm, *each) for norm, each in zip(norms, want, strict=True) if each[0] and math.isfinite(norm)]
+        assert ScalerStats.of(run.counters.read()).spikes == len(spikes)
+        if spikes:
+            norm, _, limit = spikes[-1]
+            assert run.window.spike(0) == pytest.approx((norm, limit), rel=1e-12)
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        assert run.window.norms() == pytest.approx(finite[-length:], rel=1e-15)
+
+
+@pytest.mark.skipif(len(places()) == 1, reason="on torch's path there is nothing to compare it with")
+def test_every_path_leaves_the_same_bits() -> None:
+    draw = random.Random(3)
+    for length in (2, 7, 16):
+        runs, norms = [Judge(place, 0.9, length) for place in places()], series(draw, 2 * length + 4)
+        for index, norm in enumerate(norms):
+            first = index == 0 or draw.random() < 0.8
+            for run in runs:
+                run.judge(norm, ranks=2, first=first)
+            for run in runs[1:]:
+                assert_same(run.window.memory.cpu(), runs[0].window.memory)
+                assert_same(run.totals.cpu(), runs[0].totals)
+                assert_same(run.flag.status.cpu(), runs[0].flag.status)
+                assert run.counters.read() == runs[0].counters.read()
+
+
+@PLACES
+def test_a_step_that_is_judged_again_replaces_its_norm(place: Place) -> None:
+    run = Judge(place, length=4)
+    assert [run.judge(norm) for norm in (1.0, 1.0, 50.0)] == [False, False, True]
+    assert not run.judge(1.0, first=False)
+    assert (run.window.norms(), ScalerStats.of(run.counters.read()).spikes) == ([1.0, 1.0, 1.0], 0)
+    assert run.judge(60.0, first=False)
+    assert (run.window.norms(), ScalerStats.of(run.counters.read()).spikes) == ([1.0, 1.0, 60.0], 1)
+
+
+@PLACES
+def test_the_status_is_that_of_the_ranks(place: Place) -> None:
+    run = Judge(place, length=2)
+    flags = [run.judge(norm, ranks=2) for norm in (1.0, 1.0, 9.0)]
+    assert (flags, run.flag.status.tolist()) == ([False, False, True], [1.0, 0.0, 2.0, 0.0])
+
+
+@PLACES
+def test_a_spike_is_known_by_its_generation(place: Place) -> None:
+    run = Judge(place, length=2)
+    run.counters.set([5, 3, *[0] * (abi.COUNTERS - 2)])
+    for norm in (2.0, 2.0, 9.0, 1.0):
+        run.judge(norm)
+    assert run.window.spike(3) == pytest.approx((9.0, 2.006))
+    assert run.window.spike(2) is run.window.spike(4) is None
+
+
+@PLACES
+@pytest.mark.parametrize("before", [1, 4, 9, 10])
+@pytest.mark.parametrize("length", [2, 4, 6])
+def test_a_restored_window_decides_as_the_first_one(place: Place, before: int, length: int) -> None:
+    norms = [1.0, 3.0, 2.0, 5.0, 9.0, 4.0, 6.0, 7.0, 3.5, 100.0, 5.0, 90.0, 8.0]
+    run, resumed = Judge(place, 1.5, 4), Judge(place, 1.5, length)
+    for norm in norms[:before]:
+        run.judge(norm)
+    assert run.window.norms() == norms[max(0, before - 4) : before]
+    resumed.window.restore(run.window.norms())
+    assert resumed.window.norms() == run.window.norms()[-length:]
+    assert resumed.window.spike(0) is None
+    for norm in norms[before:] if length == 4 else ():
+        assert run.judge(norm) == resumed.judge(norm)
+        assert run.window.spike(0) == resumed.window.spike(0) or resumed.window.spike(0) is None
+
+
+def test_a_guard_gives_windows_the_norms_of_a_checkpoint_in_their_order() -> None:
+    guard = Guard(3.0, 2, [[1.0, 2.0, 3.0], [4.0]])
+    steps = [OptimizerStep(), OptimizerStep()]
+    steps[0].window = guard.window(torch.device("cpu"), "torch")
+    assert guard.numbers(steps) == (3.0, 2, [[2.0, 3.0], [4.0]])
+    guard.restore([[7.0]], steps)
+    assert guard.numbers(steps) == (3.0, 2, [[7.0]])
+    guard.restore([], steps)
+    assert guard.numbers(steps) == (3.0, 2, [[]])
+
+
+def test_a_window_is_not_made_in_a_capture(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a guard's first step cannot be captured"):
+        Window(3.0, 2, torch.device("cuda:0"), "auto")

@@ -1,0 +1,370 @@
+"""StepGuard on one process: what it skips, what it leaves alone, when a step begins, and what it remembers."""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers import PLACES, WAYS, Place, assert_all_same, assert_same, grads, sgd, take_step, values
+from torch import Tensor
+
+from scaler_triton import GradScaler, ScalerStats, SkipStreakError, StepGuard
+from scaler_triton.policy import KEY
+from scaler_triton.report import Spike
+from scaler_triton.step import Phase
+
+INF, NAN = math.inf, math.nan
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def guard_on(place: Place, **arguments: Any) -> StepGuard:
+    return StepGuard(place.device, backend=place.backend, **arguments)
+
+
+def adamw(dtype: torch.dtype, place: Place, fused: bool) -> torch.optim.AdamW:
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5, device=place.device).to(dtype))
+    return torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+
+
+def give(optimizer: torch.optim.Optimizer, *numbers: float) -> None:
+    """Give each parameter a gradient that holds one number, the last one also at its end."""
+    parameters = optimizer.param_groups[0]["params"]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        parameter.grad = torch.ones_like(parameter)
+        parameter.grad.view(-1)[-1] = number
+
+
+def skipped(guard: StepGuard, optimizer: torch.optim.Optimizer, norms: Sequence[float], how: str = "step") -> str:
+    """Take a step of each norm of a single gradient of one element; return "x" for each that is skipped."""
+    found = ""
+    for norm in norms:
+        give(optimizer, norm)
+        take_step(guard, optimizer, how)
+        found += "x" if guard.was_skipped(optimizer) else "."
+    return found
+
+
+# What it leaves alone
+
+
+def test_it_is_a_scaler_of_torchs_that_scales_nothing(monkeypatch: Any) -> None:
+    guard = StepGuard("cpu")
+    assert isinstance(guard, torch.amp.GradScaler)
+    for outputs in (torch.ones(()), [torch.ones(2)], iter([torch.ones(2)]), "anything"):
+        assert guard.scale(outputs) is outputs
+    sgd_ = sgd([torch.ones(1)])
+    guard.step(sgd_)
+    monkeypatch.setattr(Tensor, "item", None)  # asking waits for no device
+    assert guard.get_scale() == 1.0
+
+
+def test_disabled_it_passes_everything_through() -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0, enabled=False), sgd([torch.tensor([NAN])])
+    loss = torch.ones(())
+    assert guard.scale(loss) is loss
+    guard.unscale_(optimizer)
+    guard.step(optimizer)
+    guard.update()
+    assert math.isnan(values(optimizer)[0])
+    assert (guard.state_dict(), guard.stats(), guard.was_skipped(optimizer)) == ({}, ScalerStats(), False)
+    guard.load_state_dict({})
+
+
+@PLACES
+@pytest.mark.parametrize("sigma", [None, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_check_writes_nothing(place: Place, dtype: torch.dtype, sigma: float | None) -> None:
+    guard, optimizer = guard_on(place, spike_sigma=sigma), adamw(dtype, place, fused=False)
+    for number in (1e-7, 3.0, INF):
+        give(optimizer, number)
+        before = optimizer.param_groups[0]["params"][0].grad.clone()
+        guard.unscale_(optimizer)
+        assert guard._ours.steps.open(optimizer).phase is Phase.UNSCALED
+        assert_same(optimizer.param_groups[0]["params"][0].grad, before)
+        guard.step(optimizer)
+        guard.update()
+
+
+@PLACES
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_skipped_step_is_as_if_the_batch_had_not_been(
+    place: Place, dtype: torch.dtype, fused: bool, how: str
+) -> None:
+    bad = {2: NAN, 4: -INF, 7: 900.0, 8: INF}
+    guard, both = guard_on(place, spike_sigma=6.0, window=8), [adamw(dtype, place, fused) for _ in range(2)]
+    for step in range(10):
+        for optimizer in both if step not in bad else both[:1]:
+            give(optimizer, bad.get(step, 1 + 0.1 * step))
+        take_step(guard, both[0], how)
+        assert guard.was_skipped(both[0]) == (step in bad)
+        if step not in bad:
+            if how == "clip":
+                torch.nn.utils.clip_grad_norm_(both[1].param_groups[0]["params"], 1.0)
+                both[1].param_groups[0]["params"][0].grad = both[0].param_groups[0]["params"][0].grad.clone()
+            both[1].step()
+        held = [each.param_groups[0]["params"][0] for each in both]
+        assert_all_same(*([p, *each.state[p].values()] for each, p in zip(both, held, strict=True)))
+    assert guard.stats() == ScalerStats(updates=10, skipped=4, consecutive_skips=0, last_skip=9, spikes=1)
+
+
+# When a step begins
+
+
+@pytest.mark.parametrize("first", ["unscale_", "step", "clip", "_check_inf_per_device"])
+def test_no_loss_need_be_scaled_before(first: str) -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([torch.ones(1)])
+    calls: dict[str, Callable[[], Any]] = {"clip": lambda: guard.clip_grad_norm_(optimizer, 1.0)}
+    calls.get(first, lambda: getattr(guard, first)(optimizer))()
+    if first != "step":
+        guard.step(optimizer)
+    guard.update()
+    assert values(optimizer) == [pytest.approx(-0.5, rel=1e-5)]
+
+
+@PLACES
+@pytest.mark.parametrize("how", WAYS)
+def test_update_may_be_left_out(place: Place, how: str) -> None:
+    norms = [1.0, 1.1, NAN, 1.0, 50.0, 1.0, 1.0]
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
+    updated = guard_on(place, spike_sigma=3.0, window=4)
+    want = skipped(updated, sgd([torch.ones(1)], place.device), norms, how)
+    guard.update = lambda new_scale=None: None  # type: ignore[method-assign]  # `take_step` leaves it out
+    found = ""
+    for norm in norms:
+        give(optimizer, norm)
+        update, guard.update = guard.update, StepGuard.update.__get__(guard)  # type: ignore[method-assign]
+        if how == "unscale_":
+            guard.unscale_(optimizer)
+        elif how == "clip":
+            guard.clip_grad_norm_(optimizer, 1.0)
+        guard.step(optimizer)
+        guard.update = update  # type: ignore[method-assign]
+        found += "x" if guard.was_skipped(optimizer) else "."
+    assert found == want == "..x.x.."
+    assert guard.stats() == ScalerStats(updates=6, skipped=2, last_skip=5, spikes=1)
+
+
+def test_only_a_second_step_of_the_same_optimizer_begins_a_new_one() -> None:
+    guard, one, other = StepGuard("cpu"), sgd([torch.ones(1)]), sgd([torch.tensor([NAN])])
+    guard.step(one)
+    guard.step(other)
+    assert guard.stats().updates == 0
+    guard.unscale_(one)
+    assert guard.stats() == ScalerStats(updates=1, skipped=1, consecutive_skips=1, last_skip=1)
+    with pytest.raises(RuntimeError, match="unscale_.. has already been called"):
+        guard.unscale_(one)
+
+
+def test_what_was_checked_and_not_stepped_is_checked_again() -> None:
+    """Without `scale` nothing says that another batch has begun: its gradients must not be taken for checked."""
+    guard, optimizer = StepGuard("cpu"), sgd([torch.ones(1)])
+    guard.unscale_(optimizer)
+    guard.update()
+    give(optimizer, NAN)
+    guard.step(optimizer)
+    assert guard.was_skipped(optimizer)
+
+
+def test_without_gradients_it_raises_as_a_scaler() -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([None])
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        guard.update()
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        guard.step(optimizer)
+    assert guard._ours.steps.open(optimizer).window is None  # no norm was judged
+
+
+# Spikes
+
+
+@PLACES
+@pytest.mark.parametrize("how", WAYS)
+def test_a_spike_is_skipped_and_a_lasting_change_accepted(place: Place, how: str) -> None:
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=6), sgd([torch.ones(1)], place.device)
+    assert skipped(guard, optimizer, [1.0, 9.0, 1.1, 1.2, 0.9, 1.0, 1.0, 1.1], how) == "........"  # too few, then 9
+    assert skipped(guard, optimizer, [40.0, 1.0, NAN, 40.0, 40.0, 40.0], how)[:3] == "x.x"
+    assert skipped(guard, optimizer, [40.0] * 6, how) == "......"
+    assert guard.stats().spikes == guard.stats().skipped - 1
+
+
+@PLACES
+def test_each_optimizer_has_its_own_norms_and_those_clipped_together_one(place: Place) -> None:
+    guard = guard_on(place, spike_sigma=3.0, window=4)
+    one, other = sgd([torch.ones(1)], place.device), sgd([torch.ones(1)], place.device)
+    for _ in range(4):
+        assert skipped(guard, one, [3.0]) + skipped(guard, other, [400.0]) == ".."
+    assert skipped(guard, one, [300.0]) == "x"
+    guard = guard_on(place, spike_sigma=3.0, window=4)
+    for norm in (1.0, 1.0, 1.0, 70.0):
+        give(one, 3.0)
+        give(other, 4.0 * norm)
+        total = guard.clip_grad_norm_([one, other], 1.0)
+        assert total.item() == pytest.approx(math.hypot(3.0, 4.0 * norm))
+        guard.step(one)
+        guard.step(other)
+        assert guard.was_skipped(one) == guard.was_skipped(other) == (norm > 1)
+        guard.update()
+    assert guard.stats() == ScalerStats(updates=4, skipped=1, consecutive_skips=1, last_skip=4, spikes=1)
+    assert grads(one) == [3.0]  # not clipped
+
+
+@PLACES
+def test_another_norm_or_some_parameters_are_clipped_and_each_optimizer_judged(place: Place) -> None:
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=2), sgd([torch.ones(1)] * 2, place.device)
+    first = optimizer.param_groups[0]["params"][0]
+    for number, options in enumerate([{"norm_type": INF}, {"parameters": [first]}, {"norm_type": 1.0}]):
+        give(optimizer, 3.0, 4.0 if number < 2 else 400.0)
+        guard.clip_grad_norm_(optimizer, 2.0, **options)
+        guard.step(optimizer)
+        assert guard.was_skipped(optimizer) == (number == 2)
+        guard.update()
+    assert guard._ours.steps.open(optimizer).window.norms() == pytest.approx([5.0, math.hypot(3, 400)])  # type: ignore
+
+
+@PLACES
+def test_a_report_says_which_it_was(place: Place) -> None:
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)] * 2, place.device)
+    model = [("a", optimizer.param_groups[0]["params"][0]), ("b", optimizer.param_groups[0]["params"][1])]
+    for numbers in ((3.0, 4.0), (3.0, 4.0), (30.0, 40.0)):
+        give(optimizer, *numbers)
+        guard.step(optimizer)
+        pending = guard.overflow_report(model)
+        guard.update()
+    assert pending.pending
+    report = guard.overflow_report(model)
+    assert report.spikes == pending.spikes == (Spike(pytest.approx(50.0), pytest.approx(5.015)),)
+    assert str(report) == "The last skip, at update 3: spike: norm 50, limit 5.01."
+    give(optimizer, 3.0, NAN)
+    guard.step(optimizer)
+    guard.update()
+    report = guard.overflow_report(model)
+    assert (report.update, [each.name for each in report.bad], report.spikes) == (4, ["b"], ())
+
+
+@pytest.mark.parametrize("large", [1e200, 1e308])
+def test_a_norm_beyond_fp64_skips(large: float) -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([torch.tensor([large], dtype=torch.float64)])
+    guard.step(optimizer)
+    assert guard.was_skipped(optimizer)
+    assert guard.stats().spikes == 0
+
+
+# Limits, states, copies
+
+
+def test_skips_in_a_row_raise_also_without_updates() -> None:
+    guard, optimizer = StepGuard("cpu", max_consecutive_skips=3), sgd([torch.tensor([NAN])])
+    for _ in range(8):  # the counters are looked at four updates later
+        guard.step(optimizer)
+    with pytest.raises(SkipStreakError, match="4 consecutive skips, more than max_consecutive_skips=3"):
+        guard.step(optimizer)
+    guard.set_limits(max_consecutive_skips=None)
+    guard.step(optimizer)
+
+
+ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"spike_sigma": 0.0}, ValueError, "spike_sigma must be a positive number .*, got 0.0"),
+    ({"spike_sigma": -1}, ValueError, "spike_sigma must be a positive number .*, got -1"),
+    ({"spike_sigma": NAN}, ValueError, "spike_sigma must be a positive number .*, got nan"),
+    ({"spike_sigma": INF}, ValueError, "spike_sigma must be a positive number .*, got inf"),
+    ({"spike_sigma": "6"}, TypeError, "spike_sigma must be a number, got '6'"),
+    ({"window": 1}, ValueError, r"window must be an int in \[2, 4096\] .*, got 1"),
+    ({"window": 4097}, ValueError, r"window must be an int in \[2, 4096\] .*, got 4097"),
+    ({"window": 2.5}, TypeError, "window must be an int, got 2.5"),
+    ({"max_consecutive_skips": -1}, ValueError, "max_consecutive_skips must be None or an int >= 0"),
+    ({"backend": "cuda"}, ValueError, "backend must be one of"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), ARGUMENTS, ids=lambda each: str(each))
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        StepGuard("cpu", **arguments)
+
+
+def test_its_scale_cannot_be_changed() -> None:
+    guard, optimizer = StepGuard("cpu"), sgd([torch.tensor([NAN])])
+    guard.step(optimizer)
+    with pytest.raises(ValueError, match="new_scale must be in"):
+        guard.update(2.0)
+    with pytest.raises(TypeError, match="no limit but max_consecutive_skips, got min_scale"):
+        guard.set_limits(min_scale=2.0)
+    guard.update()
+    assert guard._scale.item() == guard.get_scale() == 1.0
+
+
+def remembered(sigma: float | None = 3.0, window: int = 4) -> tuple[StepGuard, torch.optim.Optimizer]:
+    """Return a guard that has seen five norms and skipped one."""
+    guard, optimizer = StepGuard("cpu", spike_sigma=sigma, window=window), sgd([torch.ones(1)])
+    assert skipped(guard, optimizer, [1.0, 1.5, 1.0, NAN, 1.5, 1.25]) == "...x.."
+    return guard, optimizer
+
+
+def by_state(guard: StepGuard) -> StepGuard:
+    other = StepGuard("cpu", spike_sigma=3.0, window=4)
+    other.load_state_dict(guard.state_dict())
+    return other
+
+
+COPIES = [by_state, copy.copy, copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))]
+
+
+@pytest.mark.parametrize("clone", COPIES, ids=["state", "copy", "deepcopy", "pickle"])
+def test_a_copy_goes_on_as_the_first_one(clone: Callable[[StepGuard], StepGuard]) -> None:
+    guard, optimizer = remembered()
+    other, norms = clone(guard), [2.2, 1.1, 30.0, 1.1]
+    assert type(other) is StepGuard
+    assert other.stats() == guard.stats() == ScalerStats(updates=6, skipped=1, last_skip=4)
+    its_optimizer = sgd([torch.ones(1)])
+    assert skipped(other, its_optimizer, norms) == skipped(guard, optimizer, norms) == "x.x."
+    assert other.state_dict() == guard.state_dict()
+
+
+@pytest.mark.parametrize(("window", "kept"), [(2, [1.5, 1.25]), (3, [1.0, 1.5, 1.25]), (9, [1.5, 1.0, 1.5, 1.25])])
+def test_a_window_of_another_length_is_taken_as_far_as_it_goes(window: int, kept: list[float]) -> None:
+    other = StepGuard("cpu", spike_sigma=3.0, window=window)
+    optimizer = sgd([torch.ones(1)])
+    other.step(optimizer)  # its window is there already
+    guard, _held = remembered()
+    other.load_state_dict(guard.state_dict())
+    assert other._ours.steps.open(optimizer).window.norms() == kept  # type: ignore[union-attr]
+
+
+def test_checkpoints_go_to_and_from_scalers() -> None:
+    guard, optimizer = remembered()
+    state = guard.state_dict()
+    assert state[KEY]["windows"] == [[1.5, 1.0, 1.5, 1.25]]
+    torchs, ours = torch.amp.GradScaler("cpu"), GradScaler("cpu")
+    torchs.load_state_dict(state)
+    ours.load_state_dict(state)
+    assert torchs.get_scale() == ours.get_scale() == 1.0
+    assert ours.limits == GradScaler("cpu").limits  # the guard's would keep its scale at 1
+    guard.load_state_dict(GradScaler("cpu", init_scale=8.0, max_consecutive_skips=7, min_scale=2.0).state_dict())
+    give(optimizer, 1.0)
+    guard.step(optimizer)
+    guard.update()
+    assert (guard._scale.item(), guard.limits.max_consecutive_skips, guard.limits.min_scale) == (1.0, 7, 1.0)
+    plain, _held = remembered(sigma=None)
+    without = plain.state_dict()
+    assert without[KEY]["windows"] == []
+    guard.load_state_dict(without)
+    assert guard.state_dict()[KEY]["windows"] == [[]]
+
+
+WRONG_WINDOWS = [(5, TypeError), (["ab"], TypeError), ([[1.0, NAN]], ValueError), ([[-1.0]], ValueError)]
+
+
+@pytest.mark.parametrize(("windows", "error"), WRONG_WINDOWS, ids=str)
+def test_a_wrong_window_is_named_and_changes_nothing(windows: Any, error: type[Exception]) -> None:
+    guard, _held = remembered()
+    before = guard.state_dict()
+    with pytest.raises(error, match="windows must"):
+        guard.load_state_dict({**before, KEY: {**before[KEY], "windows": windows}})
+    with pytest.raises(RuntimeError, match="empty"):
+        guard.load_state_dict({})
+    assert guard.state_dict() == before
