@@ -29,7 +29,7 @@ from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
-from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters
+from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters, NewestScale
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -39,8 +39,8 @@ class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
     __slots__ = (
-        "allow_fp16", "counters", "guard", "home", "lagging", "limits", "membership", "policies", "rows", "sharded",
-        "steps",
+        "allow_fp16", "counters", "guard", "home", "lagging", "limits", "membership", "newest_scale", "policies",
+        "rows", "sharded", "steps",
     )  # fmt: skip
 
     def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
@@ -49,6 +49,7 @@ class Ours:
         self.limits: Limits = NO_LIMITS
         self.counters = Counters(counters)
         self.lagging = LaggingCounters()
+        self.newest_scale = NewestScale()
         self.steps = Steps(self.counters, usual_backend())
         self.membership = Membership(sharded)
         self.rows: dict[torch.device, FlagRows] = {}

@@ -16,7 +16,7 @@ import copy
 import functools
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, Self, TypeVar
 
@@ -333,6 +333,65 @@ class GradScaler(torch.amp.GradScaler):
         """
         counters = self._ours.counters
         return ScalerStats.of(counters.read() if wait else counters.newest())
+
+    def metrics(self, prefix: str = "scaler/") -> dict[str, float]:
+        """Return numbers for a logger: the scale, and what the updates have done; empty on a disabled scaler.
+
+        Never waits on CUDA: as `stats(wait=False)`, it is one or two updates behind if called after each of them.
+
+        Args:
+            prefix: of each name.
+
+        Returns: by name `scale`, `updates`, `skipped`, `skip_share` (skipped / updates), `growths`, `backoffs` and
+            `spikes`, as floats.
+        """
+        if not self._enabled:
+            return {}
+        ours, scale = self._ours, self._get_scale_async()
+        stats = ScalerStats.of(ours.counters.newest())
+        numbers = {
+            "scale": self._init_scale if scale is None else ours.newest_scale.of(scale, self._init_scale),
+            "updates": stats.updates,
+            "skipped": stats.skipped,
+            "skip_share": stats.skipped / max(1, stats.updates),
+            "growths": stats.growths,
+            "backoffs": stats.backoffs,
+            "spikes": stats.spikes,
+        }
+        return {f"{prefix}{name}": float(number) for name, number in numbers.items()}
+
+    def attempts(self, optimizer: Any, *, max_attempts: int = 8) -> Iterator[int]:
+        """Repeat a batch whose step was skipped, at the lower scale, instead of losing it.
+
+            for attempt in scaler.attempts(optimizer):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        All ranks that agree on a step repeat it, or none does. It waits for the flag of each step, a fused one's, too.
+
+        Args:
+            optimizer: the one that the body steps; read.
+            max_attempts: >= 1; after so many skips the loop ends, and the batch is lost.
+
+        Yields: the number of the attempt, from 1. The loop ends, too, after a body that did not step.
+
+        Raises: ValueError or TypeError naming an illegal `max_attempts`.
+        """
+        most = policy.check_attempts(max_attempts)
+
+        def repeat() -> Iterator[int]:
+            for attempt in range(1, most + 1):
+                known = self._ours.steps.last(optimizer)
+                if known is not None:
+                    known.outcome = None
+                yield attempt
+                known = self._ours.steps.last(optimizer)
+                if known is None or known.outcome is None or not self.was_skipped(optimizer):
+                    return
+
+        return repeat()
 
     def was_skipped(self, optimizer: Any) -> bool:
         """Return whether the last `step(optimizer)` was skipped, until its next `unscale_`, clip or step.

@@ -183,6 +183,11 @@ def check_windows(value: Any, name: str = WINDOWS) -> list[list[float]]:
     return windows
 
 
+def check_attempts(value: Any, name: str = "max_attempts") -> int:
+    """Return `value` as an int if it is a number of attempts."""
+    return _int_in(value, name, 1, "an int >= 1 (attempts)")
+
+
 def check_bool(value: Any, name: str) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):

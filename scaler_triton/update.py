@@ -13,6 +13,7 @@ three implementations with the same bits: Python for a scale on the CPU, torch's
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,29 @@ class LaggingCounters:
         oldest.start()
         self._taken.append(oldest)
         return seen
+
+
+class NewestScale:
+    """The newest value of a scale that has arrived on the host."""
+
+    def __init__(self) -> None:
+        self._scale: Tensor | None = None  # the one that is copied
+        self._copy: HostCopy | None = None
+        self._known = math.nan
+
+    def of(self, scale: Tensor, initial: float) -> float:
+        """Return it, `initial` before the first one has arrived, and start the next copy; never waits on CUDA."""
+        if is_captured(scale):
+            return self._known
+        if self._copy is None or self._scale is not scale:
+            self._scale, self._copy, self._known = scale, HostCopy(scale.view(-1)), initial
+            self._copy.start()
+        if self._copy.has_arrived():
+            self._known = self._copy.read()[0]
+            self._copy.start()
+            if self._copy.has_arrived():  # at once where copies are not asynchronous
+                self._known = self._copy.read()[0]
+        return self._known
 
 
 class DevicePolicy:

@@ -48,6 +48,58 @@ class OnlyTorchs(GradScaler):
 # The public methods
 
 
+@PLACES
+def test_metrics_are_plain_floats_of_what_happened(place: Place) -> None:
+    scaler = GradScaler(place.device, init_scale=8.0, growth_interval=2, backend=place.backend)
+    assert scaler.metrics()["scaler/scale"] == 8.0
+    scaler.scale(torch.ones((), device=place.device))
+    for bad in (False, False, True, True, True):
+        scaler.step(sgd([torch.tensor([math.inf if bad else 1.0])], place.device))
+        scaler.update()
+        if place.device == "cuda":
+            torch.cuda.synchronize()
+        found = scaler.metrics("x/")
+    if place.device == "cuda":
+        torch.cuda.synchronize()
+        found = scaler.metrics("x/")
+    names = ("scale", "updates", "skipped", "skip_share", "growths", "backoffs", "spikes")
+    assert found == dict(zip([f"x/{name}" for name in names], [2.0, 5.0, 3.0, 0.6, 1.0, 3.0, 0.0], strict=True))
+    assert {type(number) for number in found.values()} == {float}
+    assert GradScaler("cpu", enabled=False).metrics() == {}
+
+
+def attempted(scaler: Any, good_below: float, **options: Any) -> tuple[list[int], list[float]]:
+    """Repeat a batch that overflows unless the scale is below a limit; return the attempts, and where it ended."""
+    optimizer, attempts = sgd([torch.ones(1)]), []
+    scaler.scale(torch.ones(()))
+    for attempt in scaler.attempts(optimizer, **options):
+        attempts.append(attempt)
+        optimizer.param_groups[0]["params"][0].grad[:] = 1.0 if scaler.get_scale() < good_below else math.inf
+        scaler.step(optimizer)
+        scaler.update()
+    return attempts, values(optimizer)
+
+
+def test_a_skipped_batch_is_repeated_at_the_lower_scale() -> None:
+    scaler = GradScaler("cpu", init_scale=64.0)
+    assert attempted(scaler, 16.0) == ([1, 2, 3, 4], [-0.5 / 8])
+    assert attempted(scaler, 16.0) == ([1], [-0.5 / 8])  # nothing is lost: nothing is repeated
+    assert attempted(scaler, 0.0)[0] == [*range(1, 9)]
+    assert attempted(scaler, 0.0, max_attempts=2) == ([1, 2], [0.0])
+    assert attempted(GradScaler("cpu", enabled=False), 2.0) == ([1], [-0.5])
+
+
+def test_an_attempt_that_does_not_step_is_the_last() -> None:
+    scaler, optimizer = started(GradScaler, "cpu"), sgd([torch.tensor([math.inf])])
+    assert [*scaler.attempts(optimizer)] == [1]
+    scaler.step(optimizer)
+    scaler.update()
+    assert [*scaler.attempts(optimizer)] == [1]  # the step before it was skipped, but was not in the loop
+    for number in (0, 1.5):
+        with pytest.raises((ValueError, TypeError), match=f"max_attempts must be an int.*, got {number}"):
+            scaler.attempts(optimizer, max_attempts=number)
+
+
 @pytest.mark.parametrize("flag", [0.0, 1.0])
 def test_a_state_of_a_callers_own_making_decides_as_with_torch(flag: float) -> None:
     optimizer = sgd([torch.ones(1)])
