@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jobs
 import pytest
@@ -289,8 +290,10 @@ PRECISIONS = pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "3
 
 
 @KINDS
-@OPTIMIZERS
-@PRECISIONS
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [("bf16-mixed", "adamw"), ("bf16-mixed", "adamw-fused"), ("bf16-true", "adamw-fused"), ("32-true", "adamw")],
+)
 @pytest.mark.parametrize("clip", ["", "max_norm", "clip_val"])
 @pytest.mark.parametrize("factor", [torch.inf, jobs.SPIKE], ids=["infinite", "spike"])
 def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(
@@ -313,10 +316,12 @@ def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(
 
 
 @PRECISIONS
-def test_the_trainer_clips_as_without_a_guard_and_resumes_with_its_norms(precision: str, tmp_path: Path) -> None:
+def test_the_trainer_clips_in_one_pass_and_resumes_with_the_guards_norms(precision: str, tmp_path: Path) -> None:
     """Without the first three steps' norms the fourth would not be taken for a spike."""
-    seen, path = jobs.guarded_batches(3, jobs.SPIKE), tmp_path / "run.ckpt"
-    plain = fit(guard_plugin(precision=precision), module_of("sgd", seen[:3]), gradient_clip_val=MAX_NORM)
+    seen, path, saved = jobs.guarded_batches(3, jobs.SPIKE), tmp_path / "run.ckpt", guard_plugin(precision=precision)
+    with mock.patch.object(saved.scaler, "clip_grad_norm_", wraps=saved.scaler.clip_grad_norm_) as clip:
+        plain = fit(saved, module_of("sgd", seen[:3]), gradient_clip_val=MAX_NORM)
+    assert [call.kwargs["parameters"] for call in clip.call_args_list] == [None] * 3  # all, by the pass that checks
     plain.last_trainer.save_checkpoint(path)
     module = module_of("sgd", seen[:3], on_train_batch_end=lambda *arguments: None)
     space("Trainer").cls(precision=precision, gradient_clip_val=MAX_NORM, max_epochs=1, **ONE, **QUIET).fit(module)
