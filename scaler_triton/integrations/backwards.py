@@ -27,8 +27,15 @@ class Unscaled:
     """The gradients that are unscaled for a step still to come. To be made before the loss of a backward is scaled."""
 
     def __init__(self, scaler: Any) -> None:
-        self._steps, self._did = scaler._ours.steps, "unscaled" if scaler._ours.guard is None else "checked"
-        self._gradients = [(optimizer, _gradients_of(optimizer)) for optimizer in self._steps.awaiting()]
+        is_guard = scaler._ours.guard is not None
+        self._steps, self._did = scaler._ours.steps, "checked" if is_guard else "unscaled"
+        self._gradients = []
+        for optimizer in self._steps.awaiting():
+            gradients = _gradients_of(optimizer)
+            if is_guard and all(gradient is None for gradient, _ in gradients):
+                self._steps.reset(parameters_of(optimizer))  # its step is left out, and no update came: see above
+            else:
+                self._gradients.append((optimizer, gradients))
 
     def refuse_changes(self) -> None:
         """Raise RuntimeError, naming the optimizer, if the backward wrote one or the step can no longer be taken."""

@@ -326,6 +326,11 @@ def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(precision, fa
 def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(options):
     """The first one's step leaves the update to the last; else the other would be checked again, and step unclipped."""
     accelerator, *layers, one, other = guarded("bf16", "SGD", 2, **options)
+    backward(accelerator, *layers)
+    norm_of(accelerator, *layers)
+    one.step()
+    for optimizer in (one, other):  # whose step is left out
+        optimizer.zero_grad()
     for value, skipped in ((1.0, False), (INF, True), (1.0, False)):
         before = jobs.whole(other_layer := layers[1])
         accelerator.backward(layers[0](torch.full((1, 2), value)).float().sum() + other_layer(torch.ones(1, 2)).sum())
@@ -335,10 +340,10 @@ def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(opti
             assert optimizer.step_was_skipped == skipped
             optimizer.zero_grad()
         assert torch.equal(jobs.whole(other_layer), before) == skipped
-    assert (accelerator.scaler.stats().updates, accelerator.scaler.stats().skipped) == (3, 1)
+    assert (accelerator.scaler.stats().updates, accelerator.scaler.stats().skipped) == (4, 1)
 
 
-def test_a_guard_sees_what_clipping_by_value_hides_and_clips_again():
+def test_a_guard_sees_what_clipping_by_value_hides_clips_again_and_refuses_what_it_cannot_check():
     accelerator, layer, optimizer = guarded("no")
     backward(accelerator, layer)
     assert [norm_of(accelerator, layer) for _ in range(2)] == [5.0, 5.0]  # as without a scaler
@@ -355,6 +360,8 @@ def test_a_guard_sees_what_clipping_by_value_hides_and_clips_again():
     norm_of(accelerator, layer)
     with pytest.raises(RuntimeError, match="between clipping, which checked the gradients of SGD, and the step"):
         backward(accelerator, layer)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):  # Accelerate's is positional
+        optimizer.step(lambda: None)
 
 
 @pytest.mark.parametrize(
