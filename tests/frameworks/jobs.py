@@ -34,6 +34,7 @@ WARNINGS = [
     ("'pin_memory' argument is set as true but no accelerator is found", "UserWarning"),
     (".isinstance.treespec, LeafSpec.. is deprecated", "FutureWarning"),  # Lightning 2.6 uses it
     ("`is_gradient_checkpointing` is deprecated", "FutureWarning"),  # transformers asks its own models for it
+    (".torch.cpu.amp.autocast.args..... is deprecated", "FutureWarning"),  # of transformers 4.56 in bf16 on a CPU
     # Lightning's FSDPPrecision makes a scaler for GPUs first, which is not used.
     (".*torch.cuda.amp.GradScaler is enabled, but CUDA is not available", "UserWarning"),
     # torch's FSDP1 warns of itself when its sharded state is saved or loaded.

@@ -41,12 +41,13 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "torchtitan_style.py": (RANKS, "torch", GUARDED, set()),
 }
 CHECKPOINT = "checkpoint.py"  # runs twice: a test of its own
-# Beginnings of what others warn of: the Trainer's data loader, Lightning's advice, torch about Lightning and itself.
+# Beginnings of what others warn of: the Trainer and its data loader, Lightning's advice, torch about Lightning and itself.
 IGNORED = [
     "'pin_memory' argument is set as true but no accelerator is found",
     "The 'train_dataloader' does not have many workers",
     "`isinstance(treespec, LeafSpec)` is deprecated",
     "`torch.jit.script_method` is",
+    "`torch.cpu.amp.autocast(args...)` is deprecated",
     "`is_gradient_checkpointing` is deprecated",
     "Guards may run slower on Python 3.13.0",
 ]
