@@ -143,7 +143,7 @@ def _check(accelerator: Any, *precisions: str) -> None:
         raise TypeError(f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}{hint}")
     if accelerator.distributed_type in _ELSEWHERE:
         kind = accelerator.distributed_type.value
-        raise ValueError(f"accelerator must be of a distributed_type that steps by Accelerate, got {kind}")
+        raise ValueError(f"accelerator must be of a distributed_type that leaves the step to Accelerate, got {kind}")
     precision = accelerator.mixed_precision
     if precision not in precisions:
         wanted = " or ".join(f"mixed_precision={each!r}" for each in precisions)

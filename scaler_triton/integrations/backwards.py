@@ -33,7 +33,7 @@ class Unscaled:
         for optimizer in self._steps.awaiting():
             gradients = _gradients_of(optimizer)
             if is_guard and all(gradient is None for gradient, _ in gradients):
-                self._steps.reset(parameters_of(optimizer))  # its step is left out, and no update came: see above
+                self._steps.reset(parameters_of(optimizer))  # its step is left out, for which an update waits
             else:
                 self._gradients.append((optimizer, gradients))
 

@@ -114,7 +114,7 @@ class _Plugin:
 
 
 class _Guarded:
-    """What Lightning's plugins without a scaler lack for a guard; stands between them and `_Plugin`."""
+    """A guard's part in Lightning's plugins, most of which know of no scaler; between them and `_Plugin`."""
 
     scaler: Any
 

@@ -158,7 +158,7 @@ def prepared(use: Any = id, *models: nn.Module, kind: str = "") -> Accelerator:
         (lambda: new_accelerator(mixed_precision="bf16"), {}, "mixed_precision='fp16', got 'bf16': bf16 needs no"),
         (lambda: nn.Linear(1, 1), {}, r"must be an accelerate\.Accelerator, got Linear$"),
         (lambda: SimpleNamespace(accelerator=1), {}, r"got SimpleNamespace; pass its \.accelerator$"),  # a Trainer
-        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that steps by Accelerate, got DEEPSPEED"),
+        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
         (lambda: prepared(use_torch), {}, "must have prepared nothing yet, .*: SGD"),
         (lambda: prepared(id, nn.Linear(1, 1)), {}, "must have prepared nothing yet, .*: Linear"),  # without autocast
         (lambda: prepared(use_scaler_triton), {"min_scale": 1.0}, "must have prepared nothing yet"),
@@ -368,7 +368,7 @@ def test_a_guard_sees_what_clipping_by_value_hides_clips_again_and_refuses_what_
     ("make", "arguments", "text"),
     [
         (new_accelerator, {}, "mixed_precision='bf16' or mixed_precision='no', got 'fp16': fp16 needs a scale"),
-        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that steps by Accelerate, got DEEPSPEED"),
+        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
         (lambda: nn.Linear(1, 1), {}, "must be an accelerate.Accelerator, got Linear$"),
         (lambda: new_accelerator(mixed_precision="no"), {"spike_sigma": 0.0}, "spike_sigma"),
     ],

@@ -41,7 +41,7 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "torchtitan_style.py": (RANKS, "torch", GUARDED, set()),
 }
 CHECKPOINT = "checkpoint.py"  # runs twice: a test of its own
-# Beginnings of what others warn of: the Trainer and its data loader, Lightning's advice, torch about Lightning and itself.
+# Beginnings of what others warn of: the Trainer and its data loader, Lightning's advice, torch about both and itself.
 IGNORED = [
     "'pin_memory' argument is set as true but no accelerator is found",
     "The 'train_dataloader' does not have many workers",
