@@ -615,12 +615,16 @@ class GradScaler(torch.amp.GradScaler):
 
 def unscale_once(scaler: GradScaler, optimizer: Any) -> None:
     """Call `unscale_` unless the gradients were unscaled in this step, or before the last update."""
-    if scaler._enabled:
-        step = scaler._ours.steps.open(optimizer)
-        if step.phase is CARRIED:
-            _resume(scaler, step)
-        if step.phase not in (UNSCALED, FAILED):
-            scaler.unscale_(optimizer)
+    if scaler._enabled and not is_unscaled(scaler, optimizer):
+        scaler.unscale_(optimizer)
+
+
+def is_unscaled(scaler: GradScaler, optimizer: Any) -> bool:
+    """Return whether the gradients were unscaled, by a guard checked, in this step or before the last update."""
+    step = scaler._ours.steps.open(optimizer)
+    if step.phase is CARRIED:
+        _resume(scaler, step)
+    return step.phase in (UNSCALED, FAILED)
 
 
 def _resume(scaler: GradScaler, step: OptimizerStep) -> None:

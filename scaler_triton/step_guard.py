@@ -94,8 +94,11 @@ class StepGuard(GradScaler):
 
         A skipped step changes neither parameters nor the optimizer's state.
 
-        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`.
+        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`. A
+            positional closure, which would make gradients that nobody has checked, is refused, too.
         """
+        if self._enabled and any(map(callable, args)):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._begin_anew(optimizer)
         return super().step(optimizer, *args, **kwargs)
 

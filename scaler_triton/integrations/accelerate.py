@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, and the Trainer on top of it: our scaler, fused clipping, correct `step_was_skipped`."""
+"""Hugging Face Accelerate, and the Trainer on top of it: our scaler or guard, fused clipping, `step_was_skipped`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 import scaler_triton
-from scaler_triton import GradScaler
+from scaler_triton import GradScaler, StepGuard
+from scaler_triton.grad_scaler import is_unscaled, unscale_once
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.backwards import Unscaled, parameters_of
+from scaler_triton.integrations.backwards import Unscaled, another_waits, parameters_of
 
-_ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)  # scale by themselves
+_ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_HINTS = {  # for an accelerator of that mixed_precision
+    "bf16": ": bf16 needs no scale; guard its steps by use_step_guard",
+    "fp16": ": fp16 needs a scale, from use_scaler_triton",
+}
 _STATE_MAKER = "torch.distributed.checkpoint.state_dict"
 
 
@@ -47,23 +52,54 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> GradScaler:
     Raises: TypeError or ValueError naming what is wrong with `accelerator`; the scaler's own errors for `settings`.
         The accelerator is unchanged then.
     """
-    _check(accelerator)
-    for package in ("accelerate", "transformers") if "transformers" in sys.modules else ("accelerate",):
-        versions.check(package, stacklevel=3)
+    _check(accelerator, "fp16")
     scaler = accelerator.scaler
     if settings or not isinstance(scaler, GradScaler):
         _check_unprepared(accelerator)
         scaler = _new_scaler(accelerator, settings)
-    accelerator.scaler, accelerator.native_amp = scaler, True
-    for optimizer in accelerator._optimizers:  # prepared with a scaler of ours already
+    accelerator.native_amp = True
+    _install(accelerator, scaler)
+    return scaler
+
+
+def use_step_guard(accelerator: Any, **arguments: Any) -> StepGuard:
+    """Give an `Accelerator`, or a Trainer, a guard of its steps in bf16 or fp32, where Accelerate has no scaler.
+
+        accelerator = Accelerator(mixed_precision="bf16")
+        guard = use_step_guard(accelerator, spike_sigma=6.0)
+
+    What was prepared before is guarded, too. Clipping, `step_was_skipped`, schedulers and checkpoints work as after
+    `use_scaler_triton`; to load a checkpoint of a run without a guard, call this after `load_state`. Optimizers that
+    are clipped and then stepped in turn share one update. Another call gives it another guard.
+
+    Args:
+        accelerator: with `mixed_precision` "bf16" or "no"; changed. A Trainer's is taken from it, before `train()`.
+        arguments: of `StepGuard`, such as `spike_sigma=6.0`.
+
+    Returns: the guard, which is `accelerator.scaler` from now on.
+
+    Raises: TypeError or ValueError naming what is wrong with `accelerator`; the guard's own errors for `arguments`. The
+        accelerator is unchanged then.
+    """
+    accelerator = getattr(accelerator, "accelerator", accelerator)
+    _check(accelerator, "bf16", "no")
+    guard = StepGuard(**{"device": accelerator.device.type, **arguments})
+    _install(accelerator, guard)
+    return guard
+
+
+def _install(accelerator: Any, scaler: GradScaler) -> None:
+    """Make a scaler that of an accelerator, and of what it has prepared already."""
+    accelerator.scaler = scaler
+    for optimizer in accelerator._optimizers:
         optimizer.__class__ = _AcceleratedOptimizer
+        optimizer.__setstate__({"scaler": scaler})  # which also makes what a wrapper without a scaler lacks
     # Partials of functions that can be found by name, so that the accelerator can still be pickled.
     accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
     accelerator.backward = functools.partial(_backward, accelerator)
     accelerator.unscale_gradients = functools.partial(_unscale_gradients, accelerator)
     if type(accelerator).clip_grad_norm_ is accelerate.Accelerator.clip_grad_norm_:
         accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm, accelerator)
-    return scaler
 
 
 class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
@@ -80,9 +116,12 @@ class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
             return
         if not getattr(self.optimizer, "state", None) and _is_called_from(_STATE_MAKER):
             self.optimizer.step()
+            return
+        if another_waits(self.scaler, self.optimizer):  # the last of them updates
+            self.scaler.step(self.optimizer, closure)
         else:
             super().step(closure)
-            self._answer = None
+        self._answer = None
 
     @property
     def step_was_skipped(self) -> bool:
@@ -97,16 +136,20 @@ class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
             self._answer = self.scaler._ours.steps.outcome(self.optimizer)
 
 
-def _check(accelerator: Any) -> None:
+def _check(accelerator: Any, *precisions: str) -> None:
+    """Raise if `accelerator` cannot be changed; warn if its version is none that was tested."""
     if not isinstance(accelerator, accelerate.Accelerator):
         hint = "; pass its .accelerator" if hasattr(accelerator, "accelerator") else ""  # a Trainer
         raise TypeError(f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}{hint}")
     if accelerator.distributed_type in _ELSEWHERE:
         kind = accelerator.distributed_type.value
-        raise ValueError(f"accelerator must be of a distributed_type that uses torch's scaler, got {kind}")
-    if accelerator.mixed_precision != "fp16":
-        why = ": bf16 needs no scaler" if accelerator.mixed_precision == "bf16" else ""
-        raise ValueError(f"accelerator must have mixed_precision='fp16', got {accelerator.mixed_precision!r}{why}")
+        raise ValueError(f"accelerator must be of a distributed_type that leaves the step to Accelerate, got {kind}")
+    precision = accelerator.mixed_precision
+    if precision not in precisions:
+        wanted = " or ".join(f"mixed_precision={each!r}" for each in precisions)
+        raise ValueError(f"accelerator must have {wanted}, got {precision!r}{_HINTS.get(precision, '')}")
+    for package in ("accelerate", "transformers") if "transformers" in sys.modules else ("accelerate",):
+        versions.check(package, stacklevel=4)
 
 
 def _check_unprepared(accelerator: Any) -> None:
@@ -165,6 +208,8 @@ def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
     for one in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(one, _AcceleratedOptimizer):
             one.keep_answer()
+        if isinstance(accelerator.scaler, StepGuard):  # Accelerate's own does nothing unless it is fp16
+            unscale_once(accelerator.scaler, one)
     type(accelerator).unscale_gradients(accelerator, optimizer)
 
 
@@ -183,10 +228,13 @@ def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_typ
         return norm
     for one in holders:
         one.keep_answer()
+    scaler = accelerator.scaler
     # If these are all that the optimizers train, one pass and one reduction are enough.
-    holds_all = all(id(p) in ids or not p.requires_grad for one in optimizers for p in parameters_of(one))
-    some = {"model": _fsdp1_model(accelerator), "parameters": None if holds_all else chosen}
-    norm = accelerator.scaler.clip_grad_norm_(optimizers, float(max_norm), float(norm_type), **some)
+    at_once = all(id(p) in ids or not p.requires_grad for one in optimizers for p in parameters_of(one))
+    if isinstance(scaler, StepGuard):  # without a scaler, clipping may be repeated
+        at_once &= not any(is_unscaled(scaler, one) for one in optimizers)
+    some = {"model": _fsdp1_model(accelerator), "parameters": None if at_once else chosen}
+    norm = scaler.clip_grad_norm_(optimizers, float(max_norm), float(norm_type), **some)
     return norm
 
 

@@ -6,18 +6,36 @@ from typing import Any
 
 from torch import Tensor
 
+from scaler_triton.step import unwrap
+
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
     """Return the parameters of an optimizer or of a wrapper around one, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def another_waits(scaler: Any, optimizer: Any) -> bool:
+    """Return whether a guard's update has to wait for another optimizer, which was clipped but has not stepped.
+
+    A guard forgets in an update what it has checked; clipped gradients would be checked again, alone.
+    """
+    ours = scaler._ours
+    return ours.guard is not None and any(each is not unwrap(optimizer) for each in ours.steps.awaiting())
+
+
 class Unscaled:
     """The gradients that are unscaled for a step still to come. To be made before the loss of a backward is scaled."""
 
     def __init__(self, scaler: Any) -> None:
-        self._steps = scaler._ours.steps
-        self._gradients = [(optimizer, _gradients_of(optimizer)) for optimizer in self._steps.awaiting()]
+        is_guard = scaler._ours.guard is not None
+        self._steps, self._did = scaler._ours.steps, "checked" if is_guard else "unscaled"
+        self._gradients = []
+        for optimizer in self._steps.awaiting():
+            gradients = _gradients_of(optimizer)
+            if is_guard and all(gradient is None for gradient, _ in gradients):
+                self._steps.reset(parameters_of(optimizer))  # its step is left out, for which an update waits
+            else:
+                self._gradients.append((optimizer, gradients))
 
     def refuse_changes(self) -> None:
         """Raise RuntimeError, naming the optimizer, if the backward wrote one or the step can no longer be taken."""
@@ -31,7 +49,7 @@ class Unscaled:
                 wrong = any(gradient is not None for gradient, _ in before)
             if wrong:
                 raise RuntimeError(
-                    f"backward() ran between clipping, which unscaled the gradients of {type(optimizer).__name__}, "
+                    f"backward() ran between clipping, which {self._did} the gradients of {type(optimizer).__name__}, "
                     "and the step. Clip right before the step; to leave a step out, call the scaler's update() and "
                     "drop the gradients."
                 )

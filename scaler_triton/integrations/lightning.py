@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric: precision plugins with our scalers, for any optimizer and sharding."""
+"""Lightning's Trainer and Fabric: precision plugins with our scalers and our guard, for any optimizer and sharding."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import scaler_triton
-from scaler_triton import GradScaler, grad_scaler
+from scaler_triton import GradScaler, StepGuard, grad_scaler
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.backwards import Unscaled
+from scaler_triton.integrations.backwards import Unscaled, another_waits
 
 # Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
 _SOURCES = {
@@ -21,6 +21,8 @@ _SOURCES = {
     "pytorch_lightning": ("pytorch-lightning", "pytorch_lightning.plugins"),
     "lightning_fabric": ("pytorch-lightning", "lightning_fabric.plugins"),
 }
+# What a guard works with -> Lightning's plugin for it, without FSDP.
+_GUARDED = {"bf16-mixed": "MixedPrecision", "bf16-true": "HalfPrecision", "32-true": "Precision"}
 
 
 def mixed_precision(framework: type, scaler: GradScaler | None = None, *, device: str = "cuda") -> Any:
@@ -60,11 +62,44 @@ def fsdp_precision(framework: type, scaler: GradScaler | None = None) -> Any:
     return plugin
 
 
+def step_guard_precision(
+    framework: type,
+    guard: StepGuard | None = None,
+    *,
+    precision: str = "bf16-mixed",
+    device: str = "cuda",
+    fsdp: bool = False,
+) -> Any:
+    """Return Lightning's plugin for `precision` with a guard, which Lightning itself would refuse.
+
+        trainer = Trainer(accelerator="gpu", plugins=step_guard_precision(Trainer, StepGuard(spike_sigma=6.0)))
+
+    Takes the place of `precision="bf16-mixed"`, "bf16-true" or "32-true". In the Trainer, clipping by norm checks and
+    clips in one pass. A checkpoint of the Trainer's has the guard's state, and may be one of a run without a guard.
+
+    Args:
+        framework: as for `mixed_precision`.
+        guard: None: a `StepGuard` with its defaults.
+        precision: one of the three.
+        device: device type for autocast, and for that guard.
+        fsdp: whether the strategy is Lightning's FSDP (FSDP1).
+
+    Raises: TypeError or ValueError naming `framework`, `guard` or `precision`.
+    """
+    if precision not in _GUARDED:
+        raise ValueError(f"precision must be one of {', '.join(_GUARDED)}, got {precision!r}")
+    name = "FSDPPrecision" if fsdp else _GUARDED[precision]
+    arguments = {"Precision": (), "MixedPrecision": (precision, device)}.get(name, (precision,))
+    plugin = _plugin_class(framework, name, guarded=True)(*arguments)
+    plugin.scaler = _checked(guard or StepGuard(device), is_guard=True)
+    return plugin
+
+
 class _Plugin:
     """What the plugins share: the first call of a step that needs it unscales, and no other."""
 
     scaler: Any
-    _theirs: type  # Lightning's plugin
+    _theirs: tuple[type, bool]  # Lightning's plugin, and whether ours is for a guard
     _unscaled: Unscaled | None = None  # before the loss of the next backward was scaled
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,7 +110,34 @@ class _Plugin:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by Lightning's class, for launchers that spawn: our class is created at run time."""
-        return _restored, (self._theirs,), self.__dict__
+        return _restored, self._theirs, self.__dict__
+
+
+class _Guarded:
+    """A guard's part in Lightning's plugins, most of which know of no scaler; between them and `_Plugin`."""
+
+    scaler: Any
+
+    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Let the guard know that a new loss comes, then run backward."""
+        super().backward(self.scaler.scale(tensor), model, *args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step by the guard, which raises if there is a closure; the last of those that were clipped updates."""
+        waits = another_waits(self.scaler, optimizer)
+        result = self.scaler.step(optimizer, **kwargs)
+        if not waits:
+            self.scaler.update()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the guard's state, for checkpoints."""
+        state: dict[str, Any] = self.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the guard's state."""
+        self.scaler.load_state_dict(state_dict)
 
 
 class _TrainerPlugin(_Plugin):
@@ -103,10 +165,12 @@ class _TrainerPlugin(_Plugin):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, call the hooks, clip, step and update: Lightning's order for all optimizers."""
         if isinstance(optimizer, torch.optim.LBFGS):
-            return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]  # it refuses
+            # It refuses.
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
         result = closure()
         no_backward = result is None and model.automatic_optimization
-        if not no_backward:
+        is_guard = isinstance(self.scaler, StepGuard)  # hooks need not wait for it: it checks when it clips, or steps
+        if not (no_backward or is_guard):
             grad_scaler.unscale_once(self.scaler, optimizer)
         self._no_backward = no_backward
         try:
@@ -115,6 +179,8 @@ class _TrainerPlugin(_Plugin):
             self._no_backward = False
         if no_backward:
             return result
+        if is_guard:
+            return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
         result = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return result
@@ -123,16 +189,19 @@ class _TrainerPlugin(_Plugin):
         """Clip by norm or by value, after unscaling; also before `step` in manual optimization."""
         if clip_val <= 0 or self._no_backward:
             return
-        grad_scaler.unscale_once(self.scaler, optimizer)
-        if gradient_clip_algorithm == "norm":
+        by_norm = gradient_clip_algorithm == "norm"
+        if not (by_norm and isinstance(self.scaler, StepGuard)):
+            grad_scaler.unscale_once(self.scaler, optimizer)
+        if by_norm:
             self.clip_grad_by_norm(optimizer, clip_val)
         else:
             self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the whole model, however it is sharded."""
-        # The gradients are unscaled already, so that hooks saw them unscaled: with `parameters` they are only clipped.
-        parameters = self.main_params(optimizer)  # type: ignore[attr-defined]
+        # A scaler has unscaled them already, for hooks to see them unscaled: with `parameters` they are only clipped.
+        unscaled = grad_scaler.is_unscaled(self.scaler, optimizer)
+        parameters = self.main_params(optimizer) if unscaled else None  # type: ignore[attr-defined]
         self.scaler.clip_grad_norm_(optimizer, clip_val, model=self._clip_model, parameters=parameters)
 
 
@@ -144,11 +213,11 @@ class _FabricPlugin(_Plugin):
         grad_scaler.unscale_once(self.scaler, optimizer)
 
 
-def _plugin_class(framework: type, name: str) -> Any:
+def _plugin_class(framework: type, name: str, *, guarded: bool = False) -> Any:
     """Return the plugin for a Trainer or a Fabric, derived from its own of that name."""
     package, plugins = _source(framework)
     versions.check(package, stacklevel=4)
-    return _derived(getattr(import_module(plugins), name))
+    return _derived(getattr(import_module(plugins), name), guarded)
 
 
 def _source(framework: type) -> tuple[str, str]:
@@ -160,18 +229,21 @@ def _source(framework: type) -> tuple[str, str]:
 
 
 @functools.cache
-def _derived(theirs: type) -> Any:
+def _derived(theirs: type, guarded: bool) -> Any:
     """Return our subclass of a plugin; of the same name, which is the key of its state in checkpoints."""
     ours = _TrainerPlugin if hasattr(theirs, "clip_gradients") else _FabricPlugin
-    return type(theirs.__name__, (ours, theirs), {"__doc__": theirs.__doc__, "_theirs": theirs})
+    bases = (ours, _Guarded, theirs) if guarded else (ours, theirs)
+    return type(theirs.__name__, bases, {"__doc__": theirs.__doc__, "_theirs": (theirs, guarded)})
 
 
-def _restored(theirs: type) -> Any:
-    plugin_class = _derived(theirs)
+def _restored(theirs: type, guarded: bool) -> Any:
+    plugin_class = _derived(theirs, guarded)
     return plugin_class.__new__(plugin_class)
 
 
-def _checked(scaler: Any) -> GradScaler:
-    if not isinstance(scaler, GradScaler):
-        raise TypeError(f"scaler must be a GradScaler or ShardedGradScaler of scaler_triton, got {scaler!r}")
+def _checked(scaler: Any, *, is_guard: bool = False) -> Any:
+    """Return a scaler if it is of the right kind: a guard does not scale, and fp16 needs that."""
+    if not isinstance(scaler, GradScaler) or isinstance(scaler, StepGuard) is not is_guard:
+        wanted = "guard must be a StepGuard" if is_guard else "scaler must be a GradScaler or ShardedGradScaler"
+        raise TypeError(f"{wanted} of scaler_triton, got {scaler!r}")
     return scaler

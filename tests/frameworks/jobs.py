@@ -20,6 +20,8 @@ STEPS, BAD_STEPS = 6, (1, 4)
 SCALES = [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]  # after each step: 1 and 4 overflow, and two good ones in a row double
 SKIPPED = [step in BAD_STEPS for step in range(STEPS)]
 FUSED = ["adamw", "adamw-fused"]
+GUARD = {"spike_sigma": 30.0, "window": 4}  # looks for spikes from the third norm on
+SPIKE = 1000.0  # times a batch: so large is its loss then, too
 
 # Warnings of others, as message and category; every other one is an error, here as in the ranks.
 WARNINGS = [
@@ -32,6 +34,7 @@ WARNINGS = [
     ("'pin_memory' argument is set as true but no accelerator is found", "UserWarning"),
     (".isinstance.treespec, LeafSpec.. is deprecated", "FutureWarning"),  # Lightning 2.6 uses it
     ("`is_gradient_checkpointing` is deprecated", "FutureWarning"),  # transformers asks its own models for it
+    (".torch.cpu.amp.autocast.args..... is deprecated", "FutureWarning"),  # of transformers 4.56 in bf16 on a CPU
     # Lightning's FSDPPrecision makes a scaler for GPUs first, which is not used.
     (".*torch.cuda.amp.GradScaler is enabled, but CUDA is not available", "UserWarning"),
     # torch's FSDP1 warns of itself when its sharded state is saved or loaded.
@@ -74,7 +77,8 @@ def new_net(seed: int = 0) -> Net:
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
-    return nn.functional.mse_loss(model(x).float(), x.float().flip(1).sin())
+    loss = nn.functional.mse_loss(model(x).float(), x.float().flip(1).sin())
+    return loss * torch.where(x.abs().amax() > 0.1 * SPIKE, SPIKE, 1.0)
 
 
 def batches(part: int = 0, bad: Collection[int] = BAD_STEPS, steps: int = STEPS) -> list[Tensor]:
@@ -85,6 +89,12 @@ def batches(part: int = 0, bad: Collection[int] = BAD_STEPS, steps: int = STEPS)
     draws = [torch.Generator().manual_seed(10 * part + step) for step in range(steps)]
     made = [torch.randn(4, WIDTH, generator=draw).half() for draw in draws]
     return [batch * math.inf if step in bad else batch for step, batch in enumerate(made)]
+
+
+def guarded_batches(bad: int | None, factor: float, steps: int = STEPS) -> list[Tensor]:
+    """Return fp32 batches, the bad one times a factor: infinite, or `SPIKE`."""
+    made = [batch.float() for batch in batches(bad=(), steps=steps)]
+    return [batch * factor if step == bad else batch for step, batch in enumerate(made)]
 
 
 def wrap(name: str, net: nn.Module) -> nn.Module:

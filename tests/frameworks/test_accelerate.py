@@ -1,9 +1,10 @@
 """Accelerate: what the one line changes and refuses; ranks train, clip, skip, accumulate and resume with our scaler."""
 
+import functools
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +28,9 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Gr
 from accelerate.utils.modeling import get_grad_scaler
 from ranks.cases import CollectiveCounter, new_optimizer
 
-from scaler_triton import GradScaler, ShardedGradScaler, patch_torch
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, patch_torch
 from scaler_triton.integrations import accelerate as integration
-from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton
+from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton, use_step_guard
 
 pytestmark = pytest.mark.usefixtures("first_accelerator")
 
@@ -48,7 +49,7 @@ def shard(version: int, *, flat: bool = False, whole: bool = False) -> None:
     kind = "FULL_STATE_DICT" if whole else "SHARDED_STATE_DICT"
     options = {"use_orig_params": not flat, "state_dict_type": kind} if version == 1 else {}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False, **options)
-    plugin.set_mixed_precision("fp16")
+    plugin.set_mixed_precision(AcceleratorState().mixed_precision)
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
     for state in (PartialState, AcceleratorState):
         state._shared_state["distributed_type"] = DistributedType.FSDP
@@ -157,7 +158,7 @@ def prepared(use: Any = id, *models: nn.Module, kind: str = "") -> Accelerator:
         (lambda: new_accelerator(mixed_precision="bf16"), {}, "mixed_precision='fp16', got 'bf16': bf16 needs no"),
         (lambda: nn.Linear(1, 1), {}, r"must be an accelerate\.Accelerator, got Linear$"),
         (lambda: SimpleNamespace(accelerator=1), {}, r"got SimpleNamespace; pass its \.accelerator$"),  # a Trainer
-        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that uses torch's scaler, got DEEPSPEED"),
+        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
         (lambda: prepared(use_torch), {}, "must have prepared nothing yet, .*: SGD"),
         (lambda: prepared(id, nn.Linear(1, 1)), {}, "must have prepared nothing yet, .*: Linear"),  # without autocast
         (lambda: prepared(use_scaler_triton), {"min_scale": 1.0}, "must have prepared nothing yet"),
@@ -273,6 +274,113 @@ def test_accelerate_does_not_see_that_a_fused_optimizer_skips():
     assert not accelerator.optimizer_step_was_skipped
 
 
+# A guard, where Accelerate has no scaler.
+
+
+def guarded(precision: str, *what: Any, **options: Any) -> tuple[Any, ...]:
+    """An accelerator with a guard, then what it has prepared."""
+    accelerator = new_accelerator(mixed_precision=precision)
+    use_step_guard(accelerator, **jobs.GUARD)
+    return accelerator, *prepare(accelerator, *what, **options)
+
+
+def train_guarded(precision: str, batches: list[torch.Tensor], is_late: bool, **options: Any) -> tuple[Any, ...]:
+    """Train with a schedule; return parameters, which steps were skipped, their norms, what torch takes for these."""
+    accelerator, net = new_accelerator(mixed_precision=precision), jobs.new_net()
+    guard = None if is_late else use_step_guard(accelerator, **jobs.GUARD)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: DECAY**n)
+    net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    guard = guard or use_step_guard(SimpleNamespace(accelerator=accelerator), **jobs.GUARD)
+    assert accelerator.scaler is optimizer.scaler is guard
+    skipped, norms, expected = [], [], []
+    for batch in batches:
+        accelerator.backward(jobs.loss_of(net, batch))
+        expected.append(nn.utils.get_total_norm([p.grad for p in net.parameters()]).item())
+        norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 0.05)))
+        optimizer.step()
+        scheduler.step()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        optimizer.zero_grad()
+    assert (guard.stats().updates, guard.stats().skipped) == (len(batches), sum(skipped))
+    return jobs.whole(net), skipped, norms, expected
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before prepare", "after prepare"])
+@pytest.mark.parametrize("factor", [INF, jobs.SPIKE], ids=["infinite", "spike"])
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+@PLAIN_AND_FUSED
+def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(precision, factor, is_late, options):
+    """To the bit, although the learning rate falls: the scheduler waits."""
+    seen = jobs.guarded_batches(4, factor)
+    ended, skipped, norms, expected = train_guarded(precision, seen, is_late, **options)
+    assert skipped == [step == 4 for step in range(STEPS)]
+    torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected), rtol=1e-6, atol=0, equal_nan=True)
+    forget()
+    other, skipped, *_ = train_guarded(precision, seen[:4] + seen[5:], is_late, **options)
+    assert not any(skipped)
+    assert torch.equal(ended, other)
+
+
+@PLAIN_AND_FUSED
+def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(options):
+    """The first one's step leaves the update to the last; else the other would be checked again, and step unclipped."""
+    accelerator, *layers, one, other = guarded("bf16", "SGD", 2, **options)
+    backward(accelerator, *layers)
+    norm_of(accelerator, *layers)
+    one.step()
+    for optimizer in (one, other):  # whose step is left out
+        optimizer.zero_grad()
+    for value, skipped in ((1.0, False), (INF, True), (1.0, False)):
+        before = jobs.whole(other_layer := layers[1])
+        accelerator.backward(layers[0](torch.full((1, 2), value)).float().sum() + other_layer(torch.ones(1, 2)).sum())
+        norm_of(accelerator, *layers)
+        for optimizer in (one, other):
+            optimizer.step()
+            assert optimizer.step_was_skipped == skipped
+            optimizer.zero_grad()
+        assert torch.equal(jobs.whole(other_layer), before) == skipped
+    assert (accelerator.scaler.stats().updates, accelerator.scaler.stats().skipped) == (4, 1)
+
+
+def test_a_guard_sees_what_clipping_by_value_hides_clips_again_and_refuses_what_it_cannot_check():
+    accelerator, layer, optimizer = guarded("no")
+    backward(accelerator, layer)
+    assert [norm_of(accelerator, layer) for _ in range(2)] == [5.0, 5.0]  # as without a scaler
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(accelerator, layer)
+    layer.weight.grad[0, 0] = INF
+    accelerator.clip_grad_value_(layer.parameters(), 1.0)
+    assert layer.weight.grad.isfinite().all()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    optimizer.zero_grad()
+    backward(accelerator, layer)
+    norm_of(accelerator, layer)
+    with pytest.raises(RuntimeError, match="between clipping, which checked the gradients of SGD, and the step"):
+        backward(accelerator, layer)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):  # Accelerate's is positional
+        optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "text"),
+    [
+        (new_accelerator, {}, "mixed_precision='bf16' or mixed_precision='no', got 'fp16': fp16 needs a scale"),
+        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
+        (lambda: nn.Linear(1, 1), {}, "must be an accelerate.Accelerator, got Linear$"),
+        (lambda: new_accelerator(mixed_precision="no"), {"spike_sigma": 0.0}, "spike_sigma"),
+    ],
+)
+def test_a_guard_is_refused_and_nothing_changes(make, arguments, text):
+    given = make()
+    before = dict(vars(given))
+    with pytest.raises((TypeError, ValueError), match=text):
+        use_step_guard(given, **arguments)
+    assert vars(given) == before
+
+
 # Ranks, one of which overflows.
 
 
@@ -306,13 +414,18 @@ Report = dict[str, Any]  # what a run left on one rank; lists run over the optim
 AS_TORCHS = ("scales", "trackers", "skipped", "rates", "digests", "step_counts")
 
 
+USES = {True: use_scaler_triton, False: use_torch, "guard": functools.partial(use_step_guard, **jobs.GUARD)}
+
+
 class Job:
     """A model, an optimizer and a scheduler that an Accelerator has prepared."""
 
-    def __init__(self, rank: int, sharding: str, name: str, *, ours: bool = True, **options: Any) -> None:
+    def __init__(self, rank: int, sharding: str, name: str, *, ours: bool | str = True, **options: Any) -> None:
         self.rank, self.sharding = rank, sharding
+        if ours == "guard":
+            options["mixed_precision"] = "bf16"
         self.accelerator = new_accelerator(sharding, **options)
-        self.scaler = (use_scaler_triton if ours else use_torch)(self.accelerator)
+        self.scaler = USES[ours](self.accelerator)
         net: nn.Module = jobs.new_net()
         if sharding == "fsdp1-flat":
             net = self.accelerator.prepare(net)
@@ -323,7 +436,7 @@ class Job:
         layer = next(module for module in self.model.modules() if isinstance(module, nn.Linear))
         layer.register_forward_hook(lambda module, args, output: self.dtypes.add(str(output.dtype)))
 
-    def train(self, steps: range, overflows: Collection[int], max_norm: float = 0.05) -> Report:
+    def train(self, steps: Iterable[int], overflows: Collection[int], max_norm: float = 0.05) -> Report:
         """Train as Accelerate's documentation shows, each step on this rank's part of its own batch."""
         report: Report = defaultdict(list)
         clip = getattr(self.scaler, "clip_grad_norm_", None)
@@ -373,7 +486,7 @@ def train(rank: int, sharding: str, name: str, overflows: Collection[int], steps
         return Job(rank, sharding, name, **options).train(range(steps), overflows, max_norm)
 
 
-def resume(rank: int, sharding: str, name: str, folder: Path, trained: int, first_ours: bool) -> tuple[Any, ...]:
+def resume(rank: int, sharding: str, name: str, folder: Path, trained: int, first_ours: bool | str) -> tuple[Any, ...]:
     """Save in the middle of a run, and load into a job that has taken `trained` steps of its own.
 
     Returns: the states that were saved and loaded; the reports of the run that went on, and of the other one.
@@ -385,7 +498,7 @@ def resume(rank: int, sharding: str, name: str, folder: Path, trained: int, firs
         first.accelerator.save_state(str(folder))
         saved, straight = first.state(), first.train(range(5, 9), {6}, max_norm)
     with launched(rank):
-        second = Job(rank, sharding, name)
+        second = Job(rank, sharding, name, ours=first_ours or True)
         second.train(range(20, 20 + trained), ())
         second.accelerator.load_state(str(folder))
         return saved, second.state(), straight, second.train(range(5, 9), {6}, max_norm)
@@ -435,6 +548,9 @@ def test_equals_torchs_scaler_to_the_bit(two, sharding, every):
         ("fsdp1-whole", "adamw-fused", 0, True),
         ("fsdp2", "adamw-fused", 0, True),
         ("fsdp2", "adamw", 3, True),
+        ("ddp", "adamw-fused", 0, "guard"),
+        ("fsdp1-whole", "adamw-fused", 3, "guard"),
+        ("fsdp2", "adamw", 3, "guard"),
         # torch's scaler before ours
         ("ddp", "adamw", 0, False),
         ("fsdp1-whole", "adamw", 0, False),
@@ -446,3 +562,26 @@ def test_resumes_to_the_bit(two, tmp_path, sharding, name, trained, first_ours):
         assert loaded == saved
         assert resumed["skipped"] == [False, True, False, False]
         assert [resumed[what] for what in AS_TORCHS] == [straight[what] for what in AS_TORCHS]
+
+
+def train_guarded_on(rank: int, sharding: str, name: str) -> tuple[Report, list[str], int]:
+    """Train with a guard; return the report, how a run without the bad steps ends, and the number of spikes."""
+    with launched(rank):
+        job = Job(rank, sharding, name, ours="guard")
+        report = job.train(range(STEPS), BAD_STEPS)
+        spikes = job.scaler.stats().spikes
+    with launched(rank):
+        good = [step for step in range(STEPS) if step not in BAD_STEPS]
+        return report, Job(rank, sharding, name, ours="guard").train(good, ())["digests"], spikes
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp1", "fsdp2"])
+def test_ranks_with_a_guard_skip_together_in_one_reduction(two, sharding, name):
+    """Under DDP, too, where they need not trust that their gradients are equal."""
+    for report, never_seen, spikes in two(train_guarded_on, sharding, name):
+        assert report["kinds"] == (*KINDS[sharding][:2], StepGuard.__name__, "torch.bfloat16")
+        assert (report["skipped"], report["scales"], spikes) == (SKIPPED, [1.0] * STEPS, 0)
+        assert report["digests"] == never_seen
+        assert report["clipped_by_scaler"] == [None] * STEPS
+        assert report["collectives"] == [(1, 0)] * STEPS

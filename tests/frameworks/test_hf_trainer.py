@@ -1,4 +1,4 @@
-"""HF Trainer: its default fused AdamW, clipping, schedule and checkpoints with our scaler; LoRA; FSDP1 on two ranks."""
+"""HF Trainer: its default fused AdamW, clipping, schedule and checkpoints with our scaler; LoRA; FSDP1; a guard."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from test_accelerate import forget, launched, shard, use_torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton
+from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton, use_step_guard
 
 STEPS, INIT_SCALE = 6, 256.0
 DEFAULTS = {
@@ -137,6 +137,58 @@ def test_lora_trains_its_adapters_only(tmp_path):
     changed = {name for name, after in trainer.model.named_parameters() if not torch.equal(before[name], after)}
     assert changed == {name for name in before if "lora_" in name}
     assert skips(trainer) == (STEPS, 2)
+
+
+class InOrder(Trainer):
+    """A Trainer that takes the samples in their order, and a model whose loss is that of `jobs`."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return jobs.loss_of(model, inputs["x"])
+
+
+def new_guarded(folder: Path, batches: list[torch.Tensor], seed: int = 0, **options: Any) -> Any:
+    """A Trainer in fp32, or in bf16 by an option, with a guard; a batch's rows are samples."""
+    samples = [{"x": row} for batch in batches for row in batch]
+    fixed = {
+        "fp16": False,
+        "num_train_epochs": 1,
+        "max_steps": -1,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 0.1,
+    }
+    trainer = InOrder(
+        jobs.new_net(seed), TrainingArguments(str(folder), **DEFAULTS | fixed | options), train_dataset=samples
+    )
+    use_step_guard(trainer, **jobs.GUARD)
+    return trainer
+
+
+@pytest.mark.parametrize("factor", [torch.inf, jobs.SPIKE], ids=["infinite", "spike"])
+@pytest.mark.parametrize("options", [{"bf16": True}, {"optim": "adamw_torch"}, {"max_grad_norm": 0.0}], ids=str)
+def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(tmp_path, options, factor):
+    seen, ends = jobs.guarded_batches(4, factor), []
+    for batches, skipped in (seen, 1), (seen[:4] + seen[5:], 0):
+        forget()
+        trainer = new_guarded(tmp_path, batches, **options)
+        trainer.train()
+        assert skips(trainer) == (len(batches), skipped)
+        assert trainer.accelerator.scaler.stats().spikes == (skipped if factor == jobs.SPIKE else 0)
+        ends.append(jobs.whole(trainer.model))
+    assert torch.equal(*ends)
+
+
+def test_a_guard_resumes_with_its_norms_to_the_bit(tmp_path):
+    """Without those of the first three steps, the next one would not be taken for a spike."""
+    straight = new_guarded(tmp_path, jobs.guarded_batches(3, jobs.SPIKE), bf16=True, **SAVING)
+    straight.train()
+    forget()
+    resumed = new_guarded(tmp_path, jobs.guarded_batches(3, jobs.SPIKE), seed=1, bf16=True, **SAVING)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert left(straight) == left(resumed)
+    assert resumed.accelerator.scaler.stats().spikes == 1
 
 
 def train(rank: int, folder: Path, *, ours: bool = True, checkpoint: str | None = None, **options: Any) -> Any:

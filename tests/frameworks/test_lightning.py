@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jobs
 import pytest
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, sharded_grad_scaler
 
 import scaler_triton
-from scaler_triton import GradScaler, ShardedGradScaler, patch_torch
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, patch_torch
 from scaler_triton.integrations import lightning, versions
 
 NAMESPACES = {
@@ -54,6 +55,11 @@ def plugin(kind: str = "Trainer", scaler: Any = None, *, own: bool = False) -> A
     if own:
         return space(kind).plugins.MixedPrecision("16-mixed", "cpu", scaler or torch.amp.GradScaler("cpu", **SETTINGS))
     return lightning.mixed_precision(space(kind).cls, scaler or GradScaler("cpu", **SETTINGS), device="cpu")
+
+
+def guard_plugin(kind: str = "Trainer", precision: str = "bf16-mixed", **options: Any) -> Any:
+    guard = StepGuard("cpu", **jobs.GUARD)
+    return lightning.step_guard_precision(space(kind).cls, guard, precision=precision, device="cpu", **options)
 
 
 def state_after(scaler: Any, optimizer: Any, module: nn.Module) -> tuple[Any, ...]:
@@ -119,9 +125,9 @@ class Loop:
         self.optimizer.zero_grad()
         self.fabric.backward(loss_of(self.net, batch.to(self.fabric.device)))
 
-    def run(self, steps: slice = slice(None), **clip: Any) -> Loop:
+    def run(self, steps: slice = slice(None), data: Sequence[Tensor] = (), **clip: Any) -> Loop:
         """Train on some of the batches; clip as `Fabric.clip_gradients` is told to."""
-        for batch in batches()[steps]:
+        for batch in (data or batches())[steps]:
             self.backward(batch)
             if clip:
                 self.fabric.clip_gradients(self.net, self.optimizer, error_if_nonfinite=False, **clip)
@@ -280,6 +286,113 @@ def test_a_disabled_scaler_clips_too_and_lbfgs_is_refused() -> None:
         fit(plugin(), module)
 
 
+PRECISIONS = pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [("bf16-mixed", "adamw"), ("bf16-mixed", "adamw-fused"), ("bf16-true", "adamw-fused"), ("32-true", "adamw")],
+)
+@pytest.mark.parametrize("clip", ["", "max_norm", "clip_val"])
+@pytest.mark.parametrize("factor", [torch.inf, jobs.SPIKE], ids=["infinite", "spike"])
+def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(
+    kind: str, optimizer: str, precision: str, clip: str, factor: float
+) -> None:
+    seen, ends = jobs.guarded_batches(4, factor), []
+    for data, skipped in (seen, 1), (seen[:4] + seen[5:], 0):
+        made = guard_plugin(kind, precision)
+        if kind == "Fabric":
+            ends.append(Loop(made, optimizer).run(data=data, **({clip: MAX_NORM} if clip else {})).trace[-1][3])
+        else:
+            algorithm = "norm" if clip == "max_norm" else "value"
+            options = {"gradient_clip_val": MAX_NORM, "gradient_clip_algorithm": algorithm} if clip else {}
+            ends.append(fit(made, module_of(optimizer, data), **options).trace[-1][3])
+        stats = made.scaler.stats()
+        assert (stats.updates, stats.skipped) == (len(data), skipped)
+        assert stats.spikes == (skipped if factor == jobs.SPIKE else 0)
+    assert torch.equal(*ends)
+    assert ends[0].isfinite().all()
+
+
+@PRECISIONS
+def test_the_trainer_clips_in_one_pass_and_resumes_with_the_guards_norms(precision: str, tmp_path: Path) -> None:
+    """Without the first three steps' norms the fourth would not be taken for a spike."""
+    seen, path, saved = jobs.guarded_batches(3, jobs.SPIKE), tmp_path / "run.ckpt", guard_plugin(precision=precision)
+    with mock.patch.object(saved.scaler, "clip_grad_norm_", wraps=saved.scaler.clip_grad_norm_) as clip:
+        plain = fit(saved, module_of("sgd", seen[:3]), gradient_clip_val=MAX_NORM)
+    assert [call.kwargs["parameters"] for call in clip.call_args_list] == [None] * 3  # all, by the pass that checks
+    plain.last_trainer.save_checkpoint(path)
+    module = module_of("sgd", seen[:3], on_train_batch_end=lambda *arguments: None)
+    space("Trainer").cls(precision=precision, gradient_clip_val=MAX_NORM, max_epochs=1, **ONE, **QUIET).fit(module)
+    # torch sums squares in fp32, or in the gradients' bf16.
+    torch.testing.assert_close(
+        whole(plain.net), whole(module.net), rtol=0, atol=2.0**-7 if "true" in precision else 2e-7
+    )
+    made, options = guard_plugin(precision=precision), {"gradient_clip_val": MAX_NORM}
+    resumed = fit(made, module_of("sgd", seen[3:]), max_epochs=2, ckpt_path=path, **options)
+    assert made.scaler.stats().spikes == 1
+    assert_same(fit(guard_plugin(precision=precision), module_of("sgd", seen), **options).trace[3:], resumed.trace)
+
+
+def test_fabric_resumes_with_the_guards_norms(tmp_path: Path) -> None:
+    seen = jobs.guarded_batches(3, jobs.SPIKE)
+    straight, first, second = (Loop(guard_plugin("Fabric"), "adamw-fused") for _ in range(3))
+    first.run(slice(0, 3), seen).fabric.save(tmp_path / "run.ckpt", first.state)
+    second.fabric.load(tmp_path / "run.ckpt", second.state)
+    assert_same(straight.run(data=seen).trace[3:], second.run(slice(3, 6), seen).trace)
+    assert second.scaler.stats().spikes == 1
+
+
+def test_a_guard_takes_what_is_clipped_in_turn_as_one_step() -> None:
+    """In manual optimization; the first optimizer's step leaves the update to the last."""
+
+    def training_step(self: Any, batch: Tensor, index: int) -> None:
+        self.manual_backward(loss_of(self.net, batch))
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, MAX_NORM, "norm")
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self: Any) -> Any:
+        self.automatic_optimization = False
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net.up, self.net.down)]
+
+    seen, ends = jobs.guarded_batches(4, jobs.SPIKE), []
+    for data, skipped in (seen, 1), (seen[:4] + seen[5:], 0):
+        made = guard_plugin()
+        hooks = {"training_step": training_step, "configure_optimizers": configure_optimizers}
+        ends.append(fit(made, module_of("sgd", data, **hooks)).trace[-1][3])
+        assert (made.scaler.stats().updates, made.scaler.stats().skipped) == (len(data), skipped)
+    assert torch.equal(*ends)
+
+
+def test_plugins_for_a_guard_are_lightnings_own_and_refuse_what_is_none() -> None:
+    cls = space("Trainer").cls
+    for options, name in (
+        ({}, "MixedPrecision"),
+        ({"precision": "bf16-true"}, "HalfPrecision"),
+        ({"precision": "32-true"}, "Precision"),
+        ({"fsdp": True}, "FSDPPrecision"),
+    ):
+        made = guard_plugin(**options)
+        assert isinstance(made, getattr(space("Trainer").plugins, name))
+        assert (type(made).__qualname__, made.precision) == (name, options.get("precision", "bf16-mixed"))
+        twin = pickle.loads(pickle.dumps(made))
+        assert (type(twin), twin.scaler.state_dict()) == (type(made), made.scaler.state_dict())
+    with pytest.raises(ValueError, match="precision must be one of bf16-mixed, bf16-true, 32-true, got '16-mixed'"):
+        guard_plugin(precision="16-mixed")
+    with pytest.raises(TypeError, match="guard must be a StepGuard of scaler_triton"):
+        lightning.step_guard_precision(cls, GradScaler("cpu"), device="cpu")
+    with pytest.raises(TypeError, match="scaler must be a GradScaler or ShardedGradScaler of scaler_triton"):
+        lightning.mixed_precision(cls, StepGuard("cpu"), device="cpu")
+    module = module_of("sgd", jobs.guarded_batches(None, 1.0))
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        fit(guard_plugin(precision="32-true"), module)
+
+
 # Ranks, one of which overflows.
 
 
@@ -311,10 +424,15 @@ def on_cpu(strategy: Any, sharding: str, **options: Any) -> Any:
 
 
 def framework(kind: str, rank: int, strategy: str, **options: Any) -> Any:
-    """Make a Trainer or a Fabric: for "ddp", "fsdp2", "fsdp1", FSDP1's "no-shard", or "torch" (FSDP1, its scaler)."""
-    here = space(kind)
+    """Make a Trainer or a Fabric: for "ddp", "fsdp2", "fsdp1", FSDP1's "no-shard", or "torch" (FSDP1, its scaler).
+
+    After "guard-" there is a guard, in bf16.
+    """
+    here, guarded = space(kind), strategy.startswith("guard-")
+    strategy = strategy.removeprefix("guard-")
     if strategy in ("ddp", "fsdp2"):
-        made, sizes = plugin(kind), {"data_parallel_size": 2, "tensor_parallel_size": 1}
+        made = guard_plugin(kind) if guarded else plugin(kind)
+        sizes: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 1}
         if kind == "Fabric":
             sizes["parallelize_fn"] = lambda net, mesh: jobs.shard(net, mesh["data_parallel"])
         strategies = here.strategies
@@ -323,23 +441,27 @@ def framework(kind: str, rank: int, strategy: str, **options: Any) -> Any:
         made = here.plugins.FSDPPrecision("16-mixed") if strategy == "torch" else lightning.fsdp_precision(here.cls)
         home = sharded_grad_scaler if strategy == "torch" else scaler_triton
         made.scaler = home.ShardedGradScaler("cpu", **SETTINGS)
-        made.forward_context = lambda: torch.autocast("cpu", torch.float16)  # Lightning's is for GPUs only
+        if guarded:
+            made = guard_plugin(kind, fsdp=True)
+        dtype = torch.bfloat16 if guarded else torch.float16
+        made.forward_context = lambda: torch.autocast("cpu", dtype)  # Lightning's is for GPUs only
         sharding = "NO_SHARD" if strategy == "no-shard" else "FULL_SHARD"
         chosen = on_cpu(here.strategies.FSDPStrategy, sharding, state_dict_type="sharded")
     options |= {"accelerator": "cpu", "devices": 2, "strategy": chosen, "plugins": [made, environment(rank)]}
     return here.cls(**options)
 
 
-def data_of(rank: int) -> list[Tensor]:
+def data_of(rank: int, *, good_only: bool = False) -> list[Tensor]:
     """Return this rank's batches; those of one rank overflow."""
-    return batches(part=rank, bad=BAD_STEPS if rank == 1 else ())
+    made = batches(part=rank, bad=BAD_STEPS if rank == 1 else ())
+    return [batch for step, batch in enumerate(made) if not (good_only and step in BAD_STEPS)]
 
 
 def trainer_on(rank: int, strategy: str, optimizer: str, data: list[Tensor], **options: Any) -> Any:
     """Make a Trainer for two ranks, and its module."""
 
     def configure_model(self: Any) -> None:
-        if strategy == "fsdp2":
+        if strategy.endswith("fsdp2"):
             jobs.shard(self.net, self.device_mesh["data_parallel"])
 
     hooks = {"configure_model": configure_model}
@@ -349,17 +471,20 @@ def trainer_on(rank: int, strategy: str, optimizer: str, data: list[Tensor], **o
     )
 
 
-def on_ranks(rank: int, strategy: str, optimizer: str, clip: str) -> tuple[list[float], Tensor]:
+def on_ranks(
+    rank: int, strategy: str, optimizer: str, clip: str, *, good_only: bool = False
+) -> tuple[list[float], Tensor]:
     """Train by the Trainer, or in a loop of Fabric's, which may clip by the scaler; return scales and parameters."""
+    data = data_of(rank, good_only=good_only)
     if clip == "trainer":
-        trainer, module = trainer_on(rank, strategy, optimizer, data_of(rank), max_epochs=1, gradient_clip_val=MAX_NORM)
+        trainer, module = trainer_on(rank, strategy, optimizer, data, max_epochs=1, gradient_clip_val=MAX_NORM)
         trainer.fit(module)
         return module.trace, whole(trainer.strategy.model)
     fabric = framework("Fabric", rank, strategy)
     fabric.launch()
     net, scaler, scales = fabric.setup_module(new_net()), fabric.strategy.precision.scaler, []
     wrapped = fabric.setup_optimizers(new_optimizer(optimizer, net.parameters()))
-    for batch in data_of(rank):
+    for batch in data:
         wrapped.zero_grad()
         fabric.backward(loss_of(net, batch))
         if clip == "fabric":
@@ -384,6 +509,17 @@ def test_ranks_skip_together_and_clip_alike(two: Any, strategy: str, optimizer: 
     # at most 2^-23. Measured: 2^-24. Clipping by a norm that is off by 0.1 % moves SGD's by more.
     for clip in ("trainer", "fabric"):
         torch.testing.assert_close(ends[clip], ends["scaler"], rtol=0, atol=2.0**-23)
+
+
+@pytest.mark.parametrize("strategy", ["guard-ddp", "guard-fsdp1", "guard-fsdp2"])
+@KINDS
+def test_ranks_with_a_guard_skip_together(two: Any, strategy: str, kind: str) -> None:
+    clip = "trainer" if kind == "Trainer" else "fabric"
+    (scales, end), (_, other) = two(on_ranks, strategy, "adamw-fused", clip)
+    (_, never_seen), _ = two(on_ranks, strategy, "adamw-fused", clip, good_only=True)
+    assert scales == [1.0] * STEPS
+    assert torch.equal(end, other)
+    assert torch.equal(end, never_seen)
 
 
 def resumed(rank: int, optimizer: str, folder: str, saver: str, loader: str) -> tuple[list[float], bool]:

@@ -19,7 +19,9 @@ RANKS = 1 if torch.cuda.is_available() else 2  # NCCL takes one rank a GPU
 SKIPS = [f"rank {rank}, step 10: {who} skipped" for rank in range(RANKS) for who in ("actor", "critic")]
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
-# recipe -> the ranks that torchrun starts, 0 for none; the package that it needs; what it says; what it leaves
+GUARDED = ["step 20: ", "  NaN  ", "step 30: ", "spike: norm "]
+
+# recipe and arguments -> the ranks that torchrun starts, 0 for none; the package that it needs; what it says; leaves
 RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "step.py": (0, "torch", ["step 30 was skipped", "0.weight   Inf"], set()),
     "with_accelerate.py": (0, "accelerate", ["step 3 was skipped", "updates=64, "], {"checkpoint"}),
@@ -29,15 +31,23 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "with_fabric.py": (0, "lightning", ["The last skip"], set()),
     "verl_style.py": (RANKS, "torch", SKIPS, set()),
     "dinov2_style.py": (RANKS, "torch", ["step 39: backbone "], set()),
-    "compile.py": (0, "torch", ["scale 1024.0\n"], set()),
+    "compile.py aot_eager": (0, "torch", ["scale 1024.0\n"], set()),
+    "guard.py": (0, "torch", GUARDED, set()),
+    "guard.py ddp": (RANKS, "torch", GUARDED, set()),
+    "guard.py fsdp2": (RANKS, "torch", GUARDED, set()),
+    "guard_accelerate.py": (0, "accelerate", GUARDED, set()),
+    "guard_trainer.py": (0, "transformers", ["  NaN  ", "updates=32, skipped=1"], {"guarded"}),
+    "guard_lightning.py": (0, "lightning", GUARDED, set()),
+    "torchtitan_style.py": (RANKS, "torch", GUARDED, set()),
 }
 CHECKPOINT = "checkpoint.py"  # runs twice: a test of its own
-# Beginnings of what others warn of: the Trainer's data loader, Lightning's advice, torch about Lightning and itself.
+# Beginnings of what others warn of: the Trainer and its data loader, Lightning's advice, torch about both and itself.
 IGNORED = [
     "'pin_memory' argument is set as true but no accelerator is found",
     "The 'train_dataloader' does not have many workers",
     "`isinstance(treespec, LeafSpec)` is deprecated",
     "`torch.jit.script_method` is",
+    "`torch.cpu.amp.autocast(args...)` is deprecated",
     "`is_gradient_checkpointing` is deprecated",
     "Guards may run slower on Python 3.13.0",
 ]
@@ -66,12 +76,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_does_what_it_says(name: str, folder: Path) -> None:
-    ranks, package, says, leaves = RECIPES[name]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_does_what_it_says(recipe: str, folder: Path) -> None:
+    ranks, package, says, leaves = RECIPES[recipe]
     if find_spec(package) is None:
         pytest.skip(f"needs {package}")
-    printed = run(name, folder, ranks, *(["aot_eager"] if name == "compile.py" else []))
+    name, *arguments = recipe.split()
+    printed = run(name, folder, ranks, *arguments)
     assert [text for text in says if text not in printed] == []
     assert {path.name for path in folder.iterdir()} == leaves
 
@@ -86,7 +97,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path) -> None
 
 def test_every_recipe_is_run_and_shown() -> None:
     files = {path.name for path in (DOCS / "recipes").glob("*.py")}
-    assert files == {*RECIPES, CHECKPOINT}
+    assert files == {*(recipe.split()[0] for recipe in RECIPES), CHECKPOINT}
     pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
     assert [name for name in files if f"{{literalinclude}} recipes/{name}\n" not in pages] == []
 
@@ -96,8 +107,8 @@ PAGES = {
     "accelerate.md": ("accelerate", "'scaler_triton.grad_scaler' == type(accelerator.scaler).__module__"),
     "lightning.md": (
         "lightning",
-        "[type(each).__name__ for each in (trainer.scaler, fabric.strategy.precision.scaler)]"
-        " == ['ShardedGradScaler', 'GradScaler']",
+        "[type(each).__name__ for each in (trainer.scaler, fabric.strategy.precision.scaler, guarded.scaler)]"
+        " == ['ShardedGradScaler', 'GradScaler', 'StepGuard']",
     ),
     "trainer.md": ("transformers", "trainer.state.global_step == trainer.accelerator.scaler.stats().updates == 3"),
 }

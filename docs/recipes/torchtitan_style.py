@@ -1,0 +1,49 @@
+"""A loop as torchtitan has it: parts of a model on meshes of their own, an optimizer each, clipped by one norm.
+
+torchrun --standalone --nproc-per-node 2 docs/recipes/torchtitan_style.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from scaler_triton import StepGuard
+
+kind = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+
+torch.manual_seed(0)
+dense, experts = torch.nn.Linear(16, 64).to(device), torch.nn.Linear(64, 1).to(device)
+fully_shard(dense, mesh=dist.init_device_mesh(kind, (ranks,), mesh_dim_names=("dp",)))
+fully_shard(experts, mesh=dist.init_device_mesh(kind, (ranks,), mesh_dim_names=("ep",)))
+model = torch.nn.Sequential(dense, torch.nn.GELU(), experts)
+optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3, fused=True) for part in (dense, experts)]
+schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20) for optimizer in optimizers]
+guard = StepGuard(kind, spike_sigma=6.0, window=16)
+
+torch.manual_seed(1 + rank)
+for step in range(40):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    for _ in range(2):
+        batch = torch.randn(16, 16, device=device)
+        if rank == ranks - 1:  # one rank's batch is bad; all skip
+            batch *= {20: torch.nan, 30: 1000.0}.get(step, 1.0)
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            loss = (model(batch) - batch.sum(1, keepdim=True)).float().square().mean() / 2
+        loss.backward()
+    norm = guard.clip_grad_norm_(optimizers, 1.0)  # over all meshes, in one reduction; nobody asks isfinite(norm)
+    for optimizer in optimizers:
+        guard.step(optimizer)
+    guard.update()
+    if not guard.was_skipped(optimizers[0]):  # both were, or none
+        for scheduler in schedulers:
+            scheduler.step()
+    else:
+        report = guard.overflow_report(model, gather=True)
+        if rank == 0:
+            print(f"step {step}: norm {norm.item():.3g}; {report}")
+dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
+dist.destroy_process_group()
