@@ -22,7 +22,6 @@ from scaler_triton.kernels.abi import (
     COUNT,
     FLAG,
     HEADER,
-    IS_SPIKE,
     LAST,
     OVERFLOWS,
     SIGMA,

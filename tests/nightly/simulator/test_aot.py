@@ -119,7 +119,8 @@ def test_registers_and_spills(kernels, target):
     assert max(registers.values()) <= REGISTERS[target]
 
 
-# Divisions and roots in fp64: of the ranks' scales, which are compared, and of the norm; a judgement's mean and deviation.
+# Divisions and roots in fp64: of the ranks' scales, which are compared, and of the norm; a judgement's mean and
+# deviation.
 FP64 = {"finish": (1, 0), "finish_inverse": (1, 0), "clip": (1, 1), "judge": (1 + 2, 1 + 1)}
 
 
