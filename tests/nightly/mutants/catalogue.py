@@ -19,6 +19,7 @@ class Mutant(NamedTuple):
 
 
 _GUARD = "tests/unit/test_step_guard.py"
+_BITS = "tests/unit/kernels/test_spike_ops.py"  # of the kernel and of torch's ops
 
 _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/step.py": [
@@ -179,19 +180,19 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            made.restore(self.loaded.pop(0))\n", "            pass\n"),
         ("        if first:\n            enters", "        if True:\n            enters"),
         ("enters, slot = before < math.inf,", "enters, slot = before == before,"),
-        ("ring.take((place + (count - n)) % length)", "ring.take(place % length)"),
+        ("ring.take((place + (count - n)) % length)", "ring.take(place % length)", _BITS),
         ("apart = torch.where(is_held, norms - mean, 0.0)", "apart = norms - mean"),
         ("/ (n - 1)).sqrt()", "/ n).sqrt()"),
         ("torch.maximum(deviation, 1e-3 * mean)", "deviation"),
         ("(n >= max(2, length // 2))", "(n >= 2)"),
         ("is_spike = is_finite & (n", "is_spike = (n"),
         ("int(is_spike) - (0 if first else int(was_spike))", "int(is_spike)"),
-        ("is_spike.long() - (0 if first else was_spike.long())", "is_spike.long()"),
+        ("is_spike.long() - (0 if first else was_spike.long())", "is_spike.long()", _BITS),
         ("torch.where(is_spike, new, old) for new", "new for new"),
         ("        totals[OVERFLOWS].clamp_(min=bad)\n", ""),
         ("        status[FLAG].masked_fill_(bad, 1.0)\n", ""),
         ("bad = is_spike | ~is_finite", "bad = is_spike"),
-        ("values = values.sum(-1)", "values = values.sum(0)"),
+        ("values = values.sum(-1)", "values = values.sum(0)", _BITS),
         ("if math.isfinite(values[LAST]) else norms", "if False else norms"),
         ("oldest = max(0, count - self.length)", "oldest = 0"),
         ("kept = list(norms)[-self.length :]", "kept = list(norms)[: self.length]"),
@@ -306,12 +307,12 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("enters = (first != 0) & (before - before == 0)", "enters = before - before == 0"),
         ("enters = (first != 0) & (before - before == 0)", "enters = first != 0"),
         ("slot = count % window", "slot = count % BLOCK_SIZE"),
-        ("(count - n + place) % window", "place"),
+        ("(count - n + place) % window", "place", _BITS),
         ("old = place < n - enters.to(tl.int64)", "old = place < n - 2 * enters.to(tl.int64)"),
         ("norms = tl.where((place == n - 1) & enters, before, norms)", "pass"),
         ("apart = tl.where(place < n, norms - mean, 0.0)", "apart = norms - mean"),
         ("/ (n - 1).to(tl.float64)", "/ n.to(tl.float64)"),
-        ("thousandth = tl.full((), 1e-3, tl.float64)", "thousandth = 1e-3"),
+        ("thousandth = tl.full((), 1e-3, tl.float64)", "thousandth = 1e-3", _BITS),
         ("tl.maximum(deviation, thousandth * mean)", "deviation"),
         ("n >= tl.maximum(2, window // 2)", "n > tl.maximum(2, window // 2)"),
         (" & (norm - norm == 0)\n    spikes", "\n    spikes"),
