@@ -11,7 +11,7 @@ from scaler_triton.kernels.spike import launch_judge, warps_of
 from scaler_triton.spikes import Guard
 from scaler_triton.update import Counters
 
-SQUARES = [9.0, 1.5, 2.5, NAN, 16.0, 2.5, INF, 3.5]
+SQUARES = [9.0, 1.5, 2.5, NAN, 16.0, 25.0, 2.5, INF, 3.5]
 
 
 def totals_of(square):
@@ -34,7 +34,7 @@ def test_the_kernel_has_the_bits_of_torchs_ops(length, warps):
         ours.restore(norms)
         theirs.restore(norms)
         for square in SQUARES:
-            first = square != 16.0  # which replaces NaN
+            first = square not in (16.0, 25.0)  # which replace NaN, and a spike
             totals, expected = totals_of(square), totals_of(square)
             with launched("_judge_kernel"):
                 launch_judge(totals, ours_status.zero_(), ours.memory, ours_counted, length, 0, first=first)
