@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers import PLACES, Place, flags, grads, sgd, started, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scaler_triton import GradScaler, ShardedGradScaler, check, flag, passes, ranks
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, check, flag, passes, ranks
 from scaler_triton.step import Phase
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -211,6 +211,20 @@ def test_the_others_are_told_even_if_this_rank_has_no_room_for_a_flag(reductions
     assert reductions == [TOLD]
 
 
+def test_a_guards_ranks_agree_whatever_its_parameters_are(reductions: Any) -> None:
+    StepGuard("cpu").unscale_(sgd([torch.ones(1)]))
+    assert reductions == [[0.0, 0.0, 1.0, -1.0]]
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_where_the_check_is_by_a_norm_an_error_joins_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[list[float]] = []
+    monkeypatch.setattr(ranks.Ranks, "sum_", lambda self, values: sums.append(values.tolist()))
+    with mock.patch.object(passes, "norm_batch", side_effect=MemoryError), pytest.raises(MemoryError):
+        StepGuard("cpu", spike_sigma=6.0).unscale_(sgd([torch.ones(1)]))
+    assert sums == [pytest.approx([math.nan, 1.0, 1.0, 0.0, 0.0], nan_ok=True)]
+
+
 @pytest.mark.usefixtures("two_ranks")
 def test_a_process_group_that_is_none_is_refused_and_nothing_is_lost() -> None:
     scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0)])
@@ -270,6 +284,15 @@ def test_a_flag_is_reused_from_step_to_step_unless_it_still_counts() -> None:
     assert check.new_flag(scaler, step) is not first
     scaler.update()
     assert check.new_flag(scaler, step) is first
+
+
+def test_another_check_of_a_guards_step_replaces_its_norm() -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=6.0, window=4), sgd([torch.full((1,), 3.0)])
+    guard.scale(torch.ones(()))
+    guard._check_inf_per_device(optimizer)
+    optimizer.param_groups[0]["params"][0].grad.fill_(5.0)
+    guard.unscale_(optimizer)
+    assert guard._ours.steps.open(optimizer).window.norms() == [5.0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

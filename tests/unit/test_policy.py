@@ -98,6 +98,14 @@ def test_a_checkpoint_without_a_field_is_refused_and_changes_nothing(change: Any
     assert scaler.state_dict() == before
 
 
+def test_a_checkpoint_of_a_version_that_counted_no_spikes_is_loaded() -> None:
+    scaler, saved = GradScaler("cpu"), GradScaler("cpu", **EXTRAS).state_dict()
+    saved[KEY]["counters"] |= {"skipped": 3}
+    del saved[KEY]["counters"]["spikes"]
+    scaler.load_state_dict(saved)
+    assert (scaler.stats().skipped, scaler.stats().spikes) == (3, 0)
+
+
 def test_a_checkpoint_that_is_no_dict_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^state_dict must be a dict, got \[3\]$"):
         GradScaler("cpu").load_state_dict([3])  # type: ignore[arg-type]
