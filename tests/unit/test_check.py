@@ -2,7 +2,7 @@
 
 import copy
 import math
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -284,6 +284,32 @@ def test_a_flag_is_reused_from_step_to_step_unless_it_still_counts() -> None:
     assert check.new_flag(scaler, step) is not first
     scaler.update()
     assert check.new_flag(scaler, step) is first
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("sigma", [None, 6.0])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
+def test_after_a_step_that_raised_a_guard_checks_the_next_batch(
+    how: str, fused: bool, sigma: float | None, scales: bool
+) -> None:
+    """Also in a loop that leaves out `scale`, by which a scaler knows of another batch."""
+    guard, optimizer = StepGuard("cpu", spike_sigma=sigma), sgd([torch.ones(2)], fused=fused)
+    own_step, (parameter,) = optimizer.step, optimizer.param_groups[0]["params"]
+    raising = mock.Mock(wraps=own_step, side_effect=MemoryError)
+    for value, step in ((1.0, own_step), (1.0, raising), (math.nan, own_step)):
+        optimizer.step, before = step, parameter.detach().clone()
+        parameter.grad.fill_(value)
+        if scales:
+            guard.scale(torch.ones(()))
+        with pytest.raises(MemoryError) if step is raising else nullcontext():
+            if how == "unscale_":
+                guard.unscale_(optimizer)
+            if how == "clip_grad_norm_":
+                guard.clip_grad_norm_(optimizer, 1.0)
+            guard.step(optimizer)
+    assert torch.equal(parameter, before)
+    assert guard.was_skipped(optimizer)
 
 
 def test_another_check_of_a_guards_step_replaces_its_norm() -> None:
