@@ -72,8 +72,6 @@ class StepGuard(GradScaler):
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs themselves; the call may be left out."""
-        if self._enabled and self._ours.steps.unfinished:
-            self._ours.steps.loss_scaled()
         return outputs
 
     def get_scale(self) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from scaler_triton import GradScaler, ShardedGradScaler, policy
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, policy
 from scaler_triton.policy import KEY, NO_LIMITS, Limits
 
 EXTRAS: dict[str, Any] = {"min_scale": 2.0, "max_scale": 4096.0, "hysteresis": 3, "max_consecutive_skips": 7}
@@ -104,6 +104,13 @@ def test_a_checkpoint_of_a_version_that_counted_no_spikes_is_loaded() -> None:
     del saved[KEY]["counters"]["spikes"]
     scaler.load_state_dict(saved)
     assert (scaler.stats().skipped, scaler.stats().spikes) == (3, 0)
+
+
+@pytest.mark.parametrize("cls", [torch.amp.GradScaler, GradScaler])
+def test_a_guard_takes_no_scale_of_a_scalers_checkpoint(cls: Any) -> None:
+    guard = StepGuard("cpu")
+    guard.load_state_dict(cls("cpu", 16.0).state_dict())
+    assert guard.state_dict()["scale"] == guard._init_scale == 1.0
 
 
 def test_a_checkpoint_that_is_no_dict_is_refused() -> None:
