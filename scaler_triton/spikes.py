@@ -108,7 +108,7 @@ class Window:
 
     def _judge_by_ops(self, totals: Tensor, status: Tensor, counters: Any, first: bool) -> None:
         length, place, ring = self.length, self._places, self.memory[HEADER:]
-        count, before, was_spike, *last_spike, sigma, _ = self.memory[:HEADER].unbind()
+        count, before, was_spike, *last_spike, sigma, _ = self.memory[:HEADER].unbind()  # in the order of `kernels.abi`
         count = count.long()
         if first:
             enters, slot = before < math.inf, (count % length).reshape(1)  # false of NaN
