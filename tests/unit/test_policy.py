@@ -106,6 +106,12 @@ def test_a_checkpoint_of_a_version_that_counted_no_spikes_is_loaded() -> None:
     assert (scaler.stats().skipped, scaler.stats().spikes) == (3, 0)
 
 
+@pytest.mark.parametrize("norm", [math.inf, math.nan, -1.0])
+def test_norms_of_a_checkpoint_are_finite_and_not_negative(norm: float) -> None:
+    with pytest.raises(ValueError, match=f"^windows must hold finite norms >= 0, got {norm}$"):
+        policy.check_windows([[0.0], [1.0, norm]])
+
+
 @pytest.mark.parametrize("cls", [torch.amp.GradScaler, GradScaler])
 def test_a_guard_takes_no_scale_of_a_scalers_checkpoint(cls: Any) -> None:
     guard = StepGuard("cpu")
