@@ -145,6 +145,16 @@ def test_clipping_is_two_products_each_rounded(dtype: torch.dtype, coef: Tensor)
     assert_all_same(tensors, wanted)
 
 
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 1.0), (1.0, 0.5), (0.5, 0.5)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_factor_of_1_writes_nothing(dtype: torch.dtype, factors: tuple[float, float]) -> None:
+    tensor = torch.ones(3, dtype=dtype)
+    before = tensor._version
+    torch_ops.clip_([tensor], *map(torch.tensor, factors))
+    assert tensor._version - before == sum(factor != 1.0 for factor in factors)
+    assert tensor.tolist() == [factors[0] * factors[1]] * 3
+
+
 @pytest.mark.parametrize(
     ("squares", "overflows", "max_norm", "norm", "coef"),
     [

@@ -108,6 +108,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("[tensor.contiguous() for tensor in present]", "list(present)"),
     ],
     "scaler_triton/torch_ops.py": [
+        ("    if not _is_one(inv_scale):\n", "    if True:\n"),
+        ("    if _is_one(coef):\n        return\n", ""),
         ("* _LOW_SQUARE <= total.item() < math.inf", "* _LOW_SQUARE <= total.item()"),
         ("sum(map(Tensor.numel, tensors)) * _LOW_SQUARE <= total", "0.0 < total"),
         ("row_weights += [weights[position]] * (numel // _ROW)", "row_weights += [1.0] * (numel // _ROW)"),
