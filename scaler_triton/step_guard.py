@@ -34,7 +34,8 @@ class StepGuard(GradScaler):
 
     All ranks of the default group agree, if there is one, else this process decides alone. It takes one collective a
     step, and no host wait for an optimizer that is fused. In a loop without `update()` the step after a step begins a
-    new one; `stats()` and reports then know of a step once the next one has begun.
+    new one; `stats()` and reports then know of a step once the next one has begun. So does a step after one in which
+    the optimizer raised: its gradients are checked, as those of another batch.
 
     Args:
         device: the device type of the gradients, a string or a `torch.device`.
@@ -83,8 +84,7 @@ class StepGuard(GradScaler):
 
         Args and raises: as `GradScaler.unscale_`, but it may come before any `scale`, and begins a new step after one.
         """
-        if self._enabled:
-            begin_anew(self, [self._ours.steps.open(optimizer)])
+        self._begin_anew(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -92,11 +92,9 @@ class StepGuard(GradScaler):
 
         A skipped step changes neither parameters nor the optimizer's state.
 
-        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`. If
-            `optimizer.step` has raised, the next call checks again.
+        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`.
         """
-        if self._enabled:
-            begin_anew(self, [self._ours.steps.open(optimizer)])
+        self._begin_anew(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def set_limits(self, **changes: Any) -> None:
@@ -138,6 +136,10 @@ class StepGuard(GradScaler):
         super().load_state_dict(state_dict)
         assert ours.guard is not None
         ours.guard.restore(windows, ours.steps.all())
+
+    def _begin_anew(self, optimizer: Any) -> None:
+        if self._enabled:
+            begin_anew(self, [self._ours.steps.open(optimizer)])
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:  # torch's message asks for `scale`

@@ -169,10 +169,9 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/step_guard.py": [
         ("            min_scale=1.0,\n", ""),
-        ("            begin_anew(self, [self._ours.steps.open(optimizer)])\n        super().unscale_(",
-         "            pass\n        super().unscale_("),
-        ("            begin_anew(self, [self._ours.steps.open(optimizer)])\n        return super().step(",
-         "            pass\n        return super().step("),
+        ("        self._begin_anew(optimizer)\n        super().unscale_(optimizer)",
+         "        super().unscale_(optimizer)"),
+        ("        self._begin_anew(optimizer)\n        return super().step(", "        return super().step("),
         ("if changes.keys() - {\"max_consecutive_skips\"}:", "if False:"),
         ("state[KEY][WINDOWS] = norms", "state[KEY][WINDOWS] = []"),
         ("state_dict = {**state_dict, \"scale\": 1.0}", "state_dict = {**state_dict}",
