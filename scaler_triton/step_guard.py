@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from scaler_triton import policy
-from scaler_triton.check import methods_of
+from scaler_triton.check import begin_anew, methods_of
 from scaler_triton.dispatch import skip_tracing
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
 from scaler_triton.spikes import Guard
-from scaler_triton.step import STEPPED
 
 
 class StepGuard(GradScaler):
@@ -35,7 +34,8 @@ class StepGuard(GradScaler):
 
     All ranks of the default group agree, if there is one, else this process decides alone. It takes one collective a
     step, and no host wait for an optimizer that is fused. In a loop without `update()` the step after a step begins a
-    new one; `stats()` and reports then know of a step once the next one has begun.
+    new one; `stats()` and reports then know of a step once the next one has begun. So does a step after one in which
+    the optimizer raised: its gradients are checked, as those of another batch.
 
     Args:
         device: the device type of the gradients, a string or a `torch.device`.
@@ -73,8 +73,6 @@ class StepGuard(GradScaler):
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs themselves; the call may be left out."""
-        if self._enabled and self._ours.steps.unfinished:
-            self._ours.steps.loss_scaled()
         return outputs
 
     def get_scale(self) -> float:
@@ -143,9 +141,8 @@ class StepGuard(GradScaler):
         ours.guard.restore(windows, ours.steps.all())
 
     def _begin_anew(self, optimizer: Any) -> None:
-        """Update, if the caller has left it out since this optimizer's last step."""
-        if self._enabled and self._ours.steps.open(optimizer).phase is STEPPED:
-            self.update()
+        if self._enabled:
+            begin_anew(self, [self._ours.steps.open(optimizer)])
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:  # torch's message asks for `scale`
