@@ -89,6 +89,8 @@ def check(
     together: Ranks | None = None
     by_norm = ours.guard is not None and ours.guard.sigma is not None
     try:
+        if by_norm:
+            open_window(scaler, step)
         plan = ours.steps.plan(step, optimizer)
         plan.written, plan.marks.resumed = False, {}
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
@@ -196,18 +198,21 @@ def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, tog
         together.sum_(totals)
         for part in parts:
             part.flag.agreed_by_sums(len(together.ranks))
-    ours, first = scaler._ours, parts[0]
-    if (
-        ours.guard is not None
-        and ours.guard.sigma is not None
-        and (together is not None or any(p.flags for p in parts))
-    ):
-        window = first.step.window
-        if window is None or window.memory.device != totals.device:
-            window = first.step.window = ours.guard.window(totals.device, ours.steps.requested)
-        again = any(part.step["found_inf_per_device"] for part in parts)
+    first, window = parts[0], parts[0].step.window  # of a guard that looks for spikes
+    if window is not None and (together is not None or any(part.flags for part in parts)):
         ranks = 0 if together is None else len(together.ranks)
-        window.judge(totals, first.flag, ours.counters, ranks, first=not again)
+        again = bool(first.step["found_inf_per_device"])
+        window.judge(totals, first.flag, scaler._ours.counters, ranks, first=not again)
+
+
+def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
+    """Make the window of an optimizer, if its norms are to be judged and it has none on the scale's device.
+
+    It comes before all that may fail on one rank alone: a checkpoint's windows belong to optimizers in this order.
+    """
+    guard, device = scaler._ours.guard, scaler._scale.device
+    if guard is not None and guard.sigma is not None and (step.window is None or step.window.memory.device != device):
+        step.window = guard.window(device, scaler._ours.steps.requested)
 
 
 def replicas_in(plan: GradPlan, together: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
@@ -306,14 +311,15 @@ def require_scale(
     Args:
         report: joins the reductions of the others; None: those of a check.
     """
-    if scaler._ours.guard is not None:
+    guard = scaler._ours.guard
+    try:
+        if guard is None:
+            scaler._check_scale_growth_tracker(name)
+            return
         held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         scaler._lazy_init_scale_growth_tracker(_home_of(scaler, held))
-        return
-    try:
-        scaler._check_scale_growth_tracker(name)
-    except AssertionError:
-        with suppress(Exception):  # torch's error is more important
+    except Exception:
+        with suppress(Exception):  # the first error is more important
             held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
             together = scaler._ours.membership.find(held, scaler.process_group)
             if together is not None:
@@ -324,7 +330,7 @@ def require_scale(
                 else:
                     for optimizer in optimizers:
                         scaler._ours.steps.open(optimizer).failed(home)
-                        report_failure(together, home)
+                        report_failure(together, home, by_sums=guard is not None and guard.sigma is not None)
         raise
 
 

@@ -29,6 +29,7 @@ from scaler_triton.check import (
     flags_on,
     is_replaced,
     measure,
+    open_window,
     ranks_of,
     replicas_in,
     require_scale,
@@ -39,7 +40,7 @@ from scaler_triton.flag import FAILED_TOTALS, any_flag, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS
 from scaler_triton.plan import GradPlan
 from scaler_triton.ranks import Ranks, default_group, group_ranks, mesh_ranks, replicas_of, several_ranks
-from scaler_triton.step import CARRIED, CHECKED, READY, STEPPED, OptimizerStep, parameters_of, unwrap
+from scaler_triton.step import CARRIED, CHECKED, READY, OptimizerStep, parameters_of, unwrap
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -109,11 +110,13 @@ def _open(
     if scaler._scale is None or scaler._growth_tracker is None:
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
-    if scaler._ours.guard is not None and any(step.phase is STEPPED for step in steps):
+    if scaler._ours.guard is not None and any(step.is_over(by_check=request.chosen is None) for step in steps):
         scaler.update()  # the caller has left it out
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
+        for step in steps[:1] if request.at_once else steps:
+            open_window(scaler, step)
         plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
         ranks = _joint_ranks(scaler, plans)
         replicas = [replicas_in(plan, ranks, model) for plan in plans]

@@ -13,7 +13,6 @@ from scaler_triton.dispatch import skip_tracing
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
 from scaler_triton.spikes import Guard
-from scaler_triton.step import STEPPED
 
 
 class StepGuard(GradScaler):
@@ -34,8 +33,8 @@ class StepGuard(GradScaler):
     change is accepted once it has moved the mean.
 
     All ranks of the default group agree, if there is one, else this process decides alone. It takes one collective a
-    step, and no host wait for an optimizer that is fused. In a loop without `update()` the step after a step begins a
-    new one; `stats()` and reports then know of a step once the next one has begun.
+    step, and no host wait for an optimizer that is fused. In a loop without `update()` the step after a step, even one
+    that raised, begins a new one; `stats()` and reports then know of a step once the next one has begun.
 
     Args:
         device: the device type of the gradients, a string or a `torch.device`.
@@ -86,7 +85,7 @@ class StepGuard(GradScaler):
 
         Args and raises: as `GradScaler.unscale_`, but it may come before any `scale`, and begins a new step after one.
         """
-        self._begin_anew(optimizer)
+        self._begin_anew(optimizer, by_check=True)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -96,7 +95,7 @@ class StepGuard(GradScaler):
 
         Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`.
         """
-        self._begin_anew(optimizer)
+        self._begin_anew(optimizer, by_check=False)
         return super().step(optimizer, *args, **kwargs)
 
     def set_limits(self, **changes: Any) -> None:
@@ -139,9 +138,9 @@ class StepGuard(GradScaler):
         assert ours.guard is not None
         ours.guard.restore(windows, ours.steps.all())
 
-    def _begin_anew(self, optimizer: Any) -> None:
+    def _begin_anew(self, optimizer: Any, *, by_check: bool) -> None:
         """Update, if the caller has left it out since this optimizer's last step."""
-        if self._enabled and self._ours.steps.open(optimizer).phase is STEPPED:
+        if self._enabled and self._ours.steps.open(optimizer).is_over(by_check=by_check):
             self.update()
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
