@@ -25,6 +25,7 @@ from scaler_triton import gradients, passes, policy, torch_ops
 from scaler_triton.check import (
     Part,
     agree_on_norm,
+    end_steps,
     fail,
     flags_on,
     is_replaced,
@@ -110,8 +111,8 @@ def _open(
     if scaler._scale is None or scaler._growth_tracker is None:
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
-    if scaler._ours.guard is not None and any(step.is_over(by_check=request.chosen is None) for step in steps):
-        scaler.update()  # the caller has left it out
+    if scaler._ours.guard is not None:
+        end_steps(scaler, steps, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ranks import cases, models
 from ranks.cases import SIGMA, WINDOW, Fault, new_optimizer, new_scaler, said
-from ranks.test_clip import one_rank_fails
+from ranks.test_clip import BACKENDS, one_rank_fails
 from ranks.test_failures import BAD_STEP, FLAWS, TOLD, flawed
 from ranks.test_process_group import in_pairs
 
@@ -240,7 +241,7 @@ def test_loops_without_scale_and_update(two, name, how):
     assert others == [whole, whole]
 
 
-def in_a_bare_loop(rank: int, name: str, how: str) -> tuple[list[str], list[bool], list[list[float]]]:
+def in_a_bare_loop(rank: int, name: str, how: str, bad_step: int) -> tuple[list[str], list[bool], list[list[float]]]:
     """In one step of a bare loop rank 1 cannot check its gradients, and all catch what is raised and go on."""
     guard, params, errors, stepped = new_scaler("guard"), [cases.plain_param(4)], [], []
     optimizer = new_optimizer(name, params)
@@ -253,25 +254,28 @@ def in_a_bare_loop(rank: int, name: str, how: str) -> tuple[list[str], list[bool
         guard.step(optimizer)
 
     for number in range(5):
-        params[0].grad = torch.ones(1).expand(4) if (rank, number) == (1, 2) else torch.ones(4)
-        before = cases.digests(params)
-        errors.append(said(step))
+        fails, before = (rank, number) == (1, bad_step), cases.digests(params)
+        params[0].grad = torch.ones(1).expand(4) if fails else torch.ones(4)
+        with cases.FirstOpFails() if fails and number == 0 else nullcontext():  # which makes the scale
+            errors.append(said(step))
         stepped.append(cases.digests(params) != before)
     return errors, stepped, cases.windows(guard)
 
 
+@pytest.mark.parametrize("bad_step", [0, 2])
 @pytest.mark.parametrize("how", WAYS)
 @cases.NAMES
-def test_a_check_that_fails_ends_its_step_in_a_loop_without_update(two, name, how):
-    (told, *first), (failed, *second) = two.run(in_a_bare_loop, name, how)
-    assert [bool(error) for error in failed] == [step == 2 for step in range(5)]
-    assert [error.startswith(TOLD) for error in told] == [step == 2 and name == "adamw" for step in range(5)]
-    assert first == second == [[step != 2 for step in range(5)], [[2.0] * WINDOW]]
+def test_a_check_that_fails_ends_its_step_in_a_loop_without_update(two, name, how, bad_step):
+    (told, *first), (failed, *second) = two.run(in_a_bare_loop, name, how, bad_step)
+    is_bad = [step == bad_step for step in range(5)]
+    assert [bool(error) for error in failed] == is_bad
+    assert [error.startswith(TOLD) for error in told] == [bad and name == "adamw" for bad in is_bad]
+    assert first == second == [[not bad for bad in is_bad], [[2.0] * WINDOW]]
 
 
-def together_and_apart(rank: int, name: str) -> tuple[list[list[bool]], list[list[float]], Any]:
+def together_and_apart(rank: int, name: str, backend: str) -> tuple[list[list[bool]], list[list[float]], Any]:
     """Two optimizers, clipped together in every second step: what was skipped, and the windows."""
-    guard, params = new_scaler("guard"), [cases.plain_param(4), cases.sharded_param()]
+    guard, params = new_scaler("guard", backend=backend), [cases.plain_param(4), cases.sharded_param()]
     optimizers, skipped = [new_optimizer(name, [param]) for param in params], []
     for step in range(12):
         for param, norm in zip(params, (3.0, 4.0), strict=True):
@@ -288,11 +292,12 @@ def together_and_apart(rank: int, name: str) -> tuple[list[list[bool]], list[lis
     return skipped, cases.windows(guard), guard.stats()
 
 
+@BACKENDS
 @cases.NAMES
-def test_optimizers_that_are_clipped_together_share_a_window_and_a_skip(two, name):
+def test_optimizers_that_are_clipped_together_share_a_window_and_a_skip(two, name, backend):
     """Of a joint clip the norm enters the first one's window, and a spike of either skips both."""
     skips = {8: [True, True], 9: [False, True]}
-    for skipped, (first, second), stats in two.run(together_and_apart, name):
+    for skipped, (first, second), stats in two.run(together_and_apart, name, backend):
         assert skipped == [skips.get(step, [False, False]) for step in range(12)]
         assert [round(norm) for norm in first] == [SPIKE, 3, 5, 3]
         assert [round(norm) for norm in second] == [4, 4, SPIKE, 4]
