@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -162,11 +161,3 @@ def update(scaler: Any, bad: bool) -> float:
     scaler.step(sgd([torch.tensor([math.inf if bad else 1.0])]))
     scaler.update()
     return float(scaler.get_scale())
-
-
-def spike_limit(before: Sequence[float], sigma: float, window: int) -> float:
-    """Return what a norm after these finite ones may be, by StepGuard's rule; inf if there are too few of them."""
-    last = np.array(before[-window:], dtype=np.float64)
-    if len(last) < max(2, window // 2):
-        return math.inf
-    return float(last.mean() + sigma * max(last.std(ddof=1), 1e-3 * last.mean()))

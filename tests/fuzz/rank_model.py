@@ -5,8 +5,8 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+import spike_rule
 import torch
-from helpers import spike_limit
 from rank_programs import PLACES, Clip, Program, Split, Spot, whole
 from ranks.cases import GROWTH_INTERVAL, INIT_SCALE
 from specification import Refused, Specification
@@ -65,11 +65,10 @@ def judged(program: Program) -> Judged:
     seen: list[list[float]] = [[] for _ in program.optimizers]
 
     def judge(step: int, together: tuple[int, ...]) -> tuple[float, float] | None:
-        before = seen[together[0]]
-        limit = spike_limit(before, program.spike_sigma, program.window)
-        value = norm(program, step, Clip(together, 1.0))
-        before.append(value)
-        return (value, limit) if value > limit else None
+        norms = seen[together[0]]
+        norms.append(norm(program, step, Clip(together, 1.0)))
+        is_spike, limit = spike_rule.judged(norms, program.spike_sigma, program.window)[-1]
+        return (norms[-1], limit) if is_spike else None
 
     for step in range(program.finished if program.spike_sigma is not None else 0):
         for index in range(len(program.optimizers)):

@@ -16,12 +16,12 @@ import strategies as draw
 import torch
 from extras import agreed, multiply, together
 from fuzz_profile import Chunk, chunks, settings_for
-from helpers import spike_limit
 from hypothesis import assume, seed
 from hypothesis import strategies as st
 from hypothesis.errors import UnsatisfiedAssumption
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from specification import lacks_momentum, parameters_of
+from spike_rule import judged
 from test_single import INTERPRETED
 from torch import Tensor
 from worlds import GradientSpec, OptimizerSpec, World, assert_equal
@@ -148,14 +148,14 @@ class Model:
             step.phase, step.checked, step.bad, step.skipped = "unscaled", bool(members), bad, None
 
     def _is_spike(self, parameters: Sequence[Tensor], window: list[float]) -> bool:
-        norm, limit = together(parameters).norm().item(), spike_limit(window, self.sigma, self.length)
-        if limit < math.inf:
-            assume(not 0.0 < abs(norm - limit) <= 1e-5 * limit)  # else the last digits decide
-        is_spike = limit < norm < math.inf
-        self.counters["spikes"] += is_spike
-        if norm < math.inf:
-            window.append(norm)
-        return is_spike
+        norm = together(parameters).norm().item()
+        skips, limit = judged([*window, norm], self.sigma, self.length)[-1]
+        assume(not 0.0 < abs(norm - limit) <= 1e-5 * limit)  # else the last digits decide; NaN without a limit
+        if not norm < math.inf:
+            return True
+        window.append(norm)
+        self.counters["spikes"] += int(skips)
+        return bool(skips)
 
 
 class GuardPrograms(RuleBasedStateMachine):

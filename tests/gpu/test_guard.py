@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import WAYS, assert_all_same, parameters, spike_limit, take_step, waits_raise
+from helpers import WAYS, assert_all_same, parameters, take_step, waits_raise
+from spike_rule import judged
 
 from scaler_triton import StepGuard
 
@@ -23,7 +24,7 @@ class Run:
         self.how, self.guard = how, StepGuard("cuda", spike_sigma=SIGMA, window=WINDOW, backend=backend)
         self.params = parameters([torch.ones(shape, dtype=dtype) for shape in SHAPES], "cuda")
         self.optimizer = torch.optim.AdamW(self.params, lr=0.125, fused=True, capturable=True)
-        self.norms: list[float] = []  # of those batches that were not bad
+        self.norms: list[float] = []
 
     def load(self, step: int) -> bool:
         """Write the gradients of a batch; return whether it is to be skipped."""
@@ -31,10 +32,8 @@ class Run:
         for param in self.params:
             param.grad.fill_(1.0)
         self.params[1].grad[0, 0] = value
-        norm = math.sqrt(value**2 + sum(math.prod(shape) for shape in SHAPES) - 1)
-        bad = not norm <= spike_limit(self.norms, SIGMA, WINDOW)
-        self.norms += [norm] if math.isfinite(norm) else []
-        return bad
+        self.norms.append(math.sqrt(value**2 + sum(math.prod(shape) for shape in SHAPES) - 1))
+        return bool(judged(self.norms, SIGMA, WINDOW)[-1][0])
 
     def step(self) -> None:
         take_step(self.guard, self.optimizer, self.how)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import WAYS, spike_limit
+from helpers import WAYS
+from spike_rule import judged
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -100,21 +101,13 @@ def kept(optimizer: torch.optim.Optimizer) -> list[str]:
     return cases.digests([*params, *states])
 
 
-def judged(norms: Sequence[float]) -> tuple[list[bool], list[float]]:
-    """Which steps of these norms are skipped, and the finite ones, which a guard remembers."""
-    skipped, seen = [], []
-    for norm in norms:
-        skipped.append(not norm <= spike_limit(seen, SIGMA, WINDOW))
-        seen += [norm] if math.isfinite(norm) else []
-    return skipped, seen
-
-
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
 @cases.NAMES
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp1-full", "fsdp2", "hsdp2", "fsdp2-tp"])
 def test_what_one_rank_meets_all_skip_and_have_never_seen(four, wrapper, name, clip):
     traces = four.run(guarded, wrapper, name, clip)
-    skipped, seen = judged(traces[0].norms)
+    skipped = [skips for skips, _ in judged(traces[0].norms, SIGMA, WINDOW)]
+    seen = [norm for norm in traces[0].norms if math.isfinite(norm)]
     assert [step for step, bad in enumerate(skipped) if bad] == BAD_STEPS
     for trace in traces:
         assert trace.skipped == skipped
@@ -204,7 +197,7 @@ def test_a_report_names_the_rank_or_the_spike(two):
         assert lines[-1].split() == ["1", "second", "NaN", "6"]
     # 12 elements of 2^-3 and 12 of 2^-4, one of which is 64; their norms before it are equal.
     norm, before = math.sqrt(12 / 64 + 11 / 256 + 64**2), math.sqrt(12 / 64 + 12 / 256)
-    limit = spike_limit([before] * 3, SIGMA, WINDOW)
+    _, limit = judged([before] * 3 + [norm], SIGMA, WINDOW)[-1]
     for lines in two.run(reported, 64.0):
         assert lines == [f"The last skip, at update 4: spike: norm {norm:.3g}, limit {limit:.3g}."]
 
@@ -305,14 +298,14 @@ def test_optimizers_that_are_clipped_together_share_a_window_and_a_skip(two, nam
 
 
 def checked_before_a_joint_clip(rank: int) -> list[list[float]]:
-    """In the third step a framework has the second optimizer checked before both are clipped; the windows then."""
+    """A framework has the second optimizer checked before both are clipped, then both, too; the windows after that."""
     guard, params = new_scaler("guard"), [cases.plain_param(1), cases.plain_param(1)]
     optimizers = [new_optimizer("sgd", [param]) for param in params]
     for step in range(4):
         for param, norm in zip(params, (3.0, 4.0), strict=True):
             param.grad = cases.grad_like(param, norm * 2**step)
-        if step == 2:
-            guard._check_inf_per_device(optimizers[1])
+        for optimizer in {1: optimizers[1:], 2: optimizers}.get(step, []):
+            guard._check_inf_per_device(optimizer)
         guard.clip_grad_norm_(optimizers, 1.0)
         for optimizer in optimizers:
             guard.step(optimizer)
@@ -320,8 +313,8 @@ def checked_before_a_joint_clip(rank: int) -> list[list[float]]:
     return cases.windows(guard)
 
 
-def test_a_check_of_another_optimizer_leaves_the_window_of_a_joint_clip_alone(two):
-    assert two.run(checked_before_a_joint_clip) == [[[5.0, 10.0, 20.0, 40.0], [16.0]]] * 2
+def test_of_checks_before_a_joint_clip_its_own_window_keeps_none(two):
+    assert two.run(checked_before_a_joint_clip) == [[[5.0, 10.0, 20.0, 40.0], [8.0, 16.0]]] * 2
 
 
 def resumed(rank: int, clip: bool) -> list[list[float]]:
