@@ -85,8 +85,7 @@ class StepGuard(GradScaler):
 
         Args and raises: as `GradScaler.unscale_`, but it may come before any `scale`, and begins a new step after one.
         """
-        if self._enabled:
-            end_steps(self, [self._ours.steps.open(optimizer)], by_check=True)
+        self._begin_anew(optimizer, by_check=True)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -96,8 +95,7 @@ class StepGuard(GradScaler):
 
         Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`.
         """
-        if self._enabled:
-            end_steps(self, [self._ours.steps.open(optimizer)], by_check=False)
+        self._begin_anew(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def set_limits(self, **changes: Any) -> None:
@@ -139,6 +137,11 @@ class StepGuard(GradScaler):
         super().load_state_dict(state_dict)
         assert ours.guard is not None
         ours.guard.restore(windows, ours.steps.all())
+
+    def _begin_anew(self, optimizer: Any, *, by_check: bool = False) -> None:
+        """Update, if the caller has left it out since this optimizer's last step."""
+        if self._enabled:
+            end_steps(self, [self._ours.steps.open(optimizer)], by_check=by_check)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:  # torch's message asks for `scale`
