@@ -215,20 +215,6 @@ def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
         step.window = guard.window(device, scaler._ours.steps.requested)
 
 
-def end_steps(scaler: GradScaler, steps: Sequence[OptimizerStep], *, by_check: bool) -> None:
-    """Begin the next step of a guard, where a caller has left out the update since the last one.
-
-    Args:
-        by_check: see `OptimizerStep.is_over`.
-    """
-    over = [step for step in steps if step.is_over(by_check=by_check)]
-    if any(step["found_inf_per_device"] for step in over):
-        scaler.update()
-    for step in over:  # without gradients there is nothing to count
-        if not step["found_inf_per_device"]:
-            step.reset()
-
-
 def replicas_in(plan: GradPlan, together: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
     """Return `replicas_of` the plan's parameters, which the plan keeps; to `guess`, those of any model will do."""
     key = (together, None if model is None else weakref.ref(model))
@@ -348,6 +334,22 @@ def require_scale(
                         step.began = name == "step"
                         report_failure(together, home, by_sums=guard is not None and guard.sigma is not None)
         raise
+
+
+def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], *, by_check: bool = False) -> None:
+    """Begin the next step where a guard's caller has left out the update since the last one.
+
+    It is counted on all ranks, also on those where that step raised: their counters stay equal.
+
+    Args:
+        by_check: see `OptimizerStep.is_over`.
+    """
+    over = [step for step in steps if step.is_over(by_check=by_check)]
+    if any(step["found_inf_per_device"] for step in over):
+        guard.update()
+    for step in over:  # without gradients there is nothing to count
+        if not step["found_inf_per_device"]:
+            step.reset()
 
 
 def _home_of(scaler: GradScaler, parameters: Sequence[Any]) -> torch.device:

@@ -25,7 +25,7 @@ from scaler_triton import gradients, passes, policy, torch_ops
 from scaler_triton.check import (
     Part,
     agree_on_norm,
-    end_steps,
+    begin_anew,
     fail,
     flags_on,
     is_replaced,
@@ -112,7 +112,7 @@ def _open(
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     if scaler._ours.guard is not None:
-        end_steps(scaler, steps, by_check=request.chosen is None)
+        begin_anew(scaler, steps, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:

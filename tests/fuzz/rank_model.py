@@ -55,13 +55,12 @@ class Judged(NamedTuple):
     spiking: set[tuple[int, int]]  # (step, optimizer) pairs that are skipped for a spike
     spikes: list[list[tuple[float, float]]]  # of each step: norms, and their limits
     windows: list[list[list[float]]]  # of each step and optimizer, after it
-    gives_up_spikes: bool  # whether any is among the batches whose steps fail
 
 
 @functools.cache
 def judged(program: Program) -> Judged:
     """Return how a guard judges; the norm of a joint clip stands in the window of the first of its optimizers."""
-    spiking, spikes, windows, gives_up_spikes = set(), [], [], False
+    spiking, spikes, windows = set(), [], []
     seen: list[list[float]] = [[] for _ in program.optimizers]
 
     def judge(step: int, together: tuple[int, ...]) -> tuple[float, float] | None:
@@ -71,9 +70,6 @@ def judged(program: Program) -> Judged:
         return (norms[-1], limit) if is_spike else None
 
     for step in range(program.finished if program.spike_sigma is not None else 0):
-        for index in range(len(program.optimizers)):
-            if (step, index) in program.given_up:
-                gives_up_spikes |= judge(step, (index,)) is not None
         spikes.append([])
         for together in _measured(program, step):
             spike = None if program.overflows(step, together) else judge(step, together)
@@ -81,7 +77,7 @@ def judged(program: Program) -> Judged:
                 spikes[step].append(spike)
                 spiking |= {(step, each) for index in together for each in _skipped_with(program, step, index)}
         windows.append([list(each[-program.window :]) for each in seen])
-    return Judged(spiking, spikes, windows, gives_up_spikes)
+    return Judged(spiking, spikes, windows)
 
 
 def _measured(program: Program, step: int) -> list[tuple[int, ...]]:

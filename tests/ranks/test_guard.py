@@ -18,6 +18,7 @@ from ranks.cases import SIGMA, WINDOW, Fault, new_optimizer, new_scaler, said
 from ranks.test_clip import BACKENDS, one_rank_fails
 from ranks.test_failures import BAD_STEP, FLAWS, TOLD, flawed
 from ranks.test_process_group import in_pairs
+from scaler_triton import ScalerStats
 
 pytestmark = pytest.mark.distributed
 
@@ -234,12 +235,14 @@ def test_loops_without_scale_and_update(two, name, how):
     assert others == [whole, whole]
 
 
-def in_a_bare_loop(rank: int, name: str, how: str, bad_step: int) -> tuple[list[str], list[bool], list[list[float]]]:
+def in_a_bare_loop(rank: int, name: str, how: str, bad_step: int, scales: bool) -> tuple[list[str], list[Any]]:
     """In one step of a bare loop rank 1 cannot check its gradients, and all catch what is raised and go on."""
     guard, params, errors, stepped = new_scaler("guard"), [cases.plain_param(4)], [], []
-    optimizer = new_optimizer(name, params)
+    optimizer, loss = new_optimizer(name, params), torch.ones(())
 
     def step() -> None:
+        if scales:
+            guard.scale(loss)
         if how == "unscale_":
             guard.unscale_(optimizer)
         elif how == "clip":
@@ -252,18 +255,20 @@ def in_a_bare_loop(rank: int, name: str, how: str, bad_step: int) -> tuple[list[
         with cases.FirstOpFails() if fails and number == 0 else nullcontext():  # which makes the scale
             errors.append(said(step))
         stepped.append(cases.digests(params) != before)
-    return errors, stepped, cases.windows(guard)
+    guard.update()
+    return errors, [stepped, cases.windows(guard), guard.stats()]
 
 
+@pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("bad_step", [0, 2])
 @pytest.mark.parametrize("how", WAYS)
 @cases.NAMES
-def test_a_check_that_fails_ends_its_step_in_a_loop_without_update(two, name, how, bad_step):
-    (told, *first), (failed, *second) = two.run(in_a_bare_loop, name, how, bad_step)
+def test_a_check_that_fails_ends_its_step_in_a_loop_without_update(two, name, how, bad_step, scales):
+    (told, first), (failed, second) = two.run(in_a_bare_loop, name, how, bad_step, scales)
     is_bad = [step == bad_step for step in range(5)]
     assert [bool(error) for error in failed] == is_bad
     assert [error.startswith(TOLD) for error in told] == [bad and name == "adamw" for bad in is_bad]
-    assert first == second == [[not bad for bad in is_bad], [[2.0] * WINDOW]]
+    assert first == second == [[not bad for bad in is_bad], [[2.0] * WINDOW], ScalerStats(5, 1, 0, 0, 0, bad_step + 1)]
 
 
 def together_and_apart(rank: int, name: str, backend: str) -> tuple[list[list[bool]], list[list[float]], Any]:
