@@ -27,7 +27,7 @@ from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
-from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
+from scaler_triton.step import OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
 from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters, NewestScale
 
@@ -90,6 +90,8 @@ def check(
     together: Ranks | None = None
     by_norm = ours.guard is not None and ours.guard.sigma is not None
     try:
+        if by_norm:
+            open_window(scaler, step)
         plan = ours.steps.plan(step, optimizer)
         plan.written, plan.marks.resumed = False, {}
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
@@ -197,18 +199,21 @@ def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, tog
         together.sum_(totals)
         for part in parts:
             part.flag.agreed_by_sums(len(together.ranks))
-    ours, first = scaler._ours, parts[0]
-    if (
-        ours.guard is not None
-        and ours.guard.sigma is not None
-        and (together is not None or any(p.flags for p in parts))
-    ):
-        window = first.step.window
-        if window is None or window.memory.device != totals.device:
-            window = first.step.window = ours.guard.window(totals.device, ours.steps.requested)
-        again = any(part.step["found_inf_per_device"] for part in parts)
+    first, window = parts[0], parts[0].step.window  # of a guard that looks for spikes
+    if window is not None and (together is not None or any(part.flags for part in parts)):
         ranks = 0 if together is None else len(together.ranks)
-        window.judge(totals, first.flag, ours.counters, ranks, first=not again)
+        again = bool(first.step["found_inf_per_device"])
+        window.judge(totals, first.flag, scaler._ours.counters, ranks, first=not again)
+
+
+def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
+    """Make the window of an optimizer, if its norms are to be judged and it has none on the scale's device.
+
+    It comes before all that may fail on one rank alone: a checkpoint's windows belong to optimizers in this order.
+    """
+    guard, device = scaler._ours.guard, scaler._scale.device
+    if guard is not None and guard.sigma is not None and (step.window is None or step.window.memory.device != device):
+        step.window = guard.window(device, scaler._ours.steps.requested)
 
 
 def replicas_in(plan: GradPlan, together: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
@@ -307,14 +312,15 @@ def require_scale(
     Args:
         report: joins the reductions of the others; None: those of a check.
     """
-    if scaler._ours.guard is not None:
+    guard = scaler._ours.guard
+    try:
+        if guard is None:
+            scaler._check_scale_growth_tracker(name)
+            return
         held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         scaler._lazy_init_scale_growth_tracker(_home_of(scaler, held))
-        return
-    try:
-        scaler._check_scale_growth_tracker(name)
-    except AssertionError:
-        with suppress(Exception):  # torch's error is more important
+    except Exception:
+        with suppress(Exception):  # the first error is more important
             held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
             together = scaler._ours.membership.find(held, scaler.process_group)
             if together is not None:
@@ -324,20 +330,26 @@ def require_scale(
                     report(optimizers, together)
                 else:
                     for optimizer in optimizers:
-                        scaler._ours.steps.open(optimizer).failed(home)
-                        report_failure(together, home)
+                        step = scaler._ours.steps.open(optimizer)
+                        step.failed(home)
+                        step.began = name == "step"
+                        report_failure(together, home, by_sums=guard is not None and guard.sigma is not None)
         raise
 
 
-def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep]) -> None:
-    """Begin the next step where a guard's caller has left out what would.
+def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], *, by_check: bool = False) -> None:
+    """Begin the next step where a guard's caller has left out the update since the last one.
 
-    That is `update` after a step, and `scale` after one that raised: the gradients may be those of another batch.
+    It is counted on all ranks, also on those where that step raised: their counters stay equal.
+
+    Args:
+        by_check: see `OptimizerStep.is_over`.
     """
-    if any(step.phase is STEPPED for step in steps):
+    over = [step for step in steps if step.is_over(by_check=by_check)]
+    if any(step["found_inf_per_device"] for step in over):
         guard.update()
-    for step in steps:
-        if step.began and step.phase in (UNSCALED, FAILED):
+    for step in over:  # without gradients there is nothing to count
+        if not step["found_inf_per_device"]:
             step.reset()
 
 

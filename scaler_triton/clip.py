@@ -30,6 +30,7 @@ from scaler_triton.check import (
     flags_on,
     is_replaced,
     measure,
+    open_window,
     ranks_of,
     replicas_in,
     require_scale,
@@ -111,10 +112,12 @@ def _open(
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     if scaler._ours.guard is not None:
-        begin_anew(scaler, steps)
+        begin_anew(scaler, steps, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
+        for step in steps[:1] if request.at_once else steps:
+            open_window(scaler, step)
         plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
         ranks = _joint_ranks(scaler, plans)
         replicas = [replicas_in(plan, ranks, model) for plan in plans]

@@ -117,6 +117,19 @@ class OptimizerStep(dict[str, Any]):
             raise RuntimeError("step() has already been called since the last update().")
         self.began, self.fresh = True, False
 
+    def is_over(self, *, by_check: bool) -> bool:
+        """Return whether a call on a guard begins the next step, though `update` has been left out.
+
+        A call of `step` ends a step even if it raised, and so does a check that failed. The ranks that were only told
+        of a failure may have returned, so those that raised must go on, too.
+
+        Args:
+            by_check: whether the call is one of `unscale_` or a clip, not of `step`, which skips after a failed check.
+        """
+        if self.phase is FAILED:
+            return by_check or self.began
+        return self.phase is STEPPED or (self.phase is UNSCALED and self.began)
+
     def checked(self, flag: Flag | None, flags: Flags) -> None:
         """Store the flag that the ranks agreed on; the gradients were only read."""
         if flag is not self.flag:

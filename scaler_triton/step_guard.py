@@ -33,9 +33,8 @@ class StepGuard(GradScaler):
     change is accepted once it has moved the mean.
 
     All ranks of the default group agree, if there is one, else this process decides alone. It takes one collective a
-    step, and no host wait for an optimizer that is fused. In a loop without `update()` the step after a step begins a
-    new one; `stats()` and reports then know of a step once the next one has begun. So does a step after one in which
-    the optimizer raised: its gradients are checked, as those of another batch.
+    step, and no host wait for an optimizer that is fused. In a loop without `update()` the step after a step, even one
+    that raised, begins a new one; `stats()` and reports then know of a step once the next one has begun.
 
     Args:
         device: the device type of the gradients, a string or a `torch.device`.
@@ -84,7 +83,8 @@ class StepGuard(GradScaler):
 
         Args and raises: as `GradScaler.unscale_`, but it may come before any `scale`, and begins a new step after one.
         """
-        self._begin_anew(optimizer)
+        if self._enabled:
+            begin_anew(self, [self._ours.steps.open(optimizer)], by_check=True)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -92,12 +92,14 @@ class StepGuard(GradScaler):
 
         A skipped step changes neither parameters nor the optimizer's state.
 
-        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`. A
-            positional closure, which would make gradients that nobody has checked, is refused, too.
+        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`. If
+            that has raised, the next call checks again. A positional closure, which would make gradients that nobody
+            has checked, is refused, too.
         """
-        if self._enabled and any(map(callable, args)):
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._begin_anew(optimizer)
+        if self._enabled:
+            if any(map(callable, args)):
+                raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+            begin_anew(self, [self._ours.steps.open(optimizer)])
         return super().step(optimizer, *args, **kwargs)
 
     def set_limits(self, **changes: Any) -> None:
@@ -139,10 +141,6 @@ class StepGuard(GradScaler):
         super().load_state_dict(state_dict)
         assert ours.guard is not None
         ours.guard.restore(windows, ours.steps.all())
-
-    def _begin_anew(self, optimizer: Any) -> None:
-        if self._enabled:
-            begin_anew(self, [self._ours.steps.open(optimizer)])
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:  # torch's message asks for `scale`

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rank_model import norm
+from rank_model import norm, skips
 from rank_programs import DTYPES, PLACES, Clip, Optimizer, Parameter, Program, Spot, backward, cut, distributed, piece
 from ranks import cases
 from ranks.cases import LEARNING_RATE
@@ -33,6 +33,8 @@ class Trace:
     skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
     clipped: list[tuple[float, int] | None] = field(default_factory=list)  # to which norm, by how many collectives
     reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what the ranks report of the last skip
+    spikes: list[list[tuple[float, float]]] = field(default_factory=list)  # what they report of its spikes
+    windows: list[list[list[float]]] = field(default_factory=list)  # the norms that a guard remembers of each optimizer
     apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
     step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
     audited: tuple[str, list[str], list[str]] | None = None  # at the end: the verdict, what differs, what was compared
@@ -54,7 +56,7 @@ def execute(rank: int, program: Program) -> Trace:
 class Run:
     def __init__(self, rank: int, program: Program) -> None:
         self.rank, self.program, self.trace = rank, program, Trace()
-        self.scaler = cases.new_scaler(program.kind, **program.limits)
+        self.scaler = cases.new_scaler(program.kind, **program.options)
         self.optimizers = [_built(optimizer) for optimizer in program.optimizers]
         self.kept: dict[Any, Tensor] = {}
         self.call = ""  # the last one
@@ -91,7 +93,10 @@ class Run:
         trace.errors.append(None if error is None else cases.described(error).splitlines()[0])
         trace.scales.append((float(scaler.get_scale()), int(scaler._growth_tracker)))
         trace.stats.append(scaler.stats())
-        trace.reports.append(self._reported(step))
+        bad, spikes = self._reported(step)
+        trace.reports.append(bad)
+        trace.spikes.append(spikes)
+        trace.windows.append([self._window(index) for index in range(len(self.optimizers))])
         trace.digests.append([[cases.digest(p) for p in cases.params_of(each)] for each in self.optimizers])
 
     def come_apart(self, step: int, factor: float) -> None:
@@ -124,7 +129,7 @@ class Run:
 
         self.call = "clip"
         count = cases.collectives_of(call)
-        bad = any(program.overflows(step, index) for index in clip.optimizers)
+        bad = any(skips(program, step, index) for index in clip.optimizers)
         if not bad and step < program.finished:
             self._check_clipped(clip, step, parameters, (max_norm / (norms[0] + 1e-6)).clamp(max=1.0))
         return norms[0].item() if norms else math.inf, count
@@ -154,13 +159,18 @@ class Run:
         self.call = f"was_skipped {index}"
         return self.scaler.was_skipped(self.optimizers[index])
 
-    def _reported(self, step: int) -> set[tuple[Spot, str]]:
-        if not self.program.bad(step):
-            return set()
+    def _window(self, index: int) -> list[float]:
+        window = self.scaler._ours.steps.open(self.optimizers[index]).window
+        return [] if window is None else window.norms()
+
+    def _reported(self, step: int) -> tuple[set[tuple[Spot, str]], list[tuple[float, float]]]:
+        if not any(self.trace.skipped[step]):
+            return set(), []
         parameters = [cases.params_of(optimizer) for optimizer in self.optimizers]
         named = [(f"{o} {p}", each) for o, members in enumerate(parameters) for p, each in enumerate(members)]
         report = self.scaler.overflow_report(named, gather=True)
-        return {(Spot(report.update - 1, each.rank, *map(int, each.name.split())), each.kinds) for each in report.bad}
+        bad = {(Spot(report.update - 1, each.rank, *map(int, each.name.split())), each.kinds) for each in report.bad}
+        return bad, sorted((each.norm, each.limit) for each in report.spikes)
 
 
 class Local(torch.optim.Optimizer):

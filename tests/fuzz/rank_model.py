@@ -1,8 +1,11 @@
 """What must come of a program for four ranks, by rules of its own."""
 
+import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
+import spike_rule
 import torch
 from rank_programs import PLACES, Clip, Program, Split, Spot, whole
 from ranks.cases import GROWTH_INTERVAL, INIT_SCALE
@@ -24,12 +27,15 @@ class After(NamedTuple):
 
 def expected_updates(program: Program) -> list[After]:
     """Return what the specification's updates leave, by flags on which the ranks agree."""
-    scaler = Specification(device="cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL, limits=program.limits)
+    numbers = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
+    if program.kind == "guard":
+        numbers = {"init_scale": 1.0, "growth_interval": 2000}
+    scaler = Specification(device="cpu", limits=program.limits, **numbers)
     return [_update(scaler, program, step) for step in range(program.finished)]
 
 
 def _update(scaler: Specification, program: Program, step: int) -> After:
-    bad = any(program.overflows(step, index) for index in range(len(program.optimizers)))
+    bad = any(skips(program, step, index) for index in range(len(program.optimizers)))
     error, flag = None, torch.tensor(float(bad))
     scaler.set_limits(**program.settings_of(step))
     scaler.scale(torch.ones(()))
@@ -38,12 +44,63 @@ def _update(scaler: Specification, program: Program, step: int) -> After:
         scaler.update()
     except Refused as refused:
         error = f"{refused.error.__name__}: {refused.begin}"
-    return After(scaler.get_scale(), scaler._get_growth_tracker(), ScalerStats(**vars(scaler.stats())), error)
+    spikes = sum(len(spikes) for spikes in judged(program).spikes[: step + 1])
+    stats = ScalerStats(**{**vars(scaler.stats()), "spikes": spikes})
+    return After(scaler.get_scale(), scaler._get_growth_tracker(), stats, error)
+
+
+class Judged(NamedTuple):
+    """What a guard makes of the norms of a program's steps; nothing if it looks for no spikes."""
+
+    spiking: set[tuple[int, int]]  # (step, optimizer) pairs that are skipped for a spike
+    spikes: list[list[tuple[float, float]]]  # of each step: norms, and their limits
+    windows: list[list[list[float]]]  # of each step and optimizer, after it
+
+
+@functools.cache
+def judged(program: Program) -> Judged:
+    """Return how a guard judges; the norm of a joint clip stands in the window of the first of its optimizers."""
+    spiking, spikes, windows = set(), [], []
+    seen: list[list[float]] = [[] for _ in program.optimizers]
+
+    def judge(step: int, together: tuple[int, ...]) -> tuple[float, float] | None:
+        norms = seen[together[0]]
+        norms.append(norm(program, step, Clip(together, 1.0)))
+        is_spike, limit = spike_rule.judged(norms, program.spike_sigma, program.window)[-1]
+        return (norms[-1], limit) if is_spike else None
+
+    for step in range(program.finished if program.spike_sigma is not None else 0):
+        spikes.append([])
+        for together in _measured(program, step):
+            spike = None if program.overflows(step, together) else judge(step, together)
+            if spike is not None:
+                spikes[step].append(spike)
+                spiking |= {(step, each) for index in together for each in _skipped_with(program, step, index)}
+        windows.append([list(each[-program.window :]) for each in seen])
+    return Judged(spiking, spikes, windows)
+
+
+def _measured(program: Program, step: int) -> list[tuple[int, ...]]:
+    """Return the optimizers of which a step takes the norm, those together that one norm is of."""
+    clip = program.clip_of(step)
+    joint = clip.optimizers if clip is not None and clip.is_at_once else ()
+    return [each for each in (joint, *((i,) for i in range(len(program.optimizers)) if i not in joint)) if each]
+
+
+def _skipped_with(program: Program, step: int, optimizer: int) -> tuple[int, ...]:
+    clip = program.clip_of(step, optimizer)
+    return (optimizer,) if clip is None else clip.optimizers
+
+
+def skips(program: Program, step: int, optimizer: int) -> bool:
+    """Return whether a step is skipped, for this optimizer's gradients or for those that it is clipped with."""
+    bad = program.overflows(step, _skipped_with(program, step, optimizer))
+    return bad or (step, optimizer) in judged(program).spiking
 
 
 def steps_taken(program: Program, rank: int, optimizer: int) -> int:
     """Return the most steps that a parameter has taken: one without a gradient takes none."""
-    stepped = [step for step in range(program.finished) if not program.overflows(step, optimizer)]
+    stepped = [step for step in range(program.finished) if not skips(program, step, optimizer)]
     parameters = range(len(program.optimizers[optimizer].parameters))
     return max(sum(Spot(step, rank, optimizer, each) not in program.missing for step in stepped) for each in parameters)
 
@@ -89,8 +146,15 @@ def is_reported_exactly(program: Program, spot: Spot) -> bool:
 def clip_collectives(program: Program, step: int, clip: Clip) -> int:
     """How many reductions a clip takes: those of Partial gradients, those of flags, that of the norm."""
     alone = 0 if clip.is_at_once else sum(program.agrees(index) for index in clip.optimizers)
-    sums = sum(_sums(program, Spot(step, 0, *member)) for member in clip.members(program))
+    whole = replace(clip, subset=None) if program.spike_sigma is not None else clip  # its check is by the norm, too
+    sums = sum(_sums(program, Spot(step, 0, *member)) for member in whole.members(program))
     return sums + alone + program.clip_agrees(clip)
+
+
+def check_collectives(program: Program, step: int, optimizer: int) -> int:
+    """How many reductions a check takes: that of the flag or of a guard's norm, and for it those of Partial ones."""
+    members = range(len(program.optimizers[optimizer].parameters)) if program.spike_sigma is not None else ()
+    return program.agrees(optimizer) + sum(_sums(program, Spot(step, 0, optimizer, each)) for each in members)
 
 
 def _sums(program: Program, spot: Spot) -> int:

@@ -181,7 +181,7 @@ class Split(NamedTuple):
 class Program:
     """What four ranks do."""
 
-    kind: str  # "sharded", "grad" or "world", as `cases.new_scaler` takes them
+    kind: str  # "sharded", "grad", "world" or "guard", as `cases.new_scaler` takes them
     optimizers: tuple[Optimizer, ...]
     steps: int  # how many updates
     explicit: frozenset[tuple[int, int]] = frozenset()  # (rank, optimizer) pairs that call `unscale_` themselves
@@ -195,11 +195,22 @@ class Program:
     # (step, optimizer) pairs: before this step comes a batch whose step fails on all ranks, without an update.
     given_up: frozenset[tuple[int, int]] = frozenset()
     split: Split | None = None  # what makes the ranks disagree, if anything does
+    spike_sigma: float | None = None  # of a guard
+    window: int = 2  # of a guard
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The scaler's limits at first, by the names of its arguments."""
-        return {"hysteresis": self.hysteresis, "max_consecutive_skips": self.max_consecutive_skips}
+        """The scaler's limits at first, by the names of its arguments, but for the scale of a guard."""
+        own = {"min_scale": 1.0, "max_scale": 1.0} if self.kind == "guard" else {"hysteresis": self.hysteresis}
+        return {**own, "max_consecutive_skips": self.max_consecutive_skips}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the scaler is made with, by the names of its arguments."""
+        if self.kind != "guard":
+            return self.limits
+        names = "spike_sigma", "window", "max_consecutive_skips"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def finished(self) -> int:
@@ -238,11 +249,9 @@ class Program:
         """Whether this optimizer's ranks reduce their flag."""
         return self.kind != "grad" or self.optimizers[optimizer].has_dtensors
 
-    def overflows(self, step: int, optimizer: int) -> bool:
-        """Whether any rank holds a non-finite value, of this optimizer or of one that it is clipped with."""
-        clip = self.clip_of(step, optimizer)
-        together = (optimizer,) if clip is None else clip.optimizers
-        return any(spot.optimizer in together for spot in self.bad(step))
+    def overflows(self, step: int, optimizers: tuple[int, ...]) -> bool:
+        """Whether any rank holds a non-finite value of these."""
+        return any(spot.optimizer in optimizers for spot in self.bad(step))
 
 
 def whole(described: Parameter, spot: Spot) -> Tensor:

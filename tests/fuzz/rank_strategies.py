@@ -19,7 +19,7 @@ ON_PLAIN = ["sgd-fused", *FUSED_ADAGRAD]
 ON_MOVED = ["local", "local-fused"]
 
 
-kinds = st.sampled_from(["sharded", "grad", "world"])
+kinds = st.sampled_from(["guard", "guard", "sharded", "grad", "world"])
 STEPS = {"any": (1, 3), "moving": (2, 3), "long": (4, 8)}
 
 
@@ -34,6 +34,10 @@ def programs(draw: Any, shape: str) -> Program:
     optimizer = optimizers(kind, shape == "moving", members=2 if long else 4)
     chosen = tuple(draw(st.lists(optimizer, min_size=1, max_size=2 if long else 3)))
     program = draw(habits(Program(kind, chosen, draw(st.integers(*STEPS[shape])))))
+    if kind == "guard":  # norms grow and shrink from step to step, and no few of them spike
+        program = replace(program, given_up=frozenset())  # each would be a step of its own
+        numbers = {"spike_sigma": [0.5, 1.0, 3.0, None], "window": [2, 3, 8]}
+        program = replace(program, **{name: draw(st.sampled_from(values)) for name, values in numbers.items()})
     if long:
         limits = {"hysteresis": [2, 3, 1], "max_consecutive_skips": [0, 1, 2, None]}
         drawn = {name: draw(st.sampled_from(values)) for name, values in limits.items()}
@@ -43,7 +47,8 @@ def programs(draw: Any, shape: str) -> Program:
         clip = st.none() | st.none() | st.none() | clip  # each `st.none()` is an alternative of its own
     elif shape == "any":
         clip = st.none() | clip
-    return draw(splits(replace(program, clips=tuple(draw(clip) for _ in range(program.steps)))))
+    program = replace(program, clips=tuple(draw(clip) for _ in range(program.steps)))
+    return program if kind == "guard" else draw(splits(program))
 
 
 @st.composite
@@ -63,7 +68,7 @@ def optimizers(draw: Any, kind: str, moving: bool, members: int = 4) -> Optimize
 def parameters(draw: Any, kind: str, moving: bool) -> Parameter:
     place = draw(st.sampled_from([name for name in PLACES if name != "own" or kind != "grad"]))
     # GradScaler refuses fp16 gradients.
-    dtype = draw(st.sampled_from(["fp32", "fp32", "fp64", "bf16"] + (["fp16"] if kind == "sharded" else [])))
+    dtype = draw(st.sampled_from(["fp32", "fp32", "fp64", "bf16"] + (["fp16"] if kind in ("sharded", "guard") else [])))
     rows = draw(st.sampled_from([4, 5, 1]))
     moves = moving and place not in PLAIN
     grads = draw(st.lists(st.sampled_from(ways(place)), min_size=1, max_size=3)) if moves else ()
@@ -97,7 +102,7 @@ def habits(draw: Any, bare: Program) -> Program:
         planted=tuple((each, value) for spot, value in bad for each in spread(bare, spot, missing=False)),
         keeps=draw(st.booleans()),
         hysteresis=draw(st.sampled_from([1, 1, 2, 3])),
-        settings=tuple(draw(st.lists(settings_on_the_way(bare.steps), max_size=3))),
+        settings=tuple(draw(st.lists(settings_on_the_way(bare), max_size=3))),
         given_up=draw(st.frozensets(st.tuples(st.integers(0, bare.steps - 1), st.integers(0, len(chosen) - 1)))),
     )
 
@@ -109,16 +114,17 @@ def overflows_in_most_steps(draw: Any, bare: Program) -> tuple[tuple[Spot, float
     return tuple((each, value) for spot, value in drawn for each in spread(bare, spot, missing=False))
 
 
-def settings_on_the_way(steps: int) -> st.SearchStrategy[Setting]:
+def settings_on_the_way(program: Program) -> st.SearchStrategy[Setting]:
     """Draw what is set on all ranks; the first scale lies at a bound or within."""
+    steps = st.integers(0, program.steps - 1)
     values = {
         "min_scale": st.sampled_from([1.0, INIT_SCALE]),
         "max_scale": st.sampled_from([INIT_SCALE, 64.0]),
         "hysteresis": st.integers(1, 3),
         "max_consecutive_skips": st.none() | st.integers(0, 2),
     }
-    each = [st.builds(Setting, st.integers(0, steps - 1), st.just(name), drawn) for name, drawn in values.items()]
-    return st.one_of(each)
+    names = ["max_consecutive_skips"] if program.kind == "guard" else list(values)
+    return st.one_of(st.builds(Setting, steps, st.just(name), values[name]) for name in names)
 
 
 @st.composite

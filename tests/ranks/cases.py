@@ -32,6 +32,7 @@ FUSED_ADAGRAD = ["adagrad-fused"] if DEVICE == "cpu" or torch.__version__ >= "2.
 
 INIT_SCALE = 8.0
 GROWTH_INTERVAL = 2
+SIGMA, WINDOW = 6.0, 4  # of guards
 LEARNING_RATE = 2.0**-4
 STEPS = 4
 
@@ -93,7 +94,11 @@ def _gather_on_gpu() -> torch.library.Library:
 
 
 def new_scaler(kind: str, **options: Any) -> Any:
-    """Make a scaler with the tests' settings: "sharded", "grad", or "world", which is "grad" for everybody."""
+    """Make a scaler with the tests' settings: "sharded", "grad", "world", which is "grad" for everybody, or "guard"."""
+    if kind == "guard":
+        from scaler_triton import StepGuard
+
+        return StepGuard(DEVICE, **{"spike_sigma": SIGMA, "window": WINDOW} | options)
     if kind == "world":
         kind, options = "grad", {"process_group": dist.group.WORLD} | options
     options = {"device": DEVICE, "init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL} | options
@@ -166,6 +171,12 @@ def drawn(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype =
 def this_device() -> torch.device:
     """The device of this rank, with its index."""
     return torch.ones(()).device
+
+
+def windows(scaler: Any) -> list[list[float]]:
+    """The norms that a guard remembers, of each window; none of another scaler."""
+    fields = scaler.state_dict().get("scaler_triton", {})
+    return fields.get("windows", [])
 
 
 # Meshes and parameters by hand: exact, and without a model.
@@ -391,6 +402,7 @@ class Report:
     errors: list[str] = field(default_factory=list)  # of a tolerant run, as "Type: text", else ""
     step_counts: list[float] = field(default_factory=list)  # of the optimizer's parameters
     finite: bool = True
+    windows: list[list[float]] = field(default_factory=list)  # of a guard
 
 
 @dataclass(frozen=True)
@@ -426,7 +438,7 @@ def train(
         report.scales.append(float(scaler.get_scale()).hex())
         report.trackers.append(int(scaler._growth_tracker))
     finite = all(bool(values_of(param).isfinite().all()) for param in params)
-    return replace(report, step_counts=step_counts(optimizer), finite=finite)
+    return replace(report, step_counts=step_counts(optimizer), finite=finite, windows=windows(scaler))
 
 
 def laid_out(

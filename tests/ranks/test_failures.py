@@ -42,9 +42,9 @@ FLAWS: dict[str, tuple[Callable[[Tensor], Tensor], Any, str]] = {  # of a parame
 }
 
 
-def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool) -> Report:
+def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool, options: dict[str, Any] | None = None) -> Report:
     """At one step the last rank cannot check its gradients; all write errors down and go on."""
-    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
+    scaler, params = new_scaler(kind, **options or {}), cases.agreeing_params(kind)
     is_bad = rank == dist.get_world_size() - 1
     (data, grad, _), ones = FLAWS[flaw if is_bad else "no memory"], torch.ones(2, 2)
     odd_one = nn.Parameter(data(ones))
