@@ -17,6 +17,12 @@ ROWS = 32
 SQUARES, OVERFLOWS, FAILURES, SCALES, INVERSES = range(5)
 TOTALS = 5
 
+# What a pass that measures leaves, fp64: the largest finite |g|, and how many elements were 0, an fp16 subnormal
+# (0 < |g| < 2^-14), and seen at all; of gradients as they are, which is scaled.
+LARGEST, ZEROS, SUBNORMAL, SEEN = range(4)
+MEASURED = 4
+SMALLEST_NORMAL = 2.0**-14  # of fp16
+
 # Counters, int64: of updates, and of spikes. A strike is an overflow that counts towards the hysteresis.
 UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES, SPIKES = range(8)
 COUNTERS = 8
