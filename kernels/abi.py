@@ -21,6 +21,8 @@ TOTALS = 5
 # (0 < |g| < 2^-14), and seen at all; of gradients as they are, which is scaled.
 LARGEST, ZEROS, SUBNORMAL, SEEN = range(4)
 MEASURED = 4
+MEASURED_AT = 4  # behind these in a flag's row: the scale
+MEASURED_ROW = 5
 SMALLEST_NORMAL = 2.0**-14  # of fp16
 
 # Counters, int64: of updates, and of spikes. A strike is an overflow that counts towards the hysteresis.

@@ -35,7 +35,9 @@ _LOWER = tl.constexpr(2.0**-80)
 _FINISH_WARPS = 16
 
 
-@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr", "measured_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr", "measured_ptr"]
+)
 def _sum_squares_kernel(
     address_ptr,
     numel_ptr,
@@ -178,5 +180,7 @@ def launch_sum_of_squares(
     finish = table.launches.get(("finish", inverse))
     if finish is None:
         constants: dict[str, Any] = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
-        finish = table.launches["finish", inverse] = Launch(_finish_kernel, table.device, num_warps=_FINISH_WARPS, **constants)
+        finish = table.launches["finish", inverse] = Launch(
+            _finish_kernel, table.device, num_warps=_FINISH_WARPS, **constants
+        )
     finish(1, table.partials, scale, found_inf, totals, table.partials.numel())

@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any, Self, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale
 from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags
+from scaler_triton.headroom import Headroom
 from scaler_triton.kernels.abi import STATUS
 from scaler_triton.policy import KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
@@ -73,6 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: >= 1; overflow number `hysteresis` and each later one back the scale off, until it is due to grow.
         max_consecutive_skips: >= 0; if more updates in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
+        measure: True: checks also find the largest gradient, and count zeros and fp16 subnormals, for `headroom`.
         allow_fp16_grads: True: `unscale_` takes fp16 gradients, as `ShardedGradScaler` always does, instead of raising
             torch's ValueError: unscaled values below fp16's smallest become 0.
 
@@ -103,10 +106,12 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float | None = None,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
+        measure: bool = False,
         allow_fp16_grads: bool = False,
     ) -> None:
         backend = check_backend(backend)
         policy.check_bool(allow_fp16_grads, "allow_fp16_grads")
+        policy.check_bool(measure, "measure")
         device = policy.device_type(device)
         if device == "cuda" and common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
             if enabled:  # torch's own warning would name a line of this file
@@ -131,6 +136,7 @@ class GradScaler(torch.amp.GradScaler):
             growth_interval = policy.check_growth_interval(growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
         self._ours.allow_fp16 |= allow_fp16_grads
+        self._ours.steps.measures = measure
         own = vars(self)  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
         own.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
         own.update(_growth_factor=growth_factor, _backoff_factor=backoff_factor, _growth_interval=growth_interval)
@@ -334,6 +340,22 @@ class GradScaler(torch.amp.GradScaler):
         counters = self._ours.counters
         return ScalerStats.of(counters.read() if wait else counters.newest())
 
+    def headroom(self, *, wait: bool = True) -> Headroom:
+        """Return how far the gradients of the last checks are from overflow, and how many are lost below fp16's range.
+
+        Args:
+            wait: True waits for the device once. False never waits on CUDA, as in `stats`.
+
+        Returns: over all optimizers, each one's last check, and over the ranks that agreed; `str` of it is a sentence.
+
+        Raises: RuntimeError if the scaler was not made with `measure=True`.
+        """
+        ours = self._ours
+        if not ours.steps.measures:
+            raise RuntimeError("headroom() needs measure=True, an argument of the scaler")
+        flags = [step.flag for step in ours.steps.all() if step.flag is not None]
+        return ours.reader.read(flags) if wait else ours.reader.newest(flags)
+
     def metrics(self, prefix: str = "scaler/") -> dict[str, float]:
         """Return numbers for a logger: the scale, and what the updates have done; empty on a disabled scaler.
 
@@ -343,7 +365,7 @@ class GradScaler(torch.amp.GradScaler):
             prefix: of each name.
 
         Returns: by name `scale`, `updates`, `skipped`, `skip_share` (skipped / updates), `growths`, `backoffs` and
-            `spikes`, as floats.
+            `spikes`, as floats; with `measure=True` also `largest`, `bits`, `zeros` and `subnormal` of `headroom`.
         """
         if not self._enabled:
             return {}
@@ -358,6 +380,9 @@ class GradScaler(torch.amp.GradScaler):
             "backoffs": stats.backoffs,
             "spikes": stats.spikes,
         }
+        if ours.steps.measures:
+            measured = asdict(self.headroom(wait=False))
+            numbers |= {name: measured[name] for name in ("largest", "bits", "zeros", "subnormal")}
         return {f"{prefix}{name}": float(number) for name, number in numbers.items()}
 
     def attempts(self, optimizer: Any, *, max_attempts: int = 8) -> Iterator[int]:
@@ -584,7 +609,8 @@ class GradScaler(torch.amp.GradScaler):
         # Plain numbers: otherwise the pickle would name the modules of our classes.
         numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
         guard = None if ours.guard is None else ours.guard.numbers(ours.steps.all())
-        state[_COUNTED] = {**numbers, "allow_fp16_grads": ours.allow_fp16, "guard": guard}
+        flags = {"allow_fp16_grads": ours.allow_fp16, "measure": ours.steps.measures}
+        state[_COUNTED] = {**numbers, **flags, "guard": guard}
         return {**state, "process_group": ranks.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -595,6 +621,7 @@ class GradScaler(torch.amp.GradScaler):
                 ours.become_guard(Guard(*counted["guard"]))
             ours.limits, ours.steps.requested = Limits(*counted["limits"]), counted["backend"]
             ours.allow_fp16 |= counted.get("allow_fp16_grads", False)
+            ours.steps.measures = counted.get("measure", False)
         plain = {name: value for name, value in state.items() if name not in (_COUNTED, "_per_optimizer_states")}
         if counted is None:  # a scaler of torch's, pickled before `patch_torch` replaced its class
             plain = {"process_group": None, **plain}

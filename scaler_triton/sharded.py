@@ -41,6 +41,7 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
         max_scale: float | None = None,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
+        measure: bool = False,
     ) -> None:
         super().__init__(
             device,
@@ -55,6 +56,7 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
             max_scale=max_scale,
             hysteresis=hysteresis,
             max_consecutive_skips=max_consecutive_skips,
+            measure=measure,
         )
 
     def scale(self, outputs: Outputs) -> Outputs:
