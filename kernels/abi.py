@@ -41,6 +41,11 @@ MAX_WINDOW = 4096  # one program holds all of it in registers
 GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, MIN, MAX, HYSTERESIS = range(6)
 POLICY = 6
 
+# What the headroom policy remembers, fp64: how many exponents entered its ring, the cap of the scale, and the ring.
+EXPONENTS, CAP = range(2)
+HEADROOM_HEADER = 2
+FP16_EXPONENT = 15  # of the largest fp16
+
 # Between these two the inverse of the scale is finite, and not 0.
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**128 - 2.0**104  # the largest fp32

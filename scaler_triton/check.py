@@ -30,7 +30,7 @@ from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
-from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters, NewestScale
+from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, NewestScale
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -40,13 +40,14 @@ class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
     __slots__ = (
-        "allow_fp16", "counters", "guard", "home", "lagging", "limits", "membership", "newest_scale",
+        "allow_fp16", "counters", "guard", "headroom", "home", "lagging", "limits", "membership", "newest_scale",
         "policies", "reader", "rows", "sharded", "steps",
     )  # fmt: skip
 
     def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
         self.sharded = self.allow_fp16 = sharded
         self.guard: Guard | None = None  # None: gradients are scaled
+        self.headroom: HeadroomRule | None = None  # None: torch's rule
         self.reader = Reader()
         self.limits: Limits = NO_LIMITS
         self.counters = Counters(counters)

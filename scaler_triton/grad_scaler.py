@@ -30,12 +30,12 @@ from scaler_triton.check import Ours, check, is_replaced, methods_of, require_sc
 from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags
 from scaler_triton.headroom import Headroom
-from scaler_triton.kernels.abi import STATUS
-from scaler_triton.policy import KEY, NO_LIMITS, WINDOWS, Limits
+from scaler_triton.kernels.abi import MAX_SCALE, STATUS
+from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
 from scaler_triton.spikes import Guard
 from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, UNSCALED_STAGE, OptimizerStep, Steps
-from scaler_triton.update import LaggingCounters, ScalerStats
+from scaler_triton.update import HeadroomRule, LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 
@@ -62,7 +62,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: the device type of the scale, a string or a `torch.device`.
-        init_scale: first scale, in [2^-126, fp32 max].
+        init_scale: first scale, in [2^-126, fp32 max]; "measured", with `scale_policy="headroom"`: 1.
         growth_factor: > 1; factor after `growth_interval` updates without overflow.
         backoff_factor: in (0, 1); factor after an overflow.
         growth_interval: steps, >= 1.
@@ -75,6 +75,10 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: >= 1; overflow number `hysteresis` and each later one back the scale off, until it is due to grow.
         max_consecutive_skips: >= 0; if more updates in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
+        scale_policy: "probe" is torch's rule. "headroom" sets the scale by the largest gradient of the last good
+            updates, 2 ** (15 - headroom_bits - floor(log2(largest))), below a cap that torch's rule moves.
+        headroom_bits: powers of 2 between that gradient and fp16's largest, in [0, 30].
+        headroom_window: how many updates, in [1, 1024].
         measure: True: checks also find the largest gradient, and count zeros and fp16 subnormals, for `headroom`.
         allow_fp16_grads: True: `unscale_` takes fp16 gradients, as `ShardedGradScaler` always does, instead of raising
             torch's ValueError: unscaled values below fp16's smallest become 0.
@@ -94,7 +98,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self,
         device: str | torch.device = "cuda",
-        init_scale: float = 2.0**16,
+        init_scale: float | str = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -106,12 +110,20 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float | None = None,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
+        scale_policy: str = "probe",
+        headroom_bits: int = 2,
+        headroom_window: int = 16,
         measure: bool = False,
         allow_fp16_grads: bool = False,
     ) -> None:
         backend = check_backend(backend)
         policy.check_bool(allow_fp16_grads, "allow_fp16_grads")
         policy.check_bool(measure, "measure")
+        numbers_of_headroom = policy.check_headroom(scale_policy, headroom_bits, headroom_window)
+        if init_scale == "measured":
+            if numbers_of_headroom is None:
+                raise ValueError("init_scale='measured' needs scale_policy='headroom'")
+            init_scale = 1.0
         device = policy.device_type(device)
         if device == "cuda" and common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
             if enabled:  # torch's own warning would name a line of this file
@@ -136,7 +148,8 @@ class GradScaler(torch.amp.GradScaler):
             growth_interval = policy.check_growth_interval(growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
         self._ours.allow_fp16 |= allow_fp16_grads
-        self._ours.steps.measures = measure
+        self._ours.steps.measures = measure or numbers_of_headroom is not None
+        self._ours.headroom = None if numbers_of_headroom is None else HeadroomRule(*numbers_of_headroom)
         own = vars(self)  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
         own.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
         own.update(_growth_factor=growth_factor, _backoff_factor=backoff_factor, _growth_interval=growth_interval)
@@ -501,8 +514,12 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = super().state_dict()
-        if self._ours.limits != NO_LIMITS:
-            state[KEY] = policy.to_checkpoint(self._ours.limits, self._ours.counters.read())
+        ours = self._ours
+        if ours.limits != NO_LIMITS or ours.headroom is not None:
+            state[KEY] = policy.to_checkpoint(ours.limits, ours.counters.read())
+        if ours.headroom is not None:
+            exponents, cap = ours.headroom.read()
+            state[KEY][HEADROOM] = {"exponents": exponents, "cap": cap}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -520,13 +537,17 @@ class GradScaler(torch.amp.GradScaler):
             return
         ours = self._ours
         limits, counters = ours.limits, policy.no_counters()
+        remembered: tuple[list[int], float] = [], MAX_SCALE
         if policy.check_dict(state_dict, "state_dict"):  # torch raises for an empty one
             if KEY in state_dict and WINDOWS not in policy.check_dict(state_dict[KEY], KEY):  # no guard's
                 limits, counters = policy.from_checkpoint(state_dict[KEY])
+                remembered = policy.check_remembered(state_dict[KEY].get(HEADROOM, {}))
             state_dict = policy.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
         ours.limits, ours.lagging = limits, LaggingCounters()
         ours.counters.set(counters)
+        if ours.headroom is not None:
+            ours.headroom.restore(*remembered)
         for step in ours.steps.all():
             if step.plan is not None:
                 step.plan.marks.forget()  # they refer to another run's skips
@@ -610,7 +631,8 @@ class GradScaler(torch.amp.GradScaler):
         numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
         guard = None if ours.guard is None else ours.guard.numbers(ours.steps.all())
         flags = {"allow_fp16_grads": ours.allow_fp16, "measure": ours.steps.measures}
-        state[_COUNTED] = {**numbers, **flags, "guard": guard}
+        headroom = ours.headroom and (ours.headroom.bits, ours.headroom.window, *ours.headroom.read())
+        state[_COUNTED] = {**numbers, **flags, "guard": guard, "headroom": headroom}
         return {**state, "process_group": ranks.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -622,6 +644,10 @@ class GradScaler(torch.amp.GradScaler):
             ours.limits, ours.steps.requested = Limits(*counted["limits"]), counted["backend"]
             ours.allow_fp16 |= counted.get("allow_fp16_grads", False)
             ours.steps.measures = counted.get("measure", False)
+            if counted.get("headroom") is not None:
+                bits, window, *remembered = counted["headroom"]
+                ours.headroom = HeadroomRule(bits, window)
+                ours.headroom.restore(*remembered)
         plain = {name: value for name, value in state.items() if name not in (_COUNTED, "_per_optimizer_states")}
         if counted is None:  # a scaler of torch's, pickled before `patch_torch` replaced its class
             plain = {"process_group": None, **plain}
