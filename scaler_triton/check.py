@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, usual_backend
 from scaler_triton.flag import FAILED_TOTALS, Flag, FlagRows, Flags, fp32_on, report_failure, write_scales
-from scaler_triton.headroom import PACKED, Reader, combine_, packed, unpack_
+from scaler_triton.headroom import PACKED, Reader, packed, unpack_
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import OptimizerStep, Steps, parameters_of
-from scaler_triton.torch_ops import inverse
+from scaler_triton.torch_ops import combine_, inverse
 from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, NewestScale
 
 if TYPE_CHECKING:

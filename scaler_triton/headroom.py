@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,12 +106,6 @@ def _summary(rows: Iterable[Sequence[float]]) -> Headroom:
             zeros, subnormal, seen = zeros + row[ZEROS], subnormal + row[SUBNORMAL], seen + row[SEEN]
     bits = math.log2(FP16_MAX / scaled) if scaled else math.inf
     return Headroom(largest, bits, zeros / max(seen, 1.0), subnormal / max(seen, 1.0), int(seen))
-
-
-def combine_(into: Any, other: Any) -> None:
-    """Add what another pass has measured, on the same device, to a row."""
-    into[LARGEST] = torch.maximum(into[LARGEST], other[LARGEST])
-    into[ZEROS : SEEN + 1] += other[ZEROS : SEEN + 1]
 
 
 def packed(row: Tensor) -> Tensor:

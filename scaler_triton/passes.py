@@ -18,7 +18,6 @@ from torch import Tensor
 from scaler_triton import torch_ops
 from scaler_triton.dispatch import kernels
 from scaler_triton.flag import Flag, Flags, fp32_on
-from scaler_triton.headroom import combine_
 from scaler_triton.kernels.abi import OVERFLOWS, TOTALS
 from scaler_triton.kernels.config import MEASURING, config_for
 from scaler_triton.plan import Batch, GradPlan, Layout
@@ -70,7 +69,7 @@ def check(
             plan.written = True
             unscale_batch_(batch, number, found_inf, measured, inverse=inverse or on_torch)
         if measured is not None and device != flag.device:
-            combine_(flag.measured, measured.to(flag.device))
+            torch_ops.combine_(flag.measured, measured.to(flag.device))
         if to_be_marked and found_inf.item():
             plan.marks.mark_on_host(batch)
     return flags

@@ -111,6 +111,12 @@ def measure(tensors: Sequence[Tensor], measured: Tensor) -> None:
             measured[SEEN] += tensor.numel()
 
 
+def combine_(into: Any, other: Any) -> None:
+    """Add what another pass has measured, on the same device, to `into`."""
+    into[LARGEST] = torch.maximum(into[LARGEST], other[LARGEST])
+    into[ZEROS : SEEN + 1] += other[ZEROS : SEEN + 1]
+
+
 def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor) -> None:
     """Multiply every gradient by `inv_scale`, then by `coef`; each product is rounded to the gradients' dtype.
 
