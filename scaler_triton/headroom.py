@@ -19,7 +19,7 @@ from scaler_triton.text import count_of
 
 FP16_MAX = 65504.0
 # The binades of the largest scaled gradient that ranks tell apart, the first and the last with all beyond.
-BINADES, LOWEST_BINADE = 64, -47
+BINADES, LOWEST_BINADE = 64, -31
 PACKED = 3 + BINADES
 
 # From here on `Headroom` advises another scale.
