@@ -17,6 +17,14 @@ ROWS = 32
 SQUARES, OVERFLOWS, FAILURES, SCALES, INVERSES = range(5)
 TOTALS = 5
 
+# What a pass that measures leaves, fp64: the largest finite |g|, and how many elements were 0, an fp16 subnormal
+# (0 < |g| < 2^-14), and seen at all; of gradients as they are, which is scaled.
+LARGEST, ZEROS, SUBNORMAL, SEEN = range(4)
+MEASURED = 4
+MEASURED_AT = 4  # behind these in a flag's row: the scale
+MEASURED_ROW = 5
+SMALLEST_NORMAL = 2.0**-14  # of fp16
+
 # Counters, int64: of updates, and of spikes. A strike is an overflow that counts towards the hysteresis.
 UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES, SPIKES = range(8)
 COUNTERS = 8
@@ -32,6 +40,11 @@ MAX_WINDOW = 4096  # one program holds all of it in registers
 # tracker stops at MAX_TRACKER.
 GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, MIN, MAX, HYSTERESIS = range(6)
 POLICY = 6
+
+# What the headroom policy remembers, fp64: how many exponents entered its ring, the cap of the scale, and the ring.
+EXPONENTS, CAP = range(2)
+HEADROOM_HEADER = 2
+FP16_EXPONENT = 15  # of the largest fp16
 
 # Between these two the inverse of the scale is finite, and not 0.
 MIN_SCALE = 2.0**-126

@@ -74,6 +74,8 @@ class LaunchConfig:
 
 
 DEFAULT = LaunchConfig()
+# Of passes that measure: half of the default's elements in a program, for what is measured takes registers, too.
+MEASURING = LaunchConfig(unroll=1)
 
 # What `tune` tries. tests/nightly/simulator/test_aot.py checks that none of them spills registers.
 CANDIDATES = tuple(

@@ -13,6 +13,14 @@ from torch import Tensor
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.launch import Launch
+from scaler_triton.kernels.measure import (
+    measure,
+    measure_edges,
+    measured_in,
+    nothing_measured,
+    store_measured,
+    store_nothing,
+)
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
 from scaler_triton.kernels.unscale import find_body, find_edges, load_body, mark, read_table, widen
 
@@ -27,7 +35,9 @@ _LOWER = tl.constexpr(2.0**-80)
 _FINISH_WARPS = 16
 
 
-@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr", "measured_ptr"]
+)
 def _sum_squares_kernel(
     address_ptr,
     numel_ptr,
@@ -38,42 +48,66 @@ def _sum_squares_kernel(
     weight_ptr,
     partial_ptr,
     generation_ptr,
+    measured_ptr,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
+    MEASURE: tl.constexpr,
 ):
     tensor, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
     total = tl.zeros((), tl.float64)
     if address != 0:
-        total = _sum_squares(address, n_elements, index, 1.0, DTYPE, BLOCK_SIZE, UNROLL)
+        total = _sum_squares(measured_ptr, address, n_elements, index, 1.0, DTYPE, BLOCK_SIZE, UNROLL, MEASURE)
         if DTYPE.is_bf16() or DTYPE.is_fp32():  # fp32 holds every square of fp16, and their sum
             low = total < _LOW_SUM
             if low | (total - total != 0):  # fp32 may have underflowed or overflowed
                 lift = tl.where(low, _RAISE, _LOWER)
-                total = _sum_squares(address, n_elements, index, lift, DTYPE, BLOCK_SIZE, UNROLL)
+                total = _sum_squares(measured_ptr, address, n_elements, index, lift, DTYPE, BLOCK_SIZE, UNROLL, False)
                 total *= tl.where(low, _RAISE**-2, _LOWER**-2).to(tl.float64)
         if total - total != 0:
             kinds = mark(bits_ptr, tensor, generation_ptr, address, n_elements, index, DTYPE, BLOCK_SIZE, UNROLL)
             if kinds != 0:  # else only squares of finite fp64 elements overflowed
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)
+    elif MEASURE:
+        store_nothing(measured_ptr)
     tl.store(partial_ptr + tl.program_id(0), total)
 
 
 @triton.jit
-def _sum_squares(address, n_elements, index, lift, DTYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
+def _sum_squares(
+    measured_ptr,
+    address,
+    n_elements,
+    index,
+    lift,
+    DTYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    MEASURE: tl.constexpr,
+):
     """The sum of (x * lift)^2 over the chunk in fp64; each square, and the sum of UNROLL of them, in fp32."""
     body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
     grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
     acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
+    largest, counts = nothing_measured(BLOCK_SIZE, DTYPE)
     for step in tl.static_range(UNROLL):
         x = widen(grads[step]) * lift
         acc += x * x
+        if MEASURE:
+            largest, counts = measure(x, largest, counts)
     total = tl.sum(acc.to(tl.float64))
+    top, zeros, subnormal = measured_in(largest, counts)
+    seen = tl.maximum(limit, 0)
+    zeros -= BLOCK_SIZE * UNROLL - seen  # lanes beyond the limit hold zeros
     if has_edges:
         edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
         edge = widen(tl.load(edge_ptrs, mask=edge_mask, other=0.0)) * lift
         total += tl.sum((edge * edge).to(tl.float64))
+        if MEASURE:
+            top, zeros, subnormal, seen = measure_edges(edge, edge_mask, top, zeros, subnormal, seen)
+    if MEASURE:
+        store_measured(measured_ptr, top, zeros, subnormal, seen)
     return total
 
 
@@ -106,7 +140,9 @@ def _finish_kernel(
     tl.store(totals_ptr + _INVERSES, 1.0 / scale.to(tl.float64))
 
 
-def launch_sum_of_squares(table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool) -> None:
+def launch_sum_of_squares(
+    table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool, measures: bool = False
+) -> None:
     """Sum the squares of the gradients as if they were unscaled, and flag what is not finite in them.
 
         inv = scale if inverse else 1 / scale
@@ -123,9 +159,11 @@ def launch_sum_of_squares(table: GradTable, scale: Tensor, found_inf: Tensor, to
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         totals: fp64, [5], on the table's device, overwritten; the sum of squares is 0 if there are no elements.
         inverse: `scale` holds the inverse scale.
+        measures: write the table's `measured`.
     """
     if table.n_chunks:
-        launch = table.launches.get("norm") or table.add_launch("norm", _sum_squares_kernel)
+        key = "norm", measures
+        launch = table.launches.get(key) or table.add_launch(key, _sum_squares_kernel, MEASURE=measures)
         launch(
             table.n_chunks,
             table.addresses,
@@ -137,10 +175,12 @@ def launch_sum_of_squares(table: GradTable, scale: Tensor, found_inf: Tensor, to
             table.weights,
             table.partials,
             table.generation,
+            table.measured if measures else table.generation,
         )
-    key = "finish", inverse
-    finish = table.launches.get(key)
+    finish = table.launches.get(("finish", inverse))
     if finish is None:
         constants: dict[str, Any] = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
-        finish = table.launches[key] = Launch(_finish_kernel, table.device, num_warps=_FINISH_WARPS, **constants)
+        finish = table.launches["finish", inverse] = Launch(
+            _finish_kernel, table.device, num_warps=_FINISH_WARPS, **constants
+        )
     finish(1, table.partials, scale, found_inf, totals, table.partials.numel())

@@ -98,6 +98,11 @@ class GradTable:
         return self._filled(0.0, -(-self.n_chunks // PARTIALS_BLOCK) * PARTIALS_BLOCK)
 
     @cached_property
+    def measured(self) -> Tensor:
+        """What a pass measures, four numbers a chunk (see `abi`): fp64, on the device."""
+        return self._filled(0.0, self.n_chunks * abi.MEASURED)
+
+    @cached_property
     def weights(self) -> Tensor:
         """What the sum of squares of each tensor is multiplied by: fp64 `[N]`, on the device, 1 at first."""
         return self._filled(1.0, len(self.bits))

@@ -17,6 +17,14 @@ from torch import Tensor
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.launch import INTERPRETED
+from scaler_triton.kernels.measure import (
+    measure,
+    measure_edges,
+    measured_in,
+    nothing_measured,
+    store_measured,
+    store_nothing,
+)
 from scaler_triton.kernels.table import GradTable
 
 NAN, INF = tl.constexpr(abi.NAN), tl.constexpr(abi.INF)
@@ -26,7 +34,7 @@ GENERATION_MASK = tl.constexpr(abi.GENERATION_MASK)
 BF16_BY_BITS = tl.constexpr(INTERPRETED)
 
 
-@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "scale_ptr", "generation_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "scale_ptr", "generation_ptr", "measured_ptr"])
 def _unscale_kernel(
     address_ptr,
     numel_ptr,
@@ -36,11 +44,13 @@ def _unscale_kernel(
     found_inf_ptr,
     scale_ptr,
     generation_ptr,
+    measured_ptr,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
     WRITE: tl.constexpr,
     INVERSE: tl.constexpr,
+    MEASURE: tl.constexpr,
 ):
     # Unless the factor is 0 or beyond 1, a product is NaN, Inf or finite just as its gradient: the chunk may be read
     # for marks after the stores, or between them; for other factors before.
@@ -60,14 +70,20 @@ def _unscale_kernel(
         body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
         grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
         acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
+        largest, counts = nothing_measured(BLOCK_SIZE, DTYPE)
         for step in tl.static_range(UNROLL):
             x = widen(grads[step])
             acc += x * 0.0  # Inf * 0 is NaN, and NaN stays
+            if MEASURE:
+                largest, counts = measure(x, largest, counts)
             if WRITE:
                 offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
                 # A product with 1 need not be stored: then all lanes are masked.
                 tl.store(body_ptr + offs, narrow(x * inv, DTYPE), mask=offs < tl.where(inv == 1.0, 0, limit))
         bad = tl.sum(acc)
+        top, zeros, subnormal = measured_in(largest, counts)
+        seen = tl.maximum(limit, 0)
+        zeros -= BLOCK_SIZE * UNROLL - seen  # lanes beyond the limit hold zeros
 
         if has_edges:
             edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
@@ -77,14 +93,22 @@ def _unscale_kernel(
                 if inv != 1.0:
                     tl.store(edge_ptrs, narrow(edge * inv, DTYPE), mask=edge_mask)
             bad += tl.sum(edge * 0.0)
+            if MEASURE:
+                top, zeros, subnormal, seen = measure_edges(edge, edge_mask, top, zeros, subnormal, seen)
 
+        if MEASURE:
+            store_measured(measured_ptr, top, zeros, subnormal, seen)
         if bad != bad:
             tl.store(found_inf_ptr, 1.0)  # all who store here store the same: no atomic
             if keeps_kinds:
                 mark(bits_ptr, tensor, generation_ptr, address, n_elements, index, DTYPE, BLOCK_SIZE, UNROLL)
+    elif MEASURE:
+        store_nothing(measured_ptr)
 
 
-def launch_unscale(table: GradTable, scale: Tensor, found_inf: Tensor, *, inverse: bool) -> None:
+def launch_unscale(
+    table: GradTable, scale: Tensor, found_inf: Tensor, *, inverse: bool, measures: bool = False
+) -> None:
     """Multiply every gradient of `table` by the inverse scale, and flag what was not finite before.
 
         inv = scale if inverse else 1 / scale
@@ -96,11 +120,12 @@ def launch_unscale(table: GradTable, scale: Tensor, found_inf: Tensor, *, invers
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         inverse: `scale` holds the inverse scale.
+        measures: write the table's `measured`, of gradients as they were.
     """
-    _launch(table, found_inf, scale, inverse)
+    _launch(table, found_inf, scale, inverse, measures)
 
 
-def launch_check(table: GradTable, found_inf: Tensor) -> None:
+def launch_check(table: GradTable, found_inf: Tensor, *, measures: bool = False) -> None:
     """Flag what is not finite in the gradients of `table`.
 
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
@@ -108,16 +133,19 @@ def launch_check(table: GradTable, found_inf: Tensor) -> None:
     Args:
         table: the gradients, read only; its `bits` are marked.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
+        measures: write the table's `measured`.
     """
-    _launch(table, found_inf, None, False)
+    _launch(table, found_inf, None, False, measures)
 
 
-def _launch(table: GradTable, found_inf: Tensor, scale: Tensor | None, inverse: bool) -> None:
+def _launch(table: GradTable, found_inf: Tensor, scale: Tensor | None, inverse: bool, measures: bool) -> None:
     if table.n_chunks == 0:
         return
     writes = scale is not None
-    key = "unscale", writes, inverse
-    launch = table.launches.get(key) or table.add_launch(key, _unscale_kernel, WRITE=writes, INVERSE=inverse)
+    key = "unscale", writes, inverse, measures
+    launch = table.launches.get(key)
+    if launch is None:
+        launch = table.add_launch(key, _unscale_kernel, WRITE=writes, INVERSE=inverse, MEASURE=measures)
     launch(
         table.n_chunks,
         table.addresses,
@@ -128,6 +156,7 @@ def _launch(table: GradTable, found_inf: Tensor, scale: Tensor | None, inverse: 
         found_inf,
         found_inf if scale is None else scale,  # a check reads none
         table.generation,
+        table.measured if measures else table.generation,
     )
 
 

@@ -13,11 +13,14 @@ from scaler_triton.kernels.launch import Launch
 _FLAG, _FAILED, _STATUS, _ROWS = map(tl.constexpr, (abi.FLAG, abi.FAILED, abi.STATUS, abi.ROWS))
 _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL, _MIN, _MAX, _HYSTERESIS = map(tl.constexpr, range(abi.POLICY))
 _UPDATES, _SKIPPED, _STREAK, _GROWTHS, _BACKOFFS, _LAST_SKIP, _STRIKES = map(tl.constexpr, range(abi.SPIKES))
+_LARGEST, _MEASURED_AT, _MEASURED_ROW = map(tl.constexpr, (abi.LARGEST, abi.MEASURED_AT, abi.MEASURED_ROW))
+_EXPONENTS, _CAP, _HEADROOM_HEADER = map(tl.constexpr, (abi.EXPONENTS, abi.CAP, abi.HEADROOM_HEADER))
+_FP16_EXPONENT = tl.constexpr(abi.FP16_EXPONENT)
 _MAX_SCALE, _MAX_TRACKER = tl.constexpr(abi.MAX_SCALE), tl.constexpr(abi.MAX_TRACKER)
 
 
 @triton.jit(
-    do_not_specialize=["rows"],
+    do_not_specialize=["rows", "bits", "window"],
     do_not_specialize_on_alignment=[
         "scale_ptr",
         "growth_tracker_ptr",
@@ -25,6 +28,8 @@ _MAX_SCALE, _MAX_TRACKER = tl.constexpr(abi.MAX_SCALE), tl.constexpr(abi.MAX_TRA
         "last_flags_ptr",
         "policy_ptr",
         "counters_ptr",
+        "measured_ptr",
+        "headroom_ptr",
     ],
 )
 def _update_scale_kernel(
@@ -34,33 +39,45 @@ def _update_scale_kernel(
     last_flags_ptr,
     policy_ptr,
     counters_ptr,
+    measured_ptr,
+    headroom_ptr,
     rows: tl.int64,
+    bits: tl.int64,
+    window: tl.int64,
     CLEAR: tl.constexpr,
+    HEADROOM: tl.constexpr,  # the block that holds the ring; 0: torch's rule alone
 ):
     row = tl.arange(0, _ROWS)
     chosen = ((rows >> row) & 1) != 0
     flags = tl.load(flags_ptr + _STATUS * row + _FLAG, mask=chosen, other=0.0)
     found = tl.max((flags != 0.0).to(tl.int32), 0)  # NaN != 0
     scale = tl.load(scale_ptr)
-    new_scale = scale
+    ruled = scale  # what growth and backoff move: the scale, or its cap
+    if HEADROOM > 0:
+        ruled = tl.where(found != 0, scale, tl.load(headroom_ptr + _CAP).to(tl.float32))
+    new_scale = ruled
     new_tracker = tl.zeros((), tl.int64)
     strikes = tl.load(counters_ptr + _STRIKES)
     if found != 0:
         strikes += 1
         if strikes >= tl.load(policy_ptr + _HYSTERESIS):
-            new_scale = (scale.to(tl.float64) * tl.load(policy_ptr + _BACKOFF_FACTOR)).to(tl.float32)
+            new_scale = (ruled.to(tl.float64) * tl.load(policy_ptr + _BACKOFF_FACTOR)).to(tl.float32)
     else:
         successful = tl.load(growth_tracker_ptr).to(tl.int64) + 1
         due = successful >= tl.load(policy_ptr + _GROWTH_INTERVAL)
         if due:
-            grown = (scale.to(tl.float64) * tl.load(policy_ptr + _GROWTH_FACTOR)).to(tl.float32)
-            new_scale = tl.where(tl.abs(grown) <= _MAX_SCALE, grown, scale)  # false of NaN
+            grown = (ruled.to(tl.float64) * tl.load(policy_ptr + _GROWTH_FACTOR)).to(tl.float32)
+            new_scale = tl.where(tl.abs(grown) <= _MAX_SCALE, grown, ruled)  # false of NaN
         else:
             new_tracker = tl.minimum(successful, _MAX_TRACKER)
         strikes = tl.where(due, 0, strikes)
     # Also brings whatever was written into the scale by hand within the bounds, NaN too.
     low, high = tl.load(policy_ptr + _MIN).to(tl.float32), tl.load(policy_ptr + _MAX).to(tl.float32)
     new_scale = tl.minimum(tl.where(new_scale > low, new_scale, low), high)
+    if HEADROOM > 0:
+        tl.store(headroom_ptr + _CAP, new_scale.to(tl.float64))
+        if found == 0:
+            new_scale = _by_headroom(scale, new_scale, low, measured_ptr, headroom_ptr, chosen, bits, window, HEADROOM)
     tl.store(scale_ptr, new_scale)
     tl.store(growth_tracker_ptr, new_tracker.to(tl.int32))
     tl.store(counters_ptr + _STRIKES, strikes)
@@ -70,6 +87,29 @@ def _update_scale_kernel(
         tl.store(flags_ptr + _STATUS * row + _FLAG, nothing, mask=chosen)
         tl.store(flags_ptr + _STATUS * row + _FAILED, nothing, mask=chosen)
         tl.store(last_flags_ptr + row, flags, mask=chosen)
+
+
+@triton.jit
+def _by_headroom(scale, cap, low, measured_ptr, headroom_ptr, chosen, bits, window, BLOCK_SIZE: tl.constexpr):
+    """The scale that leaves `bits` powers of 2 above the largest gradient of the last good updates, at most the cap."""
+    place = measured_ptr + _MEASURED_ROW * tl.arange(0, _ROWS)
+    largest = tl.load(place + _LARGEST, mask=chosen, other=0.0)
+    unscaled = tl.max(largest / tl.load(place + _MEASURED_AT, mask=chosen, other=1.0), 0)
+    exponent = ((unscaled.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1023
+    count = tl.load(headroom_ptr + _EXPONENTS).to(tl.int64)
+    slot, enters = count % window, unscaled > 0
+    if enters:
+        tl.store(headroom_ptr + _HEADROOM_HEADER + slot, exponent.to(tl.float64))
+        tl.store(headroom_ptr + _EXPONENTS, (count + 1).to(tl.float64))
+    # The newest is not read, as other lanes may not see what was just stored.
+    lane = tl.arange(0, BLOCK_SIZE)
+    known = (lane < tl.minimum(count, window)) & (lane != tl.where(enters, slot, -1))
+    top = tl.max(tl.load(headroom_ptr + _HEADROOM_HEADER + lane, mask=known, other=-4096.0), 0).to(tl.int64)
+    top = tl.where(enters, tl.maximum(top, exponent), top)
+    power = tl.minimum(tl.maximum(-(bits + top) + _FP16_EXPONENT, -1022), 1023)
+    target = ((power + 1023) << 52).to(tl.float64, bitcast=True)
+    fits = tl.maximum(tl.minimum(target, cap.to(tl.float64)).to(tl.float32), low)
+    return tl.where(enters | (count > 0), fits, scale)
 
 
 @triton.jit
@@ -98,6 +138,9 @@ def launch_update(
     rows: int,
     *,
     clear: bool,
+    measured: Tensor | None = None,
+    headroom: Tensor | None = None,
+    bits: int = 0,
 ) -> None:
     """Back the scale off after bad steps; grow it after `growth_interval` good ones in a row.
 
@@ -117,7 +160,13 @@ def launch_update(
         growths, backoffs = growths + (scale is larger), backoffs + (scale is smaller)
         if clear: last_flags[rows], flags[rows, FLAG], flags[rows, FAILED] = flags[rows, FLAG], 0, 0
 
-    Products are taken in fp64 and rounded once to fp32, as torch does.
+    Products are taken in fp64 and rounded once to fp32, as torch does. With `headroom` that rule moves the cap instead:
+
+        cap = rule(scale if bad else headroom[CAP])
+        unscaled = max(measured[row, LARGEST] / measured[row, MEASURED_AT] for row in rows)
+        if not bad and unscaled > 0: append(exponents, floor(log2(unscaled)))         # the ring: the last of them
+        if bad: scale = cap
+        elif exponents: scale = clamp(min(2 ** (15 - bits - max(exponents)), cap), min_scale, max_scale)
 
     Args:
         scale: fp32, one element, any shape, mutated.
@@ -129,10 +178,28 @@ def launch_update(
         counters: int64 [COUNTERS], on the scale's device, mutated.
         rows: bit mask of the rows of `flags` that count.
         clear: zero the flags of those rows afterwards, and keep them in `last_flags`.
+        measured: fp64 [n, MEASURED_ROW], on the scale's device, read only; needed with `headroom`.
+        headroom: fp64 [HEADROOM_HEADER + n], on the scale's device, mutated, see `abi`; None for torch's rule alone.
+        bits: powers of 2 that are left free.
     """
-    _launch_on(scale.device, clear)(1, scale, growth_tracker, flags, last_flags, policy, counters, rows)
+    window = 0 if headroom is None else len(headroom) - abi.HEADROOM_HEADER
+    launch = _launch_on(scale.device, clear, triton.next_power_of_2(window) if window else 0)
+    launch(
+        1,
+        scale,
+        growth_tracker,
+        flags,
+        last_flags,
+        policy,
+        counters,
+        policy if measured is None else measured,
+        policy if headroom is None else headroom,
+        rows,
+        bits,
+        window,
+    )
 
 
 @functools.cache
-def _launch_on(device: torch.device, clear: bool) -> Launch:
-    return Launch(_update_scale_kernel, device, num_warps=1, CLEAR=clear)
+def _launch_on(device: torch.device, clear: bool, headroom: int) -> Launch:
+    return Launch(_update_scale_kernel, device, num_warps=1, CLEAR=clear, HEADROOM=headroom)

@@ -21,15 +21,16 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, usual_backend
-from scaler_triton.flag import Flag, FlagRows, Flags, fp32_on, report_failure, write_scales
-from scaler_triton.kernels.abi import SCALES, TOTALS
+from scaler_triton.flag import FAILED_TOTALS, Flag, FlagRows, Flags, fp32_on, report_failure, write_scales
+from scaler_triton.headroom import PACKED, Reader, packed, unpack_
+from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import OptimizerStep, Steps, parameters_of
-from scaler_triton.torch_ops import inverse
-from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters, NewestScale
+from scaler_triton.torch_ops import combine_, inverse
+from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, NewestScale
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -39,13 +40,15 @@ class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
     __slots__ = (
-        "allow_fp16", "counters", "guard", "home", "lagging", "limits", "membership", "newest_scale", "policies",
-        "rows", "sharded", "steps",
+        "allow_fp16", "counters", "guard", "headroom", "home", "lagging", "limits", "membership", "newest_scale",
+        "policies", "reader", "rows", "sharded", "steps",
     )  # fmt: skip
 
     def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
         self.sharded = self.allow_fp16 = sharded
         self.guard: Guard | None = None  # None: gradients are scaled
+        self.headroom: HeadroomRule | None = None  # None: torch's rule
+        self.reader = Reader()
         self.limits: Limits = NO_LIMITS
         self.counters = Counters(counters)
         self.lagging = LaggingCounters()
@@ -64,7 +67,7 @@ class Ours:
     def rows_on(self, device: torch.device) -> FlagRows:
         """Return the rows of flags on a device, made once."""
         if device not in self.rows:
-            self.rows[device] = FlagRows(device)
+            self.rows[device] = FlagRows(device, self.steps.measures)
         return self.rows[device]
 
     def policy_on(self, device: torch.device) -> DevicePolicy:
@@ -108,10 +111,13 @@ def check(
             flag = new_flag(scaler, step)
             batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)
             flags = passes.check(plan, batches, scale, flag, divide=divide and ours.guard is None)
+        by_sums = by_norm or flag.measured is not None  # how ranks agree
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if together is not None and not by_norm:
+        if together is not None and by_sums and not by_norm:
+            totals = flag.as_totals(scale)
+        elif together is not None and not by_norm:
             flag.write_scale(scale)
     except BaseException as error:
         fail(scaler, step, optimizer, error, together)
@@ -119,6 +125,9 @@ def check(
     try:
         if by_norm:
             agree_on_norm(scaler, [part], totals, together)
+        elif together is not None and by_sums:
+            agree_by_sums([flag], totals, together)
+            flag.read_sums(totals)
         elif together is not None:
             flag.agree(together)
         usual = only_here and plan.devices == [flag.device]
@@ -184,8 +193,12 @@ def _measure_one(scaler: GradScaler, part: Part) -> list[Tensor]:
         found_inf = flags[device]
         if layout.clips != "torch":
             plan.marks.follow(layout, flag.device)
-        scale = fp32_on(device, scaler._scale)
-        total = passes.norm_batch(batch, scale, found_inf, _weights(batch, replicas), inverse=False)
+        scale, row = fp32_on(device, scaler._scale), flag.measured
+        if row is not None and device != flag.device:
+            row = torch.zeros_like(row, device=device)
+        total = passes.norm_batch(batch, scale, found_inf, _weights(batch, replicas), row, inverse=False)
+        if row is not None and device != flag.device:
+            combine_(flag.measured, row.to(flag.device))
         if layout.clips == "torch" and found_inf.is_cpu and layout.key.plain and found_inf.item():
             plan.marks.mark_on_host(batch)
         totals.append(total.to(flag.device))
@@ -193,12 +206,30 @@ def _measure_one(scaler: GradScaler, part: Part) -> list[Tensor]:
     return totals
 
 
+def agree_by_sums(flags: Sequence[Flag], totals: Tensor, together: Ranks) -> None:
+    """Sum the totals of one check, and what it has measured, over the ranks by one all-reduce.
+
+    Of flags that share the check, the first gets what is measured.
+    """
+    row = flags[0].measured
+    if row is None:
+        together.sum_(totals)
+    else:
+        for other in flags[1:]:
+            combine_(row, other.measured)
+            other.measured.zero_()  # type: ignore[union-attr]
+        sums = torch.cat([totals, packed(row)])
+        together.sum_(sums)
+        totals.copy_(sums[:TOTALS])
+        unpack_(row, sums[TOTALS:])
+    for flag in flags:
+        flag.agreed_by_sums(len(together.ranks))
+
+
 def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, together: Ranks | None) -> None:
     """Sum the totals over the ranks, by one all-reduce; a guard then judges the norm, and sets the flags."""
     if together is not None:
-        together.sum_(totals)
-        for part in parts:
-            part.flag.agreed_by_sums(len(together.ranks))
+        agree_by_sums([part.flag for part in parts], totals, together)
     first, window = parts[0], parts[0].step.window  # of a guard that looks for spikes
     if window is not None and (together is not None or any(part.flags for part in parts)):
         ranks = 0 if together is None else len(together.ranks)
@@ -263,6 +294,8 @@ def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
     if step.captured and flag.rows is not None:
         flag.rows.captured.add(flag)  # each replay writes it
     flag.clear(step.captured)
+    if flag.measured is not None:
+        flag.measured[MEASURED_AT].copy_(scaler._scale.reshape(()))
     return flag
 
 
@@ -290,8 +323,19 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
             step_failed(scaler, step)
     finally:  # even if that raises: the others wait in the reduction
         if told is not None:
-            guard = scaler._ours.guard
-            report_failure(told, scaler._scale.device, by_sums=guard is not None and guard.sigma is not None)
+            _report_failed_check(scaler, told, scaler._scale.device)
+
+
+def _report_failed_check(scaler: GradScaler, told: Ranks, home: torch.device) -> None:
+    """Join the reduction of a check as failed: its kind depends on the scaler alone, so that all ranks make the same."""
+    ours = scaler._ours
+    by_norm = ours.guard is not None and ours.guard.sigma is not None
+    report_failure(told, home, by_sums=failed_sums(ours) if by_norm or ours.steps.measures else None)
+
+
+def failed_sums(ours: Ours) -> list[float]:
+    """Return what a rank that failed adds where ranks sum totals."""
+    return [*FAILED_TOTALS, *[0.0] * (PACKED if ours.steps.measures else 0)]
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
@@ -333,7 +377,7 @@ def require_scale(
                         step = scaler._ours.steps.open(optimizer)
                         step.failed(home)
                         step.began = name == "step"
-                        report_failure(together, home, by_sums=guard is not None and guard.sigma is not None)
+                        _report_failed_check(scaler, together, home)
         raise
 
 

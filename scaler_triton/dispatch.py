@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 Backend = Literal["triton", "torch"]
-Task = Literal["unscaling", "clipping", "guarding"]
+Task = Literal["unscaling", "measuring", "clipping", "guarding"]
 
 if torch.__version__ < "2.10.0a0":
     raise ImportError(f"scaler_triton needs torch 2.10 or newer, got {torch.__version__}: pip install 'torch>=2.10'")
@@ -106,10 +106,10 @@ def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
 @functools.cache
 def kernels() -> Any:
     """Return the kernels' modules, imported on first use: triton is slow to import and may be missing."""
-    from scaler_triton.kernels import clip, launch, norm, spike, table, unscale, update_scale
+    from scaler_triton.kernels import clip, launch, measure, norm, spike, table, unscale, update_scale
 
-    modules = {"clip": clip, "launch": launch, "norm": norm, "spike": spike, "table": table, "unscale": unscale}
-    return SimpleNamespace(**modules, update_scale=update_scale)
+    several = {"measure": measure, "norm": norm, "spike": spike, "table": table, "update_scale": update_scale}
+    return SimpleNamespace(clip=clip, launch=launch, unscale=unscale, **several)
 
 
 def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task, place: str) -> tuple[Backend, str]:
@@ -120,7 +120,8 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task
     refuse_capture(device, f"the first step with {place}")
     try:
         with sync_allowed(device):
-            trials = {"unscaling": _try_unscaling, "clipping": _try_clipping, "guarding": _try_guarding}
+            trials = {"unscaling": _try_unscaling, "measuring": _try_measuring}
+            trials |= {"clipping": _try_clipping, "guarding": _try_guarding}
             trials[task](device, dtype)
     except torch.OutOfMemoryError:
         raise  # this says nothing about Triton: the next call tries again
@@ -168,6 +169,25 @@ def _try_clipping(device: torch.device, dtype: torch.dtype) -> None:
     modules.clip.launch_clip(table, scale, totals, 16.0, norm)
     if norm.item() != 8.0 or grads.tolist() != [2.0] * 16:
         raise RuntimeError(f"the Triton kernels run on {device} but clip to {grads.tolist()}, norm {norm.item()}")
+
+
+def _try_measuring(device: torch.device, dtype: torch.dtype) -> None:
+    """Do as `_try_unscaling` does for the kernels that measure."""
+    from scaler_triton.kernels.abi import MEASURED_ROW
+
+    modules = kernels()
+    grads = torch.full((20,), 2.0**-15, dtype=dtype, device=device)
+    grads[3], grads[7] = 0.0, 8.0
+    table = modules.table.GradTable([20], dtype, device)
+    table.set_addresses([grads.data_ptr()])
+    scale, found_inf = torch.tensor([2.0, 0.0], dtype=torch.float32, device="cpu").to(device).unbind()
+    totals, measured = torch.zeros(2, MEASURED_ROW, dtype=torch.float64, device=device).unbind()
+    modules.norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=False, measures=True)
+    modules.measure.launch_add_measured(table, measured)
+    modules.unscale.launch_check(table, found_inf, measures=True)
+    modules.measure.launch_add_measured(table, measured)
+    if measured.tolist() != [8.0, 2.0, 36.0, 40.0, 0.0]:
+        raise RuntimeError(f"the Triton kernels run on {device} but measure {measured.tolist()}")
 
 
 def _try_guarding(device: torch.device, dtype: torch.dtype) -> None:

@@ -20,7 +20,20 @@ import torch
 from torch import Tensor
 
 from scaler_triton.dispatch import refuse_capture, sync_allowed
-from scaler_triton.kernels.abi import EXCESS, FAILED, FLAG, INVERSES, MAX_SCALE, OVERFLOWS, ROWS, SCALE, SCALES, STATUS
+from scaler_triton.kernels.abi import (
+    EXCESS,
+    FAILED,
+    FLAG,
+    INVERSES,
+    MAX_SCALE,
+    MEASURED_ROW,
+    OVERFLOWS,
+    ROWS,
+    SCALE,
+    SCALES,
+    STATUS,
+    TOTALS,
+)
 from scaler_triton.ranks import Ranks
 from scaler_triton.torch_ops import host_memory
 
@@ -37,12 +50,14 @@ class FlagRows:
     """The status of a scaler's optimizers on one device, a row each, so that an update reads all in one launch."""
 
     @torch.inference_mode(False)  # later steps write it outside that mode
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, measures: bool = False) -> None:
         refuse_capture(device, "a scaler's first step")
         # A copy from the host is waited for; a zeroing kernel could run after another stream has set a flag.
         with sync_allowed(device):
             self.status = torch.zeros(ROWS, STATUS, dtype=torch.float32, device="cpu").to(device)
             self.last_flags = torch.zeros(ROWS, dtype=torch.float32, device="cpu").to(device)  # what updates cleared
+            empty = torch.zeros(ROWS, MEASURED_ROW, dtype=torch.float64, device="cpu")
+            self.measured = empty.to(device) if measures else None  # what the checks have measured
         self.captured: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
         self._free = list(reversed(range(ROWS)))
 
@@ -50,9 +65,10 @@ class FlagRows:
     def flag(self) -> Flag:
         """Return a flag on a free row, which is freed with the flag, or on new memory if no row is free."""
         if not self._free:
-            return Flag(torch.zeros_like(self.status[0]))
+            measured = None if self.measured is None else torch.zeros_like(self.measured[0])
+            return Flag(torch.zeros_like(self.status[0]), measured=measured)
         row = self._free.pop()
-        flag = Flag(self.status[row], self, row)
+        flag = Flag(self.status[row], self, row, None if self.measured is None else self.measured[row])
         weakref.finalize(flag, self._free.append, row).atexit = False
         return flag
 
@@ -62,11 +78,14 @@ class Flag:
 
     __slots__ = (
         "__weakref__", "_copied", "_copy", "_memory", "_summed_over", "_with_scales",
-        "cleared", "device", "found_inf", "is_on_host", "row", "rows", "saved", "shared", "status",
+        "cleared", "device", "found_inf", "is_on_host", "measured", "row", "rows", "saved", "shared", "status",
     )  # fmt: skip
 
-    def __init__(self, status: Tensor, rows: FlagRows | None = None, row: int = 0) -> None:
+    def __init__(
+        self, status: Tensor, rows: FlagRows | None = None, row: int = 0, measured: Tensor | None = None
+    ) -> None:
         self.status, self.rows, self.row = status, rows, row
+        self.measured = measured  # what the last check has measured, fp64 [MEASURED_ROW]; None: it does not measure
         self.device = status.device
         self.found_inf = status[FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
@@ -89,6 +108,8 @@ class Flag:
             self._memory[FLAG] = self._memory[FAILED] = 0.0
         elif captured or not self.cleared:
             self.status.zero_()
+        if self.measured is not None:
+            self.measured.zero_()
         self.cleared = self.saved = self.shared = self._copied = self._with_scales = False
 
     def add(self, flags: Iterable[Tensor]) -> None:
@@ -114,6 +135,13 @@ class Flag:
         """Reduce the status to its maximum over the ranks, by one all-reduce."""
         ranks.maximum_(self.status)
         self._with_scales, self._summed_over = True, 0
+
+    def as_totals(self, scale: Tensor) -> Tensor:
+        """Return the flag as totals without a norm (fp64 [TOTALS]), which ranks may sum."""
+        totals = torch.zeros(TOTALS, dtype=torch.float64, device=self.device)
+        totals[OVERFLOWS] = self.found_inf
+        write_scales(totals[SCALES:], scale)
+        return totals
 
     def agreed_by_sums(self, ranks: int) -> None:
         """Record that a kernel or `read_sums` computes the status from sums over `ranks` ranks."""
@@ -183,14 +211,14 @@ class Flag:
             )
 
 
-def report_failure(ranks: Ranks, device: torch.device, *, by_sums: bool = False) -> None:
+def report_failure(ranks: Ranks, device: torch.device, *, by_sums: Sequence[float] | None = None) -> None:
     """Join the reduction of a check with the failure set: the other ranks skip, and raise when they read the flag.
 
     Args:
-        by_sums: whether they reduce totals, as where the check is by a norm, instead of a status.
+        by_sums: what a rank that failed adds where they sum totals instead of reducing a status.
     """
-    if by_sums:
-        ranks.sum_(torch.tensor(FAILED_TOTALS, dtype=torch.float64, device=device))
+    if by_sums is not None:
+        ranks.sum_(torch.tensor(by_sums, dtype=torch.float64, device=device))
         return
     status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
     ranks.maximum_(torch.tensor(status, dtype=torch.float32, device=device))

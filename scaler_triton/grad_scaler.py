@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any, Self, TypeVar
 
 import torch
@@ -28,12 +29,13 @@ from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale
 from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags
-from scaler_triton.kernels.abi import STATUS
-from scaler_triton.policy import KEY, NO_LIMITS, WINDOWS, Limits
+from scaler_triton.headroom import Headroom
+from scaler_triton.kernels.abi import MAX_SCALE, STATUS
+from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
 from scaler_triton.spikes import Guard
 from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, UNSCALED_STAGE, OptimizerStep, Steps
-from scaler_triton.update import LaggingCounters, ScalerStats
+from scaler_triton.update import HeadroomRule, LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 
@@ -60,7 +62,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: the device type of the scale, a string or a `torch.device`.
-        init_scale: first scale, in [2^-126, fp32 max].
+        init_scale: first scale, in [2^-126, fp32 max]; "measured", with `scale_policy="headroom"`: 1.
         growth_factor: > 1; factor after `growth_interval` updates without overflow.
         backoff_factor: in (0, 1); factor after an overflow.
         growth_interval: steps, >= 1.
@@ -73,6 +75,11 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: >= 1; overflow number `hysteresis` and each later one back the scale off, until it is due to grow.
         max_consecutive_skips: >= 0; if more updates in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
+        scale_policy: "probe" is torch's rule. "headroom" sets the scale by the largest gradient of the last good
+            updates, 2 ** (15 - headroom_bits - floor(log2(largest))), below a cap that torch's rule moves.
+        headroom_bits: powers of 2 between that gradient and fp16's largest, in [0, 30].
+        headroom_window: how many updates, in [1, 1024].
+        measure: True: checks also find the largest gradient, and count zeros and fp16 subnormals, for `headroom`.
         allow_fp16_grads: True: `unscale_` takes fp16 gradients, as `ShardedGradScaler` always does, instead of raising
             torch's ValueError: unscaled values below fp16's smallest become 0.
 
@@ -91,7 +98,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self,
         device: str | torch.device = "cuda",
-        init_scale: float = 2.0**16,
+        init_scale: float | str = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -103,10 +110,20 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float | None = None,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
+        scale_policy: str = "probe",
+        headroom_bits: int = 2,
+        headroom_window: int = 16,
+        measure: bool = False,
         allow_fp16_grads: bool = False,
     ) -> None:
         backend = check_backend(backend)
         policy.check_bool(allow_fp16_grads, "allow_fp16_grads")
+        policy.check_bool(measure, "measure")
+        numbers_of_headroom = policy.check_headroom(scale_policy, headroom_bits, headroom_window)
+        if init_scale == "measured":
+            if numbers_of_headroom is None:
+                raise ValueError("init_scale='measured' needs scale_policy='headroom'")
+            init_scale = 1.0
         device = policy.device_type(device)
         if device == "cuda" and common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
             if enabled:  # torch's own warning would name a line of this file
@@ -131,6 +148,8 @@ class GradScaler(torch.amp.GradScaler):
             growth_interval = policy.check_growth_interval(growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
         self._ours.allow_fp16 |= allow_fp16_grads
+        self._ours.steps.measures = measure or numbers_of_headroom is not None
+        self._ours.headroom = None if numbers_of_headroom is None else HeadroomRule(*numbers_of_headroom)
         own = vars(self)  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
         own.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
         own.update(_growth_factor=growth_factor, _backoff_factor=backoff_factor, _growth_interval=growth_interval)
@@ -334,6 +353,22 @@ class GradScaler(torch.amp.GradScaler):
         counters = self._ours.counters
         return ScalerStats.of(counters.read() if wait else counters.newest())
 
+    def headroom(self, *, wait: bool = True) -> Headroom:
+        """Return how far the gradients of the last checks are from overflow, and how many are lost below fp16's range.
+
+        Args:
+            wait: True waits for the device once. False never waits on CUDA, as in `stats`.
+
+        Returns: over all optimizers, each one's last check, and over the ranks that agreed; `str` of it is a sentence.
+
+        Raises: RuntimeError if the scaler was not made with `measure=True`.
+        """
+        ours = self._ours
+        if not ours.steps.measures:
+            raise RuntimeError("headroom() needs measure=True, an argument of the scaler")
+        flags = [step.flag for step in ours.steps.all() if step.flag is not None]
+        return ours.reader.read(flags) if wait else ours.reader.newest(flags)
+
     def metrics(self, prefix: str = "scaler/") -> dict[str, float]:
         """Return numbers for a logger: the scale, and what the updates have done; empty on a disabled scaler.
 
@@ -343,7 +378,7 @@ class GradScaler(torch.amp.GradScaler):
             prefix: of each name.
 
         Returns: by name `scale`, `updates`, `skipped`, `skip_share` (skipped / updates), `growths`, `backoffs` and
-            `spikes`, as floats.
+            `spikes`, as floats; with `measure=True` also `largest`, `bits`, `zeros` and `subnormal` of `headroom`.
         """
         if not self._enabled:
             return {}
@@ -358,6 +393,9 @@ class GradScaler(torch.amp.GradScaler):
             "backoffs": stats.backoffs,
             "spikes": stats.spikes,
         }
+        if ours.steps.measures:
+            measured = asdict(self.headroom(wait=False))
+            numbers |= {name: measured[name] for name in ("largest", "bits", "zeros", "subnormal")}
         return {f"{prefix}{name}": float(number) for name, number in numbers.items()}
 
     def attempts(self, optimizer: Any, *, max_attempts: int = 8) -> Iterator[int]:
@@ -476,8 +514,12 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = super().state_dict()
-        if self._ours.limits != NO_LIMITS:
-            state[KEY] = policy.to_checkpoint(self._ours.limits, self._ours.counters.read())
+        ours = self._ours
+        if ours.limits != NO_LIMITS or ours.headroom is not None:
+            state[KEY] = policy.to_checkpoint(ours.limits, ours.counters.read())
+        if ours.headroom is not None:
+            exponents, cap = ours.headroom.read()
+            state[KEY][HEADROOM] = {"exponents": exponents, "cap": cap}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -495,13 +537,17 @@ class GradScaler(torch.amp.GradScaler):
             return
         ours = self._ours
         limits, counters = ours.limits, policy.no_counters()
+        remembered: tuple[list[int], float] = [], MAX_SCALE
         if policy.check_dict(state_dict, "state_dict"):  # torch raises for an empty one
             if KEY in state_dict and WINDOWS not in policy.check_dict(state_dict[KEY], KEY):  # no guard's
                 limits, counters = policy.from_checkpoint(state_dict[KEY])
+                remembered = policy.check_remembered(state_dict[KEY].get(HEADROOM, {}))
             state_dict = policy.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
         ours.limits, ours.lagging = limits, LaggingCounters()
         ours.counters.set(counters)
+        if ours.headroom is not None:
+            ours.headroom.restore(*remembered)
         for step in ours.steps.all():
             if step.plan is not None:
                 step.plan.marks.forget()  # they refer to another run's skips
@@ -584,7 +630,9 @@ class GradScaler(torch.amp.GradScaler):
         # Plain numbers: otherwise the pickle would name the modules of our classes.
         numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
         guard = None if ours.guard is None else ours.guard.numbers(ours.steps.all())
-        state[_COUNTED] = {**numbers, "allow_fp16_grads": ours.allow_fp16, "guard": guard}
+        flags = {"allow_fp16_grads": ours.allow_fp16, "measure": ours.steps.measures}
+        headroom = ours.headroom and (ours.headroom.bits, ours.headroom.window, *ours.headroom.read())
+        state[_COUNTED] = {**numbers, **flags, "guard": guard, "headroom": headroom}
         return {**state, "process_group": ranks.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -595,6 +643,11 @@ class GradScaler(torch.amp.GradScaler):
                 ours.become_guard(Guard(*counted["guard"]))
             ours.limits, ours.steps.requested = Limits(*counted["limits"]), counted["backend"]
             ours.allow_fp16 |= counted.get("allow_fp16_grads", False)
+            ours.steps.measures = counted.get("measure", False)
+            if counted.get("headroom") is not None:
+                bits, window, *remembered = counted["headroom"]
+                ours.headroom = HeadroomRule(bits, window)
+                ours.headroom.restore(*remembered)
         plain = {name: value for name, value in state.items() if name not in (_COUNTED, "_per_optimizer_states")}
         if counted is None:  # a scaler of torch's, pickled before `patch_torch` replaced its class
             plain = {"process_group": None, **plain}

@@ -3,6 +3,7 @@
 check:   found_inf = any gradient is NaN or Inf                       reads every gradient
 unscale: that, and g *= 1 / scale                                     reads and writes
 norm:    that of check, and totals = [sum of squares, ...]            reads
+         Each of these three may also measure the gradients as they are: see `headroom.py`.
 clip:    g *= 1 / scale; g *= coef(totals)                            reads and writes
 """
 
@@ -18,7 +19,7 @@ from scaler_triton import torch_ops
 from scaler_triton.dispatch import kernels
 from scaler_triton.flag import Flag, Flags, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS, TOTALS
-from scaler_triton.kernels.config import config_for
+from scaler_triton.kernels.config import MEASURING, config_for
 from scaler_triton.plan import Batch, GradPlan, Layout
 
 if TYPE_CHECKING:
@@ -49,8 +50,11 @@ def check(
         to_be_marked = on_torch and found_inf.is_cpu and layout.key.plain  # subclasses may lack the ops to find marks
         if not on_torch:
             plan.marks.follow(layout, flag.device)
+        measured = None if flag.measured is None or batch.is_partial else flag.measured
+        if measured is not None and device != flag.device:
+            measured = torch.zeros_like(measured, device=device)
         if not divide or batch.is_partial:
-            check_batch(batch, found_inf)
+            check_batch(batch, found_inf, measured)
         else:
             here = scale.device == device and scale.dtype is torch.float32
             number = scale if here else fp32_on(device, scale)
@@ -63,44 +67,67 @@ def check(
                     plan.marks.mark_on_host(batch)
                 to_be_marked = False
             plan.written = True
-            unscale_batch_(batch, number, found_inf, inverse=inverse or on_torch)
+            unscale_batch_(batch, number, found_inf, measured, inverse=inverse or on_torch)
+        if measured is not None and device != flag.device:
+            torch_ops.combine_(flag.measured, measured.to(flag.device))
         if to_be_marked and found_inf.item():
             plan.marks.mark_on_host(batch)
     return flags
 
 
-def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool) -> None:
+def unscale_batch_(
+    batch: Batch, scale: Tensor, found_inf: Tensor, measured: Tensor | None = None, *, inverse: bool
+) -> None:
     """Multiply a batch by 1 / scale, and set `found_inf` to 1 if a gradient was not finite before.
 
     Args:
         batch: written; its backend is chosen.
         scale, found_inf: fp32, one element, the batch's device; with `inverse` the scale is 1 / scale.
+        measured: fp64 [MEASURED_ROW], the batch's device: what the batch holds is added, before the product.
     """
     if batch.layout.backend == "torch":
+        if measured is not None:
+            torch_ops.measure(batch.present, measured)
         torch_ops.unscale_(batch.present, scale if inverse else torch_ops.inverse(scale), found_inf)
         return
-    table, dense = _filled(batch, "unscale")
-    kernels().unscale.launch_unscale(table, scale, found_inf, inverse=inverse)
+    measures = measured is not None
+    table, dense = _filled(batch, "measure" if measures else "unscale")
+    kernels().unscale.launch_unscale(table, scale, found_inf, inverse=inverse, measures=measures)
+    if measures:
+        kernels().measure.launch_add_measured(table, measured)
     _copy_back(dense, batch)
 
 
-def check_batch(batch: Batch, found_inf: Tensor) -> None:
-    """Set `found_inf` (as `unscale_batch_` takes it) to 1 if a gradient is not finite; the batch is read only."""
+def check_batch(batch: Batch, found_inf: Tensor, measured: Tensor | None = None) -> None:
+    """Set `found_inf` to 1 if a gradient is not finite; the batch is read only. Arguments as of `unscale_batch_`."""
     if batch.layout.backend == "torch":
+        if measured is not None:
+            torch_ops.measure(batch.present, measured)
         torch_ops.check(batch.present, found_inf)
         return
-    table, _copies = _filled(batch, "check")
-    kernels().unscale.launch_check(table, found_inf)
+    measures = measured is not None
+    table, _copies = _filled(batch, "measure" if measures else "check")
+    kernels().unscale.launch_check(table, found_inf, measures=measures)
+    if measures:
+        kernels().measure.launch_add_measured(table, measured)
 
 
-def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None, *, inverse: bool) -> Tensor:
+def norm_batch(
+    batch: Batch,
+    scale: Tensor,
+    found_inf: Tensor,
+    weights: list[float] | None,
+    measured: Tensor | None = None,
+    *,
+    inverse: bool,
+) -> Tensor:
     """Check a batch, and return the weighted sum of its squares as if it were unscaled; the batch is read only.
 
         squares = sum(w * (grad.double() * inv_scale).square().sum() for grad, w in zip(batch.tensors, weights))
         totals = [squares, found_inf, 0, scale, 1 / scale]    # in the order of `kernels.abi`; may be summed
 
     Args:
-        scale, found_inf, inverse: as `unscale_batch_` takes them.
+        scale, found_inf, measured, inverse: as `unscale_batch_` takes them.
         weights: for each slot of the layout 1 / the number of ranks that hold the gradient; None: 1 for all.
 
     Returns: totals, fp64 [TOTALS], on the batch's device.
@@ -109,16 +136,21 @@ def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[flo
     if layout.clips == "torch":
         if weights is not None:
             weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
+        if measured is not None:
+            torch_ops.measure(batch.present, measured)
         squares = torch_ops.sum_of_squares(batch.present, found_inf, weights)
         factor = scale.double().reshape(())
         reciprocal = factor.reciprocal()
         inv_scale = factor if inverse else reciprocal.float().double()
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
         return torch.stack([squares, found_inf.double().reshape(()), failures, factor, reciprocal])
-    table, _copies = _filled(batch, "norm")
+    measures = measured is not None
+    table, _copies = _filled(batch, "measure" if measures else "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
-    kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=inverse)
+    kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=inverse, measures=measures)
+    if measures:
+        kernels().measure.launch_add_measured(table, measured)
     return totals
 
 
@@ -181,7 +213,8 @@ def _filled(batch: Batch, mode: str) -> tuple[GradTable, Sequence[Tensor]]:
 def _new_table(layout: Layout, mode: str) -> GradTable:
     """Return a table for a pass over a layout, perhaps another pass's with an equal launch configuration."""
     key = layout.key
-    config = config_for(key.device, mode, key.dtype.itemsize, layout.numels)
+    measures = mode == "measure"
+    config = MEASURING if measures else config_for(key.device, mode, key.dtype.itemsize, layout.numels)
     for table in layout.tables.values():
         if table.config == config:
             return table

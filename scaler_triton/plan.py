@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import gradients
-from scaler_triton.dispatch import Backend, choose
+from scaler_triton.dispatch import Backend, Task, choose
 from scaler_triton.gradients import check_gradient, coalesce_fp16, is_unreduced, local_tensor, reduced, sparse_values
 from scaler_triton.torch_ops import InverseScale, is_plain
 
@@ -73,12 +73,12 @@ class GradPlan:
 
     marks: Marks  # of overflows; set by the registry that makes the plan
 
-    def __init__(self, parameters: Sequence[Tensor], requested: str) -> None:
+    def __init__(self, parameters: Sequence[Tensor], requested: str, *, measures: bool = False) -> None:
         for parameter in parameters:
             if not isinstance(parameter, Tensor):
                 raise AssertionError(f"expected param to be torch.Tensor, got {type(parameter).__name__}")
         self.parameters = list(parameters)
-        self.requested = requested
+        self.requested, self.measures = requested, measures
         self.is_distributed = any(map(gradients.is_distributed, self.parameters))
         # What other modules compute from the parameters, each with what it was computed from.
         self.ranks: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
@@ -131,7 +131,7 @@ class GradPlan:
                 batches.append(Batch(layout, tensors, present))
         if not known:
             batches += others
-            choose_backends(batches, self.requested)
+            choose_backends(batches, self.requested, measures=self.measures)
             if not others:
                 self._learn(local)
         return batches
@@ -295,12 +295,13 @@ def group(tensors: Iterable[Tensor], positions: Iterable[int]) -> list[Batch]:
     return batches
 
 
-def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False) -> None:
+def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False, measures: bool = False) -> None:
     """Choose the backends of all layouts, with `clips` those of clipping, too: a kernel must fail before a write."""
     for batch in batches:
         layout, key = batch.layout, batch.layout.key
         if layout.backend is None:  # tensor subclasses implement torch's ops themselves
-            layout.backend = choose(key.device, key.dtype, requested) if key.plain else "torch"
+            task: Task = "measuring" if measures else "unscaling"
+            layout.backend = choose(key.device, key.dtype, requested, task=task) if key.plain else "torch"
         if clips and layout.clips is None:
             layout.clips = choose(key.device, key.dtype, requested, task="clipping") if key.plain else "torch"
 

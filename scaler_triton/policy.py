@@ -21,6 +21,7 @@ from scaler_triton.text import one_line
 # The one key of a checkpoint that torch's class does not know, and ignores.
 KEY = "scaler_triton"
 WINDOWS = "windows"  # beneath it, in a guard's checkpoint
+HEADROOM = "headroom"  # beneath it, with that policy
 # The names of the counters in a checkpoint, in the order of `kernels.abi`.
 COUNTER_NAMES = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes", "spikes")
 
@@ -181,6 +182,25 @@ def check_windows(value: Any, name: str = WINDOWS) -> list[list[float]]:
         if not 0.0 <= norm < math.inf:
             raise ValueError(f"{name} must hold finite norms >= 0, got {norm}")
     return windows
+
+
+def check_headroom(scale_policy: Any, bits: Any, window: Any) -> tuple[int, int] | None:
+    """Return the numbers of the headroom policy, None for torch's; raise if one is illegal."""
+    if scale_policy not in ("probe", "headroom"):
+        raise ValueError(f"scale_policy must be 'probe' or 'headroom', got {one_line(repr(scale_policy))}")
+    bits = _int_in(bits, "headroom_bits", 0, "an int in [0, 30] (powers of 2)", 30)
+    window = _int_in(window, "headroom_window", 1, "an int in [1, 1024] (updates)", 1024)
+    return (bits, window) if scale_policy == "headroom" else None
+
+
+def check_remembered(fields: Any) -> tuple[list[int], float]:
+    """Return exponents and cap from what a checkpoint holds of the headroom policy; the start's where it holds none."""
+    fields = check_dict(fields, HEADROOM)
+    exponents = fields.get("exponents", [])
+    if not isinstance(exponents, Sequence) or isinstance(exponents, str):
+        raise TypeError(f"exponents must be a list of ints, got {one_line(repr(exponents))}")
+    known = [_int_in(each, "exponents", -1023, "ints in [-1023, 1023]", 1023) for each in exponents]
+    return known, check_scale(fields.get("cap", MAX_SCALE), "cap")
 
 
 def check_attempts(value: Any, name: str = "max_attempts") -> int:

@@ -29,7 +29,7 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
     def __init__(
         self,
         device: str | torch.device = "cuda",
-        init_scale: float = 2.0**16,
+        init_scale: float | str = 2.0**16,
         backoff_factor: float = 0.5,
         growth_factor: float = 2.0,
         growth_interval: int = 2000,
@@ -41,6 +41,10 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
         max_scale: float | None = None,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
+        scale_policy: str = "probe",
+        headroom_bits: int = 2,
+        headroom_window: int = 16,
+        measure: bool = False,
     ) -> None:
         super().__init__(
             device,
@@ -55,6 +59,10 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
             max_scale=max_scale,
             hysteresis=hysteresis,
             max_consecutive_skips=max_consecutive_skips,
+            scale_policy=scale_policy,
+            headroom_bits=headroom_bits,
+            headroom_window=headroom_window,
+            measure=measure,
         )
 
     def scale(self, outputs: Outputs) -> Outputs:

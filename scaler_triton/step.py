@@ -204,10 +204,11 @@ class OptimizerStep(dict[str, Any]):
 class Steps(dict[Any, Any]):
     """The steps of a scaler's optimizers, by the ids of these and of their wrappers: `_per_optimizer_states`."""
 
-    __slots__ = ("__weakref__", "counters", "exposed", "replayed", "requested", "unfinished")
+    __slots__ = ("__weakref__", "counters", "exposed", "measures", "replayed", "requested", "unfinished")
 
     def __init__(self, counters: Counters, requested: str) -> None:
         self.counters, self.requested = counters, requested  # the scaler's counters and the requested backend
+        self.measures = False  # whether checks measure gradients
         self.unfinished = 0  # how many steps are CARRIED, or began and did not return: `scale` resets them
         self.exposed = False  # whether other code has seen the steps: it may write flags at any time
         self.replayed = False  # whether graphs may write gradients without a call of `scale`
@@ -239,7 +240,7 @@ class Steps(dict[Any, Any]):
         only = type(groups) is list and len(groups) == 1
         parameters = groups[0]["params"] if only else [each for group in groups for each in group["params"]]
         if plan is None or not plan.matches(parameters):
-            plan = step.plan = GradPlan(parameters, self.requested)
+            plan = step.plan = GradPlan(parameters, self.requested, measures=self.measures)
             plan.marks = Marks(plan, self.counters)
         return plan
 
@@ -294,7 +295,7 @@ class Steps(dict[Any, Any]):
         if isinstance(states, Steps):
             return states
         steps = Steps(self.counters, self.requested)
-        steps.exposed, steps.replayed = self.exposed, self.replayed
+        steps.exposed, steps.replayed, steps.measures = self.exposed, self.replayed, self.measures
         for before in self.all():
             step, owner = OptimizerStep(), before.owner()
             if owner is not None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scaler_triton.kernels.abi import SQUARES
+from scaler_triton.kernels.abi import LARGEST, SEEN, SMALLEST_NORMAL, SQUARES, SUBNORMAL, ZEROS
 
 _ROW = 2048
 _LOW_SQUARE = 2.0**-120  # if the mean of the squares is below this, some of them may have become 0
@@ -91,6 +91,30 @@ def _sum_by_rows(tensors: Sequence[Tensor], weights: Sequence[float] | None) -> 
     if weights is not None:
         squares.mul_(torch.tensor([*row_weights, *weights], dtype=torch.float64, device="cpu"))
     return squares.sum()
+
+
+def measure(tensors: Sequence[Tensor], measured: Tensor) -> None:
+    """Add to `measured` (fp64 [MEASURED_ROW]) the largest finite value, zeros, fp16 subnormals and elements seen.
+
+    largest = max(largest, abs(g) for all g that are finite)
+    zeros, subnormal, seen += (g == 0).sum(), (0 < abs(g) < 2**-14).sum(), g.numel()
+    """
+    for tensor in tensors:
+        if tensor.numel():
+            size = tensor.abs()
+            largest = torch.where(size.isfinite(), size, 0.0).amax().double()
+            measured[LARGEST] = torch.maximum(measured[LARGEST], largest)
+            zeros = (size == 0).sum()
+            small = (size < SMALLEST_NORMAL).sum() - zeros
+            measured[ZEROS] += zeros
+            measured[SUBNORMAL] += small
+            measured[SEEN] += tensor.numel()
+
+
+def combine_(into: Any, other: Any) -> None:
+    """Add what another pass has measured, on the same device, to `into`."""
+    into[LARGEST] = torch.maximum(into[LARGEST], other[LARGEST])
+    into[ZEROS : SEEN + 1] += other[ZEROS : SEEN + 1]
 
 
 def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor) -> None:

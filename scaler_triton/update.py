@@ -5,6 +5,12 @@
     else: scale = scale * growth_factor if that is finite else scale; tracker = strikes = 0
     scale = clamp(scale, min_scale, max_scale)                # NaN becomes min_scale
 
+With `scale_policy="headroom"` that rule moves a cap, and what the checks have measured the scale below it:
+
+    cap = the rule's result for (scale if found_inf else cap)
+    e = floor(log2(the largest unscaled gradient)), which enters a window unless found_inf or all gradients are 0
+    scale = cap if found_inf else min(2 ** (15 - headroom_bits - max(window)), cap), as it was while there is no e
+
 This is `torch._amp_update_scale_` except for >= and the limits. Products are computed in fp64 and rounded once to fp32,
 as in torch. Hysteresis is that of Megatron's `DynamicGradScaler` (megatron/core/optimizer/grad_scaler.py). There are
 three implementations with the same bits: Python for a scale on the CPU, torch's ops, and `kernels/update_scale.py`.
@@ -14,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +29,27 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, refuse_capture, sync_allowed
-from scaler_triton.flag import FlagRows, HostCopy, any_flag
+from scaler_triton.flag import Flag, FlagRows, HostCopy, any_flag
 from scaler_triton.kernels.abi import (
     BACKOFFS,
+    CAP,
     COUNTERS,
+    EXPONENTS,
+    FP16_EXPONENT,
     GROWTHS,
+    HEADROOM_HEADER,
+    LARGEST,
     LAST_SKIP,
+    MAX_SCALE,
     MAX_TRACKER,
+    MEASURED_AT,
+    MEASURED_ROW,
     SKIPPED,
     STREAK,
     STRIKES,
     UPDATES,
 )  # fmt: skip
-from scaler_triton.policy import NO_LIMITS, Limits, no_counters
+from scaler_triton.policy import NO_LIMITS, Limits, as_fp32, no_counters
 from scaler_triton.text import count_of
 from scaler_triton.torch_ops import host_memory
 
@@ -187,6 +201,80 @@ class NewestScale:
         return self._known
 
 
+class HeadroomRule:
+    """The window and the cap of `scale_policy="headroom"`: a list on the host, or fp64 on the scale's device."""
+
+    def __init__(self, bits: int, window: int) -> None:
+        self.bits, self.window = bits, window
+        self.values: list[float] | Tensor = [0.0, MAX_SCALE, *[0.0] * window]  # in the order of `kernels.abi`
+
+    def on_host(self) -> list[float]:
+        """Return the list, which updates on the host write."""
+        if not isinstance(self.values, list):
+            self.values = self.values.tolist()
+        return self.values
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the tensor, which updates on `device` write."""
+        if isinstance(self.values, list) or self.values.device != device:
+            refuse_capture(device, "a scaler's first update")
+            with torch.inference_mode(False), sync_allowed(device):
+                self.values = torch.tensor(self.on_host(), dtype=torch.float64, device="cpu").to(device)
+        return self.values
+
+    def read(self) -> tuple[list[int], float]:
+        """Return the exponents, oldest first, and the cap, waiting for the device."""
+        values = self.values if isinstance(self.values, list) else self.values.tolist()
+        count, ring = int(values[EXPONENTS]), values[HEADROOM_HEADER:]
+        known = range(max(0, count - self.window), count)
+        return [int(ring[number % self.window]) for number in known], values[CAP]
+
+    def restore(self, exponents: Sequence[int], cap: float) -> None:
+        """Replace exponents and cap, of more than the window holds by the last ones."""
+        kept = [float(each) for each in exponents][-self.window :]
+        values = [float(len(kept)), cap, *kept, *[0.0] * (self.window - len(kept))]
+        if isinstance(self.values, list):
+            self.values[:] = values
+        else:
+            self.values.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
+
+    def scale_below(self, cap: float, scale: float, unscaled: float) -> float:
+        """Return the scale after a good update on the host, and remember its largest unscaled gradient."""
+        values = self.on_host()
+        count = int(values[EXPONENTS])
+        if unscaled > 0.0:
+            values[HEADROOM_HEADER + count % self.window] = max(-1023.0, math.frexp(unscaled)[1] - 1.0)
+            count += 1
+            values[EXPONENTS] = float(count)
+        if count == 0:
+            return scale
+        top = int(max(values[HEADROOM_HEADER : HEADROOM_HEADER + min(count, self.window)]))
+        return min(math.ldexp(1.0, min(FP16_EXPONENT - self.bits - top, 1023)), cap)
+
+    def scale_below_by_ops(self, cap: Tensor, scale: Tensor, unscaled: Tensor, bad: Tensor) -> Tensor:
+        """Do the same on any device, without a host wait; after a bad update (`bad`) nothing is remembered."""
+        values = self.on(cap.device)
+        count, ring = values[EXPONENTS].long(), values[HEADROOM_HEADER:]
+        enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
+        exponent = (torch.frexp(unscaled)[1] - 1).double().clamp(min=-1023.0)
+        ring.index_copy_(0, slot, torch.where(enters, exponent, ring[slot]))
+        count = count + enters
+        values[EXPONENTS] = count
+        place = torch.arange(self.window, device=cap.device)
+        top = torch.where(place < count, ring, -4096.0).amax()
+        target = torch.ldexp(torch.ones_like(top), (FP16_EXPONENT - self.bits - top).clamp(-1022, 1023).int())
+        return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())
+
+
+def largest_unscaled(flags: Iterable[Flag | None], device: torch.device) -> Tensor:
+    """Return the largest unscaled gradient that checks have measured, fp64 `()` on `device`; 0 if there is none."""
+    rows = [flag.measured.to(device) for flag in flags if flag is not None and flag.measured is not None]
+    if not rows:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    found = torch.stack(rows)
+    return torch.where(found[:, LARGEST] > 0, found[:, LARGEST] / found[:, MEASURED_AT], 0.0).amax()
+
+
 class DevicePolicy:
     """The numbers of the rule in device memory, where graphs read the current ones at each replay.
 
@@ -248,30 +336,48 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
             found_inf |= flag.is_set()
         else:
             found_inf |= any(each.item() != 0.0 for each in step["found_inf_per_device"].values())
+    headroom, unscaled = ours.headroom, None
+    if headroom is not None and not home.by_kernel:
+        unscaled = largest_unscaled((getattr(step, "flag", None) for step in checked), home.device)
     if home.on_host:
         counted = ours.counters.values
         counted = counted if isinstance(counted, list) else ours.counters.on_host()
-        update_on_host_(scale, home.tracker, found_inf, numbers, limits, counted)
+        update_on_host_(scale, home.tracker, found_inf, numbers, limits, counted, headroom, unscaled)
         return
     counters = ours.counters.on(home.device)
     is_own = all(flag is not None and flag.rows is home.rows for flag in own)
     if not (home.by_kernel and is_own):
         found_inf_ = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
     if not home.by_kernel:
-        update_by_ops_(scale, tracker, found_inf_, numbers, limits, counters)
+        update_by_ops_(scale, tracker, found_inf_, numbers, limits, counters, headroom, unscaled)
         return
     policy, launch = ours.policy_on(home.device).hold(numbers, limits), kernels().update_scale.launch_update
     if not is_own:
-        launch(scale, tracker, found_inf_, home.rows.last_flags, policy, counters, 1, clear=False)
+        options = {} if headroom is None else headroom_options(headroom, home.device, row_of(checked, home.device))
+        launch(scale, tracker, found_inf_, home.rows.last_flags, policy, counters, 1, clear=False, **options)
         return
     if not captured:
         _wait_for_readers(home.device, checked)
     mask = 0
     for flag in own:
         mask |= 1 << flag.row
-    launch(scale, tracker, home.rows.status, home.rows.last_flags, policy, counters, mask, clear=True)
+    options = {} if headroom is None else headroom_options(headroom, home.device, home.rows.measured)
+    launch(scale, tracker, home.rows.status, home.rows.last_flags, policy, counters, mask, clear=True, **options)
     for flag in own:
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
+
+
+def headroom_options(headroom: HeadroomRule, device: torch.device, measured: Tensor | None) -> dict[str, Any]:
+    """Return the arguments of `launch_update` for the headroom policy."""
+    return {"measured": measured, "headroom": headroom.on(device), "bits": headroom.bits}
+
+
+def row_of(checked: Sequence[Any], device: torch.device) -> Tensor:
+    """Return a row of what the checks of steps have measured, for a kernel that reads one."""
+    unscaled = largest_unscaled((getattr(step, "flag", None) for step in checked), device)
+    row = torch.zeros(1, MEASURED_ROW, dtype=torch.float64, device=device)
+    row[0, LARGEST], row[0, MEASURED_AT] = unscaled, 1.0
+    return row
 
 
 def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> None:
@@ -347,14 +453,24 @@ def _check_numbers(scale: Any, growth_tracker: Any) -> None:
 
 
 def update_on_host_(
-    scale: Tensor, tracker: memoryview[Any], found_inf: bool, numbers: Numbers, limits: Limits, counters: list[int]
+    scale: Tensor,
+    tracker: memoryview[Any],
+    found_inf: bool,
+    numbers: Numbers,
+    limits: Limits,
+    counters: list[int],
+    headroom: HeadroomRule | None = None,
+    unscaled: Tensor | None = None,
 ) -> None:
     """Update a scale (fp32 or fp64) on the CPU in Python's doubles, in which torch's op multiplies, too.
 
     The tracker is one number in memory, as an op of torch's would cost half as much as all of this.
     """
     growth_factor, backoff_factor, interval = numbers
-    before = value = scale.item()
+    before = ruled = scale.item()
+    if headroom is not None and not found_inf:
+        ruled = headroom.on_host()[CAP]
+    value = ruled
     counters[UPDATES] += 1
     if found_inf:
         counters[SKIPPED] += 1
@@ -363,17 +479,22 @@ def update_on_host_(
         counters[LAST_SKIP] = counters[UPDATES]
         tracker[0] = 0
         if counters[STRIKES] >= limits.hysteresis:
-            value = before * backoff_factor
+            value = ruled * backoff_factor
     else:
         counters[STREAK] = 0
         good = tracker[0] + 1
         if good >= interval:
             tracker[0] = counters[STRIKES] = 0
-            if abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
-                value = before * growth_factor
+            if abs(ruled * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
+                value = ruled * growth_factor
         elif good <= MAX_TRACKER:
             tracker[0] = good
     value = min(value, limits.max_scale) if value > limits.min_scale else limits.min_scale  # that for NaN
+    if headroom is not None:
+        headroom.on_host()[CAP] = value = as_fp32(value)
+        if not found_inf:
+            largest = 0.0 if unscaled is None else unscaled.item()
+            value = max(headroom.scale_below(value, before, largest), limits.min_scale)
     if value == before:
         increment_version(scale)  # as if the same value was written, which torch's op does
         return
@@ -384,10 +505,20 @@ def update_on_host_(
 
 
 def update_by_ops_(
-    scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, limits: Limits, counters: Tensor
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    numbers: Numbers,
+    limits: Limits,
+    counters: Tensor,
+    headroom: HeadroomRule | None = None,
+    unscaled: Tensor | None = None,
 ) -> None:
     """Update on any device without a host wait; if memory runs out, nothing has changed."""
-    bad, after = found_inf.reshape(()) != 0, scale.clone()
+    bad, before = found_inf.reshape(()) != 0, scale
+    if headroom is not None:
+        scale = torch.where(bad, scale, headroom.on(scale.device)[CAP].to(scale.dtype))
+    after = scale.clone()
     growth, backoff, interval = numbers
     # torch grows at tracker + 1 == interval: capped, the tracker cannot be beyond.
     tracker = growth_tracker.clamp(max=min(interval, MAX_TRACKER) - 1)
@@ -397,6 +528,12 @@ def update_by_ops_(
         spared = bad & (counters[STRIKES] + 1 < limits.hysteresis)
         after = torch.where(spared, scale, after)
     after.nan_to_num_(nan=limits.min_scale, posinf=limits.max_scale).clamp_(limits.min_scale, limits.max_scale)
+    scale = before
+    if headroom is not None:
+        headroom.on(scale.device)[CAP] = after.reshape(())
+        found = torch.zeros_like(after).double().reshape(()) if unscaled is None else unscaled
+        fits = headroom.scale_below_by_ops(after.reshape(()), scale.reshape(()), found, bad)
+        after = torch.where(bad, after, fits.to(after.dtype).clamp(min=limits.min_scale))
     updates, skipped, streak, growths, backoffs, last_skip, strikes, spikes = counters.unbind()
     updates = updates + 1
     counted = torch.stack([

@@ -34,7 +34,8 @@ def _compiled() -> None:
     """Compile the kernels before there are ranks, which would wait in a collective for one that compiles."""
     if torch.cuda.is_available():  # some ranks use it where the others stay on the CPU
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            dispatch.choose(torch.device("cuda", 0), dtype, "auto", clips=True)
+            for task in ("measuring", "clipping", "guarding"):
+                dispatch.choose(torch.device("cuda", 0), dtype, "auto", task=task)
 
 
 @pytest.fixture

@@ -223,3 +223,18 @@ def test_memory_is_the_tensors_own() -> None:
     memory = torch_ops.host_memory(tensor)
     memory[1] = 5.0
     assert (tensor.tolist(), list(memory), tensor._version) == ([1.0, 5.0], [1.0, 5.0], 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_measuring_is_numpys(dtype: torch.dtype) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    values = every.view(dtype) if dtype.itemsize == 2 else every.view(torch.float16).to(dtype) * 1e-3
+    tensors = [values.clone(), values[values.isfinite()].clone(), torch.zeros(0, dtype=dtype), values[:5].clone()]
+    measured = torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0], dtype=torch.float64)
+    torch_ops.measure(tensors, measured)
+    size = torch.cat(tensors).double().abs().numpy()
+    small = ((size > 0) & (size < 2.0**-14)).sum()
+    want = [size[size < math.inf].max(), 1 + (size == 0).sum(), 2 + small, 3 + size.size, 9]
+    assert measured.tolist() == want
+    torch_ops.combine_(measured, torch.tensor([1e300, 1.0, 1.0, 1.0, 5.0], dtype=torch.float64))
+    assert measured.tolist() == [1e300, *(number + 1 for number in want[1:4]), 9]

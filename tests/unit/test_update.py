@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,22 @@ from torch import Tensor
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError
 from scaler_triton import update as rule
 from scaler_triton.dispatch import kernels
-from scaler_triton.kernels.abi import COUNTERS, MAX_SCALE, MAX_TRACKER, MIN_SCALE, ROWS, UPDATES
-from scaler_triton.policy import COUNTER_NAMES, NO_LIMITS, Limits, no_counters
+from scaler_triton.kernels.abi import (
+    BACKOFFS,
+    COUNTERS,
+    GROWTHS,
+    LARGEST,
+    MAX_SCALE,
+    MAX_TRACKER,
+    MEASURED_AT,
+    MEASURED_ROW,
+    MIN_SCALE,
+    ROWS,
+    UPDATES,
+)
+from scaler_triton.policy import COUNTER_NAMES, KEY, NO_LIMITS, Limits, no_counters
 from scaler_triton.torch_ops import host_memory
-from scaler_triton.update import Counters, DevicePolicy, LaggingCounters, Numbers
+from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, LaggingCounters, Numbers
 
 CPU = torch.device("cpu")
 LAG = LaggingCounters.LAG
@@ -322,6 +335,174 @@ def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how:
     assert replayed == scales(other, bad=".xx")
     assert scaler._ours.counters.values is counters  # where the graph counts
     assert scaler.stats().updates == 3
+
+
+# The headroom policy: below a cap that the rule moves, and in plain Python beside it
+
+
+class Plainly:
+    """The head of update.py, told in plain Python: the rule moves a cap, and measurements the scale below it."""
+
+    def __init__(self, bits: int, window: int, scale: float, limits: Limits) -> None:
+        self.bits, self.window, self.limits = bits, window, limits
+        self.scale, self.cap, self.tracker, self.exponents = scale, MAX_SCALE, 0, []  # type: ignore[var-annotated]
+
+    def update(self, bad: bool, largest: float, numbers: Numbers, counters: list[int]) -> tuple[float, int]:
+        before = self.scale
+        ruled = before if bad else self.cap
+        grew, shrank = counters[GROWTHS], counters[BACKOFFS]
+        self.cap, self.tracker = plain_rule(ruled, self.tracker, bad, numbers, self.limits, counters)
+        if bad:
+            self.scale = self.cap
+        else:
+            if largest > 0:
+                self.exponents.append(math.frexp(largest)[1] - 1)  # `log2` may round up
+            if self.exponents:
+                target = 2.0 ** (15 - self.bits - max(self.exponents[-self.window :]))
+                self.scale = max(min(target, self.cap), self.limits.min_scale)
+        counters[GROWTHS], counters[BACKOFFS] = grew + (self.scale > before), shrank + (self.scale < before)
+        return self.scale, self.tracker
+
+
+def policy_by_host(*state: Any, unscaled: Tensor, headroom: HeadroomRule) -> None:
+    scale, tracker, flag, numbers, limits, held = state
+    memory, found_inf = host_memory(tracker.view(-1)), bool(flag.item() != 0)
+    rule.update_on_host_(scale, memory, found_inf, numbers, limits, held.on_host(), headroom, unscaled)
+
+
+def policy_by_ops(*state: Any, unscaled: Tensor, headroom: HeadroomRule) -> None:
+    scale, tracker, flag, numbers, limits, held = state
+    rule.update_by_ops_(scale, tracker, flag, numbers, limits, held.on(scale.device), headroom, unscaled)
+
+
+def policy_by_kernel(*state: Any, unscaled: Tensor, headroom: HeadroomRule) -> None:
+    scale, tracker, flag, numbers, limits, held = state
+    policy, device = DevicePolicy(scale.device).hold(numbers, limits), scale.device
+    row = torch.zeros(1, MEASURED_ROW, dtype=torch.float64, device=device)
+    row[0, LARGEST], row[0, MEASURED_AT] = unscaled * 3.0, 3.0
+    options = rule.headroom_options(headroom, device, row)
+    launch = kernels().update_scale.launch_update
+    launch(scale, tracker, flag, flag, policy, held.on(device), 1, clear=False, **options)
+
+
+POLICY_PATHS = [
+    ("cpu", policy_by_host),
+    ("cpu", policy_by_ops),
+    *((place.device, policy_by_kernel) for place in TRITON),
+]
+
+
+@pytest.mark.parametrize(("device", "path"), POLICY_PATHS, ids=[path.__name__ for _, path in POLICY_PATHS])
+@given(
+    st.sampled_from([1.0, 1000.0, 65536.0, MAX_SCALE]),
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.0, 0.0, 1.0]), st.one_of(st.just(0.0), st.floats(1e-30, 1e30))),
+        min_size=1,
+        max_size=12,
+    ),
+    st.tuples(st.floats(1.0, 4.0), st.floats(0.01, 1.0), st.integers(1, 4)),
+    any_limits(),
+    st.integers(0, 30),
+    st.integers(1, 5),
+)
+@example(65536.0, [(0.0, 0.0), (1.0, 1.0), (0.0, 0.0), (0.0, 2.0**-20)], (2.0, 0.5, 2), NO_LIMITS, 2, 3)
+@example(1.0, [(0.0, 2.0**-7), (0.0, 2.0**-9), (0.0, 2.0**-9)], (2.0, 0.5, 2), NO_LIMITS, 2, 2)  # one leaves the window
+@example(1.0, [(0.0, 1e-300)], (2.0, 0.5, 2), NO_LIMITS, 2, 2)
+@settings(max_examples=60, deadline=None)
+def test_every_path_is_the_headroom_policy(
+    device: str, path: Any, scale: float, trace: Any, numbers: Numbers, limits: Limits, bits: int, window: int
+) -> None:
+    scale = limits.clamp(scale)
+    plainly, headroom = Plainly(bits, window, scale, limits), HeadroomRule(bits, window)
+    want, held = no_counters(), Counters()
+    state = torch.full((), scale, device=device), torch.zeros((), dtype=torch.int32, device=device)
+    for bad, largest in trace:
+        unscaled = torch.tensor(largest, dtype=torch.float64, device=device)
+        path(*state, torch.tensor(bad, device=device), numbers, limits, held, unscaled=unscaled, headroom=headroom)
+        after = plainly.update(bad != 0, largest, numbers, want)
+        assert (state[0].item(), state[1].item(), held.read()) == (*after, want)
+        assert headroom.read() == (plainly.exponents[-window:], plainly.cap)
+
+
+def measured_run(backend: str, device: str, **options: Any) -> tuple[GradScaler, list[float]]:
+    """Return a scaler after ten updates, and its scales; gradients are 2^-10, then 2^-3, and overflow twice."""
+    scaler = started(GradScaler, device, scale_policy="headroom", backend=backend, **options)
+    scales = []
+    for number in range(10):
+        size = 2.0 ** (-10 if number < 5 else -3) * scaler.get_scale()
+        scaler.step(sgd([torch.tensor([0.0, math.inf if number in (3, 7) else size])], device))
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scaler, scales
+
+
+@PLACES
+def test_the_scale_goes_where_the_gradients_leave_two_bits(place: Place) -> None:
+    scaler, scales = measured_run(place.backend, place.device, headroom_window=3, growth_interval=2)
+    high, low = 2.0**23, 2.0**16
+    # After an overflow at `high` the cap is half of it, and stays until two good updates in a row.
+    assert scales == [high, high, high, high / 2, high / 2, low, low, low / 2, low / 2, low]
+    assert scaler.stats().skipped == 2
+    scaler, scales = measured_run(place.backend, place.device, init_scale="measured", headroom_bits=0)
+    assert scales[:2] == [2.0**25, 2.0**25]
+
+
+@PLACES
+def test_it_goes_on_from_a_checkpoint_and_a_pickle(place: Place) -> None:
+    scaler, _ = measured_run(place.backend, place.device, headroom_window=3)
+    state = scaler.state_dict()
+    assert state[KEY]["headroom"] == {"exponents": [-3, -3, -3], "cap": 2.0**15}
+    other = GradScaler(place.device, scale_policy="headroom", headroom_window=2, backend=place.backend)
+    other.load_state_dict(state)
+    assert other.state_dict()[KEY]["headroom"] == {"exponents": [-3, -3], "cap": 2.0**15}
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == state
+    torchs = torch.amp.GradScaler(place.device)
+    torchs.load_state_dict(state)
+    assert torchs.get_scale() == scaler.get_scale()
+    other.load_state_dict(torchs.state_dict())
+    assert other._ours.headroom.read() == ([], MAX_SCALE)  # type: ignore[union-attr]
+    assert "headroom" not in GradScaler(place.device, min_scale=1.0).state_dict()[KEY]
+
+
+def test_an_update_without_a_gradient_keeps_the_scale() -> None:
+    scaler = started(GradScaler, "cpu", scale_policy="headroom", init_scale=1000.0)
+    scaler.step(sgd([torch.zeros(2)]))
+    scaler.update()
+    assert scaler.get_scale() == 1000.0
+
+
+@PLACES
+def test_several_optimizers_share_the_scale_of_the_largest(place: Place) -> None:
+    scaler = started(GradScaler, place.device, scale_policy="headroom", init_scale=4.0, backend=place.backend)
+    held = [sgd([torch.tensor([size])], place.device) for size in (4.0, 32.0, 0.0)]
+    for optimizer in held:
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0 ** (15 - 2 - 3)
+
+
+HEADROOM_ARGUMENTS = [
+    ({"scale_policy": "measure"}, ValueError, "scale_policy must be 'probe' or 'headroom', got 'measure'"),
+    ({"headroom_bits": -1}, ValueError, r"headroom_bits must be an int in \[0, 30\] .*, got -1"),
+    ({"headroom_bits": 1.5}, TypeError, "headroom_bits must be an int, got 1.5"),
+    ({"headroom_window": 0}, ValueError, r"headroom_window must be an int in \[1, 1024\] .*, got 0"),
+    ({"init_scale": "measured"}, ValueError, "init_scale='measured' needs scale_policy='headroom'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), HEADROOM_ARGUMENTS, ids=str)
+def test_wrong_numbers_of_the_policy_are_named(arguments: dict[str, Any], error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        GradScaler("cpu", **arguments)
+
+
+@pytest.mark.parametrize("fields", [{"exponents": "12"}, {"exponents": [0.5]}, {"exponents": [5000]}, {"cap": 0.0}, 3])
+def test_a_wrong_checkpoint_of_the_policy_changes_nothing(fields: Any) -> None:
+    scaler, _ = measured_run("torch", "cpu")
+    before = scaler.state_dict()
+    with pytest.raises((ValueError, TypeError), match="exponents|cap|headroom"):
+        scaler.load_state_dict({**before, KEY: {**before[KEY], "headroom": fields}})
+    assert scaler.state_dict() == before
 
 
 # The counters

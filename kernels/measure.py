@@ -1,0 +1,110 @@
+"""What passes measure on their way: the largest gradient, zeros, and fp16 subnormals.
+
+The passes of `unscale.py` and `norm.py` store four numbers a chunk, and one program adds these up.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from scaler_triton.kernels import abi
+from scaler_triton.kernels.launch import Launch
+from scaler_triton.kernels.table import GradTable
+
+_LARGEST, _ZEROS, _SUBNORMAL, _SEEN = map(tl.constexpr, range(abi.MEASURED))
+_MEASURED = tl.constexpr(abi.MEASURED)
+_SMALLEST_NORMAL = tl.constexpr(abi.SMALLEST_NORMAL)
+
+_BLOCK, _WARPS = 1024, 4
+
+
+@triton.jit
+def nothing_measured(BLOCK_SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """What the lanes of a block have found before its first element: the largest, and zeros + 2^16 * subnormals.
+
+    One number for each 16-byte vector, which a lane holds whole: one for each element would take too many registers.
+    """
+    size: tl.constexpr = BLOCK_SIZE // (128 // DTYPE.primitive_bitwidth)
+    return tl.zeros([size], tl.float64 if DTYPE.is_fp64() else tl.float32), tl.zeros([size], tl.int32)
+
+
+@triton.jit
+def measure(x, largest, counts):
+    """`largest` and `counts` with a block of elements more."""
+    size = tl.reshape(tl.abs(x), [largest.numel, x.numel // largest.numel])
+    small = (size < _SMALLEST_NORMAL) & (size != 0.0)
+    found = (size == 0.0).to(tl.int32) + (small.to(tl.int32) << 16)
+    finite = tl.where(size < float("inf"), size, 0.0)  # false of NaN
+    return tl.maximum(largest, tl.max(finite, 1)), counts + tl.sum(found, 1)
+
+
+@triton.jit
+def measured_in(largest, counts):
+    """The largest, the zeros and the subnormals of all lanes."""
+    return tl.max(largest), tl.sum(counts & 0xFFFF), tl.sum(counts >> 16)
+
+
+@triton.jit
+def measure_edges(edge, mask, top, zeros, subnormal, seen):
+    """What a chunk has measured in its body, with its edges."""
+    size = tl.abs(edge)
+    top = tl.maximum(top, tl.max(tl.where(size < float("inf"), size, 0.0)))
+    zeros += tl.sum(((size == 0.0) & mask).to(tl.int32))
+    subnormal += tl.sum(((size < _SMALLEST_NORMAL) & (size != 0.0)).to(tl.int32))
+    return top, zeros, subnormal, seen + tl.sum(mask.to(tl.int32))
+
+
+@triton.jit
+def store_measured(measured_ptr, top, zeros, subnormal, seen):
+    """Store what a chunk has measured."""
+    place = measured_ptr + tl.program_id(0) * _MEASURED
+    tl.store(place + _LARGEST, top.to(tl.float64))
+    tl.store(place + _ZEROS, zeros.to(tl.float64))
+    tl.store(place + _SUBNORMAL, subnormal.to(tl.float64))
+    tl.store(place + _SEEN, seen.to(tl.float64))
+
+
+@triton.jit
+def store_nothing(measured_ptr):
+    """Store that a chunk has no gradient."""
+    tl.store(measured_ptr + tl.program_id(0) * _MEASURED + tl.arange(0, _MEASURED), tl.zeros([_MEASURED], tl.float64))
+
+
+@triton.jit(do_not_specialize=["n_chunks"], do_not_specialize_on_alignment=["total_ptr"])
+def _add_measured_kernel(measured_ptr, total_ptr, n_chunks: tl.int64, BLOCK_SIZE: tl.constexpr):
+    largest = tl.zeros([BLOCK_SIZE], tl.float64)
+    zeros = tl.zeros([BLOCK_SIZE], tl.float64)
+    subnormal = tl.zeros([BLOCK_SIZE], tl.float64)
+    seen = tl.zeros([BLOCK_SIZE], tl.float64)
+    while n_chunks > 0:
+        lane = tl.arange(0, BLOCK_SIZE)
+        place, mask = measured_ptr + lane * _MEASURED, lane < n_chunks
+        largest = tl.maximum(largest, tl.load(place + _LARGEST, mask=mask, other=0.0))
+        zeros += tl.load(place + _ZEROS, mask=mask, other=0.0)
+        subnormal += tl.load(place + _SUBNORMAL, mask=mask, other=0.0)
+        seen += tl.load(place + _SEEN, mask=mask, other=0.0)
+        measured_ptr += BLOCK_SIZE * _MEASURED
+        n_chunks -= BLOCK_SIZE
+    tl.store(total_ptr + _LARGEST, tl.maximum(tl.load(total_ptr + _LARGEST), tl.max(largest)))
+    tl.store(total_ptr + _ZEROS, tl.load(total_ptr + _ZEROS) + tl.sum(zeros))
+    tl.store(total_ptr + _SUBNORMAL, tl.load(total_ptr + _SUBNORMAL) + tl.sum(subnormal))
+    tl.store(total_ptr + _SEEN, tl.load(total_ptr + _SEEN) + tl.sum(seen))
+
+
+def launch_add_measured(table: GradTable, total: Tensor) -> None:
+    """Add what the last measuring pass over `table` has found to `total`.
+
+        largest = max(largest, abs(g) for all g that are finite)
+        zeros, subnormal, seen += (g == 0).sum(), (0 < abs(g) < 2**-14).sum(), g.numel()
+
+    Args:
+        table: the gradients; its `measured` is read.
+        total: fp64 [MEASURED], on the table's device; mutated.
+    """
+    if table.n_chunks == 0:
+        return
+    add = table.launches.get("measured")
+    if add is None:
+        add = Launch(_add_measured_kernel, table.device, num_warps=_WARPS, BLOCK_SIZE=_BLOCK)
+        table.launches["measured"] = add
+    add(1, table.measured, total, table.n_chunks)

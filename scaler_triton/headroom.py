@@ -1,0 +1,133 @@
+"""How far gradients are from overflow, and how many are lost below: what the checking passes measure on their way.
+
+Each flag has a row (fp64, see `kernels.abi`) of what its last check measured, on the scale's device. Ranks add theirs
+up in the check's own reduction: counts as they are, the largest gradient as a histogram, since a sum has no maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scaler_triton.flag import Flag, FlagRows, HostCopy
+from scaler_triton.kernels.abi import LARGEST, MEASURED_AT, SEEN, SUBNORMAL, ZEROS
+from scaler_triton.text import count_of
+
+FP16_MAX = 65504.0
+# The binades of the largest scaled gradient that ranks tell apart, the first and the last with all beyond.
+BINADES, LOWEST_BINADE = 64, -31
+PACKED = 3 + BINADES
+
+# From here on `Headroom` advises another scale.
+_SPARE_BITS, _LOST = 3.0, 1e-3
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """What the last checks have measured, over all optimizers and ranks; `str` of it is a sentence to act on.
+
+    Args:
+        largest: the largest finite abs(gradient), unscaled; over several ranks rounded down to a power of 2 times the
+            scale. 0 if there is none.
+        bits: log2(65504 / the same as scaled): by how many powers of 2 the scale could grow; inf if `largest` is 0.
+        zeros: the share of elements that are 0.
+        subnormal: the share that fp16 holds with fewer bits, 0 < abs(gradient) < 2^-14 as scaled.
+        seen: how many elements were checked.
+    """
+
+    largest: float
+    bits: float
+    zeros: float
+    subnormal: float
+    seen: int
+
+    def __str__(self) -> str:
+        if not self.seen:
+            return "no gradients were measured yet"
+        many = f"{self.seen / 1e6:.3g} M gradients" if self.seen >= 1e6 else count_of(self.seen, "gradient")
+        if self.bits == math.inf:
+            return f"all of {many} are zero"
+        shares = f"{self.zeros:.1%} of {many} are zero, {self.subnormal:.1%} subnormal"
+        if self.bits >= _SPARE_BITS and self.subnormal >= _LOST:
+            advice = "a larger scale would help"
+        else:
+            advice = "the scale fits" if self.bits >= 1.0 else "an overflow is near"
+        return f"{self.bits:.0f} bits of headroom, {shares}: {advice}".replace("%", " %")
+
+
+class Reader:
+    """Reads the rows of a scaler's flags, with one wait or with none."""
+
+    def __init__(self) -> None:
+        self._copy: HostCopy | None = None
+        self._known = Headroom(0.0, math.inf, 0.0, 0.0, 0)
+
+    def read(self, flags: Sequence[Flag]) -> Headroom:
+        """Return what these have measured, waiting for the device."""
+        rows = _rows_of(flags)
+        if rows is None or any(flag.rows is not rows for flag in flags):
+            held = [flag.measured.tolist() for flag in flags if flag.measured is not None]
+        else:
+            table = rows.measured.tolist()  # type: ignore[union-attr]
+            held = [table[flag.row] for flag in flags]
+        self._known = _summary(held)
+        return self._known
+
+    def newest(self, flags: Sequence[Flag]) -> Headroom:
+        """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
+        rows = _rows_of(flags)
+        if rows is None or rows.measured is None:
+            return self._known
+        copy = self._copy
+        if copy is None or copy.source is not rows.measured:
+            copy = self._copy = HostCopy(rows.measured)
+            copy.start()
+        if copy.has_arrived():
+            table = copy.read()
+            copy.start()
+            table = copy.read() if copy.has_arrived() else table  # at once where copies are not asynchronous
+            self._known = _summary([table[flag.row] for flag in flags if flag.rows is rows])
+        return self._known
+
+
+def _rows_of(flags: Iterable[Flag]) -> FlagRows | None:
+    return next((flag.rows for flag in flags if flag.rows is not None), None)
+
+
+def _summary(rows: Iterable[Sequence[float]]) -> Headroom:
+    largest = scaled = zeros = subnormal = seen = 0.0
+    for row in rows:
+        if row[SEEN]:
+            largest, scaled = max(largest, row[LARGEST] / row[MEASURED_AT]), max(scaled, row[LARGEST])
+            zeros, subnormal, seen = zeros + row[ZEROS], subnormal + row[SUBNORMAL], seen + row[SEEN]
+    bits = math.log2(FP16_MAX / scaled) if scaled else math.inf
+    return Headroom(largest, bits, zeros / max(seen, 1.0), subnormal / max(seen, 1.0), int(seen))
+
+
+def packed(row: Tensor) -> Tensor:
+    """Return a row as numbers that ranks may sum, fp64 [PACKED]."""
+    exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
+    binade = (exponent_of(row[LARGEST] / row[MEASURED_AT]) + exponent_of(row[MEASURED_AT])).clamp(
+        LOWEST_BINADE, LOWEST_BINADE + BINADES - 1
+    )
+    one = (exponents == binade) & (row[LARGEST] > 0)
+    return torch.cat([row[ZEROS : SEEN + 1], one.double()])
+
+
+def unpack_(row: Tensor, sums: Tensor) -> None:
+    """Replace a row by what all ranks have measured, given the sums of `packed`."""
+    counts, histogram = sums[:3], sums[3:]
+    exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
+    binade = torch.where(histogram > 0, exponents, LOWEST_BINADE).amax() - exponent_of(row[MEASURED_AT])
+    largest = torch.ldexp(row[MEASURED_AT], binade)
+    row[LARGEST] = torch.where(histogram.sum() > 0, largest, 0.0)
+    row[ZEROS : SEEN + 1] = counts
+
+
+def exponent_of(number: Tensor) -> Tensor:
+    """Return floor(log2(number)) of positive fp64 numbers."""
+    return torch.frexp(number)[1] - 1

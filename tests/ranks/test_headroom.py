@@ -1,0 +1,122 @@
+"""Measuring over ranks: every rank knows the largest gradient of all, in the collective that the check makes anyway."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import cases
+from ranks.cases import collectives_of, new_scaler, plain_param
+
+pytestmark = pytest.mark.distributed
+
+BITS = 2
+HOWS = pytest.mark.parametrize("how", ["step", "fused", "unscale_", "clip", "clip together"])
+
+
+def trained(rank: int, kind: str, how: str, sizes: list[list[float]], bad: int = -1, **options: Any) -> Any:
+    """Give each rank gradients of its own; return scales, collectives and headroom after each step."""
+    scaler = new_scaler(kind, scale_policy="headroom", headroom_bits=BITS, **options)
+    kinds = [torch.optim.AdamW if how == "fused" else torch.optim.SGD] * (2 if how == "clip together" else 1)
+    fused = {"fused": True} if how == "fused" else {}
+    optimizers = [make([plain_param(4)], lr=0.1, **fused) for make in kinds]
+    seen = []
+    for number, of_ranks in enumerate(sizes):
+        scaler.scale(torch.ones(()))
+        size = of_ranks[rank] * scaler.get_scale()
+        for optimizer in optimizers:
+            parameter = optimizer.param_groups[0]["params"][0]
+            parameter.grad = torch.tensor([0.0, size, -size / 2, 2.0**-20])
+            if number == bad and rank == 1:
+                parameter.grad[3] = math.nan
+        count = 0
+        if how.startswith("clip"):
+            count = collectives_of(scaler.clip_grad_norm_, optimizers, 1.0)
+        for optimizer in optimizers:
+            if how == "unscale_":
+                count += collectives_of(scaler.unscale_, optimizer)
+            count += collectives_of(scaler.step, optimizer)
+        headroom = scaler.headroom()
+        assert scaler.was_skipped(optimizers[0]) == (number == bad)
+        scaler.update()
+        seen.append((scaler.get_scale(), count, headroom))
+    return seen
+
+
+@HOWS
+@pytest.mark.parametrize("kind", ["sharded", "world"])
+def test_the_largest_of_all_ranks_sets_the_scale_of_each(ranks, kind, how):
+    n = ranks.world_size
+    sizes = [[2.0**-10] * n, [2.0**-9] * (n - 1) + [1.5 * 2.0**-4], [0.0] * n, [2.0**-12] * n]
+    results = ranks.run(trained, kind, how, sizes, headroom_window=2)
+    assert all(result == results[0] for result in results)
+    scales, counts, headrooms = zip(*results[0], strict=True)
+    assert scales == tuple(2.0 ** (15 - BITS + binade) for binade in (10, 4, 4, 12))
+    assert counts == (1,) * 4
+    several = 2 if how == "clip together" else 1
+    assert [each.seen for each in headrooms] == [4 * n * several] * 4
+    assert [each.zeros for each in headrooms] == [1 / 4, 1 / 4, 3 / 4, 1 / 4]
+    largest = [2.0**-10, 2.0**-4, 2.0**-20 / scales[1], 2.0**-12]
+    assert [each.largest for each in headrooms] == largest
+
+
+@HOWS
+def test_an_overflow_on_one_rank_lowers_the_cap_of_all(ranks, how):
+    sizes = [[2.0**-10] * ranks.world_size] * 4
+    results = ranks.run(trained, "sharded", how, sizes, bad=1)
+    assert all(repr(result) == repr(results[0]) for result in results)
+    high = 2.0 ** (15 - BITS + 10)
+    # After two good updates the cap has doubled.
+    assert [scale for scale, _, _ in results[0]] == [high, high / 2, high / 2, high]
+
+
+def without_gradients(rank: int, how: str) -> Any:
+    """Only rank 1 has gradients."""
+    scaler = new_scaler("sharded", measure=True, init_scale=2.0)
+    optimizer = torch.optim.SGD([plain_param(4)], lr=0.1)
+    scaler.scale(torch.ones(()))
+    if rank == 1:
+        optimizer.param_groups[0]["params"][0].grad = torch.tensor([8.0, 0.0, 2.0**-15, 1.0])
+    if how == "clip":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    return scaler.headroom()
+
+
+@pytest.mark.parametrize("how", ["step", "clip"])
+def test_ranks_without_gradients_know_it_too(ranks, how):
+    want = (4.0, math.log2(65504 / 8), 1 / 4, 1 / 4, 4)
+    for found in ranks.run(without_gradients, how):
+        assert (found.largest, found.bits, found.zeros, found.subnormal, found.seen) == want
+
+
+def failing(rank: int, how: str) -> Any:
+    """The gradient of rank 1 is of a kind that cannot be checked; then all have good ones."""
+    scaler = new_scaler("sharded", measure=True)
+    optimizer = torch.optim.SGD([plain_param(2)], lr=0.1)
+    parameter = optimizer.param_groups[0]["params"][0]
+    told = []
+    for number in range(2):
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.ones(2)
+        if number == 0 and rank == 1:
+            parameter.grad = torch.ones(1).expand(2)
+        try:
+            if how == "clip":
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error).split(",")[0])
+        scaler.update()
+    return told, scaler.get_scale(), scaler.headroom().seen
+
+
+@pytest.mark.parametrize("how", ["step", "clip"])
+def test_a_rank_that_fails_is_known_to_the_others(ranks, how):
+    results = ranks.run(failing, how)
+    for rank, (told, scale, seen) in enumerate(results):
+        first = "unsupported operation" if rank == 1 else "Another rank failed to check its gradients"
+        assert told[0].startswith(first)
+        assert (told[1], scale, seen) == ("", cases.INIT_SCALE / 2, 2 * ranks.world_size)

@@ -1,0 +1,152 @@
+"""Headroom: what checks have measured, for one process and over ranks, and the sentence it becomes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import PLACES, Place, assert_all_same, sgd, started, take_step
+from torch import Tensor
+
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
+from scaler_triton.headroom import BINADES, LOWEST_BINADE, PACKED, Headroom, packed, unpack_
+from scaler_triton.kernels.abi import MEASURED_AT, MEASURED_ROW
+
+INF = math.inf
+
+
+def row(largest: float, zeros: float = 0.0, subnormal: float = 0.0, seen: float = 1.0, at: float = 1.0) -> Tensor:
+    return torch.tensor([largest, zeros, subnormal, seen, at], dtype=torch.float64)
+
+
+def measuring(place: Place, **options: Any) -> GradScaler:
+    scaler: GradScaler = started(GradScaler, place.device, measure=True, backend=place.backend, **options)
+    return scaler
+
+
+# One process
+
+
+@PLACES
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip", "fused", "_check_inf_per_device"])
+def test_every_way_of_checking_measures(place: Place, how: str) -> None:
+    scaler = measuring(place, init_scale=2.0**10)
+    values = [torch.tensor([0.0, 2.0**-15, -3.0]), torch.tensor([[5.0, 0.0], [2.0**-14, 1.0]]).half(), torch.zeros(0)]
+    scaler._ours.allow_fp16 = True
+    optimizer: Any = sgd(values, place.device)
+    if how == "fused":
+        optimizer = torch.optim.AdamW(optimizer.param_groups[0]["params"][:1], fused=True)
+        values = values[:1]
+    if how == "_check_inf_per_device":
+        scaler._check_inf_per_device(optimizer)
+    take_step(scaler, optimizer, how if how in ("unscale_", "clip") else "step")
+    largest = 3.0 if how == "fused" else 5.0
+    seen = sum(each.numel() for each in values)
+    found = scaler.headroom()
+    want = (largest / 2**10, math.log2(65504 / largest), (1 if how == "fused" else 2) / seen, 1 / seen, seen)
+    assert (found.largest, found.bits, found.zeros, found.subnormal, found.seen) == want
+    assert scaler.headroom() == scaler.headroom(wait=False) or place.device == "cuda"
+
+
+@PLACES
+def test_it_is_of_the_last_checks_over_all_optimizers(place: Place) -> None:
+    scaler = measuring(place, init_scale=4.0)
+    one, other = sgd([torch.tensor([8.0, 0.0])], place.device), sgd([torch.tensor([16.0])], place.device)
+    assert str(scaler.headroom()) == "no gradients were measured yet"
+    scaler.step(one)
+    scaler.step(other)
+    scaler.update()
+    assert scaler.headroom() == Headroom(4.0, math.log2(65504 / 16), 1 / 3, 0.0, 3)
+    other.param_groups[0]["params"][0].grad.fill_(1.0)
+    scaler.step(other)
+    scaler.update()
+    assert scaler.headroom() == Headroom(2.0, math.log2(65504 / 8), 1 / 3, 0.0, 3)
+    del one
+    assert scaler.headroom() == Headroom(0.25, math.log2(65504), 0.0, 0.0, 1)
+
+
+@PLACES
+def test_what_is_not_finite_is_seen_and_not_the_largest(place: Place) -> None:
+    scaler = measuring(place, init_scale=4.0)
+    held = sgd([torch.tensor([INF, 2.0, math.nan, 0.0])], place.device)
+    scaler.step(held)
+    assert scaler.headroom() == Headroom(0.5, math.log2(65504 / 2), 0.25, 0.0, 4)
+
+
+@PLACES
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip"])
+def test_measuring_changes_no_bit(place: Place, how: str) -> None:
+    runs = []
+    for measure in (False, True):
+        scaler = started(GradScaler, place.device, init_scale=2.0**12, measure=measure, backend=place.backend)
+        optimizer = sgd([torch.linspace(-9, 9, 5000), torch.linspace(0, 1e-6, 77).bfloat16()], place.device)
+        for _ in range(3):
+            take_step(scaler, optimizer, how)
+        held = optimizer.param_groups[0]["params"]
+        runs.append([*held, *(each.grad for each in held), scaler._scale])
+    assert_all_same(*runs)
+
+
+def test_without_measuring_it_raises() -> None:
+    with pytest.raises(RuntimeError, match="headroom.. needs measure=True"):
+        GradScaler("cpu").headroom()
+    with pytest.raises(TypeError, match="measure must be True or False, got 1"):
+        GradScaler("cpu", measure=1)  # type: ignore[arg-type]
+    assert "scaler/bits" not in GradScaler("cpu").metrics()
+    assert not StepGuard("cpu")._ours.steps.measures
+    assert ShardedGradScaler("cpu", measure=True)._ours.steps.measures
+
+
+def test_metrics_have_what_was_measured() -> None:
+    scaler = started(GradScaler, "cpu", measure=True, init_scale=2.0)
+    optimizer = sgd([torch.tensor([8.0, 0.0, 2.0**-20, 2.0**-15])])
+    scaler.step(optimizer)
+    scaler.update()
+    found = scaler.metrics()
+    names = ("largest", "bits", "zeros", "subnormal")
+    assert [found[f"scaler/{name}"] for name in names] == [4.0, math.log2(65504 / 8), 0.25, 0.5]
+
+
+SENTENCES = [
+    (Headroom(1.0, 11.2, 0.031, 0.008, 124_000_000), "11 bits of headroom, 3.1 % of 124 M gradients are zero, 0.8 % "),
+    (Headroom(1.0, 11.2, 0.031, 0.008, 5), "subnormal: a larger scale would help"),
+    (Headroom(1.0, 11.2, 0.5, 0.0, 5), "50.0 % of 5 gradients are zero, 0.0 % subnormal: the scale fits"),
+    (Headroom(1.0, 2.4, 0.0, 0.2, 5), "the scale fits"),
+    (Headroom(1.0, 0.4, 0.0, 0.2, 5), "0 bits of headroom, 0.0 % of 5 gradients are zero, 20.0 % subnormal: an overf"),
+    (Headroom(0.0, INF, 1.0, 0.0, 1), "all of 1 gradient are zero"),
+]
+
+
+@pytest.mark.parametrize(("headroom", "sentence"), SENTENCES)
+def test_it_is_a_sentence(headroom: Headroom, sentence: str) -> None:
+    assert sentence in str(headroom)
+
+
+# Over ranks: sums
+
+
+@pytest.mark.parametrize("at", [1.0, 2.0**16, 1000.0, 3e-30, 1.7e38])
+def test_sums_keep_the_largest_binade_and_add_counts(at: float) -> None:
+    largest = [at * 2.0**exponent * 1.999 for exponent in (-9, -3, -3, -20)]
+    largest = [size for size in largest if 2.0**LOWEST_BINADE <= size < 2.0 ** (LOWEST_BINADE + BINADES)]
+    rows = [row(size, 1.0, 2.0, 10.0, at) for size in largest] + [row(0.0, 7.0, 0.0, 7.0, at)]
+    sums = torch.stack([packed(each) for each in rows]).sum(0)
+    assert sums.shape == (PACKED,)
+    result = row(0.0, at=at)
+    unpack_(result, sums)
+    want = at * 2.0 ** (math.floor(math.log2(max(largest) / at))) if largest else 0.0
+    assert result.tolist() == [want, 7.0 + len(largest), 2.0 * len(largest), 7.0 + 10.0 * len(largest), at]
+
+
+def test_the_ends_of_the_histogram_hold_all_beyond() -> None:
+    for size, binade in ((2.0**-80, LOWEST_BINADE), (2.0**60, LOWEST_BINADE + BINADES - 1)):
+        result = row(0.0)
+        unpack_(result, packed(row(size)))
+        assert result[0].item() == 2.0**binade
+
+
+def test_without_a_gradient_nothing_is_the_largest() -> None:
+    result = torch.ones(MEASURED_ROW, dtype=torch.float64)
+    unpack_(result, packed(row(0.0, seen=0.0)) * 2)
+    assert result.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert result[MEASURED_AT] == 1.0
