@@ -327,7 +327,7 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
 
 
 def _report_failed_check(scaler: GradScaler, told: Ranks, home: torch.device) -> None:
-    """Join the reduction of a check as failed: its kind depends on the scaler alone, so that all ranks make the same."""
+    """Join the reduction of a check as failed: by its kind, which depends on the scaler alone."""
     ours = scaler._ours
     by_norm = ours.guard is not None and ours.guard.sigma is not None
     report_failure(told, home, by_sums=failed_sums(ours) if by_norm or ours.steps.measures else None)

@@ -94,6 +94,8 @@ def clip_grad_norm_(
             parts, ranks = _open(scaler, together, request, model)
             clip = _clip_at_once if at_once else _clip_by_passes
             norm, refused = clip(scaler, parts, ranks, request)
+            for part in parts:
+                part.step.clipped = True
         else:
             norm, refused = _clip_unscaled(scaler, _all_parameters(together), request, model)
         if refused:

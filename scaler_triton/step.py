@@ -72,8 +72,8 @@ class OptimizerStep(dict[str, Any]):
     """
 
     __slots__ = (
-        "asks", "began", "captured", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
-        "phase", "plan", "reader", "stage", "takes_scaler", "window",
+        "asks", "began", "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
+        "owner", "phase", "plan", "reader", "stage", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -95,6 +95,7 @@ class OptimizerStep(dict[str, Any]):
         self.fresh = False  # whether the running `step` made the check, so that its flag is as it left it
         self.captured = False  # whether the check was recorded into a graph
         self.began = False  # whether `step` was entered and has not returned
+        self.clipped = False  # whether the gradients were clipped since the last update
         self.asks = False  # whether the optimizer's own `step` is running and has to ask the scaler for the flag
 
     def __reduce__(self) -> Any:
@@ -186,7 +187,7 @@ class OptimizerStep(dict[str, Any]):
         self[_FLAGS] = {}
         if self.earlier:
             self.earlier = []
-        self.kept, self.reader, self.began, self.fresh = {}, None, False, False
+        self.kept, self.reader, self.began, self.fresh, self.clipped = {}, None, False, False, False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
@@ -262,9 +263,11 @@ class Steps(dict[Any, Any]):
                 step.reset()
         self.unfinished = 0
 
-    def keep_unstepped(self) -> None:
+    def keep_unstepped(self, *, only_clipped: bool = False) -> None:
         """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set."""
         for step in self.all():
+            if only_clipped and not step.clipped:
+                continue
             if step.phase is UNSCALED:
                 step.kept = {device: flag.clone() for device, flag in step[_FLAGS].items()}
             elif step.phase is FAILED:

@@ -17,7 +17,7 @@ import scaler_triton
 from scaler_triton import GradScaler, StepGuard
 from scaler_triton.grad_scaler import is_unscaled, unscale_once
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.backwards import Unscaled, another_waits, parameters_of
+from scaler_triton.integrations.backwards import Unscaled, parameters_of
 
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _HINTS = {  # for an accelerator of that mixed_precision
@@ -117,10 +117,7 @@ class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
         if not getattr(self.optimizer, "state", None) and _is_called_from(_STATE_MAKER):
             self.optimizer.step()
             return
-        if another_waits(self.scaler, self.optimizer):  # the last of them updates
-            self.scaler.step(self.optimizer, closure)
-        else:
-            super().step(closure)
+        super().step(closure)
         self._answer = None
 
     @property

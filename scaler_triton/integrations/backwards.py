@@ -6,21 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from scaler_triton.step import unwrap
-
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
     """Return the parameters of an optimizer or of a wrapper around one, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def another_waits(scaler: Any, optimizer: Any) -> bool:
-    """Return whether a guard's update has to wait for another optimizer, which was clipped but has not stepped.
-
-    A guard forgets in an update what it has checked; clipped gradients would be checked again, alone.
-    """
-    ours = scaler._ours
-    return ours.guard is not None and any(each is not unwrap(optimizer) for each in ours.steps.awaiting())
 
 
 class Unscaled:

@@ -12,7 +12,7 @@ import torch
 import scaler_triton
 from scaler_triton import GradScaler, StepGuard, grad_scaler
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.backwards import Unscaled, another_waits
+from scaler_triton.integrations.backwards import Unscaled
 
 # Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
 _SOURCES = {
@@ -123,11 +123,9 @@ class _Guarded:
         super().backward(self.scaler.scale(tensor), model, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step by the guard, which raises if there is a closure; the last of those that were clipped updates."""
-        waits = another_waits(self.scaler, optimizer)
+        """Step by the guard, which raises if there is a closure."""
         result = self.scaler.step(optimizer, **kwargs)
-        if not waits:
-            self.scaler.update()
+        self.scaler.update()
         return result
 
     def state_dict(self) -> dict[str, Any]:

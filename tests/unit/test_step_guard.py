@@ -170,6 +170,27 @@ def test_what_was_checked_and_not_stepped_is_checked_again() -> None:
     assert guard.was_skipped(optimizer)
 
 
+@PLACES
+@pytest.mark.parametrize("bad", [NAN, 900.0, 1.0])
+def test_what_was_clipped_together_stays_so_over_an_update(place: Place, bad: float) -> None:
+    """The clipped gradients of the other one must neither be taken for unclipped, nor step on without it."""
+    guard = guard_on(place, spike_sigma=3.0, window=4)
+    one, other = sgd([torch.ones(1)], place.device), sgd([torch.ones(1)], place.device)
+    for number in (3.0, 3.0, 3.0, bad):
+        give(one, number)
+        give(other, 4.0)
+        guard.clip_grad_norm_([one, other], 1.0)
+        before = values(other)
+        for optimizer in (one, other):
+            guard.step(optimizer)
+            guard.update()
+    skips = bad != 1.0
+    assert guard.was_skipped(one) == guard.was_skipped(other) == skips
+    assert (values(other) == before) == skips
+    windows = guard.state_dict()[KEY]["windows"]
+    assert windows[0] == pytest.approx([5.0] * 3 + [math.hypot(bad, 4.0)] * (not math.isnan(bad)))
+
+
 def test_without_gradients_it_raises_as_a_scaler() -> None:
     guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([None])
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
