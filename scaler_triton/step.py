@@ -267,8 +267,8 @@ class Steps(dict[Any, Any]):
         """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set."""
         for step in self.all():
             if only_clipped and not step.clipped:
-                continue
-            if step.phase is UNSCALED:
+                step.kept = {}
+            elif step.phase is UNSCALED:
                 step.kept = {device: flag.clone() for device, flag in step[_FLAGS].items()}
             elif step.phase is FAILED:
                 step.kept = {device: torch.ones_like(flag) for device, flag in step[_FLAGS].items()}

@@ -49,17 +49,25 @@ class Step:
     """What the model knows of an optimizer."""
 
     window: list[float] | None = None  # None: not judged yet
-    phase: str = "ready"  # then "unscaled" by a check, and "stepped"
+    phase: str = "ready"  # then "unscaled" by a check, "carried" over an update if it was clipped, and "stepped"
     checked: bool = False  # whether there was a gradient
     bad: bool = False  # whether it will be skipped
     raised: bool = False  # whether `step` was called and raised
+    clipped: bool = False
     skipped: bool | None = None  # the last step
 
     def is_over(self) -> bool:
         return self.phase == "stepped" or self.raised
 
     def reset(self) -> None:
-        self.phase, self.checked, self.bad, self.raised = "ready", False, False, False
+        self.phase, self.checked, self.bad, self.raised, self.clipped = "ready", False, False, False, False
+
+    def updated(self) -> None:
+        """End an update, over which a step lasts that was clipped and is still to be taken."""
+        if self.phase == "carried" or (self.phase == "unscaled" and self.clipped and self.checked):
+            self.phase, self.checked, self.raised, self.clipped = "carried", False, False, False
+        else:
+            self.reset()
 
 
 @dataclass
@@ -94,7 +102,7 @@ class Model:
         norm = agreed(torch.linalg.vector_norm(together(chosen), order), [measured], True)
         bad = any(step.bad for step in steps)
         for step in steps:
-            step.bad = bad
+            step.bad, step.clipped = bad, True
         multiply(chosen, torch.ones(()) if bad else (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def step(self, optimizer: Any) -> None:
@@ -102,6 +110,7 @@ class Model:
         step.raised = True
         if step.phase == "ready":
             self._check([optimizer], [step])
+        step.checked |= step.phase == "carried"
         fused = hasattr(optimizer, "_step_supports_amp_scaling")
         if not step.checked and not fused:
             raise AssertionError(EMPTY)
@@ -120,12 +129,14 @@ class Model:
         self.counters["updates"] += 1
         self.counters["skipped"] += any(flags)
         for step in self.steps.values():
-            step.reset()
+            step.updated()
 
     def _open(self, optimizers: Sequence[Any], checks: bool = True) -> list[Step]:
         """Return their steps; if one of them is over, the update was left out."""
         steps = [self.steps.setdefault(id(each), Step()) for each in optimizers]
         over = [step for step in steps if step.is_over()]
+        for step in over:
+            step.clipped = False
         if any(step.checked for step in over):
             self.update()
         for step in over:
