@@ -265,13 +265,11 @@ class Steps(dict[Any, Any]):
 
     def keep_unstepped(self, *, only_clipped: bool = False) -> None:
         """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set."""
+        copies = {UNSCALED: torch.clone, FAILED: torch.ones_like}
         for step in self.all():
-            if only_clipped and not step.clipped:
-                step.kept = {}
-            elif step.phase is UNSCALED:
-                step.kept = {device: flag.clone() for device, flag in step[_FLAGS].items()}
-            elif step.phase is FAILED:
-                step.kept = {device: torch.ones_like(flag) for device, flag in step[_FLAGS].items()}
+            if step.phase in copies:
+                kept = {} if only_clipped and not step.clipped else step[_FLAGS]
+                step.kept = {device: copies[step.phase](flag) for device, flag in kept.items()}
 
     def close(self, captured: bool) -> None:
         """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""

@@ -18,7 +18,8 @@ def test_arguments_are_torchs_in_its_order_then_ours_by_keyword(ours: Any, their
     assert places == [*known]
     for name in {*places} - {"process_group"}:  # torch's is looked up once, when its module is imported
         assert mine[name].default == known[name].default
-    extras = {"backend", "min_scale", "max_scale", "hysteresis", "max_consecutive_skips"}
+    extras = {"backend", "min_scale", "max_scale", "hysteresis", "max_consecutive_skips", "measure"}
+    extras |= {"scale_policy", "headroom_bits", "headroom_window"}
     own = {*extras, "process_group", "allow_fp16_grads"}  # of the one for a single process or FSDP2
     assert {*mine} - {*known} == (extras if ours is ShardedGradScaler else own)
 

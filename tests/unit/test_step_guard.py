@@ -191,6 +191,24 @@ def test_what_was_clipped_together_stays_so_over_an_update(place: Place, bad: fl
     assert windows[0] == pytest.approx([5.0] * 3 + [math.hypot(bad, 4.0)] * (not math.isnan(bad)))
 
 
+def test_a_clipped_step_lasts_until_it_is_taken_or_checked_again() -> None:
+    guard, one, other = StepGuard("cpu"), sgd([torch.ones(1)]), sgd([torch.tensor([NAN])])
+    guard.clip_grad_norm_(other, 1.0)
+    for _ in range(3):
+        guard.step(one)
+        guard.unscale_(one)  # an update, also of what is checked and not clipped
+    give(other, 1.0)
+    guard.step(other)
+    assert guard.was_skipped(other)
+    guard.clip_grad_norm_(other, 1.0)
+    guard.update()
+    guard.unscale_(other)
+    guard.update()
+    give(other, NAN)
+    guard.step(other)
+    assert guard.was_skipped(other)
+
+
 def test_without_gradients_it_raises_as_a_scaler() -> None:
     guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([None])
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
