@@ -31,6 +31,8 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "with_fabric.py": (0, "lightning", ["The last skip"], set()),
     "verl_style.py": (RANKS, "torch", SKIPS, set()),
     "dinov2_style.py": (RANKS, "torch", ["step 39: backbone "], set()),
+    "log_metrics.py": (0, "tensorboard", [" bits of headroom, "], {"runs"}),
+    "trainer_metrics.py": (0, "transformers", ["scaler/bits", " gradients are zero, "], {"counting"}),
     "compile.py aot_eager": (0, "torch", ["scale 1024.0\n"], set()),
     "guard.py": (0, "torch", GUARDED, set()),
     "guard.py ddp": (RANKS, "torch", GUARDED, set()),
@@ -85,6 +87,18 @@ def test_a_recipe_does_what_it_says(recipe: str, folder: Path) -> None:
     printed = run(name, folder, ranks, *arguments)
     assert [text for text in says if text not in printed] == []
     assert {path.name for path in folder.iterdir()} == leaves
+
+
+def test_tensorboard_reads_what_was_logged(folder: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run("log_metrics.py", folder, 0)
+    read = events.EventAccumulator(str(folder / "runs")).Reload()
+    tags = read.Tags()["scalars"]
+    assert len(tags) == 11
+    assert all(tag.startswith("scaler/") for tag in tags)
+    assert [(each.step, each.value) for each in read.Scalars("scaler/updates")] == [
+        (n, float(n)) for n in (10, 20, 30, 40)
+    ]
 
 
 @pytest.mark.distributed

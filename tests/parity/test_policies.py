@@ -15,8 +15,7 @@ PATH = Path(__file__).parents[2] / "docs/compare_policies.py"
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("compare_policies", PATH)
-    assert spec is not None and spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location("compare_policies", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
