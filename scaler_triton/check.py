@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, usual_backend
-from scaler_triton.flag import FAILED_TOTALS, Flag, FlagRows, Flags, fp32_on, report_failure, write_scales
-from scaler_triton.headroom import PACKED, Reader, packed, unpack_
+from scaler_triton.flag import Flag, FlagRows, Flags, failed_sums, fp32_on, report_failure, sum_totals_, write_scales
+from scaler_triton.headroom import Reader
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
@@ -111,13 +111,10 @@ def check(
             flag = new_flag(scaler, step)
             batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)
             flags = passes.check(plan, batches, scale, flag, divide=divide and ours.guard is None)
-        by_sums = by_norm or flag.measured is not None  # how ranks agree
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if together is not None and by_sums and not by_norm:
-            totals = flag.as_totals(scale)
-        elif together is not None and not by_norm:
+        if together is not None and not by_norm:
             flag.write_scale(scale)
     except BaseException as error:
         fail(scaler, step, optimizer, error, together)
@@ -125,9 +122,6 @@ def check(
     try:
         if by_norm:
             agree_on_norm(scaler, [part], totals, together)
-        elif together is not None and by_sums:
-            agree_by_sums([flag], totals, together)
-            flag.read_sums(totals)
         elif together is not None:
             flag.agree(together)
         usual = only_here and plan.devices == [flag.device]
@@ -206,30 +200,10 @@ def _measure_one(scaler: GradScaler, part: Part) -> list[Tensor]:
     return totals
 
 
-def agree_by_sums(flags: Sequence[Flag], totals: Tensor, together: Ranks) -> None:
-    """Sum the totals of one check, and what it has measured, over the ranks by one all-reduce.
-
-    Of flags that share the check, the first gets what is measured.
-    """
-    row = flags[0].measured
-    if row is None:
-        together.sum_(totals)
-    else:
-        for other in flags[1:]:
-            combine_(row, other.measured)
-            other.measured.zero_()  # type: ignore[union-attr]
-        sums = torch.cat([totals, packed(row)])
-        together.sum_(sums)
-        totals.copy_(sums[:TOTALS])
-        unpack_(row, sums[TOTALS:])
-    for flag in flags:
-        flag.agreed_by_sums(len(together.ranks))
-
-
 def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, together: Ranks | None) -> None:
     """Sum the totals over the ranks, by one all-reduce; a guard then judges the norm, and sets the flags."""
     if together is not None:
-        agree_by_sums([part.flag for part in parts], totals, together)
+        sum_totals_([part.flag for part in parts], totals, together)
     first, window = parts[0], parts[0].step.window  # of a guard that looks for spikes
     if window is not None and (together is not None or any(part.flags for part in parts)):
         ranks = 0 if together is None else len(together.ranks)
@@ -328,14 +302,9 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
 
 def _report_failed_check(scaler: GradScaler, told: Ranks, home: torch.device) -> None:
     """Join the reduction of a check as failed: by its kind, which depends on the scaler alone."""
-    ours = scaler._ours
-    by_norm = ours.guard is not None and ours.guard.sigma is not None
-    report_failure(told, home, by_sums=failed_sums(ours) if by_norm or ours.steps.measures else None)
-
-
-def failed_sums(ours: Ours) -> list[float]:
-    """Return what a rank that failed adds where ranks sum totals."""
-    return [*FAILED_TOTALS, *[0.0] * (PACKED if ours.steps.measures else 0)]
+    guard, measures = scaler._ours.guard, scaler._ours.steps.measures
+    by_norm = guard is not None and guard.sigma is not None
+    report_failure(told, home, by_sums=failed_sums(measures) if by_norm or measures else None)
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:

@@ -27,7 +27,6 @@ from scaler_triton.check import (
     agree_on_norm,
     begin_anew,
     fail,
-    failed_sums,
     flags_on,
     is_replaced,
     measure,
@@ -38,7 +37,7 @@ from scaler_triton.check import (
     step_failed,
 )
 from scaler_triton.dispatch import stacklevel
-from scaler_triton.flag import any_flag, fp32_on
+from scaler_triton.flag import any_flag, failed_sums, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS
 from scaler_triton.plan import GradPlan
 from scaler_triton.ranks import Ranks, default_group, group_ranks, mesh_ranks, replicas_of, several_ranks
@@ -280,7 +279,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, requ
             step_failed(scaler, scaler._ours.steps.open(optimizer))
     finally:  # even if that fails, as the other ranks wait
         takes_maximum = request.norm_type == math.inf
-        numbers = failed_sums(scaler._ours) if request.at_once else [math.nan, 1.0]
+        numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [math.nan, 1.0]
         numbers = [0.0, 1.0, 1.0] if takes_maximum else numbers
         values = torch.tensor(numbers, dtype=torch.float64, device=scaler._scale.device)
         (ranks.maximum_ if takes_maximum else ranks.sum_)(values)

@@ -25,17 +25,21 @@ from scaler_triton.kernels.abi import (
     FAILED,
     FLAG,
     INVERSES,
+    LARGEST,
     MAX_SCALE,
+    MEASURED_AT,
     MEASURED_ROW,
     OVERFLOWS,
     ROWS,
     SCALE,
     SCALES,
+    SEEN,
     STATUS,
     TOTALS,
+    ZEROS,
 )
 from scaler_triton.ranks import Ranks
-from scaler_triton.torch_ops import host_memory
+from scaler_triton.torch_ops import combine_, host_memory
 
 Flags = dict[torch.device, Tensor]
 
@@ -43,7 +47,12 @@ Flags = dict[torch.device, Tensor]
 # an eighth of it.
 _ROUNDING = 2.0**-50
 # What a rank that failed adds to totals. Without a scale: an update clears the failure, but scales are still compared.
-FAILED_TOTALS = (math.nan, 1.0, 1.0, 0.0, 0.0)
+_FAILED_TOTALS = (math.nan, 1.0, 1.0, 0.0, 0.0)
+
+
+# The binades of the largest scaled gradient that ranks tell apart, the first and the last with all beyond.
+BINADES, LOWEST_BINADE = 64, -31
+PACKED = 3 + BINADES
 
 
 class FlagRows:
@@ -77,7 +86,7 @@ class Flag:
     """Whether one optimizer's step is to be skipped; `status` is fp32 [STATUS], perhaps one of the `rows`."""
 
     __slots__ = (
-        "__weakref__", "_copied", "_copy", "_memory", "_summed_over", "_with_scales",
+        "__weakref__", "_copied", "_copy", "_memory", "_summed_over", "_totals", "_with_scales",
         "cleared", "device", "found_inf", "is_on_host", "measured", "row", "rows", "saved", "shared", "status",
     )  # fmt: skip
 
@@ -95,6 +104,7 @@ class Flag:
         self._summed_over = 0  # how many ranks that reduction summed; 0: it was a MAX
         self._copy: HostCopy | None = None
         self._copied = False
+        self._totals: Tensor | None = None  # what `agree` sums if it measures
         # On the CPU Python reads and writes the memory itself: an op costs twenty times as much.
         self._memory = host_memory(status) if status.is_cpu and type(status) is Tensor else None
         self.is_on_host = self._memory is not None
@@ -128,20 +138,23 @@ class Flag:
         self.shared, self._copied = True, False  # an earlier copy has this optimizer's own flag
 
     def write_scale(self, scale: Tensor) -> None:
-        """Add the scale (one element, on this device) to the status, so that `agree` compares the ranks' scales."""
+        """Add the scale (one element, on this device) to what `agree` reduces, so that ranks compare their scales."""
+        if self.measured is not None:
+            self._totals = torch.zeros(TOTALS, dtype=torch.float64, device=self.device)
+            self._totals[OVERFLOWS] = self.found_inf
+            write_scales(self._totals[SCALES:], scale)
+            return
         torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=self.status[SCALE:])
 
     def agree(self, ranks: Ranks) -> None:
-        """Reduce the status to its maximum over the ranks, by one all-reduce."""
+        """Reduce the status to its maximum over the ranks, by one all-reduce; a sum if it measures."""
+        if self._totals is not None:
+            totals, self._totals = self._totals, None
+            sum_totals_([self], totals, ranks)
+            self.read_sums(totals)
+            return
         ranks.maximum_(self.status)
         self._with_scales, self._summed_over = True, 0
-
-    def as_totals(self, scale: Tensor) -> Tensor:
-        """Return the flag as totals without a norm (fp64 [TOTALS]), which ranks may sum."""
-        totals = torch.zeros(TOTALS, dtype=torch.float64, device=self.device)
-        totals[OVERFLOWS] = self.found_inf
-        write_scales(totals[SCALES:], scale)
-        return totals
 
     def agreed_by_sums(self, ranks: int) -> None:
         """Record that a kernel or `read_sums` computes the status from sums over `ranks` ranks."""
@@ -224,6 +237,11 @@ def report_failure(ranks: Ranks, device: torch.device, *, by_sums: Sequence[floa
     ranks.maximum_(torch.tensor(status, dtype=torch.float32, device=device))
 
 
+def failed_sums(measures: bool) -> list[float]:
+    """Return what a rank that failed adds where ranks sum totals, and what they measure."""
+    return [*_FAILED_TOTALS, *[0.0] * (PACKED if measures else 0)]
+
+
 def write_scales(rows: Tensor, scale: Tensor) -> None:
     """Write the scale and its inverse into `rows` (fp64 [2]), for ranks that compare their sums."""
     torch.pow(scale, constants(scale, torch.float64, 1.0, -1.0), out=rows)
@@ -238,6 +256,51 @@ def _compare_sums(ranks: int, scales: float, excess: float) -> str:
     # As many digits as it takes to distinguish them, at least six.
     digits = next((digits for digits in range(6, 17) if f"{low:.{digits}g}" != f"{high:.{digits}g}"), 6)
     return f"some below {low:.{digits}g}, some above {high:.{digits}g}"
+
+
+def sum_totals_(flags: Sequence[Flag], totals: Tensor, ranks: Ranks) -> None:
+    """Replace the totals of one check by their sums over the ranks, and what it has measured, by one all-reduce.
+
+    Of flags that share the check, the first gets what is measured.
+    """
+    row = flags[0].measured
+    if row is None:
+        ranks.sum_(totals)
+    else:
+        for other in flags[1:]:
+            combine_(row, other.measured)
+            other.measured.zero_()  # type: ignore[union-attr]
+        sums = torch.cat([totals, _packed(row)])
+        ranks.sum_(sums)
+        totals.copy_(sums[:TOTALS])
+        _unpack_(row, sums[TOTALS:])
+    for flag in flags:
+        flag.agreed_by_sums(len(ranks.ranks))
+
+
+def _packed(row: Tensor) -> Tensor:
+    """Return a row as numbers that ranks may sum, fp64 [PACKED]."""
+    exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
+    binade = (_exponent_of(row[LARGEST] / row[MEASURED_AT]) + _exponent_of(row[MEASURED_AT])).clamp(
+        LOWEST_BINADE, LOWEST_BINADE + BINADES - 1
+    )
+    one = (exponents == binade) & (row[LARGEST] > 0)
+    return torch.cat([row[ZEROS : SEEN + 1], one.double()])
+
+
+def _unpack_(row: Tensor, sums: Tensor) -> None:
+    """Replace a row by what all ranks have measured, given the sums of `_packed`."""
+    counts, histogram = sums[:3], sums[3:]
+    exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
+    binade = torch.where(histogram > 0, exponents, LOWEST_BINADE).amax() - _exponent_of(row[MEASURED_AT])
+    largest = torch.ldexp(row[MEASURED_AT], binade)
+    row[LARGEST] = torch.where(histogram.sum() > 0, largest, 0.0)
+    row[ZEROS : SEEN + 1] = counts
+
+
+def _exponent_of(number: Tensor) -> Tensor:
+    """Return floor(log2(number)) of positive fp64 numbers."""
+    return torch.frexp(number)[1] - 1
 
 
 def as_flag(flag: Tensor, device: torch.device) -> Tensor:

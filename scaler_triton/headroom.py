@@ -10,18 +10,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from scaler_triton.flag import Flag, FlagRows, HostCopy
 from scaler_triton.kernels.abi import LARGEST, MEASURED_AT, SEEN, SUBNORMAL, ZEROS
 from scaler_triton.text import count_of
 
 FP16_MAX = 65504.0
-# The binades of the largest scaled gradient that ranks tell apart, the first and the last with all beyond.
-BINADES, LOWEST_BINADE = 64, -31
-PACKED = 3 + BINADES
-
 # From here on `Headroom` advises another scale.
 _SPARE_BITS, _LOST = 3.0, 1e-3
 
@@ -106,28 +99,3 @@ def _summary(rows: Iterable[Sequence[float]]) -> Headroom:
             zeros, subnormal, seen = zeros + row[ZEROS], subnormal + row[SUBNORMAL], seen + row[SEEN]
     bits = math.log2(FP16_MAX / scaled) if scaled else math.inf
     return Headroom(largest, bits, zeros / max(seen, 1.0), subnormal / max(seen, 1.0), int(seen))
-
-
-def packed(row: Tensor) -> Tensor:
-    """Return a row as numbers that ranks may sum, fp64 [PACKED]."""
-    exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
-    binade = (exponent_of(row[LARGEST] / row[MEASURED_AT]) + exponent_of(row[MEASURED_AT])).clamp(
-        LOWEST_BINADE, LOWEST_BINADE + BINADES - 1
-    )
-    one = (exponents == binade) & (row[LARGEST] > 0)
-    return torch.cat([row[ZEROS : SEEN + 1], one.double()])
-
-
-def unpack_(row: Tensor, sums: Tensor) -> None:
-    """Replace a row by what all ranks have measured, given the sums of `packed`."""
-    counts, histogram = sums[:3], sums[3:]
-    exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
-    binade = torch.where(histogram > 0, exponents, LOWEST_BINADE).amax() - exponent_of(row[MEASURED_AT])
-    largest = torch.ldexp(row[MEASURED_AT], binade)
-    row[LARGEST] = torch.where(histogram.sum() > 0, largest, 0.0)
-    row[ZEROS : SEEN + 1] = counts
-
-
-def exponent_of(number: Tensor) -> Tensor:
-    """Return floor(log2(number)) of positive fp64 numbers."""
-    return torch.frexp(number)[1] - 1

@@ -1,4 +1,4 @@
-"""The flag of a step: its row, its agreement by MAX or by sums, its way to the host."""
+"""The flag of a step: its row, its agreement by MAX or by sums, its way to the host; what ranks have measured."""
 
 import gc
 import math
@@ -8,12 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import flag
-from scaler_triton.flag import Flag, FlagRows, HostCopy, any_flag, as_flag, constants, fp32_on, write_scales
-from scaler_triton.kernels.abi import FAILED, FLAG, MAX_SCALE, ROWS
+from scaler_triton.flag import (
+    BINADES,
+    LOWEST_BINADE,
+    PACKED,
+    Flag,
+    FlagRows,
+    HostCopy,
+    _packed,
+    _unpack_,
+    any_flag,
+    as_flag,
+    constants,
+    fp32_on,
+    write_scales,
+)
+from scaler_triton.kernels.abi import FAILED, FLAG, MAX_SCALE, MEASURED_AT, MEASURED_ROW, ROWS
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 NO_FLAGS: dict[torch.device, torch.Tensor] = {}
@@ -335,3 +350,37 @@ def test_a_host_copy_has_the_value_of_its_last_start() -> None:
         source += 1
         assert held.has_arrived()
         assert held.read() == want
+
+
+# What ranks have measured, as sums
+
+
+def row(largest: float, zeros: float = 0.0, subnormal: float = 0.0, seen: float = 1.0, at: float = 1.0) -> Tensor:
+    return torch.tensor([largest, zeros, subnormal, seen, at], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("at", [1.0, 2.0**16, 1000.0, 3e-30, 1.7e38])
+def test_sums_keep_the_largest_binade_and_add_counts(at: float) -> None:
+    largest = [at * 2.0**exponent * 1.999 for exponent in (-9, -3, -3, -20)]
+    largest = [size for size in largest if 2.0**LOWEST_BINADE <= size < 2.0 ** (LOWEST_BINADE + BINADES)]
+    rows = [row(size, 1.0, 2.0, 10.0, at) for size in largest] + [row(0.0, 7.0, 0.0, 7.0, at)]
+    sums = torch.stack([_packed(each) for each in rows]).sum(0)
+    assert sums.shape == (PACKED,)
+    result = row(0.0, at=at)
+    _unpack_(result, sums)
+    want = at * 2.0 ** (math.floor(math.log2(max(largest) / at))) if largest else 0.0
+    assert result.tolist() == [want, 7.0 + len(largest), 2.0 * len(largest), 7.0 + 10.0 * len(largest), at]
+
+
+def test_the_ends_of_the_histogram_hold_all_beyond() -> None:
+    for size, binade in ((2.0**-80, LOWEST_BINADE), (2.0**60, LOWEST_BINADE + BINADES - 1)):
+        result = row(0.0)
+        _unpack_(result, _packed(row(size)))
+        assert result[0].item() == 2.0**binade
+
+
+def test_without_a_gradient_nothing_is_the_largest() -> None:
+    result = torch.ones(MEASURED_ROW, dtype=torch.float64)
+    _unpack_(result, _packed(row(0.0, seen=0.0)) * 2)
+    assert result.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert result[MEASURED_AT] == 1.0

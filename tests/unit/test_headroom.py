@@ -1,4 +1,4 @@
-"""Headroom: what checks have measured, for one process and over ranks, and the sentence it becomes."""
+"""Headroom: what checks have measured, and the sentence it becomes."""
 
 import math
 from typing import Any
@@ -6,17 +6,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import PLACES, Place, assert_all_same, sgd, started, take_step
-from torch import Tensor
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
-from scaler_triton.headroom import BINADES, LOWEST_BINADE, PACKED, Headroom, packed, unpack_
-from scaler_triton.kernels.abi import MEASURED_AT, MEASURED_ROW
+from scaler_triton.headroom import Headroom
 
 INF = math.inf
-
-
-def row(largest: float, zeros: float = 0.0, subnormal: float = 0.0, seen: float = 1.0, at: float = 1.0) -> Tensor:
-    return torch.tensor([largest, zeros, subnormal, seen, at], dtype=torch.float64)
 
 
 def measuring(place: Place, **options: Any) -> GradScaler:
@@ -120,33 +114,3 @@ SENTENCES = [
 @pytest.mark.parametrize(("headroom", "sentence"), SENTENCES)
 def test_it_is_a_sentence(headroom: Headroom, sentence: str) -> None:
     assert sentence in str(headroom)
-
-
-# Over ranks: sums
-
-
-@pytest.mark.parametrize("at", [1.0, 2.0**16, 1000.0, 3e-30, 1.7e38])
-def test_sums_keep_the_largest_binade_and_add_counts(at: float) -> None:
-    largest = [at * 2.0**exponent * 1.999 for exponent in (-9, -3, -3, -20)]
-    largest = [size for size in largest if 2.0**LOWEST_BINADE <= size < 2.0 ** (LOWEST_BINADE + BINADES)]
-    rows = [row(size, 1.0, 2.0, 10.0, at) for size in largest] + [row(0.0, 7.0, 0.0, 7.0, at)]
-    sums = torch.stack([packed(each) for each in rows]).sum(0)
-    assert sums.shape == (PACKED,)
-    result = row(0.0, at=at)
-    unpack_(result, sums)
-    want = at * 2.0 ** (math.floor(math.log2(max(largest) / at))) if largest else 0.0
-    assert result.tolist() == [want, 7.0 + len(largest), 2.0 * len(largest), 7.0 + 10.0 * len(largest), at]
-
-
-def test_the_ends_of_the_histogram_hold_all_beyond() -> None:
-    for size, binade in ((2.0**-80, LOWEST_BINADE), (2.0**60, LOWEST_BINADE + BINADES - 1)):
-        result = row(0.0)
-        unpack_(result, packed(row(size)))
-        assert result[0].item() == 2.0**binade
-
-
-def test_without_a_gradient_nothing_is_the_largest() -> None:
-    result = torch.ones(MEASURED_ROW, dtype=torch.float64)
-    unpack_(result, packed(row(0.0, seen=0.0)) * 2)
-    assert result.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
-    assert result[MEASURED_AT] == 1.0
