@@ -277,7 +277,7 @@ class GuardPrograms(RuleBasedStateMachine):
             self.compare()
 
 
-WAYS = [("torch", 100, 0.5, ()), ("triton", 5, 0.01, INTERPRETED)]  # how many by default, or which part of those asked
+WAYS = [("torch", 60, 0.5, ()), ("triton", 5, 0.01, INTERPRETED)]  # how many by default, or which part of those asked
 CASES = [
     pytest.param(backend, chunk, marks=marks, id=f"{backend}-{chunk}")
     for backend, in_ci, share, marks in WAYS

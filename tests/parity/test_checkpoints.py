@@ -53,6 +53,7 @@ def test_a_file_is_loaded_safely_with_all_extras(cls: type, tmp_path: Path) -> N
         "backoffs": 0,
         "last_skip": 5,
         "strikes": 1,
+        "spikes": 0,
     }
     assert other.limits._asdict() == EXTRAS
     theirs: Any = THEIRS[cls]("cpu")

@@ -23,6 +23,7 @@ from scaler_triton.kernels import abi
 from scaler_triton.kernels.config import MEASURING
 from scaler_triton.kernels.measure import launch_add_measured
 from scaler_triton.kernels.norm import launch_sum_of_squares
+from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_check, launch_unscale
 
 SCALE = torch.tensor(4.0)
@@ -107,7 +108,13 @@ def test_several_passes_add_up_and_missing_gradients_count_nothing(how):
 
 
 def test_more_chunks_than_one_block_adds():
-    values = finite_values(1 << 17, torch.float16, 5)
-    assert -(-values.numel() // SMALL.chunk_elements(2)) > 128
-    grads = [Guarded(torch.zeros(1, dtype=torch.float16)) for _ in range(1100)] + [Guarded(values)]
-    assert measured(grads, "check") == expected([grad.values for grad in grads])
+    table = GradTable([1] * 2500, torch.float16, DEVICE)
+    chunks = torch.rand(2500, abi.MEASURED, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    chunks[:, abi.ZEROS :].mul_(1e4).floor_()  # counts
+    table.measured.copy_(chunks.flatten())
+    total = torch.tensor([0.5, 1.0, 2.0, 3.0, 7.0], dtype=torch.float64, device=DEVICE)
+    with launched("_add_measured_kernel"):
+        launch_add_measured(table, total)
+    want = chunks.sum(0) + torch.tensor([0.0, 1.0, 2.0, 3.0])
+    want[abi.LARGEST] = chunks[:, abi.LARGEST].max()
+    assert total.tolist() == [*want.tolist(), 7.0]
