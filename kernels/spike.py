@@ -37,14 +37,12 @@ def _judge_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     count = tl.load(window_ptr + _COUNT).to(tl.int64)
-    before = tl.load(window_ptr + _LAST)
+    before, was_spike = tl.load(window_ptr + _LAST), tl.load(window_ptr + _IS_SPIKE)
     enters = (first != 0) & (before - before == 0)  # false of NaN and Inf
-    if enters:
-        tl.store(window_ptr + _HEADER + count % window, before)
-        tl.store(window_ptr + _COUNT, (count + 1).to(tl.float64))
+    slot = count % window
     count += enters.to(tl.int64)
 
-    # Oldest first; the newest is not read, as other lanes may not see what was just stored.
+    # Oldest first; the newest is still to be stored.
     n = tl.minimum(count, window)
     place = tl.arange(0, BLOCK_SIZE)
     old = place < n - enters.to(tl.int64)
@@ -58,17 +56,22 @@ def _judge_kernel(
 
     norm = tl.sqrt(tl.load(totals_ptr + _SQUARES))
     is_spike = (n >= tl.maximum(2, window // 2)) & (norm > limit) & (norm - norm == 0)
-    spikes = is_spike.to(tl.int64)
+    spikes = tl.load(counters_ptr + _SPIKES) + is_spike.to(tl.int64)
     if first == 0:  # the same step is judged again
-        spikes -= tl.load(window_ptr + _IS_SPIKE).to(tl.int64)
-    tl.store(counters_ptr + _SPIKES, tl.load(counters_ptr + _SPIKES) + spikes)
+        spikes -= was_spike.to(tl.int64)
+    overflows, skipped = tl.load(totals_ptr + _OVERFLOWS), tl.load(counters_ptr + _SKIPPED)
+
+    tl.debug_barrier()  # every warp loads these few numbers and one stores them, after all have loaded
+    if enters:
+        tl.store(window_ptr + _HEADER + slot, before)
+        tl.store(window_ptr + _COUNT, count.to(tl.float64))
     tl.store(window_ptr + _LAST, norm)
     tl.store(window_ptr + _IS_SPIKE, is_spike.to(tl.float64))
+    tl.store(counters_ptr + _SPIKES, spikes)
     if is_spike:
         tl.store(window_ptr + _SPIKE_NORM, norm)
         tl.store(window_ptr + _SPIKE_LIMIT, limit)
-        tl.store(window_ptr + _SPIKE_GENERATION, tl.load(counters_ptr + _SKIPPED).to(tl.float64))
-    overflows = tl.load(totals_ptr + _OVERFLOWS)
+        tl.store(window_ptr + _SPIKE_GENERATION, skipped.to(tl.float64))
     if is_spike | (norm - norm != 0):
         overflows = tl.maximum(overflows, 1.0)
         tl.store(totals_ptr + _OVERFLOWS, overflows)
@@ -116,5 +119,10 @@ def launch_judge(
 
 @functools.cache
 def _launch_on(device: torch.device, block_size: int) -> Launch:
-    warps = max(1, min(16, block_size // 256))
+    warps = warps_of(block_size)
     return Launch(_judge_kernel, device, num_warps=warps, enable_fp_fusion=False, BLOCK_SIZE=block_size)
+
+
+def warps_of(block_size: int) -> int:
+    """Return how many warps of 32 lanes hold a window: a lane has up to 8 norms."""
+    return max(1, min(16, block_size // 256))

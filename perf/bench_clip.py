@@ -39,9 +39,18 @@ def measure(context: Context) -> Iterator[Row]:
             gc.collect()
 
 
-def norm_of(scaled: Tensor) -> float:
+def norm_of(scaled: Tensor, scale: float = SCALE) -> float:
     """Return the norm of scaled gradients, once unscaled, in fp64."""
-    return torch.linalg.vector_norm(scaled, dtype=torch.float64).item() / SCALE
+    return torch.linalg.vector_norm(scaled, dtype=torch.float64).item() / scale
+
+
+def require_clipped(what: str, gradients: Gradients, norm: float, max_norm: float, scale: float = SCALE) -> None:
+    """Raise WrongResult unless the gradients were unscaled, and clipped by that norm."""
+    factor = min(1.0, max_norm / (norm + 1e-6)) / scale
+    for mine, before in zip(gradients.locals, gradients.pieces(), strict=True):
+        expected, limits = before.double() * factor, torch.finfo(mine.dtype)
+        off = (mine.double() - expected).abs() > 3 * limits.eps * expected.abs() + limits.tiny
+        require(not off.any(), f"{what}: gradients differ")
 
 
 def require_right(case: str, gradients: Gradients, device: str) -> None:
@@ -62,11 +71,7 @@ def require_right(case: str, gradients: Gradients, device: str) -> None:
                 require(not abs(norm) < float("inf"), f"{what}: the norm is {norm}")
             else:
                 require(abs(norm - true) <= TOLERANCES[name] * true, f"{what}: the norm is {norm}, not {true}")
-                factor = min(1.0, share * true / (norm + 1e-6)) / SCALE
-                for mine, scaled in zip(gradients.locals, gradients.pieces(), strict=True):
-                    expected, limits = scaled.double() * factor, torch.finfo(mine.dtype)
-                    off = (mine.double() - expected).abs() > 3 * limits.eps * expected.abs() + limits.tiny
-                    require(not off.any(), f"{what}: gradients differ")
+                require_clipped(what, gradients, norm, share * true)
             scaler.step(optimizer)
             scaler.update()
             found = optimizer.steps, scaler.get_scale()

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from perf.bench_guard import NOT_FINITE, SPIKES
 from perf.bench_host import ALL
 from perf.bench_passes import OPS
 from perf.rows import Entry
@@ -84,6 +85,8 @@ HEADLINES = (
     Goal("500 parameters under FSDP2, unscale and clip", "host", FSDP2, ".*", CLIP, 1),
     Goal("unscale and clip, fp32", "clip", ".*", ".*fp32", CLIP, 1),
     Goal("unscale and clip, bf16", "clip", ".*", ".*bf16", CLIP, 1),
+    Goal("clipping and skipping what is not finite in bf16, `StepGuard`", "guard", ".*", ".*", NOT_FINITE, 1),
+    Goal("the same, and spikes", "guard", ".*", ".*", SPIKES, 1),
     Goal("`scaler_triton.ops.unscale_` on a list of tensors", "passes", OPS, ".*", "unscale", 1),
 )
 

@@ -28,7 +28,7 @@ from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
-from scaler_triton.step import OptimizerStep, Steps, parameters_of
+from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import combine_, inverse
 from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, NewestScale
 
@@ -368,6 +368,18 @@ def require_scale(
                         scaler._ours.steps.open(optimizer).failed(home)
                         report_failure(together, home)
         raise
+
+
+def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep]) -> None:
+    """Begin the next step where a guard's caller has left out what would.
+
+    That is `update` after a step, and `scale` after one that raised: the gradients may be those of another batch.
+    """
+    if any(step.phase is STEPPED for step in steps):
+        guard.update()
+    for step in steps:
+        if step.began and step.phase in (UNSCALED, FAILED):
+            step.reset()
 
 
 def _home_of(scaler: GradScaler, parameters: Sequence[Any]) -> torch.device:

@@ -25,6 +25,7 @@ from scaler_triton import gradients, passes, policy, torch_ops
 from scaler_triton.check import (
     Part,
     agree_on_norm,
+    begin_anew,
     fail,
     failed_sums,
     flags_on,
@@ -40,7 +41,7 @@ from scaler_triton.flag import any_flag, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS
 from scaler_triton.plan import GradPlan
 from scaler_triton.ranks import Ranks, default_group, group_ranks, mesh_ranks, replicas_of, several_ranks
-from scaler_triton.step import CARRIED, CHECKED, READY, STEPPED, OptimizerStep, parameters_of, unwrap
+from scaler_triton.step import CARRIED, CHECKED, READY, OptimizerStep, parameters_of, unwrap
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -110,8 +111,8 @@ def _open(
     if scaler._scale is None or scaler._growth_tracker is None:
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
-    if scaler._ours.guard is not None and any(step.phase is STEPPED for step in steps):
-        scaler.update()  # the caller has left it out
+    if scaler._ours.guard is not None:
+        begin_anew(scaler, steps)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:

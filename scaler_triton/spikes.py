@@ -22,7 +22,6 @@ from scaler_triton.kernels.abi import (
     COUNT,
     FLAG,
     HEADER,
-    IS_SPIKE,
     LAST,
     OVERFLOWS,
     SIGMA,
@@ -80,11 +79,11 @@ class Window:
 
     def __init__(self, sigma: float, length: int, device: torch.device, requested: str) -> None:
         refuse_capture(device, "a guard's first step")
-        self.length, self._size = length, 1 << (length - 1).bit_length()
-        self._sigma = sigma
+        self.length, self._sigma = length, sigma
         self.by_kernel = choose(device, torch.float32, requested, task="guarding") == "triton"
         with torch.inference_mode(False):  # later steps write it outside that mode
             self.memory = torch.zeros(HEADER + length, dtype=torch.float64, device=device)  # see `kernels.abi`
+            self._places = torch.arange(1 << (length - 1).bit_length(), device=device)
         self.restore([])
 
     def judge(self, totals: Tensor, flag: Flag, counters: Counters, ranks: int, *, first: bool) -> None:
@@ -108,36 +107,33 @@ class Window:
             flag.read_sums(totals)
 
     def _judge_by_ops(self, totals: Tensor, status: Tensor, counters: Any, first: bool) -> None:
-        length, ring, place = self.length, self.memory[HEADER:], torch.arange(self._size, device=totals.device)
-        header = self.memory[:HEADER].unbind()
-        before, count = header[LAST], header[COUNT].long()
+        length, place, ring = self.length, self._places, self.memory[HEADER:]
+        count, before, was_spike, *last_spike, sigma, _ = self.memory[:HEADER].unbind()  # in the order of `kernels.abi`
+        count = count.long()
         if first:
-            enters, slot = before.isfinite(), (count % length).reshape(1)
+            enters, slot = before < math.inf, (count % length).reshape(1)  # false of NaN
             ring.index_copy_(0, slot, torch.where(enters, before, ring[slot]))
             count = count + enters
-            header[COUNT].copy_(count)
         n = count.clamp(max=length)
-        norms = torch.where(place < n, ring[(count - n + place) % length], 0.0)  # oldest first
+        is_held = place < n
+        norms = torch.where(is_held, ring.take((place + (count - n)) % length), 0.0)  # oldest first
         mean = _sum(norms) / n
-        apart = torch.where(place < n, norms - mean, 0.0)
+        apart = torch.where(is_held, norms - mean, 0.0)
         deviation = (_sum(apart * apart) / (n - 1)).sqrt()
-        limit = mean + header[SIGMA] * torch.maximum(deviation, 1e-3 * mean)
+        limit = mean + sigma * torch.maximum(deviation, 1e-3 * mean)
         norm = totals[SQUARES].sqrt()
-        is_finite = norm.isfinite()
+        is_finite = norm < math.inf
         is_spike = is_finite & (n >= max(2, length // 2)) & (norm > limit)
-        spikes = is_spike.long() if first else is_spike.long() - header[IS_SPIKE].long()
         if isinstance(counters, list):
-            counters[SPIKES] += int(spikes.item())
+            counters[SPIKES] += int(is_spike) - (0 if first else int(was_spike))
         else:
-            counters[SPIKES] += spikes
-        kept = {SPIKE_NORM: norm, SPIKE_LIMIT: limit, SPIKE_GENERATION: torch.as_tensor(counters[SKIPPED]).double()}
-        for index, value in kept.items():
-            header[index].copy_(torch.where(is_spike, value, header[index]))
-        header[LAST].copy_(norm)
-        header[IS_SPIKE].copy_(is_spike)
+            counters[SPIKES] += is_spike.long() - (0 if first else was_spike.long())
+        spike = norm, limit, torch.as_tensor(counters[SKIPPED])
+        kept = [torch.where(is_spike, new, old) for new, old in zip(spike, last_spike, strict=True)]
+        self.memory[:SIGMA] = torch.stack([count, norm, is_spike, *kept])
         bad = is_spike | ~is_finite
-        totals[OVERFLOWS] = torch.where(bad, totals[OVERFLOWS].clamp(min=1.0), totals[OVERFLOWS])
-        status[FLAG] = torch.where(bad, 1.0, status[FLAG])
+        totals[OVERFLOWS].clamp_(min=bad)
+        status[FLAG].masked_fill_(bad, 1.0)
 
     def norms(self) -> list[float]:
         """Return the norms that the next step is judged by, oldest first, waiting for the device."""
@@ -170,6 +166,7 @@ def _windows(steps: Iterable[OptimizerStep]) -> list[Window]:
 
 def _sum(values: Tensor) -> Tensor:
     """Return the sum of a power of 2 of numbers: of neighbours, then of neighbours among these sums, and so on."""
-    while len(values) > 1:
-        values = values.view(-1, 2).sum(1)
-    return values[0]
+    values = values.view((2,) * (len(values).bit_length() - 1))
+    while values.dim():
+        values = values.sum(-1)
+    return values

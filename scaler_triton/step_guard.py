@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from scaler_triton import policy
-from scaler_triton.check import methods_of
+from scaler_triton.check import begin_anew, methods_of
 from scaler_triton.dispatch import skip_tracing
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
 from scaler_triton.spikes import Guard
-from scaler_triton.step import STEPPED
 
 
 class StepGuard(GradScaler):
@@ -73,8 +72,6 @@ class StepGuard(GradScaler):
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs themselves; the call may be left out."""
-        if self._enabled and self._ours.steps.unfinished:
-            self._ours.steps.loss_scaled()
         return outputs
 
     def get_scale(self) -> float:
@@ -86,7 +83,8 @@ class StepGuard(GradScaler):
 
         Args and raises: as `GradScaler.unscale_`, but it may come before any `scale`, and begins a new step after one.
         """
-        self._begin_anew(optimizer)
+        if self._enabled:
+            begin_anew(self, [self._ours.steps.open(optimizer)])
         super().unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -94,9 +92,11 @@ class StepGuard(GradScaler):
 
         A skipped step changes neither parameters nor the optimizer's state.
 
-        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`.
+        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`. If
+            `optimizer.step` has raised, the next call checks again.
         """
-        self._begin_anew(optimizer)
+        if self._enabled:
+            begin_anew(self, [self._ours.steps.open(optimizer)])
         return super().step(optimizer, *args, **kwargs)
 
     def set_limits(self, **changes: Any) -> None:
@@ -138,11 +138,6 @@ class StepGuard(GradScaler):
         super().load_state_dict(state_dict)
         assert ours.guard is not None
         ours.guard.restore(windows, ours.steps.all())
-
-    def _begin_anew(self, optimizer: Any) -> None:
-        """Update, if the caller has left it out since this optimizer's last step."""
-        if self._enabled and self._ours.steps.open(optimizer).phase is STEPPED:
-            self.update()
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:  # torch's message asks for `scale`

@@ -121,14 +121,21 @@ def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor) -> None:
     """Multiply every gradient by `inv_scale`, then by `coef`; each product is rounded to the gradients' dtype.
 
     Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by `coef` in fp32 (for
-    fp64 gradients in fp64).
+    fp64 gradients in fp64). A factor of 1 on the CPU, where asking does not wait, writes nothing.
     """
     ignored = torch.zeros_like(inv_scale)
-    unscale_(tensors, inv_scale, ignored)
+    if not _is_one(inv_scale):
+        unscale_(tensors, inv_scale, ignored)
+    if _is_one(coef):
+        return
     if tensors[0].dtype in (torch.float32, torch.float64):
         torch._foreach_mul_(list(tensors), coef.reshape(()).to(tensors[0].dtype))
     else:  # the same product: `_foreach_mul_` by a tensor of another dtype runs one op per gradient
         unscale_(tensors, coef.to(torch.float32), ignored)
+
+
+def _is_one(factor: Tensor) -> bool:
+    return factor.is_cpu and type(factor) is Tensor and factor.item() == 1.0
 
 
 def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:

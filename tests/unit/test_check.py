@@ -2,7 +2,7 @@
 
 import copy
 import math
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers import PLACES, Place, flags, grads, sgd, started, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scaler_triton import GradScaler, ShardedGradScaler, check, flag, passes, ranks
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, check, flag, passes, ranks
 from scaler_triton.step import Phase
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -211,6 +211,20 @@ def test_the_others_are_told_even_if_this_rank_has_no_room_for_a_flag(reductions
     assert reductions == [TOLD]
 
 
+def test_a_guards_ranks_agree_whatever_its_parameters_are(reductions: Any) -> None:
+    StepGuard("cpu").unscale_(sgd([torch.ones(1)]))
+    assert reductions == [[0.0, 0.0, 1.0, -1.0]]
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_where_the_check_is_by_a_norm_an_error_joins_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[list[float]] = []
+    monkeypatch.setattr(ranks.Ranks, "sum_", lambda self, values: sums.append(values.tolist()))
+    with mock.patch.object(passes, "norm_batch", side_effect=MemoryError), pytest.raises(MemoryError):
+        StepGuard("cpu", spike_sigma=6.0).unscale_(sgd([torch.ones(1)]))
+    assert sums == [pytest.approx([math.nan, 1.0, 1.0, 0.0, 0.0], nan_ok=True)]
+
+
 @pytest.mark.usefixtures("two_ranks")
 def test_a_process_group_that_is_none_is_refused_and_nothing_is_lost() -> None:
     scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0)])
@@ -270,6 +284,41 @@ def test_a_flag_is_reused_from_step_to_step_unless_it_still_counts() -> None:
     assert check.new_flag(scaler, step) is not first
     scaler.update()
     assert check.new_flag(scaler, step) is first
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("sigma", [None, 6.0])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
+def test_after_a_step_that_raised_a_guard_checks_the_next_batch(
+    how: str, fused: bool, sigma: float | None, scales: bool
+) -> None:
+    """Also in a loop that leaves out `scale`, by which a scaler knows of another batch."""
+    guard, optimizer = StepGuard("cpu", spike_sigma=sigma), sgd([torch.ones(2)], fused=fused)
+    own_step, (parameter,) = optimizer.step, optimizer.param_groups[0]["params"]
+    raising = mock.Mock(wraps=own_step, side_effect=MemoryError)
+    for value, step in ((1.0, own_step), (1.0, raising), (math.nan, own_step)):
+        optimizer.step, before = step, parameter.detach().clone()
+        parameter.grad.fill_(value)
+        if scales:
+            guard.scale(torch.ones(()))
+        with pytest.raises(MemoryError) if step is raising else nullcontext():
+            if how == "unscale_":
+                guard.unscale_(optimizer)
+            if how == "clip_grad_norm_":
+                guard.clip_grad_norm_(optimizer, 1.0)
+            guard.step(optimizer)
+    assert torch.equal(parameter, before)
+    assert guard.was_skipped(optimizer)
+
+
+def test_another_check_of_a_guards_step_replaces_its_norm() -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=6.0, window=4), sgd([torch.full((1,), 3.0)])
+    guard.scale(torch.ones(()))
+    guard._check_inf_per_device(optimizer)
+    optimizer.param_groups[0]["params"][0].grad.fill_(5.0)
+    guard.unscale_(optimizer)
+    assert guard._ours.steps.open(optimizer).window.norms() == [5.0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from scaler_triton import GradScaler, ShardedGradScaler, policy
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, policy
 from scaler_triton.policy import KEY, NO_LIMITS, Limits
 
 EXTRAS: dict[str, Any] = {"min_scale": 2.0, "max_scale": 4096.0, "hysteresis": 3, "max_consecutive_skips": 7}
@@ -96,6 +96,27 @@ def test_a_checkpoint_without_a_field_is_refused_and_changes_nothing(change: Any
     with pytest.raises(error, match=text):
         scaler.load_state_dict(broken)
     assert scaler.state_dict() == before
+
+
+def test_a_checkpoint_of_a_version_that_counted_no_spikes_is_loaded() -> None:
+    scaler, saved = GradScaler("cpu"), GradScaler("cpu", **EXTRAS).state_dict()
+    saved[KEY]["counters"] |= {"skipped": 3}
+    del saved[KEY]["counters"]["spikes"]
+    scaler.load_state_dict(saved)
+    assert (scaler.stats().skipped, scaler.stats().spikes) == (3, 0)
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan, -1.0])
+def test_norms_of_a_checkpoint_are_finite_and_not_negative(norm: float) -> None:
+    with pytest.raises(ValueError, match=f"^windows must hold finite norms >= 0, got {norm}$"):
+        policy.check_windows([[0.0], [1.0, norm]])
+
+
+@pytest.mark.parametrize("cls", [torch.amp.GradScaler, GradScaler])
+def test_a_guard_takes_no_scale_of_a_scalers_checkpoint(cls: Any) -> None:
+    guard = StepGuard("cpu")
+    guard.load_state_dict(cls("cpu", 16.0).state_dict())
+    assert guard.state_dict()["scale"] == guard._init_scale == 1.0
 
 
 def test_a_checkpoint_that_is_no_dict_is_refused() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scaler_triton import GradScaler, ranks, report
 from scaler_triton.kernels.abi import COUNTERS, INF, NAN, SKIPPED
 from scaler_triton.plan import GradPlan
-from scaler_triton.report import BadGradient, Marks, OverflowReport
+from scaler_triton.report import BadGradient, Marks, OverflowReport, Spike
 from scaler_triton.update import Counters
 
 ROOT = Path(__file__).parents[2]
@@ -274,6 +274,19 @@ BAD = BadGradient("up\x1b[2J\nweight", "NaN", 3, rank=1)
         (
             OverflowReport(None, (), False, pending=True),
             ["The last skip: nothing known on this rank; ask with gather=True."],
+        ),
+        (
+            OverflowReport(3, (), True, spikes=(Spike(41.21, 7.9),)),
+            ["The last skip, at update 3: spike: norm 41.2, limit 7.9."],
+        ),
+        (
+            OverflowReport(3, (BAD,), True, spikes=(Spike(41.21, 7.9),)),  # of another optimizer
+            [
+                "The last skip, at update 3: 1 bad gradient on rank 1.",
+                "rank  parameter      holds  numel",
+                "----  -------------  -----  -----",
+                "   1  up?[2J weight  NaN        3",
+            ],
         ),
         (
             OverflowReport(39, (BAD, BadGradient("b", "Inf", 12, 0)), True),

@@ -146,6 +146,25 @@ def test_clipping_is_two_products_each_rounded(dtype: torch.dtype, coef: Tensor)
 
 
 @pytest.mark.parametrize(
+    "signalling",
+    [
+        torch.tensor([0x7C01], dtype=torch.int16).view(torch.float16),
+        torch.tensor([0x7F81], dtype=torch.int16).view(torch.bfloat16),
+        torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32),
+        torch.tensor([0x7FF0000000000001], dtype=torch.int64).view(torch.float64),
+    ],
+    ids=lambda nan: str(nan.dtype),
+)
+def test_factors_of_1_write_nothing(signalling: Tensor) -> None:
+    """A product would be another NaN, a quiet one."""
+    before, one = signalling.view(torch.uint8).tolist(), torch.tensor(1.0)
+    torch_ops.clip_([signalling], one, one)
+    assert signalling.view(torch.uint8).tolist() == before
+    torch_ops.clip_([signalling], one, torch.tensor(0.5))
+    assert signalling.view(torch.uint8).tolist() != before
+
+
+@pytest.mark.parametrize(
     ("squares", "overflows", "max_norm", "norm", "coef"),
     [
         (16.0, 0.0, 1.0, 4.0, 1.0 / (4.0 + 1e-6)),

@@ -15,6 +15,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import triton
@@ -22,9 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from scaler_triton.kernels import config, launch
+from scaler_triton.kernels.abi import MAX_WINDOW
 from scaler_triton.kernels.clip import _clip_kernel
 from scaler_triton.kernels.config import CANDIDATES, DEFAULT, WARP_LANES
 from scaler_triton.kernels.norm import _FINISH_WARPS, _finish_kernel, _sum_squares_kernel
+from scaler_triton.kernels.spike import _judge_kernel, warps_of
 from scaler_triton.kernels.table import PARTIALS_BLOCK
 from scaler_triton.kernels.unscale import _unscale_kernel
 from scaler_triton.kernels.update_scale import _update_scale_kernel
@@ -36,7 +39,7 @@ _POINTERS = {
     "*i32": ["chunk_tensor", "chunk_index", "bits", "growth_tracker", "generation"],
     "*i64": ["address", "numel", "counters"],
     "*fp32": ["found_inf", "scale", "flags", "last_flags", "norm", "status"],
-    "*fp64": ["policy", "weight", "partial", "totals"],
+    "*fp64": ["policy", "weight", "partial", "totals", "window"],
 }
 TYPES = {f"{name}_ptr": kind for kind, names in _POINTERS.items() for name in names}
 CONFIG_TARGET = "sm_90"
@@ -54,7 +57,7 @@ PASSES = {
 
 
 def variants():
-    """(name, kernel, constexprs, warps of 32 lanes) of every kernel that can be launched."""
+    """(name, kernel, constexprs, warps of 32 lanes) of every kernel that can be launched; and what else it is given."""
     passes = {**PASSES, "unscale_inverse": (_unscale_kernel, {"WRITE": True, "INVERSE": True})}
     for torch_dtype in launch.TRITON_DTYPES:
         for name, (kernel, own) in passes.items():
@@ -65,6 +68,8 @@ def variants():
     for inverse in (False, True):
         constants = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
         yield f"finish{'_inverse' * inverse}", _finish_kernel, constants, _FINISH_WARPS
+    for size in (2, 128, MAX_WINDOW):
+        yield f"judge-{size}", _judge_kernel, {"BLOCK_SIZE": size}, warps_of(size), {"enable_fp_fusion": False}
 
 
 def config_variants():
@@ -99,12 +104,12 @@ def type_of(param):
     return TYPES.get(param.name) or param.annotation_type or "constexpr"
 
 
-def compile_for(target, kernel, constants, num_warps):
+def compile_for(target, kernel, constants, num_warps, options=MappingProxyType({"enable_fp_fusion": True})):
     signature = {param.name: type_of(param) for param in kernel.params}
     attrs = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if name in ALIGNED}
     source = ASTSource(kernel, signature, constants, attrs)
     warps = max(1, num_warps * WARP_LANES // target.warp_size)
-    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": True})
+    return triton.compile(source, target=target, options={"num_warps": warps, **options})
 
 
 def report_ptx(compiled):
@@ -119,7 +124,9 @@ def report_ptx(compiled):
         "flushes": ".ftz" in ptx,
         "approximates": ".approx" in ptx or "div.full" in ptx,
         "div_rn": len(re.findall(r"\bdiv\.rn\.f32", ptx)),
+        "div_rn_f64": len(re.findall(r"\bdiv\.rn\.f64", ptx)),
         "sqrt_rn_f64": len(re.findall(r"\bsqrt\.rn\.f64", ptx)),
+        "fuses": "fma." in ptx,
         "mul_f64": len(re.findall(r"\bmul(?:\.rn)?\.f64", ptx)),
         **report_resources(compiled),
     }

@@ -14,7 +14,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from perf import stub_driver
-from scaler_triton.kernels import abi, launch, update_scale
+from scaler_triton.kernels import abi, launch, spike, update_scale
 from scaler_triton.kernels.clip import _clip_kernel, launch_clip
 from scaler_triton.kernels.config import DEFAULT
 from scaler_triton.kernels.table import GradTable
@@ -24,13 +24,14 @@ CPU = torch.device("cpu")
 SCALE, FLAG = torch.ones(()), torch.zeros(())
 TABLE_PARAMS = ("addresses", "numels", "chunk_tensors", "chunk_indices", "bits")
 CHUNK = DEFAULT.chunk_elements(2)
-# (elements of the table's tensors, a clip's bound and ranks, rows of an update): each launch is its Launch's first.
+# (elements of the table's tensors, a clip's bound and ranks, rows of an update, norms in a guard's window): each launch
+# is its Launch's first.
 ROUNDS = [
-    ([], 0.3, 1, 1),
-    ([0], 1, 1, 16),
-    ([1], 1, 16, 17),
-    ([CHUNK, 10], 0.3, 17, 0b101),
-    ([17 * CHUNK], 16, 2**40, (1 << 32) - 1),
+    ([], 0.3, 1, 1, 65),
+    ([0], 1, 1, 16, 66),
+    ([1], 1, 16, 17, 80),
+    ([CHUNK, 10], 0.3, 17, 0b101, 127),
+    ([17 * CHUNK], 16, 2**40, (1 << 32) - 1, 128),
 ]
 
 
@@ -49,24 +50,29 @@ def launch_all():
     """Yield each round, with what is no table's at an address that is aligned, or with one that is not."""
     floats, flags = torch.ones(4), torch.zeros(abi.ROWS + 1, abi.STATUS)
     trackers, counters = torch.zeros(2, dtype=torch.int32), torch.zeros(abi.COUNTERS, dtype=torch.int64)
-    policy, totals = (torch.ones(count + 1, dtype=torch.float64) for count in (abi.POLICY, abi.TOTALS))
+    sizes = abi.POLICY, abi.TOTALS, abi.HEADER + 128
+    policy, totals, window = (torch.ones(count + 1, dtype=torch.float64) for count in sizes)
     for place in (0, 1):
         scale, flag, norm = floats[place], floats[1 - place], floats[2 + place]
         clip = scale, totals[place:], norm
         update = scale, trackers[place], flags[place:], floats, policy[place:], counters
-        for numels, bound, ranks, rows in ROUNDS:
+        judged = totals[place:], flags[place], window[place:], counters
+        for numels, bound, ranks, rows, length in ROUNDS:
             table = GradTable(numels, torch.float16, CPU)
             update_scale._launch_on.cache_clear()
+            spike._launch_on.cache_clear()
             yield {
                 "table": addresses(*(getattr(table, name) for name in TABLE_PARAMS)),
                 "scalars": addresses(scale, flag),
                 "clip_tensors": addresses(*clip, norm),
                 "update_tensors": addresses(*update),
+                "judge_tensors": addresses(*judged),
                 "check": launched(launch_check, table, flag),
                 "unscale": launched(launch_unscale, table, scale, flag, inverse=False),
                 "inverse": launched(launch_unscale, table, scale, flag, inverse=True),
                 "clip": [launched(launch_clip, table, *clip[:2], bound, norm, None, ranks) for _ in range(2)],
                 "update": launched(update_scale.launch_update, *update, rows, clear=False),
+                "judge": [launched(spike.launch_judge, *judged, length, ranks, first=first) for first in (True, False)],
             }
 
 
@@ -152,7 +158,7 @@ def main():
     stub_driver.note_params(9)  # each kernel takes as many or more, Triton's own two with them
     with stub_driver.as_gpu():
         found = {"rounds": list(launch_all()), "interpreted": launch.INTERPRETED}
-        kernels = (_unscale_kernel, _clip_kernel, update_scale._update_scale_kernel)
+        kernels = (_unscale_kernel, _clip_kernel, update_scale._update_scale_kernel, spike._judge_kernel)
         found["kernels"] = {kernel.fn.__name__: list(compiled(kernel)) for kernel in kernels}
         found["paths"] = {
             "usual": paths(),

@@ -135,7 +135,7 @@ class Block:
         self.registers.write_bits(result, np.where(self.registers.held(chosen), a, b), active)
 
     def _cvt(self, it, active):
-        assert set(it.kinds[:-2]) <= {"rn"}
+        assert set(it.kinds[:-2]) <= {"rn", "rzi"}
         to, of = it.kinds[-2:]
         result, *sources = it.operands
         bits = [encode(self.registers.read(source, of), to.removesuffix("x2")) for source in sources]
@@ -166,10 +166,12 @@ class Block:
             races.barrier()
 
     def _shfl(self, it, active):
-        assert it.kinds == ("sync", "bfly", "b32")
-        result, source, lanes, *_ = it.operands
-        across = np.arange(self.kernel.threads) ^ int(lanes)
-        self.registers.write_bits(result, self.registers.bits(source, 32)[across], active)
+        assert it.kinds in (("sync", "bfly", "b32"), ("sync", "idx", "b32"))
+        result, source, lanes, clamp, _ = it.operands
+        assert clamp == "31"  # all lanes of a warp are one segment
+        threads, lanes = np.arange(self.kernel.threads), self.registers.bits(lanes, 32).astype(np.int64)
+        others = threads ^ lanes if it.kinds[1] == "bfly" else threads - threads % _LANES + lanes % _LANES
+        self.registers.write_bits(result, self.registers.bits(source, 32)[others], active)
 
     def _redux(self, it, active):
         assert it.kinds == ("sync", "max", "s32")

@@ -60,6 +60,7 @@ ARITHMETIC = {
     "sub": operator.sub,
     "mul": operator.mul,
     "div": operator.truediv,
+    "rem": np.fmod,  # the sign is that of the dividend
     "and": operator.and_,
     "or": operator.or_,
     "not": operator.invert,

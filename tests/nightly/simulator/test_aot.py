@@ -16,6 +16,8 @@ OPS = ["unscale", "unscale_inverse", "check"]
 UPDATES = ["update", "update_and_clear"]
 CLIPS = ["norm", "clip"]
 FINISHES = ["finish", "finish_inverse"]
+JUDGE_WARPS = {"judge-2": 1, "judge-128": 1, "judge-4096": 16}
+JUDGES = [*JUDGE_WARPS]
 VECTORS = DEFAULT.vectors * DEFAULT.unroll  # of 16 bytes, a lane
 WIDE = {2: "v4.b32", 4: "v4.b32", 8: "v2.b64"}
 # All warps of a multiprocessor stay resident up to 32 registers, 48 of 64 up to 40, 40 up to 48. A multiprocessor of
@@ -36,7 +38,7 @@ def kernels(matrix):
 
 
 def test_every_kernel_is_compiled_for_every_target(kernels):
-    names = [f"{op}-{dtype}" for op in [*OPS, *CLIPS] for dtype in DTYPES] + [*UPDATES, *FINISHES]
+    names = [f"{op}-{dtype}" for op in [*OPS, *CLIPS] for dtype in DTYPES] + [*UPDATES, *FINISHES, *JUDGES]
     assert sorted(kernels) == sorted(f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names)
 
 
@@ -51,8 +53,8 @@ BESIDE = {
     "check": {"ld.global.b32": 2 + 1, "ld.global.b64": 2, "st.global.b32": 1},
     # the weight, sum and flag, and the generation;
     "norm": {"ld.global.b32": 2 + 1, "ld.global.b64": 2 + 1, "st.global.b32": 1, "st.global.b64": 1},
-    # the scale, flag and squares, and the norm; and in one program all but the squares again, for the ranks' status.
-    "clip": {"ld.global.b32": 3, "ld.global.b64": 4 + 4, "st.global.b32": 1 + 4},
+    # the scale, flag and squares, and the norm; and in one program the three other totals, for the ranks' status.
+    "clip": {"ld.global.b32": 3, "ld.global.b64": 4 + 3, "st.global.b32": 1 + 4},
 }
 
 
@@ -87,6 +89,12 @@ def test_what_one_program_reads_and_writes(kernels, target):
         accesses = kernels[f"{target}-{name}"]["accesses"]
         assert (accesses["ld.global.b32"], accesses["ld.global.b64"]) == (3, 6 + 6)
         assert (accesses["st.global.b32"], accesses["st.global.b64"]) == (2 + 3 * (name != "update"), 7)
+    for name in JUDGES:
+        # Four of the header, two counters, the five totals, and the norms, one at a time in each lane, which begin
+        # anywhere in the ring; six of the header, a norm, a counter and the flag's total; the flag and the status.
+        lanes = 32 * JUDGE_WARPS[name]
+        accesses, norms = kernels[f"{target}-{name}"]["accesses"], -(-int(name.removeprefix("judge-")) // lanes)
+        assert accesses == {"ld.global.b64": 4 + 2 + 5 + norms, "st.global.b64": 6 + 1 + 1 + 1, "st.global.b32": 1 + 4}
 
 
 @pytest.mark.parametrize("op", ["unscale", "unscale_inverse", "clip"])
@@ -104,8 +112,16 @@ def test_registers_and_spills(kernels, target):
     reports = {name: report for name, report in kernels.items() if name.startswith(f"{target}-")}
     if not all("registers" in report for report in reports.values()):
         pytest.skip("this Triton comes without cuobjdump")
-    assert max(report["registers"] for report in reports.values()) <= REGISTERS[target]
     assert {report["spilled"] for report in reports.values()} == {0}
+    registers = {name.removeprefix(f"{target}-"): report["registers"] for name, report in reports.items()}
+    for name, warps in JUDGE_WARPS.items():  # one program, which may have all of a multiprocessor's registers
+        assert 32 * warps * registers.pop(name) <= 65536
+    assert max(registers.values()) <= REGISTERS[target]
+
+
+# Divisions and roots in fp64: of the ranks' scales, which are compared, and of the norm; a judgement's mean and
+# deviation.
+FP64 = {"finish": (1, 0), "finish_inverse": (1, 0), "clip": (1, 1), "judge": (1 + 2, 1 + 1)}
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -117,9 +133,15 @@ def test_arithmetic_is_ieee(kernels, target):
             op = name.split("-")[1]
             # The inverse of the scale, and that of the norm.
             assert report["div_rn"] == (op in ("unscale", "clip", "finish")) + (op == "clip"), name
-            assert report["sqrt_rn_f64"] == (op == "clip"), name
+            assert (report["div_rn_f64"], report["sqrt_rn_f64"]) == FP64.get(op, (0, 0)), name
+            assert not report["fuses"] or op != "judge", name  # torch's ops round twice, and limits are compared
     for name in UPDATES:
         assert kernels[f"{target}-{name}"]["mul_f64"] == 2  # the factors have stayed fp64
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_judgements_spill_nothing_on_amd(kernels, name):
+    assert kernels[f"gfx942-{name}"]["spilled"] == 0
 
 
 @pytest.mark.parametrize("op", [*OPS, *CLIPS])

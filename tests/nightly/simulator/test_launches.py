@@ -59,12 +59,23 @@ def test_the_scale_is_updated_by_one_warp(found):
         assert launch["params"][:7] == [*seen["update_tensors"], rows]
 
 
+def test_a_judgement_is_one_launch_of_one_warp(found):
+    windows = zip([65, 66, 80, 127, 128] * 2, [1, 1, 16, 17, 2**40] * 2, found["rounds"], strict=True)
+    for length, ranks, seen in windows:
+        for first, launches in zip((1, 0), seen["judge"], strict=True):
+            (launch,) = launches
+            assert launch["kernel"] == "_judge_kernel"
+            assert (launch["grid"], launch["block"]) == ([1, 1, 1], [32, 1, 1])
+            assert launch["params"][:7] == [*seen["judge_tensors"], length, ranks, first]
+
+
 @pytest.mark.parametrize(
     ("kernel", "versions", "num_warps", "aligned", "types"),
     [
         ("_unscale_kernel", 3, DEFAULT.num_warps, TABLE, {}),  # of a scale, of its inverse, and a check
         ("_clip_kernel", 1, DEFAULT.num_warps, TABLE[:4], {"max_norm": "fp32", "ranks": "i64"}),
         ("_update_scale_kernel", 1, 1, [], {"rows": "i64"}),
+        ("_judge_kernel", 1, 1, [], {"window": "i64", "ranks": "i64", "first": "i64"}),  # of windows of 65 to 128
     ],
 )
 def test_no_size_alignment_or_number_makes_another_compilation(found, kernel, versions, num_warps, aligned, types):
@@ -72,7 +83,7 @@ def test_no_size_alignment_or_number_makes_another_compilation(found, kernel, ve
     compiled = found["kernels"][kernel]
     assert len(compiled) == versions
     for each in compiled:
-        assert (each["num_warps"], each["enable_fp_fusion"]) == (num_warps, True)
+        assert (each["num_warps"], each["enable_fp_fusion"]) == (num_warps, kernel != "_judge_kernel")
         assert each["aligned"] == aligned
         assert each["types"].items() >= types.items()
         if aligned:

@@ -1,5 +1,7 @@
 """The simulator computes what a GPU would, and finds the faults that it is there for."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,10 @@ def run(code, tensor, *, n_programs=1, param=0, shared=512, spans=None):
         ("bfe.u32 %r2, %r1, 1, 3;", lambda thread: thread >> 1 & 7),
         ("mov.b32 %r3, 0x04030201;\nprmt.b32 %r2, %r1, %r3, 0x7054U;", lambda thread: 0x04000201 | thread << 16),
         ("shfl.sync.bfly.b32 %r2, %r1, 8, 31, -1;", lambda thread: thread ^ 8),
+        ("add.s32 %r3, %r1, 33;\nshfl.sync.idx.b32 %r2, %r1, %r3, 31, -1;",
+         lambda thread: thread & 32 | (thread + 1) & 31),
+        ("sub.s32 %r3, %r1, 9;\nrem.s32 %r2, %r3, 4;", lambda thread: math.fmod(thread - 9, 4)),
+        ("mov.b64 %rd3, 0dBFFE000000000000;\ncvt.rzi.s64.f64 %rd4, %rd3;\ncvt.u32.u64 %r2, %rd4;", lambda thread: -1),
         ("redux.sync.max.s32 %r2, %r1, -1;", lambda thread: thread | 31),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.num.f32 %p1, %r3, %r3;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 2),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.neu.f32 %p1, %r3, %r3;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 1),

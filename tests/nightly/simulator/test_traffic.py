@@ -7,9 +7,11 @@ import pytest
 import torch
 from kernel_cases import DEVICE, DTYPES, INF, SIMULATED, Guarded
 
+from scaler_triton.kernels import abi
 from scaler_triton.kernels.clip import launch_clip
 from scaler_triton.kernels.config import DEFAULT
 from scaler_triton.kernels.norm import launch_sum_of_squares
+from scaler_triton.kernels.spike import launch_judge
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
 from scaler_triton.kernels.unscale import launch_check, launch_unscale
 
@@ -96,6 +98,17 @@ def test_clipping_reads_twice_and_writes_once(moved, dtype, offset):
         "_finish_kernel": {"loaded": PARTIALS_BLOCK * PARTIAL + SCALE + FLAG, "stored": 5 * 8},
         "_clip_kernel": {"loaded": size + 3 * (MAP + SCALE + TOTALS), "stored": size + 4},
     }
+
+
+@pytest.mark.parametrize("length", [100, 4096])
+def test_a_judgement_reads_its_window_once_and_writes_one_norm_of_it(moved, length):
+    window = torch.ones(abi.HEADER + length, dtype=torch.float64)
+    window[abi.COUNT] = 5 * length
+    status, counters = torch.zeros(abi.STATUS), torch.zeros(abi.COUNTERS, dtype=torch.int64)
+    launch_judge(torch.ones(abi.TOTALS, dtype=torch.float64), status, window, counters, length, 0, first=True)
+    numbers = 4 + 2 + 2  # of the header, the counters and the totals
+    stored = 4 + 1  # the norm, the header's three numbers, the spikes
+    assert moved() == {"_judge_kernel": {"loaded": 8 * (length - 1 + numbers), "stored": 8 * stored}}
 
 
 def test_the_figure_is_as_wide_as_what_clipping_moves(moved):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from perf import __main__ as command
-from perf import bench_clip, bench_host, bench_launches, bench_passes, host_stub
+from perf import bench_clip, bench_guard, bench_host, bench_launches, bench_passes, host_stub
 from perf.measure import Context, WrongResult
 from perf.models import loop_cases, resnet18, transformer
 from perf.rows import Row
@@ -73,6 +73,30 @@ def test_a_clipping_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(GradScaler, "clip_grad_norm_", lambda *args: right(*args) * 1.001)
     with pytest.raises(WrongResult, match="10 x 64 fp32: ours, to 0.5 of the norm: the norm is"):
         list(bench_clip.measure(QUICK))
+
+
+def test_guards_beside_a_check_by_hand() -> None:
+    found = values(bench_guard.measure(QUICK))
+    for kind in bench_host.KINDS:
+        torchs = {found[f"10 x 64 bf16, {kind}", metric, "torch"] for metric in bench_guard.SIGMAS}
+        assert len(torchs) == 1
+        for metric in bench_guard.SIGMAS:
+            for updates in ("", ", update()"):
+                assert found[f"10 x 64 bf16, {kind}", f"{metric}{updates}", "ours / torch"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "text"),
+    [
+        ("spikes.Window.judge", lambda *args, **options: None, "skip spikes, too, spike: the step is taken"),
+        ("passes.clip_batch_", lambda *args: (None, False), "skip what is not finite, usual: gradients differ"),
+        ("flag.Flag.on_host", lambda *args, **options: False, "skip what is not finite, NaN: the step is taken"),
+    ],
+)
+def test_a_guard_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, text: str) -> None:
+    monkeypatch.setattr(f"scaler_triton.{name}", broken)
+    with pytest.raises(WrongResult, match=f"10 x 64 bf16: {text}"):
+        list(bench_guard.measure(QUICK))
 
 
 def test_torchs_launches_and_everyones_collectives_are_counted() -> None:
