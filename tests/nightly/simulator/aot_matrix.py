@@ -21,7 +21,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
 from without_measuring import without_measuring
 
 from scaler_triton.kernels import config, launch, norm, unscale
