@@ -174,10 +174,11 @@ class Block:
         self.registers.write_bits(result, self.registers.bits(source, 32)[others], active)
 
     def _redux(self, it, active):
-        assert it.kinds == ("sync", "max", "s32")
+        _, name, kind = it.kinds
+        reduce = {"max.s32": np.maximum, "max.f32": np.fmax, "add.s32": np.add}[f"{name}.{kind}"]
         result, source, _ = it.operands
-        largest = self.registers.read(source, "s32").reshape(-1, _LANES).max(axis=1)
-        self.registers.write(result, np.repeat(largest, _LANES), "s32", active)
+        of_warps = reduce.reduce(self.registers.read(source, kind).reshape(-1, _LANES), axis=1)
+        self.registers.write(result, np.repeat(of_warps, _LANES), kind, active)
 
     # Memory
 

@@ -57,6 +57,8 @@ def run(code, tensor, *, n_programs=1, param=0, shared=512, spans=None):
         ("sub.s32 %r3, %r1, 9;\nrem.s32 %r2, %r3, 4;", lambda thread: math.fmod(thread - 9, 4)),
         ("mov.b64 %rd3, 0dBFFE000000000000;\ncvt.rzi.s64.f64 %rd4, %rd3;\ncvt.u32.u64 %r2, %rd4;", lambda thread: -1),
         ("redux.sync.max.s32 %r2, %r1, -1;", lambda thread: thread | 31),
+        ("redux.sync.max.f32 %r2, %r1, -1;", lambda thread: thread | 31),  # of subnormals
+        ("redux.sync.add.s32 %r2, %r1, -1;", lambda thread: 32 * (thread & ~31) + 31 * 16),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.num.f32 %p1, %r3, %r3;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 2),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.neu.f32 %p1, %r3, %r3;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 1),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.ge.f32 %p1, %r3, 0f00000000;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 2),
