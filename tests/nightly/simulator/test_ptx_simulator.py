@@ -49,6 +49,7 @@ def run(code, tensor, *, n_programs=1, param=0, shared=512, spans=None):
         ("shl.b32 %r2, %r1, 2;", lambda thread: 4 * thread),
         ("sub.s32 %r3, %r1, 9;\nshr.s32 %r2, %r3, 40;", lambda thread: -(thread < 9)),
         ("sub.s32 %r3, %r1, 9;\nmax.s32 %r2, %r3, -2;", lambda thread: max(thread - 9, -2)),
+        ("mov.b32 %r3, 9;\nmov.b32 %r4, 5;\nmax.f32 %r2, %r1, %r3, %r4;", lambda thread: max(thread, 9)),
         ("bfe.u32 %r2, %r1, 1, 3;", lambda thread: thread >> 1 & 7),
         ("mov.b32 %r3, 0x04030201;\nprmt.b32 %r2, %r1, %r3, 0x7054U;", lambda thread: 0x04000201 | thread << 16),
         ("shfl.sync.bfly.b32 %r2, %r1, 8, 31, -1;", lambda thread: thread ^ 8),
