@@ -148,8 +148,12 @@ class Block:
             bits = ptx_ops.joined(*(self.registers.bits(part, width // 2) for part in _inside(source)))
         else:
             bits = self.registers.bits(source, width)
-        for number, part in enumerate(parts := _inside(result)):
-            share = width // len(parts)
+        parts = _inside(result)
+        if len(parts) == 1:  # perhaps a predicate
+            self.registers.write_bits(result, bits, active)
+            return
+        share = width // len(parts)
+        for number, part in enumerate(parts):
             self.registers.write_bits(part, encode(bits >> bits.dtype.type(number * share), f"b{share}"), active)
 
     # Threads together

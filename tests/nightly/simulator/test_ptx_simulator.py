@@ -69,6 +69,8 @@ def run(code, tensor, *, n_programs=1, param=0, shared=512, spans=None):
         ("mov.b32 %r3, 0x7E003C00;\nsetp.nan.f16x2 %p1|%p2, %r3, %r3;\nselp.b32 %r2, 4, 8, %p2;", lambda thread: 4),
         ("mov.u32 %r3, %ctaid.x;\nadd.s32 %r2, %r3, 4;", lambda thread: 4),
         ("ld.param.b64 %rd3, [k_param_1];\ncvt.u32.u64 %r2, %rd3;", lambda thread: 77),
+        ("setp.lt.u32 %p1, %r1, 3;\nmov.pred %p2, %p1;\nselp.b32 %r2, 7, 5, %p2;",
+         lambda thread: 7 if thread < 3 else 5),
         ("mov.b32 %r2, 5;\nsetp.lt.u32 %p1, %r1, 3;\n@%p1 mov.b32 %r2, 7;", lambda thread: 7 if thread < 3 else 5),
         ("mov.b32 %r2, 5;\nsetp.lt.u32 %p1, %r1, 3;\n@!%p1 mov.b32 %r2, 7;", lambda thread: 5 if thread < 3 else 7),
         # 1 + 2**-8 and 1 + 3 * 2**-8 are ties; 65519.996 becomes the largest number of fp16, 65520 Inf.
