@@ -194,11 +194,7 @@ class ByHeadroom(Run):
             flags[row, : abi.SCALE] = 0.0
             measured[row, abi.LARGEST], measured[row, abi.MEASURED_AT] = unscaled * 2.0**row, 2.0**row
         flags[max(largest), abi.FLAG] = flag
-        on_device, last_flags, was_measured = (
-            flags.to(DEVICE, copy=True),
-            torch.zeros(abi.ROWS).to(DEVICE),
-            measured.clone(),
-        )
+        on_device, last_flags = flags.to(DEVICE, copy=True), torch.zeros(abi.ROWS).to(DEVICE)
         on_gpu, rows = measured.to(DEVICE, copy=True), sum(1 << row for row in largest)
         given = {"measured": on_gpu, "headroom": self.ring[1:-1], "bits": self.bits}
         scale = self.update(on_device, rows, last_flags=last_flags, clear=clear, **given)
