@@ -71,14 +71,13 @@ def _update_scale_kernel(
         else:
             new_tracker = tl.minimum(successful, _MAX_TRACKER)
         strikes = tl.where(due, 0, strikes)
-    # Also brings whatever was written into the scale by hand within the bounds, NaN too.
     low, high = tl.load(policy_ptr + _MIN).to(tl.float32), tl.load(policy_ptr + _MAX).to(tl.float32)
-    new_scale = tl.minimum(tl.where(new_scale > low, new_scale, low), high)
+    new_scale = _within(new_scale, low, high)
     if HEADROOM > 0:
         tl.store(headroom_ptr + _CAP, new_scale.to(tl.float64))
         if found == 0:
             new_scale = _by_headroom(scale, new_scale, measured_ptr, headroom_ptr, chosen, bits, window, HEADROOM)
-            new_scale = tl.minimum(tl.where(new_scale > low, new_scale, low), high)
+            new_scale = _within(new_scale, low, high)
     tl.store(scale_ptr, new_scale)
     tl.store(growth_tracker_ptr, new_tracker.to(tl.int32))
     tl.store(counters_ptr + _STRIKES, strikes)
@@ -88,6 +87,12 @@ def _update_scale_kernel(
         tl.store(flags_ptr + _STATUS * row + _FLAG, nothing, mask=chosen)
         tl.store(flags_ptr + _STATUS * row + _FAILED, nothing, mask=chosen)
         tl.store(last_flags_ptr + row, flags, mask=chosen)
+
+
+@triton.jit
+def _within(scale, low, high):
+    """The scale within its bounds, even if NaN or whatever else was written into it by hand."""
+    return tl.minimum(tl.where(scale > low, scale, low), high)
 
 
 @triton.jit

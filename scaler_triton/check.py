@@ -318,11 +318,13 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
             step_failed(scaler, step)
     finally:  # even if that raises: the others wait in the reduction
         if told is not None:
-            ours = scaler._ours
-            by_norm = ours.guard is not None and ours.guard.sigma is not None
-            report_failure(
-                told, scaler._scale.device, by_sums=failed_sums(ours) if by_norm or ours.steps.measures else None
-            )
+            _tell_of_failure(scaler._ours, told, scaler._scale.device)
+
+
+def _tell_of_failure(ours: Ours, together: Ranks, device: torch.device) -> None:
+    """Join the one reduction of the others' check, which sums where they measure or share a norm."""
+    sums = ours.steps.measures or (ours.guard is not None and ours.guard.sigma is not None)
+    report_failure(together, device, by_sums=failed_sums(ours) if sums else None)
 
 
 def failed_sums(ours: Ours) -> list[float]:
@@ -366,7 +368,7 @@ def require_scale(
                 else:
                     for optimizer in optimizers:
                         scaler._ours.steps.open(optimizer).failed(home)
-                        report_failure(together, home)
+                        _tell_of_failure(scaler._ours, together, home)
         raise
 
 
