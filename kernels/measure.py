@@ -31,17 +31,18 @@ def nothing_measured(BLOCK_SIZE: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def measure(x, largest, counts):
     """`largest` and `counts` with a block of elements more."""
-    size = tl.reshape(tl.abs(x), [largest.numel, x.numel // largest.numel])
-    small = (size < _SMALLEST_NORMAL) & (size != 0.0)
-    found = (size == 0.0).to(tl.int32) + (small.to(tl.int32) << 16)
+    size = tl.abs(tl.reshape(x, [largest.numel, x.numel // largest.numel]))
+    # The counts come first, and by one choice an element: so ptxas needs the fewest registers.
+    counts += tl.sum(tl.where(size < _SMALLEST_NORMAL, tl.where(size == 0.0, 1, 1 << 16), 0), 1)
     finite = tl.where(size < float("inf"), size, 0.0)  # false of NaN
-    return tl.maximum(largest, tl.max(finite, 1)), counts + tl.sum(found, 1)
+    return tl.maximum(largest, tl.max(finite, 1)), counts
 
 
 @triton.jit
-def measured_in(largest, counts):
-    """The largest, the zeros and the subnormals of all lanes."""
-    return tl.max(largest), tl.sum(counts & 0xFFFF), tl.sum(counts >> 16)
+def measured_in(largest, counts, limit, CHUNK_SIZE: tl.constexpr):
+    """The largest, zeros, subnormals and elements of a chunk's body; lanes beyond the limit have held zeros."""
+    seen = tl.maximum(limit, 0)
+    return tl.max(largest), tl.sum(counts & 0xFFFF) - (CHUNK_SIZE - seen), tl.sum(counts >> 16), seen
 
 
 @triton.jit

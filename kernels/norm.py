@@ -90,16 +90,16 @@ def _sum_squares(
     body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
     grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
     acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
-    largest, counts = nothing_measured(BLOCK_SIZE, DTYPE)
+    if MEASURE:
+        largest, counts = nothing_measured(BLOCK_SIZE, DTYPE)
     for step in tl.static_range(UNROLL):
         x = widen(grads[step]) * lift
         acc += x * x
         if MEASURE:
             largest, counts = measure(x, largest, counts)
     total = tl.sum(acc.to(tl.float64))
-    top, zeros, subnormal = measured_in(largest, counts)
-    seen = tl.maximum(limit, 0)
-    zeros -= BLOCK_SIZE * UNROLL - seen  # lanes beyond the limit hold zeros
+    if MEASURE:
+        top, zeros, subnormal, seen = measured_in(largest, counts, limit, BLOCK_SIZE * UNROLL)
     if has_edges:
         edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
         edge = widen(tl.load(edge_ptrs, mask=edge_mask, other=0.0)) * lift

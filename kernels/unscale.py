@@ -70,7 +70,8 @@ def _unscale_kernel(
         body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
         grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
         acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
-        largest, counts = nothing_measured(BLOCK_SIZE, DTYPE)
+        if MEASURE:
+            largest, counts = nothing_measured(BLOCK_SIZE, DTYPE)
         for step in tl.static_range(UNROLL):
             x = widen(grads[step])
             acc += x * 0.0  # Inf * 0 is NaN, and NaN stays
@@ -81,9 +82,8 @@ def _unscale_kernel(
                 # A product with 1 need not be stored: then all lanes are masked.
                 tl.store(body_ptr + offs, narrow(x * inv, DTYPE), mask=offs < tl.where(inv == 1.0, 0, limit))
         bad = tl.sum(acc)
-        top, zeros, subnormal = measured_in(largest, counts)
-        seen = tl.maximum(limit, 0)
-        zeros -= BLOCK_SIZE * UNROLL - seen  # lanes beyond the limit hold zeros
+        if MEASURE:
+            top, zeros, subnormal, seen = measured_in(largest, counts, limit, BLOCK_SIZE * UNROLL)
 
         if has_edges:
             edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)

@@ -71,13 +71,13 @@ def _update_scale_kernel(
         else:
             new_tracker = tl.minimum(successful, _MAX_TRACKER)
         strikes = tl.where(due, 0, strikes)
-    # Also brings whatever was written into the scale by hand within the bounds, NaN too.
     low, high = tl.load(policy_ptr + _MIN).to(tl.float32), tl.load(policy_ptr + _MAX).to(tl.float32)
-    new_scale = tl.minimum(tl.where(new_scale > low, new_scale, low), high)
+    new_scale = _within(new_scale, low, high)
     if HEADROOM > 0:
         tl.store(headroom_ptr + _CAP, new_scale.to(tl.float64))
         if found == 0:
-            new_scale = _by_headroom(scale, new_scale, low, measured_ptr, headroom_ptr, chosen, bits, window, HEADROOM)
+            new_scale = _by_headroom(scale, new_scale, measured_ptr, headroom_ptr, chosen, bits, window, HEADROOM)
+            new_scale = _within(new_scale, low, high)
     tl.store(scale_ptr, new_scale)
     tl.store(growth_tracker_ptr, new_tracker.to(tl.int32))
     tl.store(counters_ptr + _STRIKES, strikes)
@@ -90,7 +90,13 @@ def _update_scale_kernel(
 
 
 @triton.jit
-def _by_headroom(scale, cap, low, measured_ptr, headroom_ptr, chosen, bits, window, BLOCK_SIZE: tl.constexpr):
+def _within(scale, low, high):
+    """The scale within its bounds, even if NaN or whatever else was written into it by hand."""
+    return tl.minimum(tl.where(scale > low, scale, low), high)
+
+
+@triton.jit
+def _by_headroom(scale, cap, measured_ptr, headroom_ptr, chosen, bits, window, BLOCK_SIZE: tl.constexpr):
     """The scale that leaves `bits` powers of 2 above the largest gradient of the last good updates, at most the cap."""
     place = measured_ptr + _MEASURED_ROW * tl.arange(0, _ROWS)
     largest = tl.load(place + _LARGEST, mask=chosen, other=0.0)
@@ -108,8 +114,7 @@ def _by_headroom(scale, cap, low, measured_ptr, headroom_ptr, chosen, bits, wind
     top = tl.where(enters, tl.maximum(top, exponent), top)
     power = tl.minimum(tl.maximum(-(bits + top) + _FP16_EXPONENT, -1022), 1023)
     target = ((power + 1023) << 52).to(tl.float64, bitcast=True)
-    fits = tl.maximum(tl.minimum(target, cap.to(tl.float64)).to(tl.float32), low)
-    return tl.where(enters | (count > 0), fits, scale)
+    return tl.where(enters | (count > 0), tl.minimum(target, cap.to(tl.float64)).to(tl.float32), scale)
 
 
 @triton.jit
@@ -166,7 +171,8 @@ def launch_update(
         unscaled = max(measured[row, LARGEST] / measured[row, MEASURED_AT] for row in rows)
         if not bad and unscaled > 0: append(exponents, floor(log2(unscaled)))         # the ring: the last of them
         if bad: scale = cap
-        elif exponents: scale = clamp(min(2 ** (15 - bits - max(exponents)), cap), min_scale, max_scale)
+        elif exponents: scale = min(2 ** (15 - bits - max(exponents)), cap)
+        scale = clamp(scale, min_scale, max_scale)
 
     Args:
         scale: fp32, one element, any shape, mutated.

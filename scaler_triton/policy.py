@@ -61,8 +61,8 @@ class Limits(NamedTuple):
         return checked
 
     def clamp(self, scale: float) -> float:
-        """Return `scale` brought within the bounds."""
-        return min(max(scale, self.min_scale), self.max_scale)
+        """Return `scale` brought within the bounds, NaN as the lower one."""
+        return min(scale, self.max_scale) if scale > self.min_scale else self.min_scale
 
     def check_within(self, value: Any, name: str) -> float:
         """Return `value` as a float if it can be a loss scale and lies within the bounds."""

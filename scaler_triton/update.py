@@ -494,7 +494,7 @@ def update_on_host_(
         headroom.on_host()[CAP] = value = as_fp32(value)
         if not found_inf:
             largest = 0.0 if unscaled is None else unscaled.item()
-            value = max(headroom.scale_below(value, before, largest), limits.min_scale)
+            value = limits.clamp(headroom.scale_below(value, before, largest))
     if value == before:
         increment_version(scale)  # as if the same value was written, which torch's op does
         return
@@ -527,13 +527,13 @@ def update_by_ops_(
     if limits.hysteresis > 1:
         spared = bad & (counters[STRIKES] + 1 < limits.hysteresis)
         after = torch.where(spared, scale, after)
-    after.nan_to_num_(nan=limits.min_scale, posinf=limits.max_scale).clamp_(limits.min_scale, limits.max_scale)
+    after = _clamped(after, limits)
     scale = before
     if headroom is not None:
         headroom.on(scale.device)[CAP] = after.reshape(())
         found = torch.zeros_like(after).double().reshape(()) if unscaled is None else unscaled
         fits = headroom.scale_below_by_ops(after.reshape(()), scale.reshape(()), found, bad)
-        after = torch.where(bad, after, fits.to(after.dtype).clamp(min=limits.min_scale))
+        after = torch.where(bad, after, _clamped(fits.to(after.dtype), limits))
     updates, skipped, streak, growths, backoffs, last_skip, strikes, spikes = counters.unbind()
     updates = updates + 1
     counted = torch.stack([
@@ -548,6 +548,11 @@ def update_by_ops_(
     ])  # fmt: skip
     for held, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):
         held.copy_(value)
+
+
+def _clamped(scale: Tensor, limits: Limits) -> Tensor:
+    low, high = limits.min_scale, limits.max_scale
+    return scale.nan_to_num(nan=low, posinf=high).clamp(low, high)
 
 
 def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, requested: str) -> None:

@@ -56,11 +56,11 @@ class Static:
 class Run:
     """A small model trained in fp16 on batches that stay where they are, so that a graph can read them."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True, capturable=True)
-        self.scaler: Any = GradScaler("cuda", init_scale=2.0**10, growth_interval=7)
+        self.scaler: Any = GradScaler("cuda", init_scale=2.0**10, growth_interval=7, **options)
         self.batch = torch.zeros(4, 64, device="cuda")
         self.how = how
 
@@ -108,9 +108,9 @@ def assert_equal_step(step: int, eager: Run, other: Run, act: Callable[[], None]
         assert_same(mine.detach(), theirs.detach())
 
 
-def eager_and_captured(how: str, **limits: Any) -> tuple[Run, Run, Callable[[], None]]:
+def eager_and_captured(how: str, options: Any = None, **limits: Any) -> tuple[Run, Run, Callable[[], None]]:
     """Return a run after three steps, one like it, and what replays a step of the other's."""
-    eager, graphed = Run(how), Run(how)
+    eager, graphed = (Run(how, **options or {}) for _ in range(2))
     for run in (eager, graphed):
         run.scaler.set_limits(**limits)
     replay = graphed.captured()
@@ -126,6 +126,20 @@ def test_replayed_steps_equal_eager_ones_through_overflows(how: str, mixed: bool
     eager, graphed, replay = eager_and_captured(how)
     for step in range(3, STEPS):
         assert_equal_step(step, eager, graphed, graphed.step if mixed and step % 3 == 0 else replay)
+
+
+@pytest.mark.parametrize(("how", "mixed"), [*((way, False) for way in WAYS), ("step", True)])
+def test_under_replay_too_the_headroom_policy_sets_the_scale(how: str, mixed: bool) -> None:
+    """The graph has the ring of exponents; eager steps between replays use the same one."""
+    options = {"scale_policy": "headroom", "headroom_window": 5}
+    eager, graphed, replay = eager_and_captured(how, options)
+    scales = set()
+    for step in range(3, STEPS):
+        assert_equal_step(step, eager, graphed, graphed.step if mixed and step % 3 == 0 else replay)
+        scales.add(eager.scaler.get_scale())
+        assert graphed.scaler.headroom() == eager.scaler.headroom()
+    assert graphed.scaler.state_dict() == eager.scaler.state_dict()
+    assert len(scales) > 3
 
 
 def test_a_replayed_step_after_an_update_is_told_of() -> None:

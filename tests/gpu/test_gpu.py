@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import WAYS, flags, parameters, started, waits_raise
+from helpers import WAYS, flags, parameters, started, take_step, waits_raise
 
 from scaler_triton import GradScaler, ScalerStats, ops
 from scaler_triton.update import LaggingCounters
@@ -41,6 +41,26 @@ def test_a_step_never_waits_but_where_a_plain_one_reads_the_flag(how: str, fused
         with quiet():
             scaler.update()
     assert scaler.get_scale() == 64.0
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_measuring_and_the_headroom_policy_never_wait(how: str) -> None:
+    model, optimizer = network(fused=True)
+    scaler = GradScaler("cuda", init_scale=4.0, scale_policy="headroom", headroom_window=3)
+    batch, largest, known = torch.randn(4, 64, device="cuda"), [], []
+    for step in range(12):
+        with waits_raise() if step >= 3 else torch.enable_grad():  # plans and kernels are made in the first steps
+            optimizer.zero_grad()
+            scaler.scale(model(batch).square().mean()).backward()
+            grads = [parameter.grad.double().abs().amax() for parameter in model.parameters()]
+            largest.append(torch.stack(grads).amax() / scaler._scale)
+            take_step(scaler, optimizer, how)
+            known.append(scaler.headroom(wait=False))
+    exponents = [math.floor(math.log2(each.item())) for each in largest]
+    assert scaler.get_scale() == 2.0 ** (13 - max(exponents[-3:]))
+    found = scaler.headroom()
+    assert found.largest == largest[-1].item()
+    assert known[-1].seen == found.seen == sum(each.numel() for each in model.parameters())
 
 
 def test_ops_leave_a_flag_set_that_is_elsewhere() -> None:

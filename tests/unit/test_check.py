@@ -14,6 +14,7 @@ from helpers import PLACES, Place, flags, grads, sgd, started, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, check, flag, passes, ranks
+from scaler_triton.headroom import PACKED
 from scaler_triton.step import Phase
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -32,9 +33,10 @@ def phase(scaler: Any, optimizer: Any) -> Phase:
 
 @pytest.fixture
 def reductions(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """What this rank, one of two, reduces to a maximum."""
+    """What this rank, one of two, reduces to a maximum or a sum."""
     seen: list[list[float]] = []
-    monkeypatch.setattr(ranks.Ranks, "maximum_", lambda self, values: seen.append(values.tolist()))
+    for name in ("maximum_", "sum_"):
+        monkeypatch.setattr(ranks.Ranks, name, lambda self, values: seen.append(values.tolist()))
     return seen
 
 
@@ -216,13 +218,10 @@ def test_a_guards_ranks_agree_whatever_its_parameters_are(reductions: Any) -> No
     assert reductions == [[0.0, 0.0, 1.0, -1.0]]
 
 
-@pytest.mark.usefixtures("two_ranks")
-def test_where_the_check_is_by_a_norm_an_error_joins_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums: list[list[float]] = []
-    monkeypatch.setattr(ranks.Ranks, "sum_", lambda self, values: sums.append(values.tolist()))
+def test_where_the_check_is_by_a_norm_an_error_joins_the_sum(reductions: Any) -> None:
     with mock.patch.object(passes, "norm_batch", side_effect=MemoryError), pytest.raises(MemoryError):
         StepGuard("cpu", spike_sigma=6.0).unscale_(sgd([torch.ones(1)]))
-    assert sums == [pytest.approx([math.nan, 1.0, 1.0, 0.0, 0.0], nan_ok=True)]
+    assert reductions == [pytest.approx([math.nan, 1.0, 1.0, 0.0, 0.0], nan_ok=True)]
 
 
 @pytest.mark.usefixtures("two_ranks")
@@ -336,12 +335,16 @@ def test_a_copy_to_the_host_is_started_only_for_who_reads_it(how: str, fused: bo
 # Before the first scale
 
 
+@pytest.mark.parametrize("measure", [False, True])
 @pytest.mark.parametrize("name", ["unscale_", "step"])
-def test_without_a_scale_a_rank_tells_the_others_and_backs_off_with_them(name: str, reductions: Any) -> None:
-    scaler, optimizer = ShardedGradScaler("cpu", init_scale=SCALE), sgd([torch.ones(1)])
+def test_without_a_scale_a_rank_tells_the_others_and_backs_off_with_them(
+    name: str, measure: bool, reductions: Any
+) -> None:
+    scaler, optimizer = ShardedGradScaler("cpu", init_scale=SCALE, measure=measure), sgd([torch.ones(1)])
     with pytest.raises(AssertionError, match=f"^Attempted {name} but _scale is None"):
         getattr(scaler, name)(optimizer)
-    assert reductions == [TOLD]
+    sums = [*flag.FAILED_TOTALS, *[0.0] * PACKED]  # as strings, for NaN is no NaN
+    assert str(reductions) == str([sums if measure else TOLD])
     scaler.step(optimizer)
     scaler.update()
     assert (values(optimizer), scaler.get_scale()) == ([0.0], SCALE / 2)

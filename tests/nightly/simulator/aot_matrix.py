@@ -21,11 +21,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from without_measuring import without_measuring
 
-from scaler_triton.kernels import config, launch
+from scaler_triton.kernels import config, launch, norm, unscale
 from scaler_triton.kernels.abi import MAX_WINDOW
 from scaler_triton.kernels.clip import _clip_kernel
-from scaler_triton.kernels.config import CANDIDATES, DEFAULT, WARP_LANES
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, MEASURING, WARP_LANES
+from scaler_triton.kernels.measure import _BLOCK, _WARPS, _add_measured_kernel
 from scaler_triton.kernels.norm import _FINISH_WARPS, _finish_kernel, _sum_squares_kernel
 from scaler_triton.kernels.spike import _judge_kernel, warps_of
 from scaler_triton.kernels.table import PARTIALS_BLOCK
@@ -39,37 +41,56 @@ _POINTERS = {
     "*i32": ["chunk_tensor", "chunk_index", "bits", "growth_tracker", "generation"],
     "*i64": ["address", "numel", "counters"],
     "*fp32": ["found_inf", "scale", "flags", "last_flags", "norm", "status"],
-    "*fp64": ["policy", "weight", "partial", "totals", "window"],
+    "*fp64": ["policy", "weight", "partial", "totals", "window", "measured", "total", "headroom"],
 }
 TYPES = {f"{name}_ptr": kind for kind, names in _POINTERS.items() for name in names}
 CONFIG_TARGET = "sm_90"
+MAX_HEADROOM_WINDOW = 1024  # see `policy`
 # What a launch promises of the table's own tensors, and of nothing else.
 ALIGNED = ("address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr")
 
 
 # Every pass over a table: its kernel, and the constants of its own; of the two forms of unscaling the one that divides.
 PASSES = {
-    "unscale": (_unscale_kernel, {"WRITE": True, "INVERSE": False}),
-    "check": (_unscale_kernel, {"WRITE": False, "INVERSE": False}),
-    "norm": (_sum_squares_kernel, {}),
+    "unscale": (_unscale_kernel, {"WRITE": True, "INVERSE": False, "MEASURE": False}),
+    "check": (_unscale_kernel, {"WRITE": False, "INVERSE": False, "MEASURE": False}),
+    "norm": (_sum_squares_kernel, {"MEASURE": False}),
     "clip": (_clip_kernel, {}),
 }
+ALL_PASSES = {**PASSES, "unscale_inverse": (_unscale_kernel, {"WRITE": True, "INVERSE": True, "MEASURE": False})}
 
 
 def variants():
     """(name, kernel, constexprs, warps of 32 lanes) of every kernel that can be launched; and what else it is given."""
-    passes = {**PASSES, "unscale_inverse": (_unscale_kernel, {"WRITE": True, "INVERSE": True})}
     for torch_dtype in launch.TRITON_DTYPES:
-        for name, (kernel, own) in passes.items():
+        for name, (kernel, own) in ALL_PASSES.items():
             constants = {**table_constants(torch_dtype, DEFAULT), **own}
             yield f"{name}-{dtype_name(torch_dtype)}", kernel, constants, DEFAULT.num_warps
+            if "MEASURE" in own:
+                constants = {**table_constants(torch_dtype, MEASURING), **own, "MEASURE": True}
+                yield f"{name}_measuring-{dtype_name(torch_dtype)}", kernel, constants, MEASURING.num_warps
+    yield "add_measured", _add_measured_kernel, {"BLOCK_SIZE": _BLOCK}, _WARPS
     for clear in (False, True):
-        yield f"update{'_and_clear' * clear}", _update_scale_kernel, {"CLEAR": clear}, 1
+        yield f"update{'_and_clear' * clear}", _update_scale_kernel, {"CLEAR": clear, "HEADROOM": 0}, 1
+        for ring in (16, MAX_HEADROOM_WINDOW):
+            name = f"update{'_and_clear' * clear}_headroom-{ring}"
+            yield name, _update_scale_kernel, {"CLEAR": clear, "HEADROOM": ring}, 1
     for inverse in (False, True):
         constants = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
         yield f"finish{'_inverse' * inverse}", _finish_kernel, constants, _FINISH_WARPS
     for size in (2, 128, MAX_WINDOW):
         yield f"judge-{size}", _judge_kernel, {"BLOCK_SIZE": size}, warps_of(size), {"enable_fp_fusion": False}
+
+
+def variants_before():
+    """As `variants`, for the passes that may measure, of sources without that."""
+    modules = {module: without_measuring(module) for module in (norm, unscale)}
+    for torch_dtype in launch.TRITON_DTYPES:
+        for name, (kernel, own) in ALL_PASSES.items():
+            if "MEASURE" in own:
+                old = modules[norm if name == "norm" else unscale][kernel.fn.__name__]
+                constants = {**table_constants(torch_dtype, DEFAULT), **own}
+                yield f"{name}-{dtype_name(torch_dtype)}", old, constants, DEFAULT.num_warps
 
 
 def config_variants():
@@ -116,7 +137,8 @@ def report_ptx(compiled):
     ptx = compiled.asm["ptx"]
     accesses = Counter(re.findall(r"\b((?:ld|st)\.global\.[\w.]+)", ptx))
     wide_order = "".join(re.findall(r"\b([ls])[dt]\.global\.v", ptx))
-    before_narrow_store = re.split(r"st\.global\.b(?:16|32|64)", ptx)[0].rpartition("ld.global")[2]
+    behind_body = ptx.rpartition("st.global.v")[2]
+    before_narrow_store = re.split(r"st\.global\.b(?:16|32|64)", behind_body)[0].rpartition("ld.global")[2]
     return {
         "accesses": accesses,
         "loads_between_stores": wide_order.strip("l").count("l"),
@@ -128,8 +150,19 @@ def report_ptx(compiled):
         "sqrt_rn_f64": len(re.findall(r"\bsqrt\.rn\.f64", ptx)),
         "fuses": "fma." in ptx,
         "mul_f64": len(re.findall(r"\bmul(?:\.rn)?\.f64", ptx)),
+        "instructions": instructions_of(compiled),
         **report_resources(compiled),
     }
+
+
+def instructions_of(compiled):
+    """The instructions; registers get their numbers in the order of their use, parameters and labels none."""
+    if "amdgcn" in compiled.asm:
+        return re.findall(r"^\t([a-z][^;\n]*)", compiled.asm["amdgcn"], re.MULTILINE)
+    ptx, numbers = compiled.asm["ptx"], {}
+    body = re.sub(r"param_\d+|\$L\w+", "", ptx[ptx.index("{") :])
+    body = re.sub(r"%[a-z]+\d+", lambda found: f"%{numbers.setdefault(found[0], len(numbers))}", body)
+    return re.findall(r"^\s+((?:@!?%\d+ )?\s*[a-z][^;\n]*);", body, re.MULTILINE)
 
 
 def report_resources(compiled):
@@ -150,6 +183,7 @@ def report_amdgcn(compiled):
     return {
         "wide_loads": len(re.findall(r"\b(?:buffer|global)_load_dwordx4", code)),
         "wide_stores": len(re.findall(r"\b(?:buffer|global)_store_dwordx4", code)),
+        "instructions": instructions_of(compiled),
         "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
         "spilled": int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
     }
@@ -157,7 +191,7 @@ def report_amdgcn(compiled):
 
 def refusal_of_cpu_tensors():
     try:
-        launch.Launch(_update_scale_kernel, torch.device("cpu"), num_warps=1, CLEAR=False)
+        launch.Launch(_update_scale_kernel, torch.device("cpu"), num_warps=1, CLEAR=False, HEADROOM=0)
     except RuntimeError as error:
         return str(error)
 
@@ -168,6 +202,8 @@ def jobs():
         report = report_amdgcn if target.backend == "hip" else report_ptx
         for variant in variants():
             yield f"{target_name}-{variant[0]}", target, report, variant
+        for variant in variants_before():
+            yield f"before-{target_name}-{variant[0]}", target, instructions_of, variant
     for variant in config_variants():
         yield f"config-{variant[0]}", TARGETS[CONFIG_TARGET], report_resources, variant
 
@@ -185,13 +221,17 @@ def main():
     # A forked worker has the kernels already. They compile without a GPU: no driver is open in this process.
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
         reports = dict(pool.map(compile_job, range(len(JOBS)), chunksize=4))
-    configs = {key.removeprefix("config-"): reports.pop(key) for key in list(reports) if key.startswith("config-")}
+    before, configs = (
+        {key.removeprefix(group): reports.pop(key) for key in list(reports) if key.startswith(group)}
+        for group in ("before-", "config-")
+    )
     shipped = {
         f"{mode}-{dtype_name(dtype)}": sorted(map(str, shipped_configs(mode, dtype.itemsize)))
         for mode in config.MODES
         for dtype in launch.TRITON_DTYPES
     }
-    found = {"kernels": reports, "configs": configs, "shipped": shipped, "refusal": refusal_of_cpu_tensors()}
+    found = {"kernels": reports, "before": before, "configs": configs, "shipped": shipped}
+    found["refusal"] = refusal_of_cpu_tensors()
     json.dump(found, sys.stdout)
 
 

@@ -14,7 +14,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from perf import stub_driver
-from scaler_triton.kernels import abi, launch, spike, update_scale
+from scaler_triton.kernels import abi, launch, measure, spike, update_scale
 from scaler_triton.kernels.clip import _clip_kernel, launch_clip
 from scaler_triton.kernels.config import DEFAULT
 from scaler_triton.kernels.table import GradTable
@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 SCALE, FLAG = torch.ones(()), torch.zeros(())
 TABLE_PARAMS = ("addresses", "numels", "chunk_tensors", "chunk_indices", "bits")
 CHUNK = DEFAULT.chunk_elements(2)
-# (elements of the table's tensors, a clip's bound and ranks, rows of an update, norms in a guard's window): each launch
-# is its Launch's first.
+# (elements of the table's tensors, a clip's bound and ranks, rows of an update, norms in a guard's window or exponents
+# in that of the headroom): each launch is its Launch's first.
 ROUNDS = [
     ([], 0.3, 1, 1, 65),
     ([0], 1, 1, 16, 66),
@@ -35,8 +35,9 @@ ROUNDS = [
 ]
 
 
-def launched(start, *args, **options):
-    """What reached the driver."""
+def launched(start, *args, params=9, **options):
+    """What reached the driver, and so many of its parameters: each kernel has as many, with Triton's own two."""
+    stub_driver.note_params(params)
     before = stub_driver.launches()
     start(*args, **options)
     return [stub_driver.launch(number)._asdict() for number in range(before, stub_driver.launches())]
@@ -50,8 +51,8 @@ def launch_all():
     """Yield each round, with what is no table's at an address that is aligned, or with one that is not."""
     floats, flags = torch.ones(4), torch.zeros(abi.ROWS + 1, abi.STATUS)
     trackers, counters = torch.zeros(2, dtype=torch.int32), torch.zeros(abi.COUNTERS, dtype=torch.int64)
-    sizes = abi.POLICY, abi.TOTALS, abi.HEADER + 128
-    policy, totals, window = (torch.ones(count + 1, dtype=torch.float64) for count in sizes)
+    sizes = abi.POLICY, abi.TOTALS, abi.HEADER + 128, abi.MEASURED_ROW, abi.HEADROOM_HEADER + 128
+    policy, totals, window, measured, ring = (torch.ones(count + 1, dtype=torch.float64) for count in sizes)
     for place in (0, 1):
         scale, flag, norm = floats[place], floats[1 - place], floats[2 + place]
         clip = scale, totals[place:], norm
@@ -59,6 +60,8 @@ def launch_all():
         judged = totals[place:], flags[place], window[place:], counters
         for numels, bound, ranks, rows, length in ROUNDS:
             table = GradTable(numels, torch.float16, CPU)
+            headroom = ring[place : place + abi.HEADROOM_HEADER + length]
+            given = {"measured": measured[place:], "headroom": headroom, "bits": rows % 31}
             update_scale._launch_on.cache_clear()
             spike._launch_on.cache_clear()
             yield {
@@ -67,11 +70,15 @@ def launch_all():
                 "clip_tensors": addresses(*clip, norm),
                 "update_tensors": addresses(*update),
                 "judge_tensors": addresses(*judged),
+                "measured_tensors": addresses(table.measured, measured[place:], headroom),
                 "check": launched(launch_check, table, flag),
+                "check_measuring": launched(launch_check, table, flag, measures=True),
+                "add_measured": launched(measure.launch_add_measured, table, measured[place:], params=3),
                 "unscale": launched(launch_unscale, table, scale, flag, inverse=False),
                 "inverse": launched(launch_unscale, table, scale, flag, inverse=True),
                 "clip": [launched(launch_clip, table, *clip[:2], bound, norm, None, ranks) for _ in range(2)],
                 "update": launched(update_scale.launch_update, *update, rows, clear=False),
+                "by_headroom": launched(update_scale.launch_update, *update, rows, clear=False, **given, params=11),
                 "judge": [launched(spike.launch_judge, *judged, length, ranks, first=first) for first in (True, False)],
             }
 
@@ -155,10 +162,10 @@ def calls():
 
 def main():
     stub_driver.activate()
-    stub_driver.note_params(9)  # each kernel takes as many or more, Triton's own two with them
     with stub_driver.as_gpu():
         found = {"rounds": list(launch_all()), "interpreted": launch.INTERPRETED}
         kernels = (_unscale_kernel, _clip_kernel, update_scale._update_scale_kernel, spike._judge_kernel)
+        kernels += (measure._add_measured_kernel,)
         found["kernels"] = {kernel.fn.__name__: list(compiled(kernel)) for kernel in kernels}
         found["paths"] = {
             "usual": paths(),

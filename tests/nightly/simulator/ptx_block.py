@@ -148,8 +148,12 @@ class Block:
             bits = ptx_ops.joined(*(self.registers.bits(part, width // 2) for part in _inside(source)))
         else:
             bits = self.registers.bits(source, width)
-        for number, part in enumerate(parts := _inside(result)):
-            share = width // len(parts)
+        parts = _inside(result)
+        if len(parts) == 1:  # perhaps a predicate
+            self.registers.write_bits(result, bits, active)
+            return
+        share = width // len(parts)
+        for number, part in enumerate(parts):
             self.registers.write_bits(part, encode(bits >> bits.dtype.type(number * share), f"b{share}"), active)
 
     # Threads together
@@ -174,10 +178,11 @@ class Block:
         self.registers.write_bits(result, self.registers.bits(source, 32)[others], active)
 
     def _redux(self, it, active):
-        assert it.kinds == ("sync", "max", "s32")
+        _, name, kind = it.kinds
+        reduce = {"max.s32": np.maximum, "max.f32": np.fmax, "add.s32": np.add}[f"{name}.{kind}"]
         result, source, _ = it.operands
-        largest = self.registers.read(source, "s32").reshape(-1, _LANES).max(axis=1)
-        self.registers.write(result, np.repeat(largest, _LANES), "s32", active)
+        of_warps = reduce.reduce(self.registers.read(source, kind).reshape(-1, _LANES), axis=1)
+        self.registers.write(result, np.repeat(of_warps, _LANES), kind, active)
 
     # Memory
 

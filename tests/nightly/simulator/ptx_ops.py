@@ -52,7 +52,8 @@ def fma(a, b, c):
 
 
 def _extremum(of_floats, of_integers):
-    return lambda a, b: (of_floats if a.dtype.kind == "f" else of_integers)(a, b)
+    """Of two numbers or three, which newer GPUs take at once."""
+    return lambda *numbers: functools.reduce(of_floats if numbers[0].dtype.kind == "f" else of_integers, numbers)
 
 
 ARITHMETIC = {

@@ -6,7 +6,8 @@ import pytest
 import triton
 from packaging.version import Version
 
-from scaler_triton.kernels.config import CANDIDATES, DEFAULT, MODES
+from scaler_triton.kernels import abi
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, MEASURING, MODES
 
 pytestmark = pytest.mark.host_only
 
@@ -14,12 +15,17 @@ NVIDIA = ["sm_70", "sm_75", "sm_80", "sm_90", "sm_100"]
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 OPS = ["unscale", "unscale_inverse", "check"]
 UPDATES = ["update", "update_and_clear"]
+BY_HEADROOM = [f"{update}_headroom-{ring}" for update in UPDATES for ring in (16, 1024)]
 CLIPS = ["norm", "clip"]
+MEASURES = [f"{op}_measuring" for op in [*OPS, "norm"]]
 FINISHES = ["finish", "finish_inverse"]
 JUDGE_WARPS = {"judge-2": 1, "judge-128": 1, "judge-4096": 16}
 JUDGES = [*JUDGE_WARPS]
-VECTORS = DEFAULT.vectors * DEFAULT.unroll  # of 16 bytes, a lane
+# Kernels of one program, which may have all of a multiprocessor's registers, and its warps.
+ONE_PROGRAM = {**JUDGE_WARPS, **dict.fromkeys(BY_HEADROOM, 1), "add_measured": 4}
 WIDE = {2: "v4.b32", 4: "v4.b32", 8: "v2.b64"}
+WRITES = ["unscale", "unscale_inverse", "unscale_measuring", "unscale_inverse_measuring"]
+DIVIDING = ("unscale", "unscale_measuring", "clip", "finish")  # by the scale
 # All warps of a multiprocessor stay resident up to 32 registers, 48 of 64 up to 40, 40 up to 48. A multiprocessor of
 # sm_75 has 32 warps only, so 64 registers cost it nothing; sm_70 runs 32 of 64.
 REGISTERS = {"sm_70": 64, "sm_75": 64, "sm_80": 48, "sm_90": 40, "sm_100": 40, "gfx942": 64}
@@ -38,7 +44,8 @@ def kernels(matrix):
 
 
 def test_every_kernel_is_compiled_for_every_target(kernels):
-    names = [f"{op}-{dtype}" for op in [*OPS, *CLIPS] for dtype in DTYPES] + [*UPDATES, *FINISHES, *JUDGES]
+    names = [f"{op}-{dtype}" for op in [*OPS, *CLIPS, *MEASURES] for dtype in DTYPES]
+    names += [*UPDATES, *FINISHES, *ONE_PROGRAM]
     assert sorted(kernels) == sorted(f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names)
 
 
@@ -58,6 +65,13 @@ BESIDE = {
 }
 
 
+def parts_of(op):
+    """The pass that an op is in BESIDE, whether it measures, and how many vectors of 16 bytes a lane holds."""
+    measures = op in MEASURES
+    config = MEASURING if measures else DEFAULT
+    return op.removesuffix("_measuring").removesuffix("_inverse"), measures, config.vectors * config.unroll
+
+
 def visits(op, dtype):
     """How often a chunk may be read: the rare paths lift it, or look at its bits."""
     if op == "norm":
@@ -65,18 +79,21 @@ def visits(op, dtype):
     return {"check": 2, "clip": 1}.get(op, 3)
 
 
-@pytest.mark.parametrize("op", [*OPS, *CLIPS])
+@pytest.mark.parametrize("op", [*OPS, *CLIPS, *MEASURES])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", NVIDIA)
 def test_bodies_move_by_128_bits_only(kernels, target, dtype, op):
     """And edges by one narrow access a step."""
     accesses = Counter(kernels[f"{target}-{op}-{dtype}"]["accesses"])
+    op, measures, vectors = parts_of(op)
     wide, narrow, times = WIDE[DTYPES[dtype]], f"b{8 * DTYPES[dtype]}", visits(op, dtype)
-    assert VECTORS + times - 1 <= accesses.pop(f"ld.global.{wide}") <= VECTORS * times
-    want = Counter(BESIDE[op.removesuffix("_inverse")])
+    assert vectors + times - 1 <= accesses.pop(f"ld.global.{wide}") <= vectors * times
+    want = Counter(BESIDE[op])
     want[f"ld.global.{narrow}"] += times
     if op not in ("check", "norm"):
-        want += Counter({f"st.global.{wide}": VECTORS, f"st.global.{narrow}": 1})
+        want += Counter({f"st.global.{wide}": vectors, f"st.global.{narrow}": 1})
+    if measures:  # and zeros, a lane each, for a tensor without a gradient
+        want["st.global.b64"] += abi.MEASURED + 1
     assert accesses == want
 
 
@@ -89,6 +106,13 @@ def test_what_one_program_reads_and_writes(kernels, target):
         accesses = kernels[f"{target}-{name}"]["accesses"]
         assert (accesses["ld.global.b32"], accesses["ld.global.b64"]) == (3, 6 + 6)
         assert (accesses["st.global.b32"], accesses["st.global.b64"]) == (2 + 3 * (name != "update"), 7)
+    for name in BY_HEADROOM:
+        # In addition the largest and its scale, the cap, the count and the ring; the cap, the count and a norm's place.
+        update, _, ring = name.rpartition("_headroom-")
+        more = Counter({"ld.global.b64": 4 + -(-int(ring) // 32), "st.global.b64": 3})
+        assert kernels[f"{target}-{name}"]["accesses"] == Counter(kernels[f"{target}-{update}"]["accesses"]) + more
+    # Four numbers of 1024 chunks, by 128 lanes, and of the total.
+    assert kernels[f"{target}-add_measured"]["accesses"] == {"ld.global.b64": 4 * 8 + 4, "st.global.b64": 4}
     for name in JUDGES:
         # Four of the header, two counters, the five totals, and the norms, one at a time in each lane, which begin
         # anywhere in the ring; six of the header, a norm, a counter and the flag's total; the flag and the status.
@@ -97,7 +121,7 @@ def test_what_one_program_reads_and_writes(kernels, target):
         assert accesses == {"ld.global.b64": 4 + 2 + 5 + norms, "st.global.b64": 6 + 1 + 1 + 1, "st.global.b32": 1 + 4}
 
 
-@pytest.mark.parametrize("op", ["unscale", "unscale_inverse", "clip"])
+@pytest.mark.parametrize("op", [*WRITES, "clip"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", NVIDIA)
 def test_bodies_and_shared_edges_are_loaded_before_any_of_them_is_stored(kernels, target, dtype, op):
@@ -114,14 +138,24 @@ def test_registers_and_spills(kernels, target):
         pytest.skip("this Triton comes without cuobjdump")
     assert {report["spilled"] for report in reports.values()} == {0}
     registers = {name.removeprefix(f"{target}-"): report["registers"] for name, report in reports.items()}
-    for name, warps in JUDGE_WARPS.items():  # one program, which may have all of a multiprocessor's registers
+    for name, warps in ONE_PROGRAM.items():
         assert 32 * warps * registers.pop(name) <= 65536
     assert max(registers.values()) <= REGISTERS[target]
 
 
+@pytest.mark.parametrize("op", [*OPS, "norm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
+def test_without_measuring_kernels_are_instruction_for_instruction_what_they_were(matrix, target, dtype, op):
+    name = f"{target}-{op}-{dtype}"
+    assert len(matrix["before"][name]) > 100
+    assert matrix["kernels"][name]["instructions"] == matrix["before"][name]
+
+
 # Divisions and roots in fp64: of the ranks' scales, which are compared, and of the norm; a judgement's mean and
-# deviation.
+# deviation; the largest gradient, unscaled.
 FP64 = {"finish": (1, 0), "finish_inverse": (1, 0), "clip": (1, 1), "judge": (1 + 2, 1 + 1)}
+FP64 |= {"update_headroom": (1, 0), "update_and_clear_headroom": (1, 0)}
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -132,24 +166,26 @@ def test_arithmetic_is_ieee(kernels, target):
             assert not report["approximates"], name
             op = name.split("-")[1]
             # The inverse of the scale, and that of the norm.
-            assert report["div_rn"] == (op in ("unscale", "clip", "finish")) + (op == "clip"), name
+            assert report["div_rn"] == (op in DIVIDING) + (op == "clip"), name
             assert (report["div_rn_f64"], report["sqrt_rn_f64"]) == FP64.get(op, (0, 0)), name
             assert not report["fuses"] or op != "judge", name  # torch's ops round twice, and limits are compared
-    for name in UPDATES:
+    for name in [*UPDATES, *BY_HEADROOM]:
         assert kernels[f"{target}-{name}"]["mul_f64"] == 2  # the factors have stayed fp64
 
 
-@pytest.mark.parametrize("name", JUDGES)
-def test_judgements_spill_nothing_on_amd(kernels, name):
+@pytest.mark.parametrize("name", ONE_PROGRAM)
+def test_kernels_of_one_program_spill_nothing_on_amd(kernels, name):
     assert kernels[f"gfx942-{name}"]["spilled"] == 0
 
 
-@pytest.mark.parametrize("op", [*OPS, *CLIPS])
+@pytest.mark.parametrize("op", [*OPS, *CLIPS, *MEASURES])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bodies_move_by_16_bytes_on_amd(kernels, dtype, op):
     report = kernels[f"gfx942-{op}-{dtype}"]
-    assert report["wide_loads"] >= VECTORS
-    assert report["wide_stores"] == (0 if op in ("check", "norm") else VECTORS)
+    op, measures, vectors = parts_of(op)
+    assert report["wide_loads"] >= vectors
+    # The four numbers that a program measures are two wide stores.
+    assert report["wide_stores"] == (0 if op in ("check", "norm") else vectors) + 2 * measures
     assert report["spilled"] == 0
     assert report["registers"] <= REGISTERS["gfx942"]  # up to 64, 8 waves of 64 lanes stay resident on a SIMD
 

@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 PROGRAMS = [0, 0, 1, 2, 17] * 2  # of the table of each round in launches.py
+WINDOWS = [65, 66, 80, 127, 128] * 2
 TABLE = ["address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr"]
 
 
@@ -28,7 +29,7 @@ def found(run_compiled, tmp_path_factory):
     return run_compiled("launches.py", stub_driver.environment(tmp_path_factory.mktemp("stub_driver")))
 
 
-@pytest.mark.parametrize("op", ["check", "unscale", "inverse"])
+@pytest.mark.parametrize("op", ["check", "check_measuring", "unscale", "inverse"])
 def test_a_table_is_one_launch_with_its_own_addresses(found, op):
     for programs, seen in zip(PROGRAMS, found["rounds"], strict=True):
         assert len(seen[op]) == (programs > 0)
@@ -37,7 +38,18 @@ def test_a_table_is_one_launch_with_its_own_addresses(found, op):
             assert launch["grid"] == [programs, 1, 1]
             assert launch["block"] == [32 * DEFAULT.num_warps, 1, 1]
             scale, flag = seen["scalars"]
-            assert launch["params"][:7] == [*seen["table"], flag, flag if op == "check" else scale]
+            assert launch["params"][:7] == [*seen["table"], flag, flag if op.startswith("check") else scale]
+            if op == "check_measuring":
+                assert launch["params"][8] == seen["measured_tensors"][0]
+
+
+def test_what_a_table_has_measured_is_added_by_one_program(found):
+    for programs, seen in zip(PROGRAMS, found["rounds"], strict=True):
+        assert len(seen["add_measured"]) == (programs > 0)
+        for launch in seen["add_measured"]:
+            assert launch["kernel"] == "_add_measured_kernel"
+            assert (launch["grid"], launch["block"]) == ([1, 1, 1], [128, 1, 1])
+            assert launch["params"] == [*seen["measured_tensors"][:2], programs]
 
 
 def test_clipping_is_given_its_tensors_in_their_order_and_the_bound_in_fp32(found):
@@ -52,15 +64,19 @@ def test_clipping_is_given_its_tensors_in_their_order_and_the_bound_in_fp32(foun
 
 
 def test_the_scale_is_updated_by_one_warp(found):
-    for rows, seen in zip([1, 16, 17, 0b101, (1 << 32) - 1] * 2, found["rounds"], strict=True):
-        (launch,) = seen["update"]
-        assert launch["kernel"] == "_update_scale_kernel"
-        assert (launch["grid"], launch["block"]) == ([1, 1, 1], [32, 1, 1])
-        assert launch["params"][:7] == [*seen["update_tensors"], rows]
+    for rows, window, seen in zip([1, 16, 17, 0b101, (1 << 32) - 1] * 2, WINDOWS, found["rounds"], strict=True):
+        policy = seen["update_tensors"][4]
+        numbers = {"update": [policy, policy, rows], "by_headroom": [*seen["measured_tensors"][1:], rows]}
+        for op, params in numbers.items():
+            (launch,) = seen[op]
+            assert launch["kernel"] == "_update_scale_kernel"
+            assert (launch["grid"], launch["block"]) == ([1, 1, 1], [32, 1, 1])
+            assert launch["params"][:9] == [*seen["update_tensors"], *params]
+        assert launch["params"][9:] == [rows % 31, window]
 
 
 def test_a_judgement_is_one_launch_of_one_warp(found):
-    windows = zip([65, 66, 80, 127, 128] * 2, [1, 1, 16, 17, 2**40] * 2, found["rounds"], strict=True)
+    windows = zip(WINDOWS, [1, 1, 16, 17, 2**40] * 2, found["rounds"], strict=True)
     for length, ranks, seen in windows:
         for first, launches in zip((1, 0), seen["judge"], strict=True):
             (launch,) = launches
@@ -72,9 +88,11 @@ def test_a_judgement_is_one_launch_of_one_warp(found):
 @pytest.mark.parametrize(
     ("kernel", "versions", "num_warps", "aligned", "types"),
     [
-        ("_unscale_kernel", 3, DEFAULT.num_warps, TABLE, {}),  # of a scale, of its inverse, and a check
+        # Of a scale, of its inverse, a check, and one that measures.
+        ("_unscale_kernel", 4, DEFAULT.num_warps, TABLE, {}),
         ("_clip_kernel", 1, DEFAULT.num_warps, TABLE[:4], {"max_norm": "fp32", "ranks": "i64"}),
-        ("_update_scale_kernel", 1, 1, [], {"rows": "i64"}),
+        ("_update_scale_kernel", 2, 1, [], {"rows": "i64", "bits": "i64", "window": "i64"}),  # of windows of 65 to 128
+        ("_add_measured_kernel", 1, 4, ["measured_ptr"], {"n_chunks": "i64"}),
         ("_judge_kernel", 1, 1, [], {"window": "i64", "ranks": "i64", "first": "i64"}),  # of windows of 65 to 128
     ],
 )
@@ -86,7 +104,7 @@ def test_no_size_alignment_or_number_makes_another_compilation(found, kernel, ve
         assert (each["num_warps"], each["enable_fp_fusion"]) == (num_warps, kernel != "_judge_kernel")
         assert each["aligned"] == aligned
         assert each["types"].items() >= types.items()
-        if aligned:
+        if aligned[:4] == TABLE[:4]:
             constants = each["constants"]
             assert (constants["BLOCK_SIZE"], constants["UNROLL"]) == (DEFAULT.block_elements(2), DEFAULT.unroll)
 

@@ -49,6 +49,7 @@ def run(code, tensor, *, n_programs=1, param=0, shared=512, spans=None):
         ("shl.b32 %r2, %r1, 2;", lambda thread: 4 * thread),
         ("sub.s32 %r3, %r1, 9;\nshr.s32 %r2, %r3, 40;", lambda thread: -(thread < 9)),
         ("sub.s32 %r3, %r1, 9;\nmax.s32 %r2, %r3, -2;", lambda thread: max(thread - 9, -2)),
+        ("mov.b32 %r3, 9;\nmov.b32 %r4, 5;\nmax.f32 %r2, %r1, %r3, %r4;", lambda thread: max(thread, 9)),
         ("bfe.u32 %r2, %r1, 1, 3;", lambda thread: thread >> 1 & 7),
         ("mov.b32 %r3, 0x04030201;\nprmt.b32 %r2, %r1, %r3, 0x7054U;", lambda thread: 0x04000201 | thread << 16),
         ("shfl.sync.bfly.b32 %r2, %r1, 8, 31, -1;", lambda thread: thread ^ 8),
@@ -57,6 +58,8 @@ def run(code, tensor, *, n_programs=1, param=0, shared=512, spans=None):
         ("sub.s32 %r3, %r1, 9;\nrem.s32 %r2, %r3, 4;", lambda thread: math.fmod(thread - 9, 4)),
         ("mov.b64 %rd3, 0dBFFE000000000000;\ncvt.rzi.s64.f64 %rd4, %rd3;\ncvt.u32.u64 %r2, %rd4;", lambda thread: -1),
         ("redux.sync.max.s32 %r2, %r1, -1;", lambda thread: thread | 31),
+        ("redux.sync.max.f32 %r2, %r1, -1;", lambda thread: thread | 31),  # of subnormals
+        ("redux.sync.add.s32 %r2, %r1, -1;", lambda thread: 32 * (thread & ~31) + 31 * 16),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.num.f32 %p1, %r3, %r3;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 2),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.neu.f32 %p1, %r3, %r3;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 1),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.ge.f32 %p1, %r3, 0f00000000;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 2),
@@ -66,6 +69,8 @@ def run(code, tensor, *, n_programs=1, param=0, shared=512, spans=None):
         ("mov.b32 %r3, 0x7E003C00;\nsetp.nan.f16x2 %p1|%p2, %r3, %r3;\nselp.b32 %r2, 4, 8, %p2;", lambda thread: 4),
         ("mov.u32 %r3, %ctaid.x;\nadd.s32 %r2, %r3, 4;", lambda thread: 4),
         ("ld.param.b64 %rd3, [k_param_1];\ncvt.u32.u64 %r2, %rd3;", lambda thread: 77),
+        ("setp.lt.u32 %p1, %r1, 3;\nmov.pred %p2, %p1;\nselp.b32 %r2, 7, 5, %p2;",
+         lambda thread: 7 if thread < 3 else 5),
         ("mov.b32 %r2, 5;\nsetp.lt.u32 %p1, %r1, 3;\n@%p1 mov.b32 %r2, 7;", lambda thread: 7 if thread < 3 else 5),
         ("mov.b32 %r2, 5;\nsetp.lt.u32 %p1, %r1, 3;\n@!%p1 mov.b32 %r2, 7;", lambda thread: 5 if thread < 3 else 7),
         # 1 + 2**-8 and 1 + 3 * 2**-8 are ties; 65519.996 becomes the largest number of fp16, 65520 Inf.

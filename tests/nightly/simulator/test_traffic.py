@@ -9,7 +9,8 @@ from kernel_cases import DEVICE, DTYPES, INF, SIMULATED, Guarded
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.clip import launch_clip
-from scaler_triton.kernels.config import DEFAULT
+from scaler_triton.kernels.config import DEFAULT, MEASURING
+from scaler_triton.kernels.measure import launch_add_measured
 from scaler_triton.kernels.norm import launch_sum_of_squares
 from scaler_triton.kernels.spike import launch_judge
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
@@ -22,7 +23,7 @@ pytestmark = [
 
 # A program finds its tensor and chunk (int32), the tensor's address and elements (int64).
 MAP = 4 + 4 + 8 + 8
-SCALE, FLAG, TOTALS, PARTIAL, WEIGHT = 4, 4, 8 + 8, 8, 8
+SCALE, FLAG, TOTALS, PARTIAL, WEIGHT, MEASURED = 4, 4, 8 + 8, 8, 8, 4 * 8
 
 
 @pytest.fixture
@@ -38,14 +39,14 @@ def moved(simulated_kernels):
     return take
 
 
-def table_of(dtype, *, offset=0, last=None):
+def table_of(dtype, *, offset=0, last=None, config=DEFAULT):
     """Two tensors, of two chunks and of one, and the bytes of both."""
-    chunk = DEFAULT.chunk_elements(dtype.itemsize)
+    chunk = config.chunk_elements(dtype.itemsize)
     values = [torch.linspace(-2, 2, numel).to(dtype) for numel in (chunk + 64, 640)]
     if last is not None:
         values[0][-1] = last
     grads = [Guarded(value, offset) for value in values]
-    table = GradTable([value.numel() for value in values], dtype, DEVICE)
+    table = GradTable([value.numel() for value in values], dtype, DEVICE, config)
     table.set_addresses([grad.tensor.data_ptr() for grad in grads])
     table.grads = grads  # an address keeps nothing alive
     return table, sum(value.numel() for value in values) * dtype.itemsize
@@ -76,6 +77,17 @@ def test_only_a_chunk_that_overflowed_is_read_again(moved):
     launch_check(table, torch.zeros(()))
     again, generation = 64 * 2, 4
     assert moved() == {"_unscale_kernel": {"loaded": size + 3 * MAP + again + generation, "stored": FLAG}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_measuring_adds_four_numbers_a_program(moved, dtype):
+    table, size = table_of(dtype, offset=1, config=MEASURING)
+    launch_check(table, torch.zeros(()), measures=True)
+    assert moved() == {"_unscale_kernel": {"loaded": size + 3 * MAP, "stored": 3 * MEASURED}}
+    launch_unscale(table, *scalars(1024.0, 0.0), inverse=False, measures=True)
+    assert moved() == {"_unscale_kernel": {"loaded": size + 3 * (MAP + SCALE), "stored": size + 3 * MEASURED}}
+    launch_add_measured(table, torch.zeros(abi.MEASURED_ROW, dtype=torch.float64))
+    assert moved() == {"_add_measured_kernel": {"loaded": 3 * MEASURED + MEASURED, "stored": MEASURED}}
 
 
 def clip(dtype, offset=0):

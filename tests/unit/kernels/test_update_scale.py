@@ -5,11 +5,13 @@ import random
 
 import pytest
 import torch
-from kernel_cases import DEVICE, INF, NAN, assert_same, launched
+from kernel_cases import DEVICE, INF, NAN, assert_same, assert_untouched, launched
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_SCALE, MIN_SCALE
 from scaler_triton.kernels.update_scale import launch_update
+from scaler_triton.policy import NO_LIMITS, no_counters
+from scaler_triton.update import HeadroomRule, update_by_ops_, update_on_host_
 
 GUARD = -7
 
@@ -26,7 +28,7 @@ class Run:
         numbers = [growth, backoff, interval, low, high, hysteresis]
         self.policy = torch.tensor(numbers, dtype=torch.float64).to(DEVICE)
 
-    def update(self, flags, rows=1, *, last_flags=None, clear=False):
+    def update(self, flags, rows=1, *, last_flags=None, clear=False, **headroom):
         """One launch; whatever lies around what it may write must be as it was."""
         with launched("_update_scale_kernel"):
             launch_update(
@@ -38,6 +40,7 @@ class Run:
                 self.counters[1:-1],
                 rows,
                 clear=clear,
+                **headroom,
             )
         assert self.scales[::2].isnan().all()
         assert self.trackers[::2].tolist() == self.counters[[0, -1]].tolist() == [GUARD] * 2
@@ -172,3 +175,99 @@ def test_every_update_is_counted():
     assert {which: run.counted(which) for which in range(abi.COUNTERS)} == want
     run.steps([1])
     assert (run.counted(abi.STREAK), run.counted(abi.LAST_SKIP)) == (1, 8)
+
+
+class ByHeadroom(Run):
+    """A run under the headroom policy; rows that do not count hold what would change the scale."""
+
+    def __init__(self, window=3, bits=2, **numbers):
+        super().__init__(**numbers)
+        self.bits = bits
+        self.ring = torch.tensor([GUARD, 0.0, MAX_SCALE, *[0.0] * window, GUARD], dtype=torch.float64).to(DEVICE)
+
+    def step(self, largest, flag=0.0, *, clear=False):
+        """The scale after one update, by the largest gradient of each row that counts: a number is that of row 0."""
+        largest = largest if isinstance(largest, dict) else {0: largest}
+        flags, measured = torch.ones(abi.ROWS, abi.STATUS), torch.full((abi.ROWS, abi.MEASURED_ROW), 1e30).double()
+        measured[:, abi.MEASURED_AT] = 1.0
+        for row, unscaled in largest.items():
+            flags[row, : abi.SCALE] = 0.0
+            measured[row, abi.LARGEST], measured[row, abi.MEASURED_AT] = unscaled * 2.0**row, 2.0**row
+        flags[max(largest), abi.FLAG] = flag
+        on_device, last_flags = flags.to(DEVICE, copy=True), torch.zeros(abi.ROWS).to(DEVICE)
+        on_gpu, rows = measured.to(DEVICE, copy=True), sum(1 << row for row in largest)
+        given = {"measured": on_gpu, "headroom": self.ring[1:-1], "bits": self.bits}
+        scale = self.update(on_device, rows, last_flags=last_flags, clear=clear, **given)
+        assert self.ring[[0, -1]].tolist() == [GUARD] * 2
+        assert_untouched(on_gpu, measured)
+        assert last_flags.sum().item() == clear * flag
+        flags[max(largest), abi.FLAG] *= not clear
+        assert_same(on_device, flags)
+        return scale
+
+    def steps(self, largest, flag=0.0):
+        return [self.step(each, flag) for each in largest]
+
+    def exponents(self):
+        """How many entered the ring, and those in it."""
+        count, _, *ring = self.ring[1:-1].tolist()
+        return count, ring
+
+
+def test_the_largest_gradient_of_the_last_updates_sets_the_scale():
+    run = ByHeadroom(window=3, bits=2)
+    scales = run.steps([1.0, 9.0, 0.75, 1.5, 1.99, 0.0, 2.0**-20, 2.0**-21, 2.0**-22])
+    assert scales == [2.0**13, *[2.0**10] * 3, *[2.0**13] * 4, 2.0**33]
+    assert run.exponents() == (8, [-21, -22, -20])
+
+
+@pytest.mark.parametrize(("window", "bits"), [(1, 0), (16, 2), (17, 30), (1024, 5)])
+def test_random_gradients_leave_their_exponents(window, bits):
+    rng, known, run = random.Random(window), [], ByHeadroom(window, bits)
+    for _ in range(50 if window > 17 else 3 * window + 3):
+        exponent = rng.randint(-60, 10)
+        known = [*known, exponent][-window:]
+        assert run.step(math.ldexp(rng.uniform(1, 2), exponent)) == 2.0 ** (15 - bits - max(known))
+
+
+@pytest.mark.parametrize("rows", [[1, 2, 4], [31], range(abi.ROWS)])
+@pytest.mark.parametrize("clear", [False, True])
+def test_the_largest_gradient_of_the_rows_that_count(rows, clear):
+    run = ByHeadroom(bits=0)
+    for largest in rows:
+        run.ring[1] = 0.0  # forget
+        assert run.step({row: 8.0 if row == largest else 0.5 for row in rows}, clear=clear) == 2.0**12
+    assert run.step(dict.fromkeys(rows, 8.0), flag=1.0, clear=clear) == 2.0**11
+    assert run.counted(abi.SKIPPED) == 1
+    assert run.exponents()[0] == 1
+
+
+def test_an_overflow_leaves_a_cap_that_grows():
+    run = ByHeadroom(scale=64.0, interval=2)
+    scales = [run.step(1.0, flag) for flag in (1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)]
+    assert scales == [32.0, 32.0, 64.0, 64.0, 128.0, 64.0, 64.0]
+    assert run.ring[1 + abi.CAP].item() == 64.0
+    assert (run.counted(abi.GROWTHS), run.counted(abi.BACKOFFS)) == (2, 2)
+    assert ByHeadroom(scale=64.0, hysteresis=2).steps([1.0, 1.0, 1.0], flag=1.0) == [64.0, 32.0, 16.0]
+
+
+def test_where_no_gradient_was_measured_the_scale_stays():
+    run = ByHeadroom(scale=48.0, interval=1)
+    assert run.steps([0.0, 0.0]) == [48.0] * 2
+    assert run.exponents()[0] == 0
+    assert run.steps([1.0, 0.0]) == [2.0**13] * 2
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-30, 2.0**-1074, 1e30, 1e300])
+@pytest.mark.parametrize("scale", [NAN, 4.0, 2.0**30, INF])
+def test_a_scale_by_headroom_is_within_the_limits(scale, largest):
+    run = ByHeadroom(scale=scale, low=16.0, high=2.0**20)
+    high = 0.0 < largest < 1.0 or (largest == 0.0 and scale > 4.0)
+    assert run.step(largest) == (2.0**20 if high else 16.0)
+    limits, unscaled = NO_LIMITS._replace(min_scale=16.0, max_scale=2.0**20), torch.tensor(largest, dtype=torch.float64)
+    by_ops, on_host, tracker = torch.tensor(scale), torch.tensor(scale), torch.zeros((), dtype=torch.int32)
+    counted, numbers = torch.zeros(abi.COUNTERS, dtype=torch.int64), (2.0, 0.5, 3)
+    update_by_ops_(by_ops, tracker, torch.zeros(()), numbers, limits, counted, HeadroomRule(2, 3), unscaled)
+    memory, counters = tracker.view(-1).numpy().data, no_counters()
+    update_on_host_(on_host, memory, False, numbers, limits, counters, HeadroomRule(2, 3), unscaled)
+    assert by_ops == on_host == run.scales[1].cpu()
