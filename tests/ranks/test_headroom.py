@@ -120,3 +120,27 @@ def test_a_rank_that_fails_is_known_to_the_others(ranks, how):
         first = "unsupported operation" if rank == 1 else "Another rank failed to check its gradients"
         assert told[0].startswith(first)
         assert (told[1], scale, seen) == ("", cases.INIT_SCALE / 2, 2 * ranks.world_size)
+
+
+def attempted(rank: int, name: str, good_below: float) -> Any:
+    """Repeat a batch whose gradients overflow on rank 1 alone, unless the scale is small enough."""
+    scaler = new_scaler("sharded")
+    optimizer = cases.new_optimizer(name, [plain_param(2)])
+    parameter, attempts = optimizer.param_groups[0]["params"][0], []
+    before = parameter.detach().clone()
+    for attempt in scaler.attempts(optimizer, max_attempts=3):
+        attempts.append(attempt)
+        scaler.scale(torch.ones(()))
+        overflows = rank == 1 and scaler.get_scale() >= good_below
+        parameter.grad = torch.full((2,), math.inf if overflows else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return attempts, scaler.get_scale(), torch.equal(parameter, before)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_all_ranks_repeat_a_batch_or_none_does(ranks, name):
+    start = cases.INIT_SCALE
+    assert ranks.run(attempted, name, 2 * start) == [([1], start, False)] * ranks.world_size
+    assert ranks.run(attempted, name, start / 2) == [([1, 2, 3], start / 4, False)] * ranks.world_size
+    assert ranks.run(attempted, name, 0.0) == [([1, 2, 3], start / 8, True)] * ranks.world_size
