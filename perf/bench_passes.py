@@ -40,12 +40,15 @@ def measure_list(context: Context, case: str, gradients: Gradients, part: str = 
     by_kernels = context.device == "cuda" and part != OPS
     ours, torchs = (kernels if by_kernels else public_ops)(gradients, flag), torch_passes(gradients)
     clock = DeviceClock() if by_kernels else host_clock
+    measuring = measuring_kernels(gradients, flag) if by_kernels else {}
     require_right(case, gradients, ours, flag)
+    if measuring:
+        require_right(f"{case}, measuring", gradients, measuring, flag)
     source = torch.zeros(-(-gradients.values.nbytes // 4), device=context.device)
     others = {"copy": partial(torch.empty_like(source).copy_, source), "read": source.sum}
     for metric, run in ours.items():
         other = "read" if metric in ("check", "norm") else "copy"
-        runs = {"torch": torchs.get(metric), "ours": run, other: others[other]}
+        runs = {"torch": torchs.get(metric), "ours": run, "measuring": measuring.get(metric), other: others[other]}
         subjects = {who: Subject(each, gradients.restore) for who, each in runs.items() if each is not None}
         yield from Place("passes", part, case).times(metric, context.interleaved(subjects, 0.5, clock))
 
@@ -77,6 +80,30 @@ def kernels(gradients: Gradients, flag: Tensor) -> Passes:
         "check": lambda: unscale.launch_check(tables["check"], flag),
         "norm": lambda: norm.launch_sum_of_squares(tables["norm"], inverse, flag, totals, inverse=True),
         "clip": lambda: clip.launch_clip(tables["clip"], scale, totals, 1.0, length),
+    }
+
+
+def measuring_kernels(gradients: Gradients, flag: Tensor) -> Passes:
+    """Return the passes that measure, each with the launch that adds up what it has found."""
+    from scaler_triton.kernels import abi, config, measure, norm, table, unscale
+
+    device, grads = gradients.values.device, gradients.locals
+    held = table.GradTable([grad.numel() for grad in grads], grads[0].dtype, device, config.MEASURING)
+    held.set_addresses([grad.data_ptr() for grad in grads])
+    inverse, total = (torch.full(shape, FACTOR, device=device) for shape in ((), (abi.MEASURED_ROW,)))
+    totals, total = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device), total.double()
+
+    def then_add(launch: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            launch()
+            measure.launch_add_measured(held, total)
+
+        return run
+
+    return {
+        "unscale": then_add(lambda: unscale.launch_unscale(held, inverse, flag, inverse=True, measures=True)),
+        "check": then_add(lambda: unscale.launch_check(held, flag, measures=True)),
+        "norm": then_add(lambda: norm.launch_sum_of_squares(held, inverse, flag, totals, inverse=True, measures=True)),
     }
 
 
