@@ -14,7 +14,7 @@ from helpers import PLACES, Place, flags, grads, sgd, started, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, check, flag, passes, ranks
-from scaler_triton.headroom import PACKED
+from scaler_triton.flag import PACKED
 from scaler_triton.step import Phase
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
