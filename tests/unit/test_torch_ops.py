@@ -237,4 +237,5 @@ def test_measuring_is_numpys(dtype: torch.dtype) -> None:
     want = [size[size < math.inf].max(), 1 + (size == 0).sum(), 2 + small, 3 + size.size, 9]
     assert measured.tolist() == want
     torch_ops.combine_(measured, torch.tensor([1e300, 1.0, 1.0, 1.0, 5.0], dtype=torch.float64))
+    torch_ops.combine_(measured, torch.zeros(5, dtype=torch.float64))
     assert measured.tolist() == [1e300, *(number + 1 for number in want[1:4]), 9]

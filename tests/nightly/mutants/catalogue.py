@@ -139,8 +139,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("largest = torch.where(size.isfinite(), size, 0.0).amax()", "largest = size.amax()", _HEADROOM),
         ("small = (size < SMALLEST_NORMAL).sum() - zeros", "small = (size < SMALLEST_NORMAL).sum()", _HEADROOM),
         ("small = (size < SMALLEST_NORMAL).sum()", "small = (size <= SMALLEST_NORMAL).sum()", _HEADROOM),
-        ("into[LARGEST] = torch.maximum(into[LARGEST], other[LARGEST])", "into[LARGEST] = other[LARGEST]",
-         _HEADROOM_RANKS),
+        ("into[LARGEST] = torch.maximum(into[LARGEST], other[LARGEST])", "into[LARGEST] = other[LARGEST]"),
     ],
     "scaler_triton/headroom.py": [
         ("max(largest, row[LARGEST] / row[MEASURED_AT])", "max(largest, row[LARGEST])"),

@@ -251,11 +251,12 @@ def test_an_overflow_leaves_a_cap_that_grows():
     assert ByHeadroom(scale=64.0, hysteresis=2).steps([1.0, 1.0, 1.0], flag=1.0) == [64.0, 32.0, 16.0]
 
 
-def test_where_no_gradient_was_measured_the_scale_stays():
+def test_where_no_gradient_was_measured_the_last_known_ones_count():
     run = ByHeadroom(scale=48.0, interval=1)
     assert run.steps([0.0, 0.0]) == [48.0] * 2
     assert run.exponents()[0] == 0
     assert run.steps([1.0, 0.0]) == [2.0**13] * 2
+    assert (run.step(1.0, flag=1.0), run.step(0.0)) == (2.0**12, 2.0**13)  # the cap has grown
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-30, 2.0**-1074, 1e30, 1e300])
