@@ -45,6 +45,7 @@ POLICY = 6
 EXPONENTS, CAP = range(2)
 HEADROOM_HEADER = 2
 FP16_EXPONENT = 15  # of the largest fp16
+MAX_HEADROOM_WINDOW = 1024
 
 # Between these two the inverse of the scale is finite, and not 0.
 MIN_SCALE = 2.0**-126

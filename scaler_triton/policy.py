@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scaler_triton.dispatch import stacklevel
-from scaler_triton.kernels.abi import COUNTERS, MAX_SCALE, MAX_TRACKER, MAX_WINDOW, MIN_SCALE
+from scaler_triton.kernels.abi import COUNTERS, MAX_HEADROOM_WINDOW, MAX_SCALE, MAX_TRACKER, MAX_WINDOW, MIN_SCALE
 from scaler_triton.text import one_line
 
 # The one key of a checkpoint that torch's class does not know, and ignores.
@@ -189,7 +189,9 @@ def check_headroom(scale_policy: Any, bits: Any, window: Any) -> tuple[int, int]
     if scale_policy not in ("probe", "headroom"):
         raise ValueError(f"scale_policy must be 'probe' or 'headroom', got {one_line(repr(scale_policy))}")
     bits = _int_in(bits, "headroom_bits", 0, "an int in [0, 30] (powers of 2)", 30)
-    window = _int_in(window, "headroom_window", 1, "an int in [1, 1024] (updates)", 1024)
+    window = _int_in(
+        window, "headroom_window", 1, f"an int in [1, {MAX_HEADROOM_WINDOW}] (updates)", MAX_HEADROOM_WINDOW
+    )
     return (bits, window) if scale_policy == "headroom" else None
 
 
