@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from without_measuring import without_measuring
 
-from scaler_triton.kernels import config, launch, norm, unscale
+from scaler_triton.kernels import abi, config, launch, norm, unscale
 from scaler_triton.kernels.abi import MAX_WINDOW
 from scaler_triton.kernels.clip import _clip_kernel
 from scaler_triton.kernels.config import CANDIDATES, DEFAULT, MEASURING, WARP_LANES
@@ -45,7 +45,6 @@ _POINTERS = {
 }
 TYPES = {f"{name}_ptr": kind for kind, names in _POINTERS.items() for name in names}
 CONFIG_TARGET = "sm_90"
-MAX_HEADROOM_WINDOW = 1024  # see `policy`
 # What a launch promises of the table's own tensors, and of nothing else.
 ALIGNED = ("address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr")
 
@@ -72,7 +71,7 @@ def variants():
     yield "add_measured", _add_measured_kernel, {"BLOCK_SIZE": _BLOCK}, _WARPS
     for clear in (False, True):
         yield f"update{'_and_clear' * clear}", _update_scale_kernel, {"CLEAR": clear, "HEADROOM": 0}, 1
-        for ring in (16, MAX_HEADROOM_WINDOW):
+        for ring in (16, abi.MAX_HEADROOM_WINDOW):
             name = f"update{'_and_clear' * clear}_headroom-{ring}"
             yield name, _update_scale_kernel, {"CLEAR": clear, "HEADROOM": ring}, 1
     for inverse in (False, True):
