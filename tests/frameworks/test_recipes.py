@@ -31,7 +31,6 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "with_fabric.py": (0, "lightning", ["The last skip"], set()),
     "verl_style.py": (RANKS, "torch", SKIPS, set()),
     "dinov2_style.py": (RANKS, "torch", ["step 39: backbone "], set()),
-    "log_metrics.py": (0, "tensorboard", [" bits of headroom, "], {"runs"}),
     "trainer_metrics.py": (0, "transformers", ["scaler/bits", " gradients are zero, "], {"counting"}),
     "compile.py aot_eager": (0, "torch", ["scale 1024.0\n"], set()),
     "guard.py": (0, "torch", GUARDED, set()),
@@ -42,7 +41,9 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "guard_lightning.py": (0, "lightning", GUARDED, set()),
     "torchtitan_style.py": (RANKS, "torch", GUARDED, set()),
 }
-CHECKPOINT = "checkpoint.py"  # runs twice: a test of its own
+CHECKPOINT, METRICS = "checkpoint.py", "log_metrics.py"  # have tests of their own
+# Another of the same kind is run each time, these with `make test-frameworks`.
+HEAVY = {"with_fabric.py", "dinov2_style.py", "trainer_metrics.py", "guard.py ddp", "guard_lightning.py"}
 # Beginnings of what others warn of: the Trainer and its data loader, Lightning's advice, torch about both and itself.
 IGNORED = [
     "'pin_memory' argument is set as true but no accelerator is found",
@@ -78,7 +79,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=[pytest.mark.heavy] * (each in HEAVY)) for each in RECIPES]
+)
 def test_a_recipe_does_what_it_says(recipe: str, folder: Path) -> None:
     ranks, package, says, leaves = RECIPES[recipe]
     if find_spec(package) is None:
@@ -91,7 +94,7 @@ def test_a_recipe_does_what_it_says(recipe: str, folder: Path) -> None:
 
 def test_tensorboard_reads_what_was_logged(folder: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run("log_metrics.py", folder, 0)
+    assert " bits of headroom, " in run(METRICS, folder, 0)
     read = events.EventAccumulator(str(folder / "runs")).Reload()
     tags = read.Tags()["scalars"]
     assert len(tags) == 11
@@ -111,7 +114,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path) -> None
 
 def test_every_recipe_is_run_and_shown() -> None:
     files = {path.name for path in (DOCS / "recipes").glob("*.py")}
-    assert files == {*(recipe.split()[0] for recipe in RECIPES), CHECKPOINT}
+    assert files == {*(recipe.split()[0] for recipe in RECIPES), CHECKPOINT, METRICS}
     pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
     assert [name for name in files if f"{{literalinclude}} recipes/{name}\n" not in pages] == []
 
