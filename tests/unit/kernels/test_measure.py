@@ -85,7 +85,7 @@ def test_every_size_and_offset(dtype, how):
         for place, special in enumerate(specials[: numel // 2]):
             values[(7 * place + seed) % numel] = special
         together.append(Guarded(values, offset))
-        if numel:
+        if numel and seed % 5 == 0:  # each of these alone, too
             grads = [Guarded(values, offset)]
             assert measured(grads, how) == expected([values])
     assert measured(together, how) == expected([grad.values for grad in together])
