@@ -191,6 +191,19 @@ def test_what_was_clipped_together_stays_so_over_an_update(place: Place, bad: fl
     assert windows[0] == pytest.approx([5.0] * 3 + [math.hypot(bad, 4.0)] * (not math.isnan(bad)))
 
 
+@PLACES
+def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
+    for _ in range(3):
+        give(optimizer, 2.0)
+        for _ in range(3):
+            guard._check_inf_per_device(optimizer)
+        guard.clip_grad_norm_(optimizer, 1e3)
+        guard.step(optimizer)
+        guard.update()
+    assert guard.state_dict()[KEY]["windows"] == [[2.0] * 3]
+
+
 def test_a_clipped_step_lasts_until_it_is_taken_or_checked_again() -> None:
     guard, one, other = StepGuard("cpu"), sgd([torch.ones(1)]), sgd([torch.tensor([NAN])])
     guard.clip_grad_norm_(other, 1.0)
