@@ -204,6 +204,28 @@ def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
     assert guard.state_dict()[KEY]["windows"] == [[2.0] * 3]
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_after_a_step_that_raised_the_next_one_checks(clips: bool, monkeypatch: Any) -> None:
+    """The loop has dropped that batch; what was clipped with it is not carried over the update that is left out."""
+    guard, optimizer = StepGuard("cpu"), sgd([torch.ones(1)])
+    if clips:
+        guard.clip_grad_norm_(optimizer, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            guard.step(optimizer)
+    give(optimizer, NAN)
+    guard.step(optimizer)
+    assert guard.was_skipped(optimizer)
+
+
+def test_steps_without_gradients_of_a_fused_optimizer_follow_each_other() -> None:
+    guard, optimizer = StepGuard("cpu"), torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
+    for _ in range(3):
+        guard.step(optimizer)
+    assert guard.stats().updates == 0
+
+
 def test_a_clipped_step_lasts_until_it_is_taken_or_checked_again() -> None:
     guard, one, other = StepGuard("cpu"), sgd([torch.ones(1)]), sgd([torch.tensor([NAN])])
     guard.clip_grad_norm_(other, 1.0)
