@@ -359,11 +359,9 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], *, by_check: b
         by_check: see `OptimizerStep.is_over`.
     """
     over = [step for step in steps if step.is_over(by_check=by_check)]
-    for step in over:
-        step.clipped = False  # so that the update does not carry it
     if any(step["found_inf_per_device"] for step in over):
         guard.update()
-    for step in over:  # without gradients there is nothing to count
+    for step in over:  # without gradients there is nothing to count, and what was clipped is carried
         if not step["found_inf_per_device"]:
             step.reset()
 

@@ -71,7 +71,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        scaler._lazy_init_scale_growth_tracker(_home_of(scaler, held))\n    except",
          "        pass\n    except", _GUARD),
         ("again = bool(first.step[\"found_inf_per_device\"])", "again = False", _GUARD),
-        ("        step.clipped = False  # so", "        pass  # so", _GUARD),
     ],
     "scaler_triton/flag.py": [
         ("(_exponent_of(row[LARGEST] / row[MEASURED_AT]) + _exponent_of(row[MEASURED_AT]))",
