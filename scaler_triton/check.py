@@ -21,7 +21,17 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, usual_backend
-from scaler_triton.flag import Flag, FlagRows, Flags, failed_sums, fp32_on, report_failure, sum_totals_, write_scales
+from scaler_triton.flag import (
+    Flag,
+    FlagRows,
+    Flags,
+    HostCopy,
+    failed_sums,
+    fp32_on,
+    report_failure,
+    sum_totals_,
+    write_scales,
+)
 from scaler_triton.headroom import Reader
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
@@ -30,7 +40,7 @@ from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import combine_, inverse
-from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, NewestScale
+from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -40,8 +50,8 @@ class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
     __slots__ = (
-        "allow_fp16", "counters", "guard", "headroom", "home", "lagging", "limits", "membership", "newest_scale",
-        "policies", "reader", "rows", "sharded", "steps",
+        "allow_fp16", "counters", "guard", "headroom", "home", "lagging", "limits", "membership",
+        "policies", "reader", "rows", "scale_copy", "sharded", "steps",
     )  # fmt: skip
 
     def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
@@ -52,8 +62,8 @@ class Ours:
         self.limits: Limits = NO_LIMITS
         self.counters = Counters(counters)
         self.lagging = LaggingCounters()
-        self.newest_scale = NewestScale()
         self.steps = Steps(self.counters, usual_backend())
+        self.scale_copy: HostCopy | None = None  # for `metrics`
         self.membership = Membership(sharded)
         self.rows: dict[torch.device, FlagRows] = {}
         self.policies: dict[torch.device, DevicePolicy] = {}

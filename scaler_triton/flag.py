@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaler_triton.dispatch import refuse_capture, sync_allowed
+from scaler_triton.dispatch import is_captured, refuse_capture, sync_allowed
 from scaler_triton.kernels.abi import (
     EXCESS,
     FAILED,
@@ -342,6 +342,8 @@ class HostCopy:
     @torch.inference_mode(False)
     def __init__(self, source: Tensor) -> None:
         self.source = self._copy = source
+        self.latest: Any = None  # what `newest` returned last
+        self._started = False
         self._event: torch.cuda.Event | None = None
         if source.is_cuda and type(source) is Tensor:  # not one of torch's fake tensors
             self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
@@ -351,6 +353,7 @@ class HostCopy:
 
     def start(self) -> None:
         """Start a copy on the current stream; it overwrites the previous one."""
+        self._started = True
         if self._event is None:
             self._copy = self.source.clone()
         elif torch.cuda.current_device() == self.source.device.index:
@@ -361,14 +364,26 @@ class HostCopy:
                 self._copy.copy_(self.source, non_blocking=True)
                 self._event.record()
 
+    def read(self) -> Any:
+        """Return the values of the last start as `tolist` does, waiting for that copy only."""
+        if self._event is not None:
+            self._event.synchronize()
+            return self._memory.tolist()
+        return self._copy.tolist()
+
     def has_arrived(self) -> bool:
         """Return whether `read` would not wait."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def read(self) -> list[Any]:
-        """Return the values of the last start, waiting for that copy only."""
-        if self._event is not None:
-            self._event.synchronize()
-            return self._memory.tolist()
-        values: list[Any] = self._copy.tolist()
-        return values
+    def newest(self) -> Any:
+        """Return the newest values that have arrived, None before the first; start the next copy; never wait on CUDA.
+
+        While a graph is captured nothing is started.
+        """
+        for _ in range(0 if is_captured(self.source) else 2):  # the second time, what has arrived at once
+            if self._started:
+                if not self.has_arrived():
+                    break
+                self.latest = self.read()
+            self.start()
+        return self.latest

@@ -28,7 +28,7 @@ from torch.cuda.amp import common
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale
 from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
-from scaler_triton.flag import Flag, Flags
+from scaler_triton.flag import Flag, Flags, HostCopy
 from scaler_triton.headroom import Headroom
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
@@ -382,10 +382,14 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        ours, scale = self._ours, self._get_scale_async()
+        ours, scale, newest = self._ours, self._get_scale_async(), None
+        if scale is not None:
+            if ours.scale_copy is None or ours.scale_copy.source.data_ptr() != scale.data_ptr():  # users may replace it
+                ours.scale_copy = HostCopy(scale.view(-1))
+            newest = ours.scale_copy.newest()
         stats = ScalerStats.of(ours.counters.newest())
         numbers = {
-            "scale": self._init_scale if scale is None else ours.newest_scale.of(scale, self._init_scale),
+            "scale": self._init_scale if newest is None else newest[0],
             "updates": stats.updates,
             "skipped": stats.skipped,
             "skip_share": stats.skipped / max(1, stats.updates),
@@ -518,7 +522,7 @@ class GradScaler(torch.amp.GradScaler):
         if ours.limits != NO_LIMITS or ours.headroom is not None:
             state[KEY] = policy.to_checkpoint(ours.limits, ours.counters.read())
         if ours.headroom is not None:
-            exponents, cap = ours.headroom.read()
+            exponents, cap = ours.headroom.remembered()
             state[KEY][HEADROOM] = {"exponents": exponents, "cap": cap}
         return state
 
@@ -631,7 +635,7 @@ class GradScaler(torch.amp.GradScaler):
         numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
         guard = None if ours.guard is None else ours.guard.numbers(ours.steps.all())
         flags = {"allow_fp16_grads": ours.allow_fp16, "measure": ours.steps.measures}
-        headroom = ours.headroom and (ours.headroom.bits, ours.headroom.window, *ours.headroom.read())
+        headroom = ours.headroom and (ours.headroom.bits, ours.headroom.window, *ours.headroom.remembered())
         state[_COUNTED] = {**numbers, **flags, "guard": guard, "headroom": headroom}
         return {**state, "process_group": ranks.picklable(self.process_group)}
 

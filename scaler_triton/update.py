@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, refuse_capture, sync_allowed
+from scaler_triton.dispatch import choose_for_scale, kernels, refuse_capture, sync_allowed
 from scaler_triton.flag import Flag, FlagRows, HostCopy, any_flag
 from scaler_triton.kernels.abi import (
     BACKOFFS,
@@ -94,18 +94,18 @@ class ScalerStats:
         return cls(updates, skipped, streak, growths, backoffs, last_skip or None, spikes)
 
 
-class Counters:
-    """A scaler's counters: a list if updates run on the host, else int64 [COUNTERS] on the scale's device.
+class HostOrDevice:
+    """Numbers that updates write: a list while updates run on the host, else a tensor on the scale's device.
 
     List and tensor are the same ones from update to update, as graphs write the tensor.
     """
 
-    def __init__(self, values: Sequence[int] | None = None) -> None:
-        self.values: list[int] | Tensor = no_counters() if values is None else list(values)
-        self._known = list(self.values)
-        self._copy: HostCopy | None = None
+    dtype = torch.float64
 
-    def on_host(self) -> list[int]:
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values: list[Any] | Tensor = list(values)
+
+    def on_host(self) -> list[Any]:
         """Return the list, which updates on the host write."""
         if not isinstance(self.values, list):
             self.values = self.read()
@@ -117,43 +117,51 @@ class Counters:
             refuse_capture(device, "a scaler's first step")
             with torch.inference_mode(False), sync_allowed(device):
                 # Kernels on other streams read it, so the copy is waited for, once per scaler.
-                self.values = torch.tensor(self.read(), dtype=torch.int64, device="cpu").to(device)
-            self._copy = None
+                self.values = torch.tensor(self.read(), dtype=self.dtype, device="cpu").to(device)
         return self.values
 
-    def set(self, values: Sequence[int]) -> None:
+    def set(self, values: Sequence[Any]) -> None:
         """Write other values."""
-        self._known = list(values)
-        self._copy = None  # it has the old values
         if isinstance(self.values, list):
             self.values[:] = values
         else:
-            self.values.copy_(torch.tensor(self._known, dtype=torch.int64, device="cpu"))
+            self.values.copy_(torch.tensor(values, dtype=self.dtype, device="cpu"))
+
+    def read(self) -> list[Any]:
+        """Return a copy of the values, waiting for the device."""
+        return list(self.values) if isinstance(self.values, list) else self.values.tolist()
+
+
+class Counters(HostOrDevice):
+    """A scaler's counters, int64 [COUNTERS] on a device."""
+
+    dtype = torch.int64
+
+    def __init__(self, values: Sequence[int] | None = None) -> None:
+        super().__init__(no_counters() if values is None else values)
+        self._known = list(self.values)
+        self._copy: HostCopy | None = None
+
+    def set(self, values: Sequence[int]) -> None:
+        """Write other values."""
+        super().set(values)
+        self._known, self._copy = list(values), None  # which has the old ones
 
     def read(self) -> list[int]:
         """Return a copy of the values, waiting for the device."""
-        self._known = list(self.values) if isinstance(self.values, list) else self.values.tolist()
+        self._known = super().read()
         return list(self._known)
 
     def newest(self) -> list[int]:
         """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
         if isinstance(self.values, list):
             return list(self.values)
-        if not is_captured(self.values):
-            before, copy = self._copy, self._copy or HostCopy(self.values)
-            if before is None or self._take_arrived(copy):
-                copy.start()
-                self._take_arrived(copy)  # at once where copies are not asynchronous
-            self._copy = copy
-        return list(self._known)
-
-    def _take_arrived(self, copy: HostCopy) -> bool:
-        if not copy.has_arrived():
-            return False
-        values = copy.read()
-        if values[UPDATES] >= self._known[UPDATES]:  # else `read` has returned newer ones
+        if self._copy is None or self._copy.source is not self.values:
+            self._copy = HostCopy(self.values)
+        values = self._copy.newest()
+        if values is not None and values[UPDATES] >= self._known[UPDATES]:  # else `read` has returned newer ones
             self._known = values
-        return True
+        return list(self._known)
 
 
 class LaggingCounters:
@@ -178,53 +186,16 @@ class LaggingCounters:
         return seen
 
 
-class NewestScale:
-    """The newest value of a scale that has arrived on the host."""
-
-    def __init__(self) -> None:
-        self._scale: Tensor | None = None  # the one that is copied
-        self._copy: HostCopy | None = None
-        self._known = math.nan
-
-    def of(self, scale: Tensor, initial: float) -> float:
-        """Return it, `initial` before the first one has arrived, and start the next copy; never waits on CUDA."""
-        if is_captured(scale):
-            return self._known
-        if self._copy is None or self._scale is not scale:
-            self._scale, self._copy, self._known = scale, HostCopy(scale.view(-1)), initial
-            self._copy.start()
-        if self._copy.has_arrived():
-            self._known = self._copy.read()[0]
-            self._copy.start()
-            if self._copy.has_arrived():  # at once where copies are not asynchronous
-                self._known = self._copy.read()[0]
-        return self._known
-
-
-class HeadroomRule:
-    """The window and the cap of `scale_policy="headroom"`: a list on the host, or fp64 on the scale's device."""
+class HeadroomRule(HostOrDevice):
+    """The window and the cap of `scale_policy="headroom"`, in the order of `kernels.abi`."""
 
     def __init__(self, bits: int, window: int) -> None:
+        super().__init__([0.0, MAX_SCALE, *[0.0] * window])
         self.bits, self.window = bits, window
-        self.values: list[float] | Tensor = [0.0, MAX_SCALE, *[0.0] * window]  # in the order of `kernels.abi`
 
-    def on_host(self) -> list[float]:
-        """Return the list, which updates on the host write."""
-        if not isinstance(self.values, list):
-            self.values = self.values.tolist()
-        return self.values
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the tensor, which updates on `device` write."""
-        if isinstance(self.values, list) or self.values.device != device:
-            refuse_capture(device, "a scaler's first update")
-            with torch.inference_mode(False), sync_allowed(device):
-                self.values = torch.tensor(self.on_host(), dtype=torch.float64, device="cpu").to(device)
-        return self.values
-
-    def read(self) -> tuple[list[int], float]:
+    def remembered(self) -> tuple[list[int], float]:
         """Return the exponents, oldest first, and the cap, waiting for the device."""
-        values = self.values if isinstance(self.values, list) else self.values.tolist()
+        values = self.read()
         count, ring = int(values[EXPONENTS]), values[HEADROOM_HEADER:]
         known = range(max(0, count - self.window), count)
         return [int(ring[number % self.window]) for number in known], values[CAP]
@@ -232,11 +203,7 @@ class HeadroomRule:
     def restore(self, exponents: Sequence[int], cap: float) -> None:
         """Replace exponents and cap, of more than the window holds by the last ones."""
         kept = [float(each) for each in exponents][-self.window :]
-        values = [float(len(kept)), cap, *kept, *[0.0] * (self.window - len(kept))]
-        if isinstance(self.values, list):
-            self.values[:] = values
-        else:
-            self.values.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
+        self.set([float(len(kept)), cap, *kept, *[0.0] * (self.window - len(kept))])
 
     def scale_below(self, cap: float, scale: float, unscaled: float) -> float:
         """Return the scale after a good update on the host, and remember its largest unscaled gradient."""

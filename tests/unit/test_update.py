@@ -421,7 +421,7 @@ def test_every_path_is_the_headroom_policy(
         path(*state, torch.tensor(bad, device=device), numbers, limits, held, unscaled=unscaled, headroom=headroom)
         after = plainly.update(bad != 0, largest, numbers, want)
         assert (state[0].item(), state[1].item(), held.read()) == (*after, want)
-        assert headroom.read() == (plainly.exponents[-window:], plainly.cap)
+        assert headroom.remembered() == (plainly.exponents[-window:], plainly.cap)
 
 
 def measured_run(backend: str, device: str, **options: Any) -> tuple[GradScaler, list[float]]:
@@ -460,7 +460,7 @@ def test_it_goes_on_from_a_checkpoint_and_a_pickle(place: Place) -> None:
     torchs.load_state_dict(state)
     assert torchs.get_scale() == scaler.get_scale()
     other.load_state_dict(torchs.state_dict())
-    assert other._ours.headroom.read() == ([], MAX_SCALE)  # type: ignore[union-attr]
+    assert other._ours.headroom.remembered() == ([], MAX_SCALE)  # type: ignore[union-attr]
     assert "headroom" not in GradScaler(place.device, min_scale=1.0).state_dict()[KEY]
 
 
