@@ -43,16 +43,16 @@ def check(
     for batch in batches:
         layout = batch.layout
         device, on_torch = layout.key.device, layout.backend == "torch"
+        at_home = device == flag.device
         found_inf = flags.get(device)
         if found_inf is None:
-            found_inf = flag.found_inf if device == flag.device else torch.zeros_like(flag.found_inf, device=device)
-            flags[device] = found_inf
+            found_inf = flags[device] = flag.found_inf if at_home else torch.zeros_like(flag.found_inf, device=device)
+        measured = None if flag.measured is None or batch.is_partial else flag.measured
+        if measured is not None and not at_home:
+            measured = torch.zeros_like(measured, device=device)
         to_be_marked = on_torch and found_inf.is_cpu and layout.key.plain  # subclasses may lack the ops to find marks
         if not on_torch:
             plan.marks.follow(layout, flag.device)
-        measured = None if flag.measured is None or batch.is_partial else flag.measured
-        if measured is not None and device != flag.device:
-            measured = torch.zeros_like(measured, device=device)
         if not divide or batch.is_partial:
             check_batch(batch, found_inf, measured)
         else:
@@ -60,7 +60,7 @@ def check(
             number = scale if here else fp32_on(device, scale)
             if on_torch and not inverse:
                 number = plan.inverse.of(number)
-            if to_be_marked and abs(number.item()) > 1.0:
+            if to_be_marked and (abs(number.item()) > 1.0 if inverse else plan.inverse.enlarges):
                 # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
                 check_batch(batch, found_inf)
                 if found_inf.item():
@@ -68,9 +68,9 @@ def check(
                 to_be_marked = False
             plan.written = True
             unscale_batch_(batch, number, found_inf, measured, inverse=inverse or on_torch)
-        if measured is not None and device != flag.device:
+        if measured is not None and not at_home:
             torch_ops.combine_(flag.measured, measured.to(flag.device))
-        if to_be_marked and found_inf.item():
+        if to_be_marked and (flag.is_set() if at_home else found_inf.item()):
             plan.marks.mark_on_host(batch)
     return flags
 
