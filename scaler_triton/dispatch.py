@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
 
@@ -106,10 +106,8 @@ def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
 @functools.cache
 def kernels() -> Any:
     """Return the kernels' modules, imported on first use: triton is slow to import and may be missing."""
-    from scaler_triton.kernels import clip, launch, measure, norm, spike, table, unscale, update_scale
-
-    several = {"measure": measure, "norm": norm, "spike": spike, "table": table, "update_scale": update_scale}
-    return SimpleNamespace(clip=clip, launch=launch, unscale=unscale, **several)
+    names = "clip", "launch", "measure", "norm", "spike", "table", "trial", "unscale", "update_scale"
+    return SimpleNamespace(**{name: import_module(f"scaler_triton.kernels.{name}") for name in names})
 
 
 def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task, place: str) -> tuple[Backend, str]:
@@ -120,9 +118,7 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task
     refuse_capture(device, f"the first step with {place}")
     try:
         with sync_allowed(device):
-            trials = {"unscaling": _try_unscaling, "measuring": _try_measuring}
-            trials |= {"clipping": _try_clipping, "guarding": _try_guarding}
-            trials[task](device, dtype)
+            getattr(kernels().trial, task)(device, dtype)
     except torch.OutOfMemoryError:
         raise  # this says nothing about Triton: the next call tries again
     except Exception as cause:
@@ -137,72 +133,6 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
         return "torch", reason
     return "triton", f"{requested}, and a trial run was right"
-
-
-def _try_unscaling(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and run the kernels of every step on a few numbers; raise if they fail or give wrong ones."""
-    modules = kernels()
-    modules.launch.check_device(device)
-    grads = torch.full((8,), 4.0, dtype=dtype, device=device)
-    grads[5] = float("inf")
-    table = modules.table.GradTable([8], dtype, device)
-    table.set_addresses([grads.data_ptr()])
-    scale, found_inf = torch.tensor([2.0, 0.0], dtype=torch.float32, device="cpu").to(device).unbind()
-    modules.unscale.launch_check(table, found_inf)
-    modules.unscale.launch_unscale(table, scale, found_inf, inverse=False)
-    got = [*grads.tolist(), found_inf.item()]
-    if got != [2.0] * 5 + [float("inf")] + [2.0] * 2 + [1.0]:
-        raise RuntimeError(f"the Triton kernels run on {device} but give {got}")
-
-
-def _try_clipping(device: torch.device, dtype: torch.dtype) -> None:
-    """Do as `_try_unscaling` does for the kernels of norms and clipping."""
-    from scaler_triton.kernels.abi import TOTALS
-
-    modules = kernels()
-    grads = torch.full((16,), 4.0, dtype=dtype, device=device)
-    table = modules.table.GradTable([16], dtype, device)
-    table.set_addresses([grads.data_ptr()])
-    scale, found_inf, norm = torch.tensor([2.0, 0.0, 0.0], dtype=torch.float32, device="cpu").to(device).unbind()
-    totals = torch.zeros(TOTALS, dtype=torch.float64, device=device)
-    modules.norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
-    modules.clip.launch_clip(table, scale, totals, 16.0, norm)
-    if norm.item() != 8.0 or grads.tolist() != [2.0] * 16:
-        raise RuntimeError(f"the Triton kernels run on {device} but clip to {grads.tolist()}, norm {norm.item()}")
-
-
-def _try_measuring(device: torch.device, dtype: torch.dtype) -> None:
-    """Do as `_try_unscaling` does for the kernels that measure."""
-    from scaler_triton.kernels.abi import MEASURED_ROW
-
-    modules = kernels()
-    grads = torch.full((20,), 2.0**-15, dtype=dtype, device=device)
-    grads[3], grads[7] = 0.0, 8.0
-    table = modules.table.GradTable([20], dtype, device)
-    table.set_addresses([grads.data_ptr()])
-    scale, found_inf = torch.tensor([2.0, 0.0], dtype=torch.float32, device="cpu").to(device).unbind()
-    totals, measured = torch.zeros(2, MEASURED_ROW, dtype=torch.float64, device=device).unbind()
-    modules.norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=False, measures=True)
-    modules.measure.launch_add_measured(table, measured)
-    modules.unscale.launch_check(table, found_inf, measures=True)
-    modules.measure.launch_add_measured(table, measured)
-    if measured.tolist() != [8.0, 2.0, 36.0, 40.0, 0.0]:
-        raise RuntimeError(f"the Triton kernels run on {device} but measure {measured.tolist()}")
-
-
-def _try_guarding(device: torch.device, dtype: torch.dtype) -> None:
-    """Do as `_try_unscaling` does for the kernel that judges norms."""
-    from scaler_triton.kernels import abi
-
-    memory = torch.zeros(abi.HEADER + 2, dtype=torch.float64, device="cpu")
-    memory[abi.COUNT], memory[abi.LAST], memory[abi.SIGMA], memory[abi.HEADER] = 1.0, 3.0, 2.0, 1.0
-    totals = torch.tensor([25.0] + [0.0] * (abi.TOTALS - 1), dtype=torch.float64, device="cpu").to(device)
-    memory, status = memory.to(device), torch.zeros(abi.STATUS, dtype=torch.float32, device=device)
-    counters = torch.zeros(abi.COUNTERS, dtype=torch.int64, device=device)
-    kernels().spike.launch_judge(totals, status, memory, counters, 2, 0, first=True)
-    limit = memory[abi.SPIKE_LIMIT].item()
-    if limit != 2.0 + 2.0 * math.sqrt(2.0) or status[abi.FLAG].item() != 1.0:
-        raise RuntimeError(f"the Triton kernels run on {device} but give a limit of {limit}")
 
 
 def is_captured(tensor: Tensor) -> bool:

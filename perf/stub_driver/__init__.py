@@ -107,11 +107,10 @@ def note_params(count: int) -> None:
 @contextmanager
 def as_gpu() -> Iterator[None]:
     """Let the kernels' host code take CPU tensors for those of GPU 0: all that knows its insides is here."""
-    from scaler_triton import dispatch
-    from scaler_triton.kernels import launch
+    from scaler_triton.kernels import launch, trial
 
     with (
-        mock.patch.multiple(dispatch, _try_unscaling=mock.DEFAULT, _try_clipping=mock.DEFAULT),  # nothing is computed
+        mock.patch.multiple(trial, unscaling=mock.DEFAULT, clipping=mock.DEFAULT),  # nothing is computed
         mock.patch.object(launch, "check_device"),
         mock.patch.object(launch, "_on", return_value=nullcontext()),
     ):

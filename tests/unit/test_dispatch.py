@@ -14,6 +14,7 @@ from helpers import PLACES, Place, assert_all_same, grads, places, sgd, started
 
 from scaler_triton import GradScaler, dispatch, ops
 from scaler_triton.grad_scaler import GradScaler as Traced
+from scaler_triton.kernels import trial
 from scaler_triton.text import one_line
 
 pytestmark = pytest.mark.usefixtures("undecided")
@@ -23,11 +24,11 @@ CPU, GPU, FP32 = torch.device("cpu"), torch.device("cuda", 0), torch.float32
 def broken(cause: Exception, only: torch.dtype | None = None) -> Callable[..., None]:
     """Return a trial that fails, perhaps for one dtype only."""
 
-    def trial(device: torch.device, dtype: torch.dtype) -> None:
+    def fail(device: torch.device, dtype: torch.dtype) -> None:
         if only in (None, dtype):
             raise cause
 
-    return trial
+    return fail
 
 
 def works(device: torch.device, dtype: torch.dtype) -> None:
@@ -67,7 +68,7 @@ def test_what_is_asked_for_is_tried_once_and_one_line_says_how_it_went(place: Pl
 
 @PLACES
 def test_clipping_is_tried_when_it_is_first_wanted(place: Place, monkeypatch: Any) -> None:
-    monkeypatch.setattr(dispatch, "_try_clipping", broken(RuntimeError("ptxas fatal")))
+    monkeypatch.setattr(trial, "clipping", broken(RuntimeError("ptxas fatal")))
     device = torch.zeros(0, device=place.device).device
     assert dispatch.choose(device, FP32, place.backend) == place.backend
     if place.backend == "torch":
@@ -80,11 +81,8 @@ def test_clipping_is_tried_when_it_is_first_wanted(place: Place, monkeypatch: An
 @pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
 @pytest.mark.parametrize("name", ["launch_unscale", "launch_clip"])
 def test_kernels_that_give_wrong_numbers_are_found_out(place: Place, name: str) -> None:
-    device, module = torch.zeros(0, device=place.device).device, name.removeprefix("launch_")
-    with (
-        mock.patch.object(getattr(dispatch.kernels(), module), name),
-        pytest.raises(RuntimeError, match=r"the Triton kernels run on .* but "),
-    ):
+    device = torch.zeros(0, device=place.device).device
+    with mock.patch.object(trial, name), pytest.raises(RuntimeError, match=r"the Triton kernels run on .* but give"):
         dispatch.choose(device, FP32, "triton", task="clipping")
 
 
@@ -100,7 +98,7 @@ def test_only_a_plain_scale_in_fp32_is_for_the_kernel() -> None:
 @pytest.mark.parametrize("task", ["unscaling", "clipping", "guarding"])
 def test_auto_falls_back_with_one_warning_that_carries_the_cause(task: Any, monkeypatch: Any, caplog: Any) -> None:
     for each in ("unscaling", "clipping", "guarding"):
-        monkeypatch.setattr(dispatch, f"_try_{each}", broken(RuntimeError("no such kernel")) if each == task else works)
+        monkeypatch.setattr(trial, each, broken(RuntimeError("no such kernel")) if each == task else works)
     place = "float32 on cuda:0" if task == "unscaling" else f"{task} float32 on cuda:0"
     text = f"Triton does not work for {place}, so torch's own ops are used there (RuntimeError: no such kernel)"
     with pytest.warns(RuntimeWarning) as warned, caplog.at_level(logging.DEBUG, "scaler_triton"):
@@ -122,7 +120,7 @@ REMEDIES = [
 
 @pytest.mark.parametrize(("error", "remedy"), REMEDIES)
 def test_what_users_can_mend_comes_with_the_remedy(error: Exception, remedy: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(dispatch, "_try_unscaling", broken(error))
+    monkeypatch.setattr(trial, "unscaling", broken(error))
     with pytest.warns(RuntimeWarning, match=rf"used there \(.*{remedy}.*; {type(error).__name__}: "):
         assert dispatch.choose(GPU, FP32, "auto") == "torch"
     assert remedy in one_line(dispatch.reason_for(GPU, FP32, "auto"))  # which is what `info` shows
@@ -149,10 +147,10 @@ def test_a_version_below_the_floor_is_told_in_one_sentence(
 
 @pytest.mark.parametrize("requested", ["auto", "triton"])
 def test_a_trial_that_ran_out_of_memory_decides_nothing(requested: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(dispatch, "_try_unscaling", broken(torch.OutOfMemoryError("CUDA out of memory")))
+    monkeypatch.setattr(trial, "unscaling", broken(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         dispatch.choose(GPU, FP32, requested)
-    monkeypatch.setattr(dispatch, "_try_unscaling", works)
+    monkeypatch.setattr(trial, "unscaling", works)
     assert dispatch.choose(GPU, FP32, requested) == "triton"
 
 
@@ -171,8 +169,8 @@ def by_op(optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("unscale", [by_scaler, by_clip, by_op])
 def test_triton_asked_for_raises_with_the_remedy_before_any_gradient_is_written(unscale: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(dispatch, "_try_unscaling", broken(OSError("read-only"), only=torch.float64))
-    monkeypatch.setattr(dispatch, "_try_clipping", works)
+    monkeypatch.setattr(trial, "unscaling", broken(OSError("read-only"), only=torch.float64))
+    monkeypatch.setattr(trial, "clipping", works)
     optimizer = sgd([torch.tensor([4.0]), torch.tensor([4.0], dtype=torch.float64)])
     remedy = "backend='auto' or SCALER_TRITON_BACKEND=auto takes torch's ops there"
     for _ in range(2):  # it is tried again
@@ -244,7 +242,7 @@ def test_what_is_done_once_cannot_be_captured(monkeypatch: Any) -> None:
     dispatch.refuse_capture(CPU, "it")
     with pytest.raises(RuntimeError, match=r"^it cannot be captured in a graph: take one step like it before$"):
         dispatch.refuse_capture(GPU, "it")
-    monkeypatch.setattr(dispatch, "_try_unscaling", works)
+    monkeypatch.setattr(trial, "unscaling", works)
     for requested in ("auto", "triton"):
         with pytest.raises(RuntimeError, match="^the first step with float32 on cuda:0 cannot be captured"):
             dispatch.choose(GPU, FP32, requested)

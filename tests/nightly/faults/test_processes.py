@@ -14,6 +14,7 @@ from helpers import assert_same
 from torch import Tensor
 
 from scaler_triton import GradScaler, dispatch
+from scaler_triton.kernels import trial
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,9 +61,10 @@ import os, signal, threading, warnings
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 import torch
 from scaler_triton import dispatch
+from scaler_triton.kernels import trial
 
 trying, over = threading.Event(), threading.Event()
-dispatch._try_unscaling = lambda device, dtype: (trying.set(), over.wait(60))
+trial.unscaling = lambda device, dtype: (trying.set(), over.wait(60))
 place = torch.device("cuda", 0), torch.float32, "auto"
 thread = threading.Thread(target=dispatch.choose, args=place)
 thread.start()
@@ -70,7 +72,7 @@ assert trying.wait(60)
 child = os.fork()
 if child == 0:
     signal.alarm(10)  # ends a child that waits for ever
-    dispatch._try_unscaling = lambda device, dtype: None
+    trial.unscaling = lambda device, dtype: None
     print(dispatch.choose(torch.device("cpu"), torch.float32, "triton"), flush=True)
     os._exit(0)
 status = os.waitpid(child, 0)[1]
@@ -161,6 +163,6 @@ def test_threads_that_meet_a_new_device_try_it_once(outcome: str, monkeypatch: A
             raise OSError("no room")
 
     monkeypatch.setattr(dispatch, "_warned", {gpu})
-    monkeypatch.setattr(dispatch, "_try_unscaling", try_out)
+    monkeypatch.setattr(trial, "unscaling", try_out)
     assert in_threads(lambda _: dispatch.choose(gpu, torch.float32, "auto")) == [outcome] * 4
     assert len(calls) == 1
