@@ -21,17 +21,7 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, usual_backend
-from scaler_triton.flag import (
-    Flag,
-    FlagRows,
-    Flags,
-    HostCopy,
-    failed_sums,
-    fp32_on,
-    report_failure,
-    sum_totals_,
-    write_scales,
-)
+from scaler_triton.flag import Flag, FlagRows, Flags, failed_sums, fp32_on, report_failure, sum_totals_, write_scales
 from scaler_triton.headroom import Reader
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
@@ -43,6 +33,7 @@ from scaler_triton.torch_ops import combine_, inverse
 from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters
 
 if TYPE_CHECKING:
+    from scaler_triton.flag import HostCopy
     from scaler_triton.grad_scaler import GradScaler
 
 

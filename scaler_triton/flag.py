@@ -20,24 +20,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.dispatch import is_captured, refuse_capture, sync_allowed
-from scaler_triton.kernels.abi import (
-    EXCESS,
-    FAILED,
-    FLAG,
-    INVERSES,
-    LARGEST,
-    MAX_SCALE,
-    MEASURED_AT,
-    MEASURED_ROW,
-    OVERFLOWS,
-    ROWS,
-    SCALE,
-    SCALES,
-    SEEN,
-    STATUS,
-    TOTALS,
-    ZEROS,
-)
+from scaler_triton.kernels import abi
 from scaler_triton.ranks import Ranks
 from scaler_triton.torch_ops import combine_, host_memory
 
@@ -63,12 +46,12 @@ class FlagRows:
         refuse_capture(device, "a scaler's first step")
         # A copy from the host is waited for; a zeroing kernel could run after another stream has set a flag.
         with sync_allowed(device):
-            self.status = torch.zeros(ROWS, STATUS, dtype=torch.float32, device="cpu").to(device)
-            self.last_flags = torch.zeros(ROWS, dtype=torch.float32, device="cpu").to(device)  # what updates cleared
-            empty = torch.zeros(ROWS, MEASURED_ROW, dtype=torch.float64, device="cpu")
+            self.status = torch.zeros(abi.ROWS, abi.STATUS, dtype=torch.float32, device="cpu").to(device)
+            self.last_flags = torch.zeros(abi.ROWS, dtype=torch.float32, device="cpu").to(device)  # cleared by updates
+            empty = torch.zeros(abi.ROWS, abi.MEASURED_ROW, dtype=torch.float64, device="cpu")
             self.measured = empty.to(device) if measures else None  # what the checks have measured
         self.captured: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
-        self._free = list(reversed(range(ROWS)))
+        self._free = list(reversed(range(abi.ROWS)))
 
     @torch.inference_mode(False)
     def flag(self) -> Flag:
@@ -96,7 +79,7 @@ class Flag:
         self.status, self.rows, self.row = status, rows, row
         self.measured = measured  # what the last check has measured, fp64 [MEASURED_ROW]; None: it does not measure
         self.device = status.device
-        self.found_inf = status[FLAG]
+        self.found_inf = status[abi.FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
         self.shared = False  # whether it is the flag of several optimizers, which were clipped together
@@ -115,7 +98,7 @@ class Flag:
     def clear(self, captured: bool = False) -> None:
         """Clear the status for a new check; always in a capture, as each replay follows another step."""
         if self._memory is not None:
-            self._memory[FLAG] = self._memory[FAILED] = 0.0
+            self._memory[abi.FLAG] = self._memory[abi.FAILED] = 0.0
         elif captured or not self.cleared:
             self.status.zero_()
         if self.measured is not None:
@@ -130,7 +113,7 @@ class Flag:
 
     def is_set(self) -> bool:
         """Return whether the flag is set, waiting for its device."""
-        return bool(self.found_inf.item() if self._memory is None else self._memory[FLAG])
+        return bool(self.found_inf.item() if self._memory is None else self._memory[abi.FLAG])
 
     def share(self, overflows: Tensor) -> None:
         """Set the flag to 1.0 if `overflows`, that of optimizers which are clipped together, is not 0, else to 0.0."""
@@ -140,11 +123,11 @@ class Flag:
     def write_scale(self, scale: Tensor) -> None:
         """Add the scale (one element, on this device) to what `agree` reduces, so that ranks compare their scales."""
         if self.measured is not None:
-            self._totals = torch.zeros(TOTALS, dtype=torch.float64, device=self.device)
-            self._totals[OVERFLOWS] = self.found_inf
-            write_scales(self._totals[SCALES:], scale)
+            self._totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=self.device)
+            self._totals[abi.OVERFLOWS] = self.found_inf
+            write_scales(self._totals[abi.SCALES :], scale)
             return
-        torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=self.status[SCALE:])
+        torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=self.status[abi.SCALE :])
 
     def agree(self, ranks: Ranks) -> None:
         """Reduce the status to its maximum over the ranks, by one all-reduce; a sum if it measures."""
@@ -162,11 +145,11 @@ class Flag:
 
     def read_sums(self, totals: Tensor) -> None:
         """Compute the status from totals (fp64 [TOTALS], on this device) that were summed over the ranks."""
-        sums = totals[OVERFLOWS:]
-        torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, MAX_SCALE, MAX_SCALE), out=self.status)
-        scales, inverses = totals[SCALES : SCALES + 1], totals[INVERSES:]
+        sums = totals[abi.OVERFLOWS :]
+        torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, abi.MAX_SCALE, abi.MAX_SCALE), out=self.status)
+        scales, inverses = totals[abi.SCALES : abi.SCALES + 1], totals[abi.INVERSES :]
         minus_one = constants(totals, torch.float64, -1.0)
-        torch.addcmul(minus_one, scales, inverses, value=1 / self._summed_over**2, out=self.status[EXCESS:])
+        torch.addcmul(minus_one, scales, inverses, value=1 / self._summed_over**2, out=self.status[abi.EXCESS :])
 
     def on_devices(self, devices: Sequence[torch.device]) -> Flags:
         """Return the flag on each device, in their order."""
@@ -195,7 +178,7 @@ class Flag:
         if self._with_scales:
             self._raise_if_apart(values)
         if fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf):
-            return values[FLAG] != 0.0  # NaN is set, too
+            return values[abi.FLAG] != 0.0  # NaN is set, too
         return any(flag.item() != 0.0 for flag in flags.values())
 
     def last(self) -> bool:
@@ -210,9 +193,9 @@ class Flag:
 
     def _raise_if_apart(self, values: Sequence[float]) -> None:
         """Raise if the agreed status shows a failed rank or different scales."""
-        if values[FAILED]:
+        if values[abi.FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
-        scale, other = values[SCALE], values[EXCESS]
+        scale, other = values[abi.SCALE], values[abi.EXCESS]
         if self._summed_over:
             apart = _compare_sums(self._summed_over, scale, other)
         else:
@@ -251,8 +234,8 @@ def _compare_sums(ranks: int, scales: float, excess: float) -> str:
     """Return how the scales differ, "" if they do not, from their sum and their mean's excess over the harmonic."""
     if not (excess > ranks * _ROUNDING or math.isnan(scales)):
         return ""
-    high = min(scales, MAX_SCALE) / ranks
-    low = high / (1 + min(excess, MAX_SCALE))
+    high = min(scales, abi.MAX_SCALE) / ranks
+    low = high / (1 + min(excess, abi.MAX_SCALE))
     # As many digits as it takes to distinguish them, at least six.
     digits = next((digits for digits in range(6, 17) if f"{low:.{digits}g}" != f"{high:.{digits}g}"), 6)
     return f"some below {low:.{digits}g}, some above {high:.{digits}g}"
@@ -272,8 +255,8 @@ def sum_totals_(flags: Sequence[Flag], totals: Tensor, ranks: Ranks) -> None:
             other.measured.zero_()  # type: ignore[union-attr]
         sums = torch.cat([totals, _packed(row)])
         ranks.sum_(sums)
-        totals.copy_(sums[:TOTALS])
-        _unpack_(row, sums[TOTALS:])
+        totals.copy_(sums[: abi.TOTALS])
+        _unpack_(row, sums[abi.TOTALS :])
     for flag in flags:
         flag.agreed_by_sums(len(ranks.ranks))
 
@@ -281,21 +264,21 @@ def sum_totals_(flags: Sequence[Flag], totals: Tensor, ranks: Ranks) -> None:
 def _packed(row: Tensor) -> Tensor:
     """Return a row as numbers that ranks may sum, fp64 [PACKED]."""
     exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
-    binade = (_exponent_of(row[LARGEST] / row[MEASURED_AT]) + _exponent_of(row[MEASURED_AT])).clamp(
+    binade = (_exponent_of(row[abi.LARGEST] / row[abi.MEASURED_AT]) + _exponent_of(row[abi.MEASURED_AT])).clamp(
         LOWEST_BINADE, LOWEST_BINADE + BINADES - 1
     )
-    one = (exponents == binade) & (row[LARGEST] > 0)
-    return torch.cat([row[ZEROS : SEEN + 1], one.double()])
+    one = (exponents == binade) & (row[abi.LARGEST] > 0)
+    return torch.cat([row[abi.ZEROS : abi.SEEN + 1], one.double()])
 
 
 def _unpack_(row: Tensor, sums: Tensor) -> None:
     """Replace a row by what all ranks have measured, given the sums of `_packed`."""
     counts, histogram = sums[:3], sums[3:]
     exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
-    binade = torch.where(histogram > 0, exponents, LOWEST_BINADE).amax() - _exponent_of(row[MEASURED_AT])
-    largest = torch.ldexp(row[MEASURED_AT], binade)
-    row[LARGEST] = torch.where(histogram.sum() > 0, largest, 0.0)
-    row[ZEROS : SEEN + 1] = counts
+    binade = torch.where(histogram > 0, exponents, LOWEST_BINADE).amax() - _exponent_of(row[abi.MEASURED_AT])
+    largest = torch.ldexp(row[abi.MEASURED_AT], binade)
+    row[abi.LARGEST] = torch.where(histogram.sum() > 0, largest, 0.0)
+    row[abi.ZEROS : abi.SEEN + 1] = counts
 
 
 def _exponent_of(number: Tensor) -> Tensor:

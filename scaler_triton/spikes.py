@@ -18,20 +18,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.dispatch import choose, is_captured, kernels, refuse_capture, sync_allowed
-from scaler_triton.kernels.abi import (
-    COUNT,
-    FLAG,
-    HEADER,
-    LAST,
-    OVERFLOWS,
-    SIGMA,
-    SKIPPED,
-    SPIKE_GENERATION,
-    SPIKE_LIMIT,
-    SPIKE_NORM,
-    SPIKES,
-    SQUARES,
-)
+from scaler_triton.kernels import abi
 
 if TYPE_CHECKING:
     from scaler_triton.flag import Flag
@@ -82,7 +69,7 @@ class Window:
         self.length, self._sigma = length, sigma
         self.by_kernel = choose(device, torch.float32, requested, task="guarding") == "triton"
         with torch.inference_mode(False):  # later steps write it outside that mode
-            self.memory = torch.zeros(HEADER + length, dtype=torch.float64, device=device)  # see `kernels.abi`
+            self.memory = torch.zeros(abi.HEADER + length, dtype=torch.float64, device=device)  # see `kernels.abi`
             self._places = torch.arange(1 << (length - 1).bit_length(), device=device)
         self.restore([])
 
@@ -107,8 +94,9 @@ class Window:
             flag.read_sums(totals)
 
     def _judge_by_ops(self, totals: Tensor, status: Tensor, counters: Any, first: bool) -> None:
-        length, place, ring = self.length, self._places, self.memory[HEADER:]
-        count, before, was_spike, *last_spike, sigma, _ = self.memory[:HEADER].unbind()  # in the order of `kernels.abi`
+        length, place, ring = self.length, self._places, self.memory[abi.HEADER :]
+        header = self.memory[: abi.HEADER].unbind()
+        count, before, was_spike, *last_spike, sigma, _ = header  # in the order of `kernels.abi`
         count = count.long()
         if first:
             enters, slot = before < math.inf, (count % length).reshape(1)  # false of NaN
@@ -121,34 +109,34 @@ class Window:
         apart = torch.where(is_held, norms - mean, 0.0)
         deviation = (_sum(apart * apart) / (n - 1)).sqrt()
         limit = mean + sigma * torch.maximum(deviation, 1e-3 * mean)
-        norm = totals[SQUARES].sqrt()
+        norm = totals[abi.SQUARES].sqrt()
         is_finite = norm < math.inf
         is_spike = is_finite & (n >= max(2, length // 2)) & (norm > limit)
         if isinstance(counters, list):
-            counters[SPIKES] += int(is_spike) - (0 if first else int(was_spike))
+            counters[abi.SPIKES] += int(is_spike) - (0 if first else int(was_spike))
         else:
-            counters[SPIKES] += is_spike.long() - (0 if first else was_spike.long())
-        spike = norm, limit, torch.as_tensor(counters[SKIPPED])
+            counters[abi.SPIKES] += is_spike.long() - (0 if first else was_spike.long())
+        spike = norm, limit, torch.as_tensor(counters[abi.SKIPPED])
         kept = [torch.where(is_spike, new, old) for new, old in zip(spike, last_spike, strict=True)]
-        self.memory[:SIGMA] = torch.stack([count, norm, is_spike, *kept])
+        self.memory[: abi.SIGMA] = torch.stack([count, norm, is_spike, *kept])
         bad = is_spike | ~is_finite
-        totals[OVERFLOWS].clamp_(min=bad)
-        status[FLAG].masked_fill_(bad, 1.0)
+        totals[abi.OVERFLOWS].clamp_(min=bad)
+        status[abi.FLAG].masked_fill_(bad, 1.0)
 
     def norms(self) -> list[float]:
         """Return the norms that the next step is judged by, oldest first, waiting for the device."""
         values = self.memory.tolist()
-        count, ring = int(values[COUNT]), values[HEADER:]
+        count, ring = int(values[abi.COUNT]), values[abi.HEADER :]
         oldest = max(0, count - self.length)
         norms = [ring[number % self.length] for number in range(oldest, count)]
-        return [*norms, values[LAST]][-self.length :] if math.isfinite(values[LAST]) else norms
+        return [*norms, values[abi.LAST]][-self.length :] if math.isfinite(values[abi.LAST]) else norms
 
     def restore(self, norms: Sequence[float]) -> None:
         """Replace the norms by the last of these that the window holds, and forget the last spike."""
-        values = [0.0] * (HEADER + self.length)
-        values[SIGMA], values[SPIKE_GENERATION], values[LAST] = self._sigma, -1.0, math.nan
+        values = [0.0] * (abi.HEADER + self.length)
+        values[abi.SIGMA], values[abi.SPIKE_GENERATION], values[abi.LAST] = self._sigma, -1.0, math.nan
         kept = list(norms)[-self.length :]
-        values[COUNT], values[HEADER : HEADER + len(kept)] = float(len(kept)), kept
+        values[abi.COUNT], values[abi.HEADER : abi.HEADER + len(kept)] = float(len(kept)), kept
         with sync_allowed(self.memory.device):
             self.memory.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
 
@@ -156,8 +144,8 @@ class Window:
         """Return norm and limit of the spike of that generation, the number of skips before; None if there is none."""
         if is_captured(self.memory):
             return None
-        values = self.memory[:HEADER].tolist()
-        return (values[SPIKE_NORM], values[SPIKE_LIMIT]) if values[SPIKE_GENERATION] == generation else None
+        values = self.memory[: abi.HEADER].tolist()
+        return (values[abi.SPIKE_NORM], values[abi.SPIKE_LIMIT]) if values[abi.SPIKE_GENERATION] == generation else None
 
 
 def _windows(steps: Iterable[OptimizerStep]) -> list[Window]:

@@ -30,25 +30,7 @@ from torch.autograd.graph import increment_version
 
 from scaler_triton.dispatch import choose_for_scale, kernels, refuse_capture, sync_allowed
 from scaler_triton.flag import Flag, FlagRows, HostCopy, any_flag
-from scaler_triton.kernels.abi import (
-    BACKOFFS,
-    CAP,
-    COUNTERS,
-    EXPONENTS,
-    FP16_EXPONENT,
-    GROWTHS,
-    HEADROOM_HEADER,
-    LARGEST,
-    LAST_SKIP,
-    MAX_SCALE,
-    MAX_TRACKER,
-    MEASURED_AT,
-    MEASURED_ROW,
-    SKIPPED,
-    STREAK,
-    STRIKES,
-    UPDATES,
-)  # fmt: skip
+from scaler_triton.kernels import abi
 from scaler_triton.policy import NO_LIMITS, Limits, as_fp32, no_counters
 from scaler_triton.text import count_of
 from scaler_triton.torch_ops import host_memory
@@ -159,8 +141,8 @@ class Counters(HostOrDevice):
         if self._copy is None or self._copy.source is not self.values:
             self._copy = HostCopy(self.values)
         values = self._copy.newest()
-        if values is not None and values[UPDATES] >= self._known[UPDATES]:  # else `read` has returned newer ones
-            self._known = values
+        if values is not None and values[abi.UPDATES] >= self._known[abi.UPDATES]:
+            self._known = values  # else `read` has returned newer ones
         return list(self._known)
 
 
@@ -190,15 +172,15 @@ class HeadroomRule(HostOrDevice):
     """The window and the cap of `scale_policy="headroom"`, in the order of `kernels.abi`."""
 
     def __init__(self, bits: int, window: int) -> None:
-        super().__init__([0.0, MAX_SCALE, *[0.0] * window])
+        super().__init__([0.0, abi.MAX_SCALE, *[0.0] * window])
         self.bits, self.window = bits, window
 
     def remembered(self) -> tuple[list[int], float]:
         """Return the exponents, oldest first, and the cap, waiting for the device."""
         values = self.read()
-        count, ring = int(values[EXPONENTS]), values[HEADROOM_HEADER:]
+        count, ring = int(values[abi.EXPONENTS]), values[abi.HEADROOM_HEADER :]
         known = range(max(0, count - self.window), count)
-        return [int(ring[number % self.window]) for number in known], values[CAP]
+        return [int(ring[number % self.window]) for number in known], values[abi.CAP]
 
     def restore(self, exponents: Sequence[int], cap: float) -> None:
         """Replace exponents and cap, of more than the window holds by the last ones."""
@@ -208,28 +190,28 @@ class HeadroomRule(HostOrDevice):
     def scale_below(self, cap: float, scale: float, unscaled: float) -> float:
         """Return the scale after a good update on the host, and remember its largest unscaled gradient."""
         values = self.on_host()
-        count = int(values[EXPONENTS])
+        count = int(values[abi.EXPONENTS])
         if unscaled > 0.0:
-            values[HEADROOM_HEADER + count % self.window] = max(-1023.0, math.frexp(unscaled)[1] - 1.0)
+            values[abi.HEADROOM_HEADER + count % self.window] = max(-1023.0, math.frexp(unscaled)[1] - 1.0)
             count += 1
-            values[EXPONENTS] = float(count)
+            values[abi.EXPONENTS] = float(count)
         if count == 0:
             return scale
-        top = int(max(values[HEADROOM_HEADER : HEADROOM_HEADER + min(count, self.window)]))
-        return min(math.ldexp(1.0, min(FP16_EXPONENT - self.bits - top, 1023)), cap)
+        top = int(max(values[abi.HEADROOM_HEADER : abi.HEADROOM_HEADER + min(count, self.window)]))
+        return min(math.ldexp(1.0, min(abi.FP16_EXPONENT - self.bits - top, 1023)), cap)
 
     def scale_below_by_ops(self, cap: Tensor, scale: Tensor, unscaled: Tensor, bad: Tensor) -> Tensor:
         """Do the same on any device, without a host wait; after a bad update (`bad`) nothing is remembered."""
         values = self.on(cap.device)
-        count, ring = values[EXPONENTS].long(), values[HEADROOM_HEADER:]
+        count, ring = values[abi.EXPONENTS].long(), values[abi.HEADROOM_HEADER :]
         enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
         exponent = (torch.frexp(unscaled)[1] - 1).double().clamp(min=-1023.0)
         ring.index_copy_(0, slot, torch.where(enters, exponent, ring[slot]))
         count = count + enters
-        values[EXPONENTS] = count
+        values[abi.EXPONENTS] = count
         place = torch.arange(self.window, device=cap.device)
         top = torch.where(place < count, ring, -4096.0).amax()
-        target = torch.ldexp(torch.ones_like(top), (FP16_EXPONENT - self.bits - top).clamp(-1022, 1023).int())
+        target = torch.ldexp(torch.ones_like(top), (abi.FP16_EXPONENT - self.bits - top).clamp(-1022, 1023).int())
         return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())
 
 
@@ -239,7 +221,7 @@ def largest_unscaled(flags: Iterable[Flag | None], device: torch.device) -> Tens
     if not rows:
         return torch.zeros((), dtype=torch.float64, device=device)
     found = torch.stack(rows)
-    return torch.where(found[:, LARGEST] > 0, found[:, LARGEST] / found[:, MEASURED_AT], 0.0).amax()
+    return torch.where(found[:, abi.LARGEST] > 0, found[:, abi.LARGEST] / found[:, abi.MEASURED_AT], 0.0).amax()
 
 
 class DevicePolicy:
@@ -342,8 +324,8 @@ def headroom_options(headroom: HeadroomRule, device: torch.device, measured: Ten
 def row_of(checked: Sequence[Any], device: torch.device) -> Tensor:
     """Return a row of what the checks of steps have measured, for a kernel that reads one."""
     unscaled = largest_unscaled((getattr(step, "flag", None) for step in checked), device)
-    row = torch.zeros(1, MEASURED_ROW, dtype=torch.float64, device=device)
-    row[0, LARGEST], row[0, MEASURED_AT] = unscaled, 1.0
+    row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=device)
+    row[0, abi.LARGEST], row[0, abi.MEASURED_AT] = unscaled, 1.0
     return row
 
 
@@ -364,7 +346,7 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
         one, tracker = torch.ones_like(scale, dtype=torch.float32), torch.zeros_like(scale, dtype=torch.int32)
         unbounded = ours.limits._replace(min_scale=NO_LIMITS.min_scale, max_scale=NO_LIMITS.max_scale)
         found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
-        numbers = 1.0, 1.0, MAX_TRACKER
+        numbers = 1.0, 1.0, abi.MAX_TRACKER
         if scale.is_cpu and type(scale) is Tensor:
             counters = ours.counters.on_host()
             update_on_host_(one, host_memory(tracker.view(-1)), found_inf.item() != 0, numbers, unbounded, counters)
@@ -380,9 +362,9 @@ def check_streak(scaler: GradScaler, *, is_set: bool) -> None:
         ours.lagging = LaggingCounters()
         return
     seen = ours.lagging.push(ours.counters.values)
-    if seen is not None and limit is not None and seen[STREAK] > limit:
+    if seen is not None and limit is not None and seen[abi.STREAK] > limit:
         raise SkipStreakError(
-            f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
+            f"{count_of(seen[abi.STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
             f"{LaggingCounters.LAG} updates later the scale is {scaler.get_scale()}. {ScalerStats.of(seen)}\n"
             f"{scaler.overflow_report()}"  # this rank's only: not all ranks may get here
         )
@@ -436,29 +418,29 @@ def update_on_host_(
     growth_factor, backoff_factor, interval = numbers
     before = ruled = scale.item()
     if headroom is not None and not found_inf:
-        ruled = headroom.on_host()[CAP]
+        ruled = headroom.on_host()[abi.CAP]
     value = ruled
-    counters[UPDATES] += 1
+    counters[abi.UPDATES] += 1
     if found_inf:
-        counters[SKIPPED] += 1
-        counters[STREAK] += 1
-        counters[STRIKES] += 1
-        counters[LAST_SKIP] = counters[UPDATES]
+        counters[abi.SKIPPED] += 1
+        counters[abi.STREAK] += 1
+        counters[abi.STRIKES] += 1
+        counters[abi.LAST_SKIP] = counters[abi.UPDATES]
         tracker[0] = 0
-        if counters[STRIKES] >= limits.hysteresis:
+        if counters[abi.STRIKES] >= limits.hysteresis:
             value = ruled * backoff_factor
     else:
-        counters[STREAK] = 0
+        counters[abi.STREAK] = 0
         good = tracker[0] + 1
         if good >= interval:
-            tracker[0] = counters[STRIKES] = 0
+            tracker[0] = counters[abi.STRIKES] = 0
             if abs(ruled * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
                 value = ruled * growth_factor
-        elif good <= MAX_TRACKER:
+        elif good <= abi.MAX_TRACKER:
             tracker[0] = good
     value = min(value, limits.max_scale) if value > limits.min_scale else limits.min_scale  # that for NaN
     if headroom is not None:
-        headroom.on_host()[CAP] = value = as_fp32(value)
+        headroom.on_host()[abi.CAP] = value = as_fp32(value)
         if not found_inf:
             largest = 0.0 if unscaled is None else unscaled.item()
             value = limits.clamp(headroom.scale_below(value, before, largest))
@@ -467,8 +449,8 @@ def update_on_host_(
         return
     scale.fill_(value)
     after = scale.item()  # perhaps rounded back
-    counters[GROWTHS] += after > before
-    counters[BACKOFFS] += after < before
+    counters[abi.GROWTHS] += after > before
+    counters[abi.BACKOFFS] += after < before
 
 
 def update_by_ops_(
@@ -484,20 +466,20 @@ def update_by_ops_(
     """Update on any device without a host wait; if memory runs out, nothing has changed."""
     bad, before = found_inf.reshape(()) != 0, scale
     if headroom is not None:
-        scale = torch.where(bad, scale, headroom.on(scale.device)[CAP].to(scale.dtype))
+        scale = torch.where(bad, scale, headroom.on(scale.device)[abi.CAP].to(scale.dtype))
     after = scale.clone()
     growth, backoff, interval = numbers
     # torch grows at tracker + 1 == interval: capped, the tracker cannot be beyond.
-    tracker = growth_tracker.clamp(max=min(interval, MAX_TRACKER) - 1)
-    reachable = interval if interval <= MAX_TRACKER else 0  # CUDA's kernel would take it modulo 2^32
+    tracker = growth_tracker.clamp(max=min(interval, abi.MAX_TRACKER) - 1)
+    reachable = interval if interval <= abi.MAX_TRACKER else 0  # CUDA's kernel would take it modulo 2^32
     torch._amp_update_scale_(after, tracker, found_inf, growth, backoff, reachable)
     if limits.hysteresis > 1:
-        spared = bad & (counters[STRIKES] + 1 < limits.hysteresis)
+        spared = bad & (counters[abi.STRIKES] + 1 < limits.hysteresis)
         after = torch.where(spared, scale, after)
     after = _clamped(after, limits)
     scale = before
     if headroom is not None:
-        headroom.on(scale.device)[CAP] = after.reshape(())
+        headroom.on(scale.device)[abi.CAP] = after.reshape(())
         found = torch.zeros_like(after).double().reshape(()) if unscaled is None else unscaled
         fits = headroom.scale_below_by_ops(after.reshape(()), scale.reshape(()), found, bad)
         after = torch.where(bad, after, _clamped(fits.to(after.dtype), limits))
@@ -532,7 +514,7 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numb
         memory = host_memory(growth_tracker.view(-1))
         update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())
     else:
-        counters = torch.zeros(COUNTERS, dtype=torch.int64, device=scale.device)
+        counters = torch.zeros(abi.COUNTERS, dtype=torch.int64, device=scale.device)
         update_by_ops_(scale, growth_tracker, found_inf, numbers, NO_LIMITS, counters)
 
 
@@ -546,4 +528,4 @@ def _kept_policy(device: torch.device, numbers: Numbers) -> Tensor:
 
 @functools.cache
 def _scratch(device: torch.device) -> Tensor:
-    return torch.zeros(COUNTERS, dtype=torch.int64, device=device)
+    return torch.zeros(abi.COUNTERS, dtype=torch.int64, device=device)
