@@ -30,7 +30,7 @@ from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import combine_, inverse
-from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters
+from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, SkipStreakError
 
 if TYPE_CHECKING:
     from scaler_triton.flag import HostCopy
@@ -351,17 +351,28 @@ def require_scale(
         raise
 
 
-def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], *, by_check: bool = False) -> None:
+def begin_anew(
+    guard: GradScaler, steps: Sequence[OptimizerStep], report: Callable[[Exception], object], *, by_check: bool
+) -> None:
     """Begin the next step where a guard's caller has left out the update since the last one.
 
     It is counted on all ranks, also on those where that step raised: their counters stay equal.
 
     Args:
+        report: joins the reductions of the others after an error in the update.
         by_check: see `OptimizerStep.is_over`.
     """
     over = [step for step in steps if step.is_over(by_check=by_check)]
-    if any(step["found_inf_per_device"] for step in over):
-        guard.update()
+    try:
+        if any(step["found_inf_per_device"] for step in over):
+            guard.update()
+    except SkipStreakError:  # on all ranks at once
+        raise
+    except Exception as error:
+        for step in over:  # the other ranks check this one
+            step.reset()
+        report(error)
+        raise
     for step in over:  # without gradients there is nothing to count, and what was clipped is carried
         if not step["found_inf_per_device"]:
             step.reset()

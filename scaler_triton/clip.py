@@ -110,11 +110,17 @@ def _open(
     def report(_: Sequence[Any], ranks: Ranks) -> None:
         _fail_together(scaler, optimizers, ranks, request, checked=request.at_once)
 
+    def report_to_ranks(_: Exception) -> None:
+        with suppress(Exception):  # the first error matters more
+            ranks = scaler._ours.membership.find(_all_parameters(optimizers), scaler.process_group)
+            if ranks is not None:
+                report(optimizers, ranks)
+
     if scaler._scale is None or scaler._growth_tracker is None:
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     if scaler._ours.guard is not None:
-        begin_anew(scaler, steps, by_check=request.chosen is None)
+        begin_anew(scaler, steps, report_to_ranks, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
@@ -125,11 +131,8 @@ def _open(
         replicas = [replicas_in(plan, ranks, model) for plan in plans]
     except ValueError:  # a wrong argument raises on all ranks
         raise
-    except Exception:
-        with suppress(Exception):  # the first error matters more
-            ranks = scaler._ours.membership.find(_all_parameters(optimizers), scaler.process_group)
-            if ranks is not None:
-                report(optimizers, ranks)
+    except Exception as error:
+        report_to_ranks(error)
         raise
     return list(map(Part, optimizers, steps, plans, replicas)), ranks
 

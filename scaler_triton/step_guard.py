@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import policy
-from scaler_triton.check import begin_anew, methods_of
+from scaler_triton.check import begin_anew, fail, methods_of
 from scaler_triton.dispatch import skip_tracing
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
@@ -84,7 +84,7 @@ class StepGuard(GradScaler):
         Args and raises: as `GradScaler.unscale_`, but it may come before any `scale`, and begins a new step after one.
         """
         if self._enabled:
-            begin_anew(self, [self._ours.steps.open(optimizer)], by_check=True)
+            self._begin_anew(optimizer, by_check=True)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -99,8 +99,17 @@ class StepGuard(GradScaler):
         if self._enabled:
             if any(map(callable, args)):
                 raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-            begin_anew(self, [self._ours.steps.open(optimizer)])
+            self._begin_anew(optimizer, by_check=False)
         return super().step(optimizer, *args, **kwargs)
+
+    def _begin_anew(self, optimizer: Any, *, by_check: bool) -> None:
+        step = self._ours.steps.open(optimizer)
+
+        def report(error: Exception) -> None:
+            fail(self, step, optimizer, error, None)
+            step.began = not by_check
+
+        begin_anew(self, [step], report, by_check=by_check)
 
     def set_limits(self, **changes: Any) -> None:
         """Change `max_consecutive_skips`, from the next update on; TypeError for another name."""
