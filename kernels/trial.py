@@ -23,10 +23,11 @@ def unscaling(device: torch.device, dtype: torch.dtype) -> None:
     check_device(device)
     grads = torch.full((8,), 4.0, dtype=dtype, device=device)
     grads[5] = float("inf")
-    table, (scale, found_inf) = _table_of(grads), _numbers(device, 2.0, 0.0)
-    launch_check(table, found_inf)
-    launch_unscale(table, scale, found_inf, inverse=False)
-    _require([*grads.tolist(), found_inf.item()], [2.0] * 5 + [float("inf")] + [2.0] * 2 + [1.0], device)
+    table, (scale, checked, unscaled) = _table_of(grads), _numbers(device, 2.0, 0.0, 0.0)
+    launch_check(table, checked)
+    launch_unscale(table, scale, unscaled, inverse=False)
+    got = [*grads.tolist(), checked.item(), unscaled.item()]
+    _require(got, [2.0] * 5 + [float("inf")] + [2.0] * 2 + [1.0, 1.0], device)
 
 
 def clipping(device: torch.device, dtype: torch.dtype) -> None:
@@ -47,6 +48,7 @@ def measuring(device: torch.device, dtype: torch.dtype) -> None:
     totals, measured = torch.zeros(2, abi.MEASURED_ROW, dtype=torch.float64, device=device).unbind()
     launch_sum_of_squares(table, scale, found_inf, totals, inverse=False, measures=True)
     launch_add_measured(table, measured)
+    table.measured.zero_()
     launch_check(table, found_inf, measures=True)
     launch_add_measured(table, measured)
     _require(measured.tolist(), [8.0, 2.0, 36.0, 40.0, 0.0], device)
