@@ -91,18 +91,21 @@ class GradPlan:
         self.inverse = InverseScale()
         self.written = False  # whether the last pass began to write the gradients
         self._dtensors = {i: each for i, each in enumerate(self.parameters) if gradients.is_dtensor(each)}
-        self._specs = self._specs_now()
+        self._first_spec = self._spec_of_first()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether `parameters` are this plan's, with the same placements, the first on the same device."""
+        """Return whether `parameters` are this plan's, and the first tensor and the first DTensor are where they were.
+
+        `model.to` moves or swaps all of them in place.
+        """
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, self.parameters, parameters))
             and (not parameters or parameters[0].device == self._first_device)
-            and (not self._dtensors or self._specs_now() == self._specs)
+            and (not self._dtensors or self._spec_of_first() == self._first_spec)
         )
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
@@ -216,9 +219,9 @@ class GradPlan:
                 self.grad_shards[index] = shards
         return partials
 
-    def _specs_now(self) -> list[Any]:
-        """Return the DTensorSpec of each parameter that is a DTensor, None if this torch has no such attribute."""
-        return list(map(getattr, self._dtensors.values(), repeat(gradients.SPEC), repeat(None)))
+    def _spec_of_first(self) -> Any:
+        """Return the DTensorSpec of the first parameter that is a DTensor; None if there is none, or no such name."""
+        return getattr(next(iter(self._dtensors.values()), None), gradients.SPEC, None)
 
     def _build_layouts(self, forms: list[_Form | None]) -> None:
         """Build a layout for each LayoutKey, with a slot for each form; change nothing if this raises."""
