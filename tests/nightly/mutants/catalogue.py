@@ -21,7 +21,7 @@ class Mutant(NamedTuple):
 _GUARD = "tests/unit/test_step_guard.py"
 _BY_MEASURING = "tests/unit/kernels/test_measure.py"
 _HEADROOM, _HEADROOM_RANKS = "tests/unit/test_headroom.py", "tests/ranks/test_headroom.py"
-_BITS = "tests/unit/kernels/test_spike_ops.py"  # of the kernel and of torch's ops
+_BITS = "tests/unit/kernels/test_spike.py"  # of the kernel and of torch's ops
 
 _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/step.py": [
