@@ -27,13 +27,14 @@ class Instruction(NamedTuple):
 class Block:
     """An instruction `name` is the method `_name`, or else one of `ARITHMETIC`."""
 
-    def __init__(self, kernel, number, params, memory):
+    def __init__(self, kernel, number, params, memory, *, watched=True):
+        """`watched`: note who touches what, which takes time."""
         self.kernel = kernel
         self.params = params
         self.warps = np.arange(kernel.threads) // _LANES
         self.registers = Registers(kernel.register_widths, kernel.threads, number)
         self.memories = {"global": memory, "shared": Shared(kernel.shared_bytes)}
-        self.races = {space: Races() for space in self.memories}
+        self.races = {space: Races() for space in self.memories} if watched else {}
         self.place = 0
 
     def run(self):
@@ -65,8 +66,7 @@ class Block:
     def _compute_both(self, it, active):
         """Two numbers in each register."""
         result, *sources = it.operands
-        if it.kinds == ("f16x2",) or it.kinds == ("bf16x2",):
-            assert it.name == "abs"
+        if it.name == "abs":  # of 16 bits each
             bits = self.registers.bits(sources[0], 32) & np.uint32(0x7FFF7FFF)
         else:
             assert it.kinds[-1] == "f32x2"
@@ -89,9 +89,7 @@ class Block:
         result, a, b, *added = it.operands
         narrow = it.kinds[-1]
         wide = f"{narrow[0]}{2 * width_of(narrow)}"
-        a, b = (
-            self.registers.read(each, narrow).astype(np.dtype(f"{narrow[0].replace('s', 'i')}8")) for each in (a, b)
-        )
+        a, b = (self.registers.read(each, narrow).astype(f"{narrow[0].replace('s', 'i')}8") for each in (a, b))
         self.registers.write(result, a * b + sum(self.registers.read(each, wide) for each in added), wide, active)
 
     _mad = _mul
@@ -170,11 +168,10 @@ class Block:
             races.barrier()
 
     def _shfl(self, it, active):
-        assert it.kinds in (("sync", "bfly", "b32"), ("sync", "idx", "b32"))
+        assert it.kinds == ("sync", "bfly", "b32")
         result, source, lanes, clamp, _ = it.operands
         assert clamp == "31"  # all lanes of a warp are one segment
-        threads, lanes = np.arange(self.kernel.threads), self.registers.bits(lanes, 32).astype(np.int64)
-        others = threads ^ lanes if it.kinds[1] == "bfly" else threads - threads % _LANES + lanes % _LANES
+        others = np.arange(self.kernel.threads) ^ self.registers.bits(lanes, 32)
         self.registers.write_bits(result, self.registers.bits(source, 32)[others], active)
 
     def _redux(self, it, active):
@@ -211,9 +208,10 @@ class Block:
         """The addresses of the threads that are active, and the bytes at each."""
         addresses = self._addresses(place)[active]
         size = count * width_of(it.kinds[-1]) // 8
-        moved = self.races[it.kinds[0]].note(addresses, self.warps[active], size, writes)
-        if it.kinds[0] == "global":
-            self.kernel.moved["stored" if writes else "loaded"] += moved
+        if self.races:
+            moved = self.races[it.kinds[0]].note(addresses, self.warps[active], size, writes)
+            if it.kinds[0] == "global":
+                self.kernel.moved["stored" if writes else "loaded"] += moved
         return addresses, size
 
     def _addresses(self, place):

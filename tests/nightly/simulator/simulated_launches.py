@@ -46,8 +46,8 @@ def simulated(target):
 
 def _compiled(launch, target):
     constants = {name: value for name, value in launch._options.items() if name.isupper()}
-    warps, options = launch._options["num_warps"], {"enable_fp_fusion": launch._options["enable_fp_fusion"]}
-    compiled = aot_matrix.compile_for(aot_matrix.TARGETS[target], launch._kernel, constants, warps, options)
+    warps, fuses = launch._options["num_warps"], launch._options["enable_fp_fusion"]
+    compiled = aot_matrix.compile_for(aot_matrix.TARGETS[target], launch._kernel, constants, warps, fuses)
     return Kernel(compiled.asm["ptx"], compiled.metadata.shared)
 
 
