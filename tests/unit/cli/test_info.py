@@ -54,11 +54,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def is_available() -> bool:
-        warnings.warn("the driver is too old", UserWarning, stacklevel=2)
-        return False
-
-    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: warnings.warn("the driver is too old", UserWarning, 2))
     text = shown(capsys)
     assert f"scaler_triton {scaler_triton.__version__}\n" in text
     assert f"torch         {torch.__version__}\n" in text

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,28 +66,17 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return said.err
 
 
-@pytest.mark.skipif(not launch.INTERPRETED, reason="asks for the interpreter")
-def test_an_interpreters_time_is_not_a_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "TRITON_INTERPRET=1" in refusal(capsys)
-
-
-def test_without_a_gpu_it_says_so() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", "scaler_triton", "tune"]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=root, env=environment, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "scaler_triton: tune needs a GPU, and there is none here\n"
-
-
 def test_what_is_missing_is_named_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(tune, "missing_packages", lambda names: ["triton"])
         assert "tune needs triton" in refusal(capsys)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert "TRITON_INTERPRET=1" in refusal(capsys)
     monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "tune needs a GPU, and there is none here" in refusal(capsys)
     for name, answer in (("is_available", True), ("current_device", 0), ("get_device_name", "Some GPU")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     (tmp_path / "file").touch()
@@ -116,12 +103,11 @@ def test_the_whole_run(tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture
     assert {"date", "scaler_triton", "torch", "triton", "cuda", "driver", "python"} <= set(data["provenance"])
     assert len(data["measured"]) == 3 * len(KEYS)
     assert [path.name for path in path.parent.iterdir()] == ["Some_GPU.json"]
-    said = capsys.readouterr()
-    lines = [line.split() for line in said.out.splitlines()]
+    said = capsys.readouterr().out
+    lines = [line.split() for line in said.splitlines()]
     assert [line[:3] for line in lines if line and line[0] in MODES] == [list(map(str, key)) for key in KEYS]
-    assert f"12 of {len(KEYS)} defaults replaced" in said.out
-    assert "+" not in said.out
-    assert said.out.endswith(f"written: {path}\n")
+    assert f"12 of {len(KEYS)} defaults replaced" in said
+    assert said.endswith(f"written: {path}\n")
 
 
 def figures(shape: LaunchConfig, *ms: float, problem: str = "") -> tune.Figures:

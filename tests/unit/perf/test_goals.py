@@ -12,7 +12,6 @@ from perf.rows import Entry, Machine, Place, Row, read_csv, write_csv
 
 MACHINE = Machine("cpu-9-cores", "2.13", "3.7", "3.11", "abc", "2025-01-01")
 FASTER = Goal("is it faster", "host", "alone", "[ab]", "step", 0.5, why="it rains")
-QUESTIONS = [*command.QUESTIONS]
 
 
 def entries(*rows: Row) -> list[Entry]:
@@ -74,9 +73,8 @@ def test_gains_and_losses_are_told_apart() -> None:
 
 def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "README.md"
-    page.write_text(
-        "".join(f"<!-- {n} -->\nold\n<!-- /{n} -->\n" for n in ("gains", "goals", "missed", "host", "costs"))
-    )
+    names = ("gains", "goals", "missed", "host", "costs")
+    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
     monkeypatch.setattr(pages, "README", page)
     monkeypatch.setattr(pages, "FRONT", page)
     write_csv(tmp_path / "results/cpu-9-cores/host.csv", times("a", 4e-3, 1e-3), MACHINE)
@@ -88,7 +86,7 @@ def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pyte
         pages.put(page, "nothing", "")
 
 
-@pytest.mark.parametrize(("page", "name", "text"), pages.blocks(QUESTIONS)[:-1])
+@pytest.mark.parametrize(("page", "name", "text"), pages.blocks([*command.QUESTIONS])[:-1])
 def test_the_page_says_what_the_csvs_say(page: Path, name: str, text: str) -> None:
     assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page.read_text()
 
