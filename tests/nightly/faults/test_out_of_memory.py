@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, grads, places, sgd, started, values
+from helpers import PLACES, Place, grads, sgd, started, take_step, values
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +21,6 @@ from scaler_triton import GradScaler, ShardedGradScaler
 from scaler_triton.kernels import launch
 from scaler_triton.ranks import Membership, Ranks
 
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 FUSED = pytest.mark.parametrize("fused", [False, True])
 GOOD_STEPS = pytest.mark.parametrize("good_steps", [0, 3])
 MOST = 400  # ops of a call: that many are not made
@@ -63,11 +62,8 @@ class FailAt(TorchDispatchMode):
     def spared(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self.is_spared = self.is_spared, True
-            try:
+            with mock.patch.object(self, "is_spared", True):
                 return function(*args, **kwargs)
-            finally:
-                self.is_spared = before
 
         return call
 
@@ -206,16 +202,13 @@ def numbers_of_reductions(way: str, good_steps: int, fused: bool) -> Iterator[in
         optimizer = sgd([torch.ones(5), torch.ones(3, 2)], fused=fused)
         scaler = started(ShardedGradScaler, "cpu", init_scale=16.0)
         for _ in range(good_steps):
+            take_step(scaler, optimizer, "step")
             scaler.scale(torch.ones(()))
-            scaler.step(optimizer)
-            scaler.update()
-        scaler.scale(torch.ones(()))
-        call = WAYS[way if way in WAYS else "step"]
         if way not in WAYS:
             scaler.unscale_(optimizer)
             scaler.update()
         with failing(number, optimizer) as mode, mock.patch.object(Ranks, "_all_reduce_", mode.reduce):
-            call(scaler, optimizer)
+            WAYS.get(way, WAYS["step"])(scaler, optimizer)
         yield mode.reductions
         if not mode.raised:
             return

@@ -37,10 +37,7 @@ def simulated(target):
         params = [_bits(arg) if isinstance(arg, int | float) else arg.data_ptr() for arg in tensors.values()]
         kernels[key].run(n_programs, params, list(_spans(launch, tensors)))
 
-    with (
-        mock.patch.object(launching, "check_device"),
-        mock.patch.object(launching.Launch, "__call__", start),
-    ):
+    with mock.patch.object(launching, "check_device"), mock.patch.object(launching.Launch, "__call__", start):
         yield kernels
 
 

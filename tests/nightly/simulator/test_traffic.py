@@ -16,10 +16,7 @@ from scaler_triton.kernels.spike import launch_judge
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
 from scaler_triton.kernels.unscale import launch_check, launch_unscale
 
-pytestmark = [
-    pytest.mark.host_only,
-    pytest.mark.skipif(SIMULATED is None, reason="only the simulator counts bytes"),
-]
+pytestmark = [pytest.mark.host_only, pytest.mark.skipif(SIMULATED is None, reason="only the simulator counts bytes")]
 
 # A program finds its tensor and chunk (int32), the tensor's address and elements (int64).
 MAP = 4 + 4 + 8 + 8

@@ -56,8 +56,8 @@ def test_a_step_that_had_to_be_taken_is_missed() -> None:
     assert STEP.wrong(answers(STEPPED, STEPPED)) == ""
 
 
-def script(monkeypatch: pytest.MonkeyPatch, **said: Outcome | str) -> None:
-    """Have every rank end with the same outcome, or error, of each library."""
+def script(monkeypatch: pytest.MonkeyPatch, **said: Outcome) -> None:
+    """Have every rank end with the same outcome of each library."""
     monkeypatch.setattr(proofs, "run_ranks", lambda run, name, library: answers(said[library], said[library]))
 
 

@@ -69,7 +69,7 @@ def test_a_short_table_has_every_step_and_names_the_bad_shards_and_split_ranks()
     assert "4 / 8" in rows_of_split[2]
 
 
-@pytest.mark.parametrize("ranks", [[TRACE], [TRACE, TRACE], [TRACE, SPLIT]], ids=["one", "two", "split"])
+@pytest.mark.parametrize("ranks", [[TRACE], [TRACE, SPLIT]], ids=["one", "split"])
 def test_the_plot_can_be_drawn(ranks: list[Trace], tmp_path: Path) -> None:
     save_plot(CONFIG, ranks, "title", tmp_path / "plot.png")
     pixels = imread(tmp_path / "plot.png")
@@ -81,7 +81,6 @@ def test_the_plot_can_be_drawn(ranks: list[Trace], tmp_path: Path) -> None:
     ("gpus", "mode", "where", "note"),
     [
         (0, "fsdp2", ("cpu", 2), "no GPU: on the CPU, over gloo"),
-        (0, "single", ("cpu", 1), "no GPU: on the CPU"),
         (1, "fsdp2", ("cuda", 2), "2 ranks share the one GPU, over nccl"),
         (1, "single", ("cuda", 1), "1 of 1 GPUs"),
         (4, "ddp", ("cuda", 2), "2 of 4 GPUs, over nccl"),

@@ -8,7 +8,7 @@ import pytest
 from perf import __main__ as command
 from perf import pages
 from perf.goals import ABSENT, HEADLINES, Goal, answers
-from perf.rows import Entry, Machine, Place, Row, read_csv, write_csv
+from perf.rows import Entry, Machine, Place, Row, write_csv
 
 MACHINE = Machine("cpu-9-cores", "2.13", "3.7", "3.11", "abc", "2025-01-01")
 FASTER = Goal("is it faster", "host", "alone", "[ab]", "step", 0.5, why="it rains")
@@ -82,8 +82,6 @@ def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pyte
         pages.put(*block)
     assert "old" not in page.read_text()
     assert "0.25 (4 ms → 1 ms)" in page.read_text()
-    with pytest.raises(ValueError, match="has no marks for nothing"):
-        pages.put(page, "nothing", "")
 
 
 @pytest.mark.parametrize(("page", "name", "text"), pages.blocks([*command.QUESTIONS])[:-1])
@@ -93,5 +91,3 @@ def test_the_page_says_what_the_csvs_say(page: Path, name: str, text: str) -> No
 
 def test_what_version_01_measured_is_kept_apart() -> None:
     assert pages.OLD not in {machine.device for _, machine in pages.entries_in(pages.RESULTS)}
-    with pytest.raises(ValueError, match="has other columns"):
-        read_csv(pages.RESULTS / pages.OLD / "nvidia-h200.csv")
