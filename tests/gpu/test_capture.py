@@ -75,13 +75,16 @@ class Run:
         generator = torch.Generator().manual_seed(step)
         self.batch.copy_(torch.randn(4, 64, generator=generator) * (math.inf if step in BAD_STEPS else 1.0))
 
+    def take_three(self) -> None:
+        for step in range(3):
+            self.load(step)
+            self.step()
+
     def captured(self) -> Callable[[], None]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for step in range(3):
-                self.load(step)
-                self.step()
+            self.take_three()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad()
@@ -105,11 +108,8 @@ def assert_equal_step(step: int, eager: Run, other: Run, act: Callable[[], None]
 def eager_and_captured(how: str, **options: Any) -> tuple[Run, Run, Callable[[], None]]:
     """Return a run after three steps, one like it, and what replays a step of the other's."""
     eager, graphed = (Run(how, **options) for _ in range(2))
-    replay = graphed.captured()
-    for step in range(3):
-        eager.load(step)
-        eager.step()
-    return eager, graphed, replay
+    eager.take_three()
+    return eager, graphed, graphed.captured()
 
 
 @pytest.mark.parametrize("options", [{}, {"scale_policy": "headroom", "headroom_window": 5}], ids=["torch", "headroom"])
@@ -126,20 +126,21 @@ def test_replayed_steps_equal_eager_ones_through_overflows(how: str, mixed: bool
     assert len(scales) > 3
 
 
-def test_a_replayed_step_after_an_update_is_told_of() -> None:
+def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once_and_is_told_of() -> None:
     """Two updates count its overflow, of which the marks have the first one's number."""
-    it = Static()
+    it, loss = Static(), torch.ones((), device="cuda")
 
     def step() -> None:
+        it.scaler.scale(loss)
         it.scaler.unscale_(it.optimizer)
         it.scaler.update()
-        it.scaler.step(it.optimizer)
-        it.scaler.update()
+        it.step("step")
 
     step()
-    replay = it.capture(step)
-    for value, kinds in ((8.0, []), (math.nan, ["NaN"]), (-math.inf, ["Inf"])):
+    replay, before = it.capture(step), it.value()
+    for value, kinds in ((16.0, []), (math.nan, ["NaN"]), (-math.inf, ["Inf"])):
         replay(value)
+        assert it.value() == before - 2.0
         assert [each.kinds for each in it.scaler.overflow_report().bad] == kinds
 
 
@@ -239,33 +240,16 @@ def test_limits_and_checkpoints_take_effect_under_replay_and_replays_are_counted
             assert_equal_step(step, eager, graphed, replay)
             assert graphed.scaler.stats() == eager.scaler.stats()
             assert graphed.scaler.was_skipped(graphed.optimizer) is eager.scaler.was_skipped(eager.optimizer)
-        for run in (eager, graphed):
+        for scaler in (eager.scaler, graphed.scaler):
             if steps[0] == 3:
-                run.scaler.set_limits(hysteresis=3, max_scale=2.0**11, min_scale=2.0**9)
-                run.scaler.set_growth_factor(1.1)
-                run.scaler.set_backoff_factor(0.3)
-                run.scaler.set_growth_interval(2)
-                run.scaler._scale.fill_(600.0)
+                scaler.set_limits(hysteresis=3, max_scale=2.0**11, min_scale=2.0**9)
+                scaler.set_growth_factor(1.1)
+                scaler.set_backoff_factor(0.3)
+                scaler.set_growth_interval(2)
+                scaler._scale.fill_(600.0)
             elif steps[0] == 35:
-                run.scaler.load_state_dict(saved)
+                scaler.load_state_dict(saved)
     assert graphed.scaler.state_dict() == eager.scaler.state_dict()
-
-
-def test_a_postponed_step_in_one_graph_with_its_unscaling_divides_once() -> None:
-    it = Static()
-
-    def step() -> None:
-        it.scaler.scale(loss)
-        it.scaler.unscale_(it.optimizer)
-        it.scaler.update()
-        it.scaler.step(it.optimizer)
-        it.scaler.update()
-
-    loss = torch.ones((), device="cuda")
-    step()
-    replay, before = it.capture(step), it.value()
-    replay(16.0)
-    assert it.value() == before - 2.0
 
 
 def test_flags_of_replays_and_of_steps_between_them_do_not_mix() -> None:
@@ -323,8 +307,8 @@ def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it(explicit
     before = it.value()
     it.weight.grad.fill_(8.0)
     refusing = mock.patch.object(it.optimizer, "step", side_effect=RuntimeError("not capturable"))
-    with pytest.raises(RuntimeError, match="not capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()), refusing:
-        it.step("unscale_" if explicit else "step")
+    with pytest.raises(RuntimeError, match="not capturable"), refusing:
+        it.capture(lambda: it.step("unscale_" if explicit else "step"))
     it.step("step")
     assert it.value() == before - 1.0
 

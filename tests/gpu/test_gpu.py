@@ -79,8 +79,8 @@ def test_ops_leave_a_flag_set_that_is_elsewhere() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_optimizers_clipped_together_are_skipped_together(fused: bool, norm_type: float) -> None:
     """Another norm unscales one by one, and each flag is on its way to the host before they become one."""
-    optimizers = [torch.optim.SGD(parameters([torch.ones(5)], "cuda"), lr=1.0, fused=fused) for _ in range(2)]
-    weights = [optimizer.param_groups[0]["params"][0] for optimizer in optimizers]
+    weights = parameters([torch.ones(5)] * 2, "cuda")
+    optimizers = [torch.optim.SGD([weight], lr=1.0, fused=fused) for weight in weights]
     scaler = started(GradScaler, "cuda", init_scale=4.0)
     for bad, wanted in ((None, -1.0), (1, -1.0), (0, -1.0), (None, -2.0)):
         for index, weight in enumerate(weights):
@@ -97,10 +97,11 @@ def test_more_optimizers_than_an_update_reads_at_once() -> None:
     """Flags beyond the rows of the buffer have memory of their own; freed ones leave their rows to others."""
     scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1000)
     for count in (40, 3, 33):
-        optimizers = [torch.optim.SGD(parameters([torch.ones(2)], "cuda"), lr=1.0, fused=True) for _ in range(count)]
+        weights = parameters([torch.ones(2)] * count, "cuda")
+        optimizers = [torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights]
         for bad in (None, count - 1, 0, None):
-            for index, optimizer in enumerate(optimizers):
-                optimizer.param_groups[0]["params"][0].grad.fill_(math.inf if index == bad else 4.0)
+            for index, (weight, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
+                weight.grad.fill_(math.inf if index == bad else 4.0)
                 scaler.step(optimizer)
             scale = scaler.get_scale()
             scaler.update(None if count == 40 else 4.0)

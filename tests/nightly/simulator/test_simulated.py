@@ -14,10 +14,8 @@ HERE = Path(__file__).parent
 TARGETS = os.environ.get("SIMULATE", "sm_70 sm_90").split()
 ROOT = HERE.parents[2]
 CASES = ROOT / "tests" / "unit" / "kernels"
-SUITE = [HERE / "test_traffic.py"]
-SUITE += [CASES / f"test_{name}.py" for name in (
-    "table", "unscale", "norm", "clip", "measure", "update_scale", "spike",
-)]  # fmt: skip
+NAMES = "table", "unscale", "norm", "clip", "measure", "update_scale", "spike"
+SUITE = [HERE / "test_traffic.py", *(CASES / f"test_{name}.py" for name in NAMES)]
 LEAST = 300  # tests in it
 
 pytestmark = [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import stepped
 
 from scaler_triton import cli
 from scaler_triton.auditing import saved
@@ -42,8 +43,7 @@ def save(folder: Path, contents: Mapping[str, Any]) -> None:
 
 
 def adamw(steps: int) -> dict[str, Any]:
-    state = {index: {"step": torch.tensor(float(steps)), "exp_avg": torch.ones(2)} for index in range(2)}
-    return {"state": state, "param_groups": [{"params": [0, 1]}]}
+    return stepped("AdamW", steps).state_dict()
 
 
 @pytest.mark.parametrize("name", ["rank{}.pt", "rank-{}/scaler.pt", "mp_rank_0{}_model.pt", "r_rank{}.pth.tar"])

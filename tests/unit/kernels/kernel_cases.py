@@ -7,7 +7,6 @@ launch made through `launched` says which of the two it was.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -47,17 +46,11 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 @contextmanager
 def launched(*names: str) -> Iterator[None]:
     """Asserts that exactly these kernels are launched, by the backend that this process should use."""
-    calls = []
-
-    def noting(self: Launch, n_programs: int, *args: Any) -> None:
-        calls.append(self)
-        start(self, n_programs, *args)
-
-    start = Launch.__call__
-    with mock.patch.object(Launch, "__call__", noting):
+    with mock.patch.object(Launch, "__call__", autospec=True, side_effect=Launch.__call__) as started:
         yield
-    assert [launch._kernel.fn.__name__ for launch in calls] == list(names)
-    for launch in calls:
+    launches = [call.args[0] for call in started.call_args_list]
+    assert [launch._kernel.fn.__name__ for launch in launches] == list(names)
+    for launch in launches:
         assert type(launch._kernel) is KERNEL_CLASS
         assert launch._device.type == DEVICE.type
 
@@ -105,9 +98,9 @@ def finite_values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 def with_a_signalling_nan(values: Tensor) -> Tensor:
     """Copies of the values, one of which conversions to fp32 and back would leave a quiet NaN."""
-    bits = {torch.float16: 0x7C01, torch.bfloat16: 0x7F81, torch.float32: 0x7F800001, torch.float64: 0x7FF0000000000001}
     values = values.clone()
-    as_bits(values)[3] = bits[values.dtype]
+    values[3] = INF
+    as_bits(values)[3] += 1
     return values
 
 

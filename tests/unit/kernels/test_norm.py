@@ -28,10 +28,6 @@ def run(table, scale=1.0, *, inverse=True):
     return out[1].cpu(), found_inf.cpu()
 
 
-def expected(values, inv_scale=1.0, weights=None):
-    return sum_of_squares(values, weights) * inv_scale * inv_scale
-
-
 def moderate_values(numel, dtype, seed):
     """Finite values of every magnitude whose squares fp64 can hold, subnormals and zeros included."""
     values = finite_values(numel, dtype, seed)
@@ -43,7 +39,8 @@ def check_sum(grads, dtype, scale=1.0, *, inverse=True, config=SMALL):
     table = cases.make_table(grads, dtype, config)
     total, found_inf = run(table, scale, inverse=inverse)
     scale = torch.tensor(scale)
-    want = expected([grad.values for grad in grads], (scale if inverse else cases.inverse_of(scale)).item())
+    inv_scale = (scale if inverse else cases.inverse_of(scale)).item()
+    want = sum_of_squares([grad.values for grad in grads]) * inv_scale * inv_scale
     assert total.item() == pytest.approx(want, rel=TOLERANCE, abs=0)
     assert found_inf == 0
     assert not table.bits.any()
@@ -111,7 +108,7 @@ def test_absent_tensors_count_nothing_every_time(dtype):
     table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
     for _ in range(2):
         total, found_inf = run(table)
-        assert total.item() == pytest.approx(expected([grads[0].values, grads[2].values]), rel=TOLERANCE)
+        assert total.item() == pytest.approx(sum_of_squares([grads[0].values, grads[2].values]), rel=TOLERANCE)
         assert found_inf == 0
         assert table.bits[:, 0].tolist() == [0, 0, 0]
     table.set_addresses([0, 0, 0])
@@ -125,7 +122,7 @@ def test_weights(dtype):
     values = [grad.values for grad in grads]
     for weights in (None, [0.5, 0.25, 1 / 3], [0.5, 0.25, 1.0], None):
         table.set_weights(weights)
-        assert run(table)[0].item() == pytest.approx(expected(values, 1.0, weights), rel=TOLERANCE)
+        assert run(table)[0].item() == pytest.approx(sum_of_squares(values, weights), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,4 +172,4 @@ def test_a_tensor_past_int32_elements():
     long.assert_holds(long.before)
     long.grad[-9000] = 0.0
     values = [before.where(before.isfinite(), torch.zeros(())) for before in long.before]
-    assert run(long.table)[0].item() == pytest.approx(expected(values), rel=TOLERANCE)
+    assert run(long.table)[0].item() == pytest.approx(sum_of_squares(values), rel=TOLERANCE)
