@@ -159,26 +159,3 @@ def test_parameters_move_to_another_device(start: str, end: str, when: str) -> N
     assert {param.detach().unique().item() for param in params} == {-4.0}
     assert {param.device.type for param in params} == {end}
     step_with_gradients(scaler, optimizer, 0.0)
-
-
-@PLACES
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_parameters_move_to_where_nothing_is_and_back(place: Place, when: str) -> None:
-    """Offloaded in mid-training: gradients that are nowhere are refused by name, and the next step is right."""
-    params = parameters([torch.zeros(3), torch.zeros(2, 4)], place.device)
-    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
-    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
-    step_with_gradients(scaler, optimizer, 1.0)
-    give_gradients(scaler, params)
-    if when == "before":
-        swap(params, device="meta")
-        with pytest.raises(ValueError, match="the gradient of parameter 0 is on device meta"):
-            scaler.unscale_(optimizer)
-    else:
-        scaler.unscale_(optimizer)
-        swap(params, device="meta")
-        scaler.step(optimizer)
-        scaler.update()
-    swap(params, device=place.device)
-    step_with_gradients(scaler, optimizer, -1.0)
-    assert scaler.get_scale() == 4.0

@@ -27,13 +27,8 @@ LEFT_OUT = ["tests/unit/cli/test_tune.py", "tests/parity/test_compile_inductor.p
 NOT_OF_RANKS = "not csr and not keeps_no_list and not demo"
 ONE, TWO = {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "0,1"}
 
-pytestmark = [
-    pytest.mark.host_only,
-    pytest.mark.skipif(
-        shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
-        reason="needs g++ and Python's headers",
-    ),
-]
+CAN_BUILD = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
+pytestmark = [pytest.mark.host_only, pytest.mark.skipif(not CAN_BUILD, reason="needs g++ and Python's headers")]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,7 @@ def passed(gpu: dict[str, str], *options: str) -> int:
 
 
 def test_it_is_as_strict_as_a_gpu(gpu: dict[str, str]) -> None:
-    assert passed(gpu | TWO, str(HERE / "properties.py")) == 12
+    assert passed(gpu | TWO, str(HERE / "properties.py")) == 8
 
 
 # A kernel on the first GPU twice as it should be, first through Triton's dispatch, which would refuse; then with

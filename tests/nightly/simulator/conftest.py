@@ -16,15 +16,11 @@ def run_compiled(tmp_path_factory):
     """Runs Python in this folder without the interpreter, with a compilation cache of its own: what it prints."""
 
     def run(*command, **variables):
-        env = (
-            os.environ
-            | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-            | variables
-        )
+        kept = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+        env = os.environ | kept | variables
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-        done = subprocess.run(
-            [sys.executable, *command], cwd=HERE, env=env, capture_output=True, text=True, timeout=900
-        )
+        words = [sys.executable, *command]
+        done = subprocess.run(words, cwd=HERE, env=env, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         return done.stdout
 

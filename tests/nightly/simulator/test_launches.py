@@ -7,17 +7,12 @@ import pytest
 
 from perf import stub_driver
 
-pytestmark = [
-    pytest.mark.host_only,
-    pytest.mark.skipif(
-        (platform.system(), platform.machine()) != ("Linux", "x86_64") or shutil.which("gcc") is None,
-        reason="the stub driver needs gcc on Linux, x86-64",
-    ),
-]
+CAN_BUILD = (platform.system(), platform.machine()) == ("Linux", "x86_64") and shutil.which("gcc")
+REASON = "the stub driver needs gcc on Linux, x86-64"
+pytestmark = [pytest.mark.host_only, pytest.mark.skipif(not CAN_BUILD, reason=REASON)]
 
 
 def test_launches(run_compiled, tmp_path):
-    said = run_compiled(
-        "-m", "pytest", "-qx", "-p", "no:cacheprovider", "launches.py", **stub_driver.environment(tmp_path)
-    )
+    words = "-m", "pytest", "-qx", "-p", "no:cacheprovider", "launches.py"
+    said = run_compiled(*words, **stub_driver.environment(tmp_path))
     assert "9 passed" in said

@@ -18,10 +18,8 @@ NAMES = "table", "unscale", "norm", "clip", "measure", "update_scale", "spike"
 SUITE = [HERE / "test_traffic.py", *(CASES / f"test_{name}.py" for name in NAMES)]
 LEAST = 300  # tests in it
 
-pytestmark = [
-    pytest.mark.host_only,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels run natively"),
-]
+NATIVELY = pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels run natively")
+pytestmark = [pytest.mark.host_only, NATIVELY]
 
 
 def start(target, folder):

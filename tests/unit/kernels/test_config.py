@@ -41,12 +41,8 @@ def shipped_file():
 
 
 def entry(shape):
-    return {
-        "mode": "check",
-        "itemsize": 2,
-        "workload": "mixed",
-        "config": [shape.num_warps, shape.vectors, shape.unroll],
-    }
+    numbers = [shape.num_warps, shape.vectors, shape.unroll]
+    return {"mode": "check", "itemsize": 2, "workload": "mixed", "config": numbers}
 
 
 def put(path, shape):
@@ -68,11 +64,8 @@ def test_chunks(itemsize):
 
 
 def test_a_lookup_loads_no_triton():
-    program = (
-        "import sys, torch; from scaler_triton.kernels.config import config_for\n"
-        "config_for(torch.device('cpu'), 'check', 2, [1])\n"
-        "sys.exit('triton' in sys.modules)"
-    )
+    lookup = "import sys, torch, scaler_triton.kernels.config as c; c.config_for(torch.device('cpu'), 'check', 2, [1])"
+    program = f"{lookup}; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=True, timeout=60)
 
 

@@ -72,7 +72,7 @@ def test_every_16_bit_pattern_is_torchs(dtype, scale):
 
 @pytest.mark.parametrize("special", [NAN, INF, -INF])
 @EVERY_DTYPE
-def test_a_nonfinite_element_is_seen_wherever_it_is(dtype, special):
+def test_a_nonfinite_element_is_seen_wherever_it_is_and_a_check_writes_nothing(dtype, special):
     vector, chunk = 16 // dtype.itemsize, SMALL.chunk_elements(dtype.itemsize)
     block, numel = SMALL.block_elements(dtype.itemsize), chunk + 2 * vector + 1
     grads = [Guarded(finite_values(numel, dtype, seed=0))]
@@ -83,33 +83,8 @@ def test_a_nonfinite_element_is_seen_wherever_it_is(dtype, special):
             values = finite_values(numel, dtype, seed=place)
             values[min(place, numel - 1)] = special
             grads.append(Guarded(values, offset))
-    check_unscale(grads, 3.0)
-
-
-@pytest.mark.parametrize("special", [None, NAN, INF, -INF])
-@EVERY_DTYPE
-def test_a_check_tells_what_is_not_finite_and_writes_nothing(dtype, special):
-    grads = cases.every_shape(dtype)
-    for index, grad in enumerate(list(grads) if special is not None else []):
-        values = grad.values.clone()
-        values[-1:] = special
-        grads.append(Guarded(values, index % 4))
     check_only(grads)
-
-
-# Infinite, zero and NaN factors never come from a healthy scaler, but the op is public.
-@pytest.mark.parametrize("inv_scale", [2.0**20, -2.0, 0.0, -0.0, INF, NAN, 2.0**-149, 1.0])
-@EVERY_DTYPE
-def test_flag_and_bits_are_of_the_input_and_not_of_the_product(dtype, inv_scale):
-    numel = SMALL.chunk_elements(dtype.itemsize) + 9
-    good = [finite_values(numel, dtype, seed) for seed in range(5)]
-    bad = []
-    for seed, special in enumerate(([NAN], [INF], [-INF], [NAN, INF])):
-        values = finite_values(numel, dtype, seed)
-        values[:: numel // len(special)][: len(special)] = torch.tensor(special, dtype=dtype)
-        bad.append(values)
-    for several in (good, good + bad):
-        check_unscale([Guarded(values, index % 4) for index, values in enumerate(several)], inv_scale, inverse=True)
+    check_unscale(grads, 3.0)
 
 
 @EVERY_DTYPE
@@ -195,6 +170,7 @@ def test_a_later_generation_replaces_the_mark_in_its_place():
 
 @pytest.mark.parametrize("seed", range(150 if cases.NATIVE or cases.THOROUGH else 75))
 def test_any_tensors_and_any_factors(seed):
+    """Infinite, zero and NaN factors never come from a healthy scaler, but the op is public."""
     draw = random.Random(seed)
     dtype, config, values, offsets = draw.choice(DTYPES), draw.choice(SHAPES), [], []
     for _ in range(draw.randint(1, 5)):

@@ -7,7 +7,7 @@ import pytest
 
 from perf import __main__ as command
 from perf import pages
-from perf.goals import ABSENT, HEADLINES, Goal, answers
+from perf.goals import ABSENT, Goal, answers
 from perf.rows import Entry, Machine, Place, Row, write_csv
 
 MACHINE = Machine("cpu-9-cores", "2.13", "3.7", "3.11", "abc", "2025-01-01")
@@ -41,34 +41,6 @@ def test_what_another_machine_must_answer_is_not_measured() -> None:
     assert [a.met for a in answers(entries(*times("a", 1.0, 0.4)), [FASTER, elsewhere])] == ["yes", ABSENT]
     assert [answer.met for answer in answers([], [FASTER])] == [ABSENT]
     assert not FASTER.is_met_by(float("nan"))
-
-
-def test_misses_are_listed_by_name_with_their_cause() -> None:
-    absent = replace(FASTER, text="on a card", devices="card")
-    assert pages.missed(answers(entries(*times("a", 1.0, 0.75)), [FASTER, absent])).splitlines() == [
-        "- is it faster (a, cpu-9-cores): 0.75, the goal is <= 0.5. It rains.",
-        "- Not measured on this version: on a card.",
-    ]
-    assert pages.missed(answers(entries(*times("a", 1.0, 0.25)), [FASTER])) == "Nothing."
-
-
-def test_tables_show_ratio_times_and_the_share_of_a_copy() -> None:
-    shares = Place("host", "alone", "b").times("step", {"ours": [2e-6], "copy": [1e-6]})
-    text = pages.part_table([*times("a", 4e-3, 1e-3), *shares])
-    assert "| a  | 0.25 (4 ms → 1 ms)      |" in text
-    assert "| b  | ours 2 us, 0.50 of copy |" in text
-    assert "Alone, cpu-9-cores, torch 2.13, triton 3.7, 2025-01-01:" in pages.question_tables(entries(*shares), "host")
-    assert pages.question_tables([], "host") == "Not measured on this version."
-
-
-def test_gains_and_losses_are_told_apart() -> None:
-    loop, ops = HEADLINES[0], HEADLINES[-1]
-    rows = [*times("1, plain", 1, 0.5, loop), *times("2, plain", 1, 0.75, loop), *times("1 x 64", 1, 4, ops)]
-    assert pages.gains(answers(entries(*rows), HEADLINES)).splitlines() == [
-        f"- **Less**: {loop.text} 0.50 to 0.75 (cpu-9-cores).",
-        f"- **As much, or more**: {ops.text} 4.00 (cpu-9-cores).",
-        "- On a GPU: not measured on this version.",
-    ]
 
 
 def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
