@@ -28,9 +28,8 @@ class Kernel:
         self.threads = int(re.search(r"\.reqntid (\d+)", header)[1])
         self.params = {name: kind for kind, name in re.findall(r"\.param \.(\w+)[^,\n]*?(\w+_param_\d+)", header)}
         self.shared_bytes = shared_bytes
-        self.register_widths = {
-            prefix: width_of(kind) for kind, prefix in re.findall(r"\.reg \.(\w+)\s+%([a-z]+)<", header)
-        }
+        registers = re.findall(r"\.reg \.(\w+)\s+%([a-z]+)<", header)
+        self.register_widths = {prefix: width_of(kind) for kind, prefix in registers}
         self.instructions, self.labels = _parse(body.split("$L__func_end0", 1)[0])
         self.moved = {"loaded": 0, "stored": 0}
 

@@ -68,11 +68,8 @@ def test_instructions(code, want):
 
 def test_one_thread_after_the_other_at_an_atomic():
     data = torch.tensor([5, 0], dtype=torch.int32)
-    one, other = (
-        "atom.global.gpu.relaxed.max.s32 %r2, [%rd1 + 0], %r1;",
-        "red.global.gpu.relaxed.or.b32 [%rd1 + 4], %r3;",
-    )
-    run(f"{one}\nmov.b32 %r3, 64;\n{other}", data)
+    largest = "atom.global.gpu.relaxed.max.s32 %r2, [%rd1 + 0], %r1;"
+    run(f"{largest}\nmov.b32 %r3, 64;\nred.global.gpu.relaxed.or.b32 [%rd1 + 4], %r3;", data)
     assert data.tolist() == [63, 64]
 
 
