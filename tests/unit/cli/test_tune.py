@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,9 +38,8 @@ def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A timer by which one configuration is quicker than others in passes that only read."""
-    made: dict[Any, tuple[str, LaunchConfig]] = {}
-    launch_of = tune.Scratch.launch_of
+    """A timer by which one configuration is quicker than others in passes that only read; `timed` is what it timed."""
+    made, launch_of = {}, tune.Scratch.launch_of
 
     def noted(scratch: tune.Scratch, mode: str, shape: LaunchConfig, *args: float) -> Any:
         launch = launch_of(scratch, mode, shape, *args)
@@ -49,12 +47,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
         return launch
 
     def timer(launch: Any) -> float:
-        timed.append(made.get(launch, ("copy", None)))
-        return 0.5 if timed[-1] in (("check", SECOND), ("norm", SECOND)) else 1.0
+        timer.timed.append(made.get(launch, ("copy", None)))
+        return 0.5 if timer.timed[-1] in (("check", SECOND), ("norm", SECOND)) else 1.0
 
-    timed: list[Any] = []
+    timer.timed = []
     monkeypatch.setattr(tune.Scratch, "launch_of", noted)
-    return SimpleNamespace(timer=timer, timed=timed)
+    return timer
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -92,7 +90,7 @@ def test_the_whole_run(tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture
     assert path is not None
     path.parent.mkdir(parents=True)
     assert config.tuned_for("Some GPU", KEYS[0])[1] is None
-    assert tune.tune(DEVICE, "Some GPU", path, tiny, quick.timer) == 0
+    assert tune.tune(DEVICE, "Some GPU", path, tiny, quick) == 0
 
     chosen = {key: SECOND if key[0] in ("check", "norm") else DEFAULT for key in KEYS}
     assert {key: config.tuned_for("Some GPU", key) for key in KEYS} == {key: (chosen[key], path) for key in KEYS}
@@ -146,14 +144,14 @@ def test_a_wrong_candidate_is_dropped_and_a_wrong_default_ends_it(
                 args[0].fill_(1.0)  # the flag
 
         monkeypatch.setattr(module, name, spoiled)
-    found = list(tune.measure(DEVICE, tiny, quick.timer, NoBar()))
+    found = list(tune.measure(DEVICE, tiny, quick, NoBar()))
     problems = {(each.key[0], each.problem) for each in found if each.problem}
     wrong = {("unscale", "wrong values"), ("check", "finite values flagged"), ("norm", "a wrong norm")}
     assert problems == wrong
     assert not any(each.ms for each in found if each.problem)
 
     bad.add(DEFAULT)
-    assert tune.tune(DEVICE, "Some GPU", tmp_path / "gpu.json", tiny, quick.timer) == 1
+    assert tune.tune(DEVICE, "Some GPU", tmp_path / "gpu.json", tiny, quick) == 1
     assert "nothing is written: the default fails in unscale of 2 bytes: wrong values" in capsys.readouterr().err
     assert not (tmp_path / "gpu.json").exists()
 
