@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+PATHS = [str(HERE.parents[1] / folder) for folder in ("..", ".", "unit/kernels")]
 
 
 @pytest.fixture(scope="session")
@@ -18,9 +18,9 @@ def run_compiled(tmp_path_factory):
     def run(*command, **variables):
         kept = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
         env = os.environ | kept | variables
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*PATHS, env.get("PYTHONPATH")]))
         words = [sys.executable, *command]
-        done = subprocess.run(words, cwd=HERE, env=env, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(words, cwd=HERE, env=env, capture_output=True, text=True, timeout=1800)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         return done.stdout
 

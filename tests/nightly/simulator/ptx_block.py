@@ -213,10 +213,11 @@ class Block:
             races.barrier()
 
     def _shfl(self, it, active):
-        assert it.kinds == ("sync", "bfly", "b32")
+        assert it.kinds in (("sync", "bfly", "b32"), ("sync", "idx", "b32"))
         result, source, lanes, clamp, _ = it.operands
         assert clamp == "31"  # all lanes of a warp are one segment
-        others = np.arange(self.kernel.threads) ^ self.registers.bits(lanes, 32)
+        threads, lanes = np.arange(self.kernel.threads), self.registers.bits(lanes, 32).astype(np.int64)
+        others = threads ^ lanes if it.kinds[1] == "bfly" else threads - threads % _LANES + lanes % _LANES
         self.registers.write_bits(result, self.registers.bits(source, 32)[others], active)
 
     def _redux(self, it, active):

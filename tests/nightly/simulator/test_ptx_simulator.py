@@ -46,6 +46,10 @@ def run(code, tensor, *, n_programs=1, param=0):
         ("sub.s32 %r3, %r1, 9;\nshr.s32 %r2, %r3, 40;", lambda thread: -(thread < 9)),
         ("mov.b32 %r3, 9;\nmov.b32 %r4, 5;\nmax.f32 %r2, %r1, %r3, %r4;", lambda thread: max(thread, 9)),
         ("shfl.sync.bfly.b32 %r2, %r1, 8, 31, -1;", lambda thread: thread ^ 8),
+        (
+            "add.s32 %r3, %r1, 33;\nshfl.sync.idx.b32 %r2, %r1, %r3, 31, -1;",
+            lambda thread: thread & 32 | thread + 1 & 31,
+        ),
         ("redux.sync.max.f32 %r2, %r1, -1;", lambda thread: thread | 31),  # of subnormals
         ("redux.sync.add.s32 %r2, %r1, -1;", lambda thread: 32 * (thread & ~31) + 31 * 16),
         ("mov.b32 %r3, 0f7FC00000;\nsetp.neu.f32 %p1, %r3, %r3;\nselp.b32 %r2, 1, 2, %p1;", lambda thread: 1),

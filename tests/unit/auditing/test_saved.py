@@ -132,9 +132,7 @@ def test_weights_are_compared_if_they_are_copies(tmp_path: Path, says: Says) -> 
     for rank, bias in enumerate((0.0, 0.0, 1e-45)):
         model = {"up.weight": torch.ones(2, 3), "up.bias": torch.tensor([0.0, bias]), "down.weight": torch.ones(3)}
         save(tmp_path, {f"rank{rank}.pt": {"model": model, "opt": adamw(2)}})
-    says(
-        0, "AGREE: every rank holds the same steps.", "\nNot compared: 3 saved tensors (if they should be equal on all"
-    )
+    says(0, "AGREE: every rank holds the same steps.", "\nNot compared: 3 saved tensors (if they should be equal on")
     text = says(1, "\n  replicated parameters: 1 of 3 differ: rank*.pt model.up.bias\n", words=["--replicated"])
     assert "\n    rank*.pt model.up.bias: ranks 0-1 | rank 2\n" in text
     assert "Not compared" not in text

@@ -100,29 +100,21 @@ def test_huge_fp64_is_not_taken_for_infinite():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_absent_tensors_count_nothing_every_time(dtype):
+def test_weights_and_absent_tensors_which_count_nothing_every_time(dtype):
     grads = [Guarded(moderate_values(700, dtype, seed), seed) for seed in range(3)]
-    table = cases.make_table(grads, dtype)
-    run(table)
+    table, values = cases.make_table(grads, dtype), [grad.values for grad in grads]
+    for weights in (None, [0.5, 0.25, 1 / 3], [0.5, 0.25, 1.0], None):
+        table.set_weights(weights)
+        assert run(table)[0].item() == pytest.approx(sum_of_squares(values, weights), rel=TOLERANCE)
     grads[1].buffer.fill_(NAN)
     table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
     for _ in range(2):
         total, found_inf = run(table)
-        assert total.item() == pytest.approx(sum_of_squares([grads[0].values, grads[2].values]), rel=TOLERANCE)
+        assert total.item() == pytest.approx(sum_of_squares([values[0], values[2]]), rel=TOLERANCE)
         assert found_inf == 0
         assert table.bits[:, 0].tolist() == [0, 0, 0]
     table.set_addresses([0, 0, 0])
     assert run(table)[0] == 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weights(dtype):
-    grads = [Guarded(moderate_values(700, dtype, seed), seed) for seed in range(3)]
-    table = cases.make_table(grads, dtype)
-    values = [grad.values for grad in grads]
-    for weights in (None, [0.5, 0.25, 1 / 3], [0.5, 0.25, 1.0], None):
-        table.set_weights(weights)
-        assert run(table)[0].item() == pytest.approx(sum_of_squares(values, weights), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
