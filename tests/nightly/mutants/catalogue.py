@@ -152,7 +152,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("(strikes + bad) * (bad | (tracker.reshape(()) != 0)),", "strikes + bad,"),
         ("        mask |= 1 << flag.row\n", "        mask = 1 << flag.row\n", "gpu/gpu"),
         ("not (captured or flag in home.rows.captured)", "True", "gpu/capture"),
-        ("    if not captured:\n        _wait_for_readers(home.device, checked)\n", "", "gpu/streams"),
+        ("    if not captured:\n        _wait_for_readers(home.device, checked)\n", "", "gpu/gpu"),
         ("        if asked != self._held:", "        if not self._held:", "gpu/capture"),
         ("if values[UPDATES] >= self._known[UPDATES]:", "if True:"),
         ("and seen[STREAK] > limit:", "and seen[STREAK] >= limit:"),
