@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from helpers import assert_all_same, assert_same
+from helpers import assert_same
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -142,37 +142,30 @@ def make_table(grads: list[Guarded], dtype: torch.dtype, config: LaunchConfig = 
 
 
 class PastInt32:
-    """A tensor of more than 2^31 elements, 4 GiB of which a CPU ever touches only the ends.
+    """A tensor of more than 2^31 elements, 4 GiB of which a CPU ever touches only the end.
 
     Attributes:
-        table: of it, cut down to the first chunk and the last two.
-        before: what the parts that these visit hold at first, on the CPU.
+        table: of it, cut down to the last two chunks.
+        before: what these hold at first, on the CPU.
     """
 
     def __init__(self) -> None:
         numel, dtype, head = 2**31 + 12345, torch.float16, 7  # elements before the first 16-byte boundary
-        chunk = DEFAULT.chunk_elements(dtype.itemsize)
         self.grad = torch.empty(numel + 1, dtype=dtype, device=DEVICE)[1:]
         self.table = table = GradTable([numel], dtype, DEVICE)
-        assert table.n_chunks == -(-numel // chunk)
-        ends = torch.tensor([0, table.n_chunks - 2, table.n_chunks - 1], device=DEVICE)
-        table.chunk_tensors, table.chunk_indices = table.chunk_tensors[ends], table.chunk_indices[ends]
-        table.n_chunks = len(ends)
+        table.chunk_tensors, table.chunk_indices = table.chunk_tensors[-2:].clone(), table.chunk_indices[-2:].clone()
+        table.n_chunks = 2
         table.set_addresses([self.grad.data_ptr()])
-        late = head + int(table.chunk_indices[1]) * chunk
-        self._visited = [slice(0, head + chunk), slice(late, numel)]
-        self._skipped = [slice(head + chunk, head + chunk + 500), slice(late - 500, late)]
-        for part in self._visited + self._skipped:
-            self.grad[part] = finite_values(part.stop - part.start, dtype, seed=1).to(DEVICE)
+        late = head + int(table.chunk_indices[0]) * DEFAULT.chunk_elements(dtype.itemsize)
+        self._visited, self._beside = self.grad[late:], self.grad[late - 500 : late]
+        self.grad[late - 500 :] = finite_values(numel - late + 500, dtype, seed=1).to(DEVICE)
         self.grad[-9000] = INF
-        self.before, self._beside = (
-            [self.grad[part].to("cpu", copy=True) for part in parts] for parts in (self._visited, self._skipped)
-        )
+        self.before, self._kept = (part.to("cpu", copy=True) for part in (self._visited, self._beside))
 
-    def assert_holds(self, want: list[Tensor]) -> None:
-        """The visited parts hold `want`, and what lies beside them was not written."""
-        assert_all_same([self.grad[part] for part in self._visited], want)
-        assert_all_same([self.grad[part] for part in self._skipped], self._beside)
+    def assert_holds(self, want: Tensor) -> None:
+        """The visited part holds `want`, and what lies beside it was not written."""
+        assert_same(self._visited, want)
+        assert_same(self._beside, self._kept)
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def test_a_tensor_past_int32_elements():
     long.table.bits.zero_()
     assert run_unscale(long.table, 3.0) == 1
     assert long.table.bits[:, 0].tolist() == [2]
-    long.assert_holds(cases.expected_unscale(long.before, cases.inverse_of(torch.tensor(3.0)))[0])
+    long.assert_holds(cases.expected_unscale([long.before], cases.inverse_of(torch.tensor(3.0)))[0][0])
 
 
 def test_a_later_generation_replaces_the_mark_in_its_place():

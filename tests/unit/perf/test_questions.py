@@ -50,9 +50,7 @@ def test_models_have_the_parameters_of_their_names() -> None:
 
 def test_dtensors_passes_and_clipping() -> None:
     assert values(bench_host.fsdp2(QUICK))["10 DTensors", "unscale + clip", "ours / torch"] > 0
-    passes = values(bench_passes.measure(QUICK))
-    assert passes["10 x 64 bf16", "unscale", "copy / ours"] > 0
-    assert passes["1 x 64 fp32", "check", "read / ours"] > 0
+    assert values(bench_passes.measure(QUICK))["10 x 64 bf16", "unscale", "copy / ours"] > 0
     assert values(bench_clip.measure(QUICK))["10 x 64 bf16", "unscale + clip", "ours / torch"] > 0
 
 
@@ -71,10 +69,9 @@ def test_a_clipping_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_guards_beside_a_check_by_hand() -> None:
     found = values(bench_guard.measure(QUICK))
-    metrics = [f"{metric}{updates}" for metric in bench_guard.SIGMAS for updates in ("", ", update()")]
     for case in (f"10 x 64 bf16, {kind}" for kind in bench_host.KINDS):
         assert len({found[case, metric, "torch"] for metric in bench_guard.SIGMAS}) == 1
-        assert all(found[case, metric, "ours / torch"] > 0 for metric in metrics)
+        assert all(found[case, f"{metric}, update()", "ours / torch"] > 0 for metric in bench_guard.SIGMAS)
 
 
 @pytest.mark.parametrize(
