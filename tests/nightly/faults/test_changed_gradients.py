@@ -111,7 +111,8 @@ def test_gradients_can_be_swapped_after_a_step(place: Place, way: str, fused: bo
             param.grad = torch.full_like(param, 2.0 * factor)
         take_step(scaler, optimizer, way)
         for param in params:
-            torch.utils.swap_tensors(param.grad, param.grad.clone())
-            converted = nn.Parameter(param.detach().to(dtype))
-            converted.grad = param.grad.to(dtype)
+            grad, converted = param.grad, nn.Parameter(param.detach().to(dtype))
+            converted.grad = grad.to(dtype)
             torch.utils.swap_tensors(param, converted)
+            del converted
+            torch.utils.swap_tensors(grad, grad.clone())
