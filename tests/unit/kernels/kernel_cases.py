@@ -142,28 +142,31 @@ def make_table(grads: list[Guarded], dtype: torch.dtype, config: LaunchConfig = 
 
 
 class PastInt32:
-    """A tensor of more than 2^31 elements, 4 GiB of which a CPU ever touches only the end.
+    """A tensor of more than 2^31 elements, 4 GiB of which a CPU ever touches only the ends.
 
     Attributes:
-        table: of it, cut down to the last two chunks.
-        before: what these hold at first, on the CPU.
+        table: of it, cut down to the first chunk, which also has the last elements' edge, and the last two.
+        before: what these two hold at first, on the CPU; the first is 0.
     """
 
     def __init__(self) -> None:
         numel, dtype, head = 2**31 + 12345, torch.float16, 7  # elements before the first 16-byte boundary
         self.grad = torch.empty(numel + 1, dtype=dtype, device=DEVICE)[1:]
         self.table = table = GradTable([numel], dtype, DEVICE)
-        table.chunk_tensors, table.chunk_indices = table.chunk_tensors[-2:].clone(), table.chunk_indices[-2:].clone()
-        table.n_chunks = 2
+        ends = torch.tensor([0, table.n_chunks - 2, table.n_chunks - 1], device=DEVICE)
+        table.chunk_tensors, table.chunk_indices = table.chunk_tensors[ends], table.chunk_indices[ends]
+        table.n_chunks = 3
         table.set_addresses([self.grad.data_ptr()])
-        late = head + int(table.chunk_indices[0]) * DEFAULT.chunk_elements(dtype.itemsize)
+        chunk = DEFAULT.chunk_elements(dtype.itemsize)
+        self.grad[: head + chunk] = 0.0
+        late = head + int(table.chunk_indices[1]) * chunk
         self._visited, self._beside = self.grad[late:], self.grad[late - 500 : late]
         self.grad[late - 500 :] = finite_values(numel - late + 500, dtype, seed=1).to(DEVICE)
         self.grad[-9000] = INF
         self.before, self._kept = (part.to("cpu", copy=True) for part in (self._visited, self._beside))
 
     def assert_holds(self, want: Tensor) -> None:
-        """The visited part holds `want`, and what lies beside it was not written."""
+        """The last two chunks hold `want`, and what lies beside them was not written."""
         assert_same(self._visited, want)
         assert_same(self._beside, self._kept)
 
