@@ -248,6 +248,7 @@ def test_limits_and_checkpoints_take_effect_under_replay_and_replays_are_counted
                 scaler.set_growth_interval(2)
                 scaler._scale.fill_(600.0)
             elif steps[0] == 35:
+                assert scaler.get_scale() < 2.0**11  # by the numbers before it would have doubled twice
                 scaler.load_state_dict(saved)
     assert graphed.scaler.state_dict() == eager.scaler.state_dict()
 
