@@ -19,18 +19,19 @@ COMPILED = cases.NATIVE or (cases.SIMULATED is not None and not cases.THOROUGH)
 SHAPES = [SMALL] if COMPILED else [SMALL, LaunchConfig(1, 1, 1), LaunchConfig(1, 2, 2), LaunchConfig(2, 1, 3)]
 
 
-def run_unscale(table, scale, *, inverse=False):
+def run(start, table, *scale, **options):
     """The flag afterwards, on the CPU."""
     with cases.launched(*["_unscale_kernel"][: table.n_chunks]), cases.guarded_flag() as found_inf:
-        launch_unscale(table, torch.tensor(scale, device=DEVICE), found_inf, inverse=inverse)
+        start(table, *scale, found_inf, **options)
     return found_inf.cpu()
+
+
+def run_unscale(table, scale, *, inverse=False):
+    return run(launch_unscale, table, torch.tensor(scale, device=DEVICE), inverse=inverse)
 
 
 def run_check(table):
-    """As `run_unscale`, for the read-only check."""
-    with cases.launched(*["_unscale_kernel"][: table.n_chunks]), cases.guarded_flag() as found_inf:
-        launch_check(table, found_inf)
-    return found_inf.cpu()
+    return run(launch_check, table)
 
 
 def check_unscale(grads, scale, *, inverse=False, config=SMALL):
