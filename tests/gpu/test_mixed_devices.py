@@ -21,7 +21,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
 }
 EXTRAS: list[dict[str, Any]] = [{}, {}, {"hysteresis": 2}, {"max_scale": 16.0}]
-Trace = list[Any]
 
 
 class Program:
@@ -29,8 +28,8 @@ class Program:
 
     def __init__(self, seed: int, devices: list[str]) -> None:
         self.draw = random.Random(seed)
-        self.extras = self.draw.choice(EXTRAS)
-        self.scaler: Any = GradScaler(devices[0], init_scale=8.0, growth_interval=3, **self.extras)
+        extras = self.draw.choice(EXTRAS)
+        self.scaler: Any = GradScaler(devices[0], init_scale=8.0, growth_interval=3, **extras)
         self.scaler.scale(torch.ones((), device=self.draw.choice([devices[0], devices[-2]])))  # where the scale is
         self.optimizers = [self.optimizer(devices) for _ in range(self.draw.randint(1, 3))]
 
@@ -43,20 +42,25 @@ class Program:
             params.append(torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=self.draw.choice(devices))))
         return OPTIMIZERS[kind](params)
 
-    def run(self) -> Iterator[Trace]:
+    def run(self) -> Iterator[list[Any]]:
         """Yield what each step left."""
         for _ in range(STEPS):
             self.backward()
             how = self.draw.choice(["step", "unscale_", "clip", "clip together"])
-            order = self.draw.choice([2.0, math.inf, 3.0])
-            norms = [float(self.scaler.clip_grad_norm_(self.optimizers, 1.0, order))] if how == "clip together" else []
+            order, norms = self.draw.choice([2.0, math.inf, 3.0]), []
+            if how == "clip together":
+                norms.append(float(self.scaler.clip_grad_norm_(self.optimizers, 1.0, order)))
             for optimizer in self.optimizers:
-                norms += self.prepare(optimizer, how)
+                if how == "clip":
+                    norms.append(float(self.scaler.clip_grad_norm_(optimizer, 1.0)))
+                elif how == "unscale_":
+                    self.scaler.unscale_(optimizer)
                 self.scaler.step(optimizer)
             skipped = [self.scaler.was_skipped(optimizer) for optimizer in self.optimizers]
             found = [self.flags(optimizer) for optimizer in self.optimizers]
             self.scaler.update()
-            yield [(skipped, found), self.scaler.get_scale(), asdict(self.scaler.stats()), norms, self.values()]
+            values = torch.cat([p.detach().double().cpu().reshape(-1)[:1] for p in self.parameters()]).tolist()
+            yield [(skipped, found), self.scaler.get_scale(), asdict(self.scaler.stats()), norms, values]
 
     def backward(self) -> None:
         for parameter in self.parameters():
@@ -65,22 +69,12 @@ class Program:
             if self.draw.random() < 0.08 and parameter.numel():
                 parameter.grad.view(-1)[0] = self.draw.choice([math.inf, math.nan])
 
-    def prepare(self, optimizer: torch.optim.Optimizer, how: str) -> list[float]:
-        if how == "clip":
-            return [float(self.scaler.clip_grad_norm_(optimizer, 1.0))]
-        if how == "unscale_":
-            self.scaler.unscale_(optimizer)
-        return []
-
     def flags(self, optimizer: torch.optim.Optimizer) -> set[float]:
         """Return the values on all devices, without letting the scaler know that somebody sees them."""
         return {flag.item() for flag in self.scaler._ours.steps.last(optimizer)["found_inf_per_device"].values()}
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-
-    def values(self) -> list[float]:
-        return torch.cat([p.detach().double().cpu().reshape(-1)[:1] for p in self.parameters()]).tolist()
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -1,16 +1,15 @@
-"""Gradients and parameters that are freed, replaced, resized or converted under the scaler's feet."""
+"""Gradients and parameters that are freed, replaced, resized, converted or moved under the scaler's feet."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import WAYS, Place, assert_same, parameters, places, take_step
+from helpers import PLACES, WAYS, Place, assert_all_same, parameters, take_step
 from torch import Tensor, nn
 
 from scaler_triton import GradScaler
 
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 STEPS, CHANGE_AT = 5, 2
 Change = Callable[[list[Tensor]], None]
 
@@ -93,32 +92,8 @@ def test_as_torch(place: Place, name: str, when: str, bad: bool) -> None:
     on = "cpu" if name == "narrow" else place.device  # torch's op has no bf16 on a GPU
     theirs = run(torch.amp.GradScaler(on, **settings), on, change, when, bad, fused)
     ours = run(GradScaler(place.device, backend=place.backend, **settings), place.device, change, when, bad, fused)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same(mine, other)
+    assert_all_same(ours, theirs)
     assert ours[0].item() == 4.0
-
-
-@pytest.fixture
-def swapping() -> Iterator[None]:
-    """Modules are converted by swapping their tensors, as those of FSDP2 always are."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@PLACES
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_can_be_swapped_after_a_step(place: Place, way: str, fused: bool, swapping: None) -> None:
-    """torch swaps no tensor that somebody holds a weak reference to."""
-    params = parameters([torch.ones(3), torch.ones(2, 4)], place.device)
-    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
-    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
-    for dtype in (torch.float64, torch.float32):
-        give_gradients(scaler, params)
-        take_step(scaler, optimizer, way)
-        nn.ParameterList(params).to(dtype)
-        assert {param.grad.dtype for param in params if param.grad is not None} == {dtype}
 
 
 def give_gradients(scaler: Any, params: list[Tensor]) -> None:
@@ -127,16 +102,23 @@ def give_gradients(scaler: Any, params: list[Tensor]) -> None:
         param.grad = torch.full_like(param, 2.0 * factor)
 
 
-def step_with_gradients(scaler: Any, optimizer: Any, start: float) -> None:
-    """Take one step of -2 from `start`."""
-    params = optimizer.param_groups[0]["params"]
-    with torch.no_grad():
+@PLACES
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_can_be_swapped_after_a_step(place: Place, way: str, fused: bool) -> None:
+    """As modules of FSDP2 are converted; torch swaps no tensor that somebody holds a weak reference to."""
+    params = parameters([torch.ones(3), torch.ones(2, 4)], place.device)
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
+    for dtype in (torch.float64, torch.float32):
+        give_gradients(scaler, params)
+        take_step(scaler, optimizer, way)
         for param in params:
-            param.fill_(start)
-    give_gradients(scaler, params)
-    scaler.step(optimizer)
-    scaler.update()
-    assert {param.detach().unique().item() for param in params} == {start - 2.0}
+            grad, converted = param.grad, nn.Parameter(param.detach().to(dtype))
+            converted.grad = grad.to(dtype)
+            torch.utils.swap_tensors(param, converted)
+            del converted
+            torch.utils.swap_tensors(grad, grad.clone())
 
 
 @pytest.mark.gpu
@@ -145,48 +127,15 @@ def step_with_gradients(scaler: Any, optimizer: Any, start: float) -> None:
 def test_parameters_move_to_another_device(start: str, end: str, when: str) -> None:
     """In mid-training, beside `unscale_`: every step is taken once, with the right gradients."""
     params = parameters([torch.zeros(3), torch.zeros(2, 4)], start)
-    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
-    scaler = GradScaler("cuda", init_scale=4.0)
-    step_with_gradients(scaler, optimizer, 0.0)
-    give_gradients(scaler, params)
-    for moment in ("before", "after"):
-        if moment == when:
-            nn.ParameterList(params).to(end)
-        if moment == "before":
-            scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert {param.detach().unique().item() for param in params} == {-4.0}
-    assert {param.device.type for param in params} == {end}
-    step_with_gradients(scaler, optimizer, 0.0)
-
-
-@PLACES
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_parameters_move_to_where_nothing_is_and_back(place: Place, when: str) -> None:
-    """Offloaded in mid-training: gradients that are nowhere are refused by name, and the next step is right."""
-    params = parameters([torch.zeros(3), torch.zeros(2, 4)], place.device)
-    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
-    scaler = GradScaler(place.device, init_scale=4.0, backend=place.backend)
-    step_with_gradients(scaler, optimizer, 1.0)
-    give_gradients(scaler, params)
-    if when == "before":
-        swap(params, "meta")
-        with pytest.raises(ValueError, match="the gradient of parameter 0 is on device meta"):
-            scaler.unscale_(optimizer)
-    else:
-        scaler.unscale_(optimizer)
-        swap(params, "meta")
+    optimizer, scaler = torch.optim.SGD(params, lr=1.0, foreach=False), GradScaler("cuda", init_scale=4.0)
+    for step in range(3):
+        give_gradients(scaler, params)
+        for moment in ("before", "after") if step == 1 else ():
+            if moment == when:
+                nn.ParameterList(params).to(end)
+            if moment == "before":
+                scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-    swap(params, place.device)
-    step_with_gradients(scaler, optimizer, -1.0)
-    assert scaler.get_scale() == 4.0
-
-
-def swap(params: list[Tensor], device: str) -> None:
-    """Move parameters and gradients, the objects being the same: what is on "meta" has no values."""
-    for param in params:
-        moved = nn.Parameter(torch.empty_like(param, device=device))
-        moved.grad = torch.empty_like(param.grad, device=device)
-        torch.utils.swap_tensors(param, moved)
+        assert {param.detach().unique().item() for param in params} == {-2.0 * (step + 1)}
+    assert {param.device.type for param in params} == {end}

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,25 +57,18 @@ TROUBLES = {
 }
 
 
-def start(folder: Path, variables: dict[str, str], backends: str, trouble: str = "") -> subprocess.Popen[str]:
-    """Start the steps in a process with a cache of its own in `folder`."""
+def steps(folder: Path, variables: dict[str, str], backends: str, trouble: str = "") -> Any:
+    """Return what the steps printed in a process with a cache in `folder`."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CC", "TRITON_INTERPRET")}
     kept |= {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", STEPS, json.dumps(variables), backends, trouble]
-    return subprocess.Popen(command, cwd=ROOT, env=kept, stdout=subprocess.PIPE, text=True)
-
-
-def finished(process: subprocess.Popen[str]) -> list[Any]:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0
-    result: list[Any] = json.loads(output)
-    return result
+    return json.loads(subprocess.check_output(command, cwd=ROOT, env=kept, text=True, timeout=300))
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_a_kernel_that_cannot_be_compiled(trouble: str, tmp_path: Path) -> None:
     variables, cause = TROUBLES[trouble]
-    refused, fallen_back, afterwards = finished(start(tmp_path, variables, "triton auto", trouble))
+    refused, fallen_back, afterwards = steps(tmp_path, variables, "triton auto", trouble)
     assert refused[1:] == [[], [8.0], [0.0]]
     assert re.match(rf"backend='triton' does not work for float32 on cuda:0: (.*; )?{cause}", refused[0])
     (warning,) = fallen_back[1]
@@ -84,7 +78,8 @@ def test_a_kernel_that_cannot_be_compiled(trouble: str, tmp_path: Path) -> None:
 
 
 def test_processes_that_compile_into_one_cache(tmp_path: Path) -> None:
-    assert [finished(each) for each in [start(tmp_path, {}, "auto") for _ in range(4)]] == [[RIGHT, RIGHT]] * 4
-    assert finished(start(tmp_path, {}, "auto")) == [RIGHT, RIGHT]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(steps, [tmp_path] * 4, [{}] * 4, ["auto"] * 4)) == [[RIGHT, RIGHT]] * 4
+    assert steps(tmp_path, {}, "auto") == [RIGHT, RIGHT]
     left = [path for path in (tmp_path / "cache").rglob("tmp.*") if path.is_dir() and any(path.iterdir())]
     assert not left

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, grads, places, sgd, started, values
+from helpers import PLACES, Place, grads, sgd, started, take_step, values
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +21,6 @@ from scaler_triton import GradScaler, ShardedGradScaler
 from scaler_triton.kernels import launch
 from scaler_triton.ranks import Membership, Ranks
 
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 FUSED = pytest.mark.parametrize("fused", [False, True])
 GOOD_STEPS = pytest.mark.parametrize("good_steps", [0, 3])
 MOST = 400  # ops of a call: that many are not made
@@ -63,11 +62,8 @@ class FailAt(TorchDispatchMode):
     def spared(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self.is_spared = self.is_spared, True
-            try:
+            with mock.patch.object(self, "is_spared", True):
                 return function(*args, **kwargs)
-            finally:
-                self.is_spared = before
 
         return call
 
@@ -138,7 +134,10 @@ def test_every_op_of_a_step(place: Place, fused: bool, way: str, good_steps: int
         with failing(number, optimizer) as mode:
             WAYS[way](scaler, optimizer)
         if mode.raised:
-            assert_stage_is_true(scaler, optimizer)
+            stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+            assert grads(optimizer) == [8.0] * 4 if stage is OptState.READY else stage is OptState.UNSCALED
+            assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
+            assert scaler.get_scale() == 4.0
         if mode.raised or way != "step":
             scaler.step(optimizer)
         stepped = [value - 2.0 for value in start]
@@ -148,14 +147,6 @@ def test_every_op_of_a_step(place: Place, fused: bool, way: str, good_steps: int
         if not mode.raised:
             break
     assert 0 < number < MOST or place.backend == "triton"
-
-
-def assert_stage_is_true(scaler: Any, optimizer: Any) -> None:
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-    assert grads(optimizer) == [8.0] * 4 if stage is OptState.READY else stage is OptState.UNSCALED
-    assert not hasattr(optimizer, "found_inf")
-    assert not hasattr(optimizer, "grad_scale")
-    assert scaler.get_scale() == 4.0
 
 
 @PLACES
@@ -195,33 +186,25 @@ def two_pretended_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("way", [*WAYS, "step of what was carried"])
 @pytest.mark.usefixtures("two_pretended_ranks")
 def test_a_rank_that_fails_reduces_as_often_as_others(way: str, good_steps: int, fused: bool) -> None:
-    made = [*numbers_of_reductions(way, good_steps, fused)]
-    assert len(made) > 1
-    assert set(made) == {made[-1]}, [number for number, count in enumerate(made) if count != made[-1]]
-
-
-def numbers_of_reductions(way: str, good_steps: int, fused: bool) -> Iterator[int]:
-    """Yield how many reductions a call made, for each of its ops that failed; last, for none."""
+    made = []  # by the number of the op that fails; last, where none does
     for number in range(MOST):
         optimizer = sgd([torch.ones(5), torch.ones(3, 2)], fused=fused)
         scaler = started(ShardedGradScaler, "cpu", init_scale=16.0)
         for _ in range(good_steps):
+            take_step(scaler, optimizer, "step")
             scaler.scale(torch.ones(()))
-            scaler.step(optimizer)
-            scaler.update()
-        scaler.scale(torch.ones(()))
-        call = WAYS[way if way in WAYS else "step"]
         if way not in WAYS:
             scaler.unscale_(optimizer)
             scaler.update()
         with failing(number, optimizer) as mode, mock.patch.object(Ranks, "_all_reduce_", mode.reduce):
-            call(scaler, optimizer)
-        yield mode.reductions
+            WAYS.get(way, WAYS["step"])(scaler, optimizer)
+        made.append(mode.reductions)
         if not mode.raised:
-            return
+            break
         if way != "check":  # a step checks again, as those of the other ranks do
             assert scaler._ours.steps.open(optimizer).phase.name in ("FAILED", "UNSCALED", "CARRIED")
-    raise AssertionError(f"more than {MOST} ops")
+    assert 1 < len(made) < MOST
+    assert set(made) == {made[-1]}, [number for number, count in enumerate(made) if count != made[-1]]
 
 
 @pytest.mark.usefixtures("two_pretended_ranks")

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_all_same
 from torch import Tensor
 
 from scaler_triton import GradScaler, dispatch
@@ -86,9 +87,8 @@ def run_interpreted(program: str) -> list[str]:
     """Return the words a program prints: on a GPU machine, too, the interpreted kernels serve the CPU there."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SCALER_TRITON")}
     environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
+    words = [sys.executable, "-c", program]
+    run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     return run.stdout.split()
 
@@ -121,18 +121,14 @@ def train(seed: int, steps: int, device: str) -> list[Tensor]:
 
 def in_threads(work: Callable[[int], object], count: int = 4) -> list[Any]:
     """Return what `work` returns of each number, in threads that begin together."""
-    meet, results = threading.Barrier(count), {}
+    meet = threading.Barrier(count)
 
-    def meet_and_work(number: int) -> None:
-        meet.wait()
-        results[number] = work(number)
+    def meet_and_work(number: int) -> object:
+        meet.wait(60)
+        return work(number)
 
-    threads = [threading.Thread(target=meet_and_work, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [results[number] for number in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(meet_and_work, range(count)))
 
 
 @pytest.mark.usefixtures("undecided")
@@ -146,8 +142,7 @@ def test_scalers_in_threads(device: str) -> None:
     finally:
         sys.setswitchinterval(interval)
     for seed, result in enumerate(results):
-        for threaded, alone in zip(result, train(seed, steps, device), strict=True):
-            assert_same(threaded, alone)
+        assert_all_same(result, train(seed, steps, device))
     assert len({result[steps - 1].item() for result in results}) > 1
 
 

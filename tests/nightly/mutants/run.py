@@ -5,6 +5,7 @@ python tests/nightly/mutants/run.py flag.py    those whose file, text or tests h
 python tests/nightly/mutants/run.py --check    only that each one's text occurs exactly once in its file
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -39,25 +40,23 @@ def copy_tree(folder: Path) -> None:
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
 
 
-def environment(folder: Path, tests: str, gpu: dict[str, str]) -> dict[str, str]:
-    """Return the variables for some tests; those of `tests/gpu` run on a pretended one, which is built once."""
-    kept = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    if not tests.startswith("tests/gpu"):
-        return kept
-    if not gpu:
-        sys.path[:0] = [str(folder), str(folder / "tests/nightly")]
-        import pretended_gpu
+@functools.cache
+def with_gpu(folder: Path) -> dict[str, str]:
+    """Return the variables of a process that has a pretended GPU, which is built once."""
+    sys.path[:0] = [str(folder), str(folder / "tests/nightly")]
+    import pretended_gpu
 
-        (folder / "out").mkdir()
-        gpu.update(pretended_gpu.environment(folder / "out"))
-    return kept | gpu
+    (folder / "out").mkdir()
+    return pretended_gpu.environment(folder / "out")
 
 
-def is_noticed(folder: Path, mutant: Mutant, gpu: dict[str, str]) -> bool:
+def is_noticed(folder: Path, mutant: Mutant) -> bool:
     """Return whether the tests fail with the mutant in the tree in `folder`."""
     path = folder / mutant.path
     original = path.read_text()
-    variables = environment(folder, mutant.noticed_by, gpu)
+    variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    if mutant.noticed_by.startswith("tests/gpu"):
+        variables |= with_gpu(folder)
     path.write_text(original.replace(mutant.old, mutant.new))
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", mutant.noticed_by]
     try:
@@ -77,12 +76,12 @@ def main() -> int:
     if word == "--check":
         return 1 if wrong else 0
     chosen = [each for each in MUTANTS if word in f"{each.path} {each.old} {each.noticed_by}"]
-    survivors, gpu = 0, {}
+    survivors = 0
     with tempfile.TemporaryDirectory() as name:
         copy_tree(Path(name))
         for number, mutant in enumerate(chosen, 1):
             begin = time.monotonic()
-            noticed = is_noticed(Path(name), mutant, gpu)
+            noticed = is_noticed(Path(name), mutant)
             survivors += not noticed
             said = f"{'noticed' if noticed else 'SURVIVED':8} {time.monotonic() - begin:4.0f} s"
             print(f"{number}/{len(chosen)} {said}  {mutant.path}: {mutant.old!r}", flush=True)

@@ -94,12 +94,7 @@ class Graph:
     # From torch 2.14 on its own class ends a capture by these.
     capture_end_pre = capture_end
     _has_graph_exec = True
-
-    def instantiate(self):
-        pass
-
-    def capture_end_post(self):
-        pass
+    instantiate = capture_end_post = lambda self: None
 
     def replay(self):
         gpu.replay(self._work)

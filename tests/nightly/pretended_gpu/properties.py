@@ -16,37 +16,25 @@ def raised(act):
     return ""
 
 
-def test_memory_is_new_garbage_and_shared_by_views():
-    ones = torch.ones(3, device="cuda")
-    assert str(ones.device) == "cuda:0"
+def test_new_memory_is_garbage():
     assert torch.empty(3, device="cuda")[0].item() == pytest.approx(-2.87e-16, rel=0.01)
-    assert ones[1:].data_ptr() - ones.data_ptr() == 4
 
 
 def test_devices_do_not_mix_but_for_numbers():
     ones = torch.ones(3, device="cuda")
     assert raised(lambda: ones + torch.ones(3)) == "Expected all tensors to be on the same device"
+    assert raised(lambda: torch.ones(3, device="cuda:1") + ones) == "Expected all tensors to be on the same device"
     assert (ones + torch.tensor(1.0)).tolist() == [2.0] * 3
-    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
-        torch.randn(2, device="cuda", generator=torch.Generator())
-    assert torch.randn(2, device="cuda", generator=torch.Generator("cuda")).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("act", "said"),
-    [
-        (lambda ones, here, pinned: ones[0].item(), WAITS),
-        (lambda ones, here, pinned: ones.copy_(here, non_blocking=True), WAITS),
-        (lambda ones, here, pinned: ones.copy_(pinned, non_blocking=True), ""),
-        (lambda ones, here, pinned: ones.copy_(pinned), WAITS),
-        (lambda ones, here, pinned: torch.cuda.synchronize(), WAITS),
-    ],
-    ids=["item", "pageable copy", "pinned copy", "blocking copy", "synchronize"],
-)
-def test_what_waits_raises_in_debug_mode(act, said):
-    tensors = torch.ones(3, device="cuda"), torch.ones(3), torch.ones(3).pin_memory()
+def test_what_waits_raises_in_debug_mode():
+    ones, here, pinned = torch.ones(3, device="cuda"), torch.ones(3), torch.ones(3).pin_memory()
     with waits_raise():
-        assert raised(lambda: act(*tensors)) == said
+        assert raised(lambda: ones[0].item()) == WAITS
+        assert raised(lambda: ones.copy_(here, non_blocking=True)) == WAITS
+        assert raised(lambda: ones.copy_(pinned)) == WAITS
+        assert raised(torch.cuda.synchronize) == WAITS
+        ones.copy_(pinned, non_blocking=True)
 
 
 def test_copies_to_pinned_memory_arrive_late():
@@ -65,57 +53,19 @@ def test_pinned_memory_must_not_change_while_it_is_copied():
     assert raised(torch.cuda.synchronize) == "pinned memory was written while the GPU had yet to copy it"
 
 
-def test_graphs_are_captured_and_replayed_on_other_inputs():
-    source, graph = torch.ones(2, device="cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        source.add_(source * 2)
-    assert source[0].item() == 1.0
-    for value in (1.0, 5.0):
-        source.fill_(value)
-        graph.replay()
-        assert source[0].item() == 3 * value
-
-
 def test_a_capture_refuses_a_wait_and_warns_if_it_holds_nothing_else():
     one = torch.ones((), device="cuda")
     with pytest.warns(UserWarning, match=r"The CUDA Graph is empty\."), torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert raised(one.item) == "CUDA error"
 
 
-def test_events_streams_and_tensors_belong_to_one_of_two_gpus():
-    first, second = torch.ones(2, device="cuda"), torch.ones(2, device="cuda:1")
+def test_events_and_streams_belong_to_one_of_two_gpus():
     event = torch.cuda.Event()
     event.record()
     with torch.cuda.device(1):
-        assert str(torch.ones((), device="cuda").device) == "cuda:1"
         assert torch.cuda.Stream().device_index == 1
         assert raised(event.record) == "Event device 0 does not match recording stream's device 1."
-    assert raised(lambda: first + second) == "Expected all tensors to be on the same device"
-    assert (first + second.to("cuda:0")).tolist() == [2.0, 2.0]
     assert raised(lambda: torch.ones(1, device="cuda:2")) == "CUDA error"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "said", "found"),
-    [(torch.bfloat16, "unscaling is not implemented for 'BFloat16'", 0.0), (torch.float64, "", 1.0)],
-)
-def test_torchs_op_takes_no_bf16_and_checks_fp64_in_fp32(dtype, said, found):
-    flag, inverse = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
-    gradients = [torch.full((3,), 1e39, dtype=torch.float64, device="cuda").to(dtype)]
-    assert raised(lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inverse)) == said
-    assert flag.item() == found
-
-
-def test_a_fused_optimizer_refuses_other_strides_than_its_parameters():
-    parameter = torch.ones(2, 3, device="cuda", requires_grad=True)
-    parameter.grad = torch.ones(3, 2, device="cuda").t()
-    step = torch.optim.SGD([parameter], lr=1.0, fused=True).step
-    assert raised(step) == "params and grads must have same dtype"
-
-
-def test_sparse_tensors_are_coalesced():
-    sparse = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,), device="cuda", check_invariants=True)
-    assert sparse.coalesce().values().tolist() == [3.0]
 
 
 def test_a_profiler_sees_kernels_copies_and_waits():

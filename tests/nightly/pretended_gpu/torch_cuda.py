@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from pathlib import Path
 
 CUDA = "13.0"
 CUDA_TYPE = 1  # as a device's type
@@ -25,7 +24,9 @@ DUMMIES = [  # types and functions that are only imported
 
 def install(C):
     """Fill torch._C, and tell torch which CUDA it was built with."""
-    gpu = C._pretended_gpu = _library(os.environ["PRETENDED_GPU"])
+    spec = importlib.util.spec_from_file_location("pretended_gpu", os.environ["PRETENDED_GPU"])
+    gpu = C._pretended_gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
     gpu.set_gpu_count(_count())
     import torch.version
 
@@ -63,21 +64,8 @@ def _bindings(gpu):
         "synchronize": lambda: gpu.wait_for_gpu("synchronize"),
         "get_sync_debug_mode": gpu.sync_mode,
         "set_sync_debug_mode": gpu.set_sync_mode,
-        "memoryStats": lambda device: _memory_stats(gpu.allocated_bytes(device)),
+        "memoryStats": lambda device: {"allocated_bytes": {"all": {"current": gpu.allocated_bytes(device)}}},
     }
-
-
-def _library(path):
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _count():
-    """One, unless the process says which it wants to see, such as "0,1"."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    return len(seen.split(",")) if seen else 0
 
 
 def _set_stream(gpu, stream_id, device):
@@ -85,8 +73,10 @@ def _set_stream(gpu, stream_id, device):
     gpu.set_stream(stream_id, device)
 
 
-def _memory_stats(bytes_now):
-    return {"allocated_bytes": {"all": {"current": bytes_now, "peak": bytes_now}}}
+def _count():
+    """One, unless the process says which it wants to see, such as "0,1"."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return len(seen.split(",")) if seen else 0
 
 
 def _on_first_use(gpu):
@@ -99,32 +89,34 @@ def _on_first_use(gpu):
     # torch.manual_seed also seeds them: the CPU's is used.
     torch.cuda.default_generators = tuple(torch.Generator() for _ in range(_count()))
     storage = torch.UntypedStorage
-    storage.resize_ = _with_gpu(storage.resize_, lambda over, size: gpu.resize_storage(over, size))
+    storage.resize_ = _with_gpu(storage.resize_, gpu.resize_storage)
     storage.clone = _with_gpu(storage.clone, lambda over: over.clone().untyped_storage())
     storage.to = _to_gpu(storage.to)
 
 
-def _with_gpu(method, on_gpu):
-    """`method` of storages, or for those of the GPU a function of a tensor over all their bytes."""
+def _over(storage):
+    """A tensor over all bytes of a storage."""
     import torch
 
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _with_gpu(method, on_gpu):
+    """`method` of storages, or for those of the GPU a function of a tensor over all their bytes."""
+
     def either(storage, *args):
-        if storage.device.type != "cuda":
-            return method(storage, *args)
-        over = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
-        return on_gpu(over, *args) or storage
+        on_cpu = storage.device.type != "cuda"
+        return method(storage, *args) if on_cpu else on_gpu(_over(storage), *args) or storage
 
     return either
 
 
 def _to_gpu(method):
     """`method` of storages, `to`, which makes none on a GPU: torch.load asks it for those that were saved there."""
-    import torch
 
-    def to(storage, *, device, non_blocking=False):
-        if torch.device(device).type != "cuda":
-            return method(storage, device=device, non_blocking=non_blocking)
-        over = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return over.to(device, non_blocking=non_blocking, copy=True).untyped_storage()
+    def to(storage, *, device, **options):
+        if not str(device).startswith("cuda"):
+            return method(storage, device=device, **options)
+        return _over(storage).to(device, copy=True, **options).untyped_storage()
 
     return to

@@ -6,7 +6,10 @@ Run in a process of its own, without TRITON_INTERPRET: the interpreter does not 
 either interpreted kernels or compiled ones.
 """
 
+import ast
+import inspect
 import json
+import linecache
 import re
 import subprocess
 import sys
@@ -15,16 +18,12 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from types import MappingProxyType
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from without_measuring import without_measuring
 
 from scaler_triton.kernels import abi, config, launch, norm, unscale
-from scaler_triton.kernels.abi import MAX_WINDOW
 from scaler_triton.kernels.clip import _clip_kernel
 from scaler_triton.kernels.config import CANDIDATES, DEFAULT, MEASURING, WARP_LANES
 from scaler_triton.kernels.measure import _BLOCK, _WARPS, _add_measured_kernel
@@ -49,55 +48,74 @@ CONFIG_TARGET = "sm_90"
 ALIGNED = ("address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr")
 
 
-# Every pass over a table: its kernel, and the constants of its own; of the two forms of unscaling the one that divides.
+# Every pass over a table: its kernel, and the constants of its own.
 PASSES = {
     "unscale": (_unscale_kernel, {"WRITE": True, "INVERSE": False, "MEASURE": False}),
+    "unscale_inverse": (_unscale_kernel, {"WRITE": True, "INVERSE": True, "MEASURE": False}),
     "check": (_unscale_kernel, {"WRITE": False, "INVERSE": False, "MEASURE": False}),
     "norm": (_sum_squares_kernel, {"MEASURE": False}),
     "clip": (_clip_kernel, {}),
 }
-ALL_PASSES = {**PASSES, "unscale_inverse": (_unscale_kernel, {"WRITE": True, "INVERSE": True, "MEASURE": False})}
 
 
 def variants():
-    """(name, kernel, constexprs, warps of 32 lanes) of every kernel that can be launched; and what else it is given."""
+    """(name, kernel, constexprs, warps of 32 lanes) of every kernel that can be launched; and whether it may fuse."""
     for torch_dtype in launch.TRITON_DTYPES:
-        for name, (kernel, own) in ALL_PASSES.items():
-            constants = {**table_constants(torch_dtype, DEFAULT), **own}
+        for name, (kernel, own) in PASSES.items():
+            constants = table_constants(torch_dtype, DEFAULT) | own
             yield f"{name}-{dtype_name(torch_dtype)}", kernel, constants, DEFAULT.num_warps
             if "MEASURE" in own:
-                constants = {**table_constants(torch_dtype, MEASURING), **own, "MEASURE": True}
+                constants = table_constants(torch_dtype, MEASURING) | own | {"MEASURE": True}
                 yield f"{name}_measuring-{dtype_name(torch_dtype)}", kernel, constants, MEASURING.num_warps
     yield "add_measured", _add_measured_kernel, {"BLOCK_SIZE": _BLOCK}, _WARPS
     for clear in (False, True):
         yield f"update{'_and_clear' * clear}", _update_scale_kernel, {"CLEAR": clear, "HEADROOM": 0}, 1
         for ring in (16, abi.MAX_HEADROOM_WINDOW):
-            name = f"update{'_and_clear' * clear}_headroom-{ring}"
-            yield name, _update_scale_kernel, {"CLEAR": clear, "HEADROOM": ring}, 1
+            constants = {"CLEAR": clear, "HEADROOM": ring}
+            yield f"update{'_and_clear' * clear}_headroom-{ring}", _update_scale_kernel, constants, 1
     for inverse in (False, True):
         constants = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
         yield f"finish{'_inverse' * inverse}", _finish_kernel, constants, _FINISH_WARPS
-    for size in (2, 128, MAX_WINDOW):
-        yield f"judge-{size}", _judge_kernel, {"BLOCK_SIZE": size}, warps_of(size), {"enable_fp_fusion": False}
+    for size in (2, 128, abi.MAX_WINDOW):
+        yield f"judge-{size}", _judge_kernel, {"BLOCK_SIZE": size}, warps_of(size), False
+
+
+class _Remover(ast.NodeTransformer):
+    """Removes each branch of MEASURE, and all that measures."""
+
+    def visit_ImportFrom(self, node):
+        return None if node.module == "scaler_triton.kernels.measure" else node
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        return node.orelse if ast.unparse(node.test) == "MEASURE" else node
+
+
+def without_measuring(module):
+    """The names of a module whose source has had everything removed that measures: what it was before it could."""
+    source = ast.unparse(_Remover().visit(ast.parse(inspect.getsource(module))))
+    file = f"<{module.__name__} without measuring>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton asks for the source
+    names = {"__name__": file}
+    exec(compile(source, file, "exec"), names)
+    return names
 
 
 def variants_before():
     """As `variants`, for the passes that may measure, of sources without that."""
-    modules = {module: without_measuring(module) for module in (norm, unscale)}
-    for torch_dtype in launch.TRITON_DTYPES:
-        for name, (kernel, own) in ALL_PASSES.items():
-            if "MEASURE" in own:
-                old = modules[norm if name == "norm" else unscale][kernel.fn.__name__]
-                constants = {**table_constants(torch_dtype, DEFAULT), **own}
-                yield f"{name}-{dtype_name(torch_dtype)}", old, constants, DEFAULT.num_warps
+    before = without_measuring(norm) | without_measuring(unscale)
+    for name, kernel, constants, num_warps, *_ in variants():
+        if constants.get("MEASURE") is False:
+            yield name, before[kernel.fn.__name__], constants, num_warps
 
 
 def config_variants():
     """As `variants`, for every launch configuration that `tune` may choose or a file of this package holds."""
-    for name, (kernel, own) in PASSES.items():
+    for name in config.MODES:
+        kernel, own = PASSES[name]
         for torch_dtype in launch.TRITON_DTYPES:
             for each in sorted({*CANDIDATES, *shipped_configs(name, torch_dtype.itemsize)}, key=str):
-                constants = {**table_constants(torch_dtype, each), **own}
+                constants = table_constants(torch_dtype, each) | own
                 yield f"{name}-{dtype_name(torch_dtype)}-{each}", kernel, constants, each.num_warps
 
 
@@ -119,17 +137,13 @@ def dtype_name(torch_dtype):
     return str(torch_dtype).removeprefix("torch.")
 
 
-def type_of(param):
-    """The type that a launch gives a parameter: a number's is its annotation's."""
-    return TYPES.get(param.name) or param.annotation_type or "constexpr"
-
-
-def compile_for(target, kernel, constants, num_warps, options=MappingProxyType({"enable_fp_fusion": True})):
-    signature = {param.name: type_of(param) for param in kernel.params}
+def compile_for(target, kernel, constants, num_warps, fuses=True):
+    # The types that a launch gives parameters: a number's is its annotation's.
+    signature = {each.name: TYPES.get(each.name) or each.annotation_type or "constexpr" for each in kernel.params}
     attrs = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if name in ALIGNED}
     source = ASTSource(kernel, signature, constants, attrs)
     warps = max(1, num_warps * WARP_LANES // target.warp_size)
-    return triton.compile(source, target=target, options={"num_warps": warps, **options})
+    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": fuses})
 
 
 def report_ptx(compiled):
@@ -188,13 +202,6 @@ def report_amdgcn(compiled):
     }
 
 
-def refusal_of_cpu_tensors():
-    try:
-        launch.Launch(_update_scale_kernel, torch.device("cpu"), num_warps=1, CLEAR=False, HEADROOM=0)
-    except RuntimeError as error:
-        return str(error)
-
-
 def jobs():
     """(key, target, report, variant) of everything that is compiled."""
     for target_name, target in TARGETS.items():
@@ -220,18 +227,12 @@ def main():
     # A forked worker has the kernels already. They compile without a GPU: no driver is open in this process.
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
         reports = dict(pool.map(compile_job, range(len(JOBS)), chunksize=4))
-    before, configs = (
-        {key.removeprefix(group): reports.pop(key) for key in list(reports) if key.startswith(group)}
-        for group in ("before-", "config-")
-    )
     shipped = {
         f"{mode}-{dtype_name(dtype)}": sorted(map(str, shipped_configs(mode, dtype.itemsize)))
         for mode in config.MODES
         for dtype in launch.TRITON_DTYPES
     }
-    found = {"kernels": reports, "before": before, "configs": configs, "shipped": shipped}
-    found["refusal"] = refusal_of_cpu_tensors()
-    json.dump(found, sys.stdout)
+    json.dump({"kernels": reports, "shipped": shipped}, sys.stdout)
 
 
 if __name__ == "__main__":

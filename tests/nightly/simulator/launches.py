@@ -1,38 +1,42 @@
-"""Launches every kernel through Triton's own C launcher, on a driver that notes each launch and runs none.
+"""What is compiled and reaches the CUDA driver through Triton's C launcher, and by which way, seen without a GPU.
 
-Prints as JSON what reached the driver, what was compiled for it, and which way launches take: through Triton's
-dispatch, or straight to the compiled kernel. Run in a process of its own, started with the stub driver's environment.
+`test_launches.py` runs these tests in a process of their own, on a driver that notes each launch and runs none.
 """
 
-import json
+import struct
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import triton
+from packaging.version import Version
 from triton.runtime.jit import JITFunction
 
 from perf import stub_driver
 from scaler_triton.kernels import abi, launch, measure, spike, update_scale
 from scaler_triton.kernels.clip import _clip_kernel, launch_clip
 from scaler_triton.kernels.config import DEFAULT
+from scaler_triton.kernels.launch import check_device
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import _unscale_kernel, launch_check, launch_unscale
 
 CPU = torch.device("cpu")
 SCALE, FLAG = torch.ones(()), torch.zeros(())
-TABLE_PARAMS = ("addresses", "numels", "chunk_tensors", "chunk_indices", "bits")
 CHUNK = DEFAULT.chunk_elements(2)
-# (elements of the table's tensors, a clip's bound and ranks, rows of an update, norms in a guard's window or exponents
-# in that of the headroom): each launch is its Launch's first.
-ROUNDS = [
-    ([], 0.3, 1, 1, 65),
-    ([0], 1, 1, 16, 66),
-    ([1], 1, 16, 17, 80),
-    ([CHUNK, 10], 0.3, 17, 0b101, 127),
-    ([17 * CHUNK], 16, 2**40, (1 << 32) - 1, 128),
-]
+TABLES = [([], 0), ([0], 0), ([1], 1), ([CHUNK, 10], 2), ([17 * CHUNK], 17)]  # elements, and programs
+ROWS = [1, 16, 17, 0b101, (1 << 32) - 1]
+LENGTHS = [65, 66, 80, 127, 128]  # of windows that one compilation serves
+PLACES = (0, 1)  # what is no table's is at an address that is aligned, or at one that is not
+TABLE = ["address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def driver():
+    stub_driver.activate()
+    with stub_driver.as_gpu():
+        yield
 
 
 def launched(start, *args, params=9, **options):
@@ -40,145 +44,171 @@ def launched(start, *args, params=9, **options):
     stub_driver.note_params(params)
     before = stub_driver.launches()
     start(*args, **options)
-    return [stub_driver.launch(number)._asdict() for number in range(before, stub_driver.launches())]
+    return [stub_driver.launch(number) for number in range(before, stub_driver.launches())]
 
 
-def addresses(*tensors):
-    return [tensor.data_ptr() for tensor in tensors]
+def assert_launched(launches, name, programs, warps, tensors, numbers=()):
+    """One launch, which was given these first; none of no programs."""
+    assert len(launches) == (programs > 0)
+    for each in launches:
+        assert (each.kernel, each.grid, each.block) == (name, (programs, 1, 1), (32 * warps, 1, 1))
+        wanted = [*(tensor.data_ptr() for tensor in tensors), *numbers]
+        assert [*each.params[: len(wanted)]] == wanted
 
 
-def launch_all():
-    """Yield each round, with what is no table's at an address that is aligned, or with one that is not."""
-    floats, flags = torch.ones(4), torch.zeros(abi.ROWS + 1, abi.STATUS)
-    trackers, counters = torch.zeros(2, dtype=torch.int32), torch.zeros(abi.COUNTERS, dtype=torch.int64)
-    sizes = abi.POLICY, abi.TOTALS, abi.HEADER + 128, abi.MEASURED_ROW, abi.HEADROOM_HEADER + 128
-    policy, totals, window, measured, ring = (torch.ones(count + 1, dtype=torch.float64) for count in sizes)
-    for place in (0, 1):
-        scale, flag, norm = floats[place], floats[1 - place], floats[2 + place]
-        clip = scale, totals[place:], norm
-        update = scale, trackers[place], flags[place:], floats, policy[place:], counters
-        judged = totals[place:], flags[place], window[place:], counters
-        for numels, bound, ranks, rows, length in ROUNDS:
+def assert_compiled(kernel, versions, warps, aligned, types=None, *, fuses=True):
+    """No size, alignment or number has made another compilation.
+
+    What is aligned are the table's own tensors, and numbers have the types that the kernel names.
+    """
+    found, names = list(kernel.device_caches[0][0].values()), kernel.arg_names
+    assert len(found) == versions
+    for each in found:
+        assert (each.metadata.num_warps, each.metadata.enable_fp_fusion) == (warps, fuses)
+        assert [names[place] for (place,), attrs in each.src.attrs.items() if attrs] == aligned
+        assert each.src.signature.items() >= (types or {}).items()
+        if aligned[:4] == TABLE[:4]:
+            constants = {names[place]: value for (place,), value in each.src.constants.items()}
+            assert (constants["BLOCK_SIZE"], constants["UNROLL"]) == (DEFAULT.block_elements(2), DEFAULT.unroll)
+
+
+def doubles(size):
+    return torch.ones(size + 1, dtype=torch.float64)
+
+
+def tensors_of(table):
+    return table.addresses, table.numels, table.chunk_tensors, table.chunk_indices, table.bits
+
+
+def test_compiled_kernels_refuse_cpu_tensors():
+    with pytest.raises(RuntimeError, match="without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got cpu"):
+        check_device(CPU)
+
+
+def test_passes_over_a_table():
+    """One launch each, with the table's own addresses; what was measured is added by one program."""
+    floats, total = torch.ones(2), doubles(abi.MEASURED_ROW)
+    for place in PLACES:
+        scale, flag = floats[place], floats[1 - place]
+        for numels, programs in TABLES:
             table = GradTable(numels, torch.float16, CPU)
-            headroom = ring[place : place + abi.HEADROOM_HEADER + length]
-            given = {"measured": measured[place:], "headroom": headroom, "bits": rows % 31}
-            update_scale._launch_on.cache_clear()
+            for launches, number in (
+                (launched(launch_check, table, flag), flag),
+                (launched(launch_check, table, flag, measures=True), flag),
+                (launched(launch_unscale, table, scale, flag, inverse=False), scale),
+                (launched(launch_unscale, table, scale, flag, inverse=True), scale),
+            ):
+                given = [*tensors_of(table), flag, number]
+                assert_launched(launches, "_unscale_kernel", programs, DEFAULT.num_warps, given)
+            for each in launched(launch_check, table, flag, measures=True):
+                assert each.params[8] == table.measured.data_ptr()
+            launches, given = launched(measure.launch_add_measured, table, total[place:], params=3), total[place:]
+            assert_launched(launches, "_add_measured_kernel", min(programs, 1), 4, [table.measured, given], [programs])
+    assert_compiled(_unscale_kernel, 4, DEFAULT.num_warps, TABLE)  # by a scale, by its inverse, a check, and measuring
+    assert_compiled(measure._add_measured_kernel, 1, 4, ["measured_ptr"], {"n_chunks": "i64"})
+
+
+def test_clipping_is_given_the_bound_in_fp32():
+    floats, totals = torch.ones(4), doubles(abi.TOTALS)
+    for place in PLACES:
+        scale, total, norm = floats[place], totals[place:], floats[2 + place]
+        for (numels, programs), bound, ranks in zip(TABLES, (0.3, 1, 1, 0.3, 16), (1, 1, 16, 17, 2**40), strict=True):
+            table = GradTable(numels, torch.float16, CPU)
+            for _ in range(2):  # through Triton's dispatch, and without it
+                launches = launched(launch_clip, table, scale, total, bound, norm, None, ranks)
+                given = [*tensors_of(table)[:4], scale, total, norm, norm]
+                assert_launched(launches, "_clip_kernel", programs, DEFAULT.num_warps, given)
+                for each in launches:
+                    assert each.params[8] & 0xFFFFFFFF == struct.unpack("I", struct.pack("f", bound))[0]
+    assert_compiled(_clip_kernel, 1, DEFAULT.num_warps, TABLE[:4], {"max_norm": "fp32", "ranks": "i64"})
+
+
+def test_the_scale_is_updated_by_one_warp():
+    floats, flags, trackers = torch.ones(4), torch.zeros(abi.ROWS + 1, abi.STATUS), torch.zeros(2, dtype=torch.int32)
+    policies, counters = doubles(abi.POLICY), torch.zeros(abi.COUNTERS, dtype=torch.int64)
+    measured, rings = doubles(abi.MEASURED_ROW), doubles(abi.HEADROOM_HEADER + 128)
+    for place in PLACES:
+        policy = policies[place:]
+        state = floats[place], trackers[place], flags[place:], floats, policy, counters
+        for rows, length in zip(ROWS, LENGTHS, strict=True):
+            update_scale._launch_on.cache_clear()  # each launch is its Launch's first
+            launches = launched(update_scale.launch_update, *state, rows, clear=False)
+            assert_launched(launches, "_update_scale_kernel", 1, 1, [*state, policy, policy], [rows])
+            ring, bits = rings[place : place + abi.HEADROOM_HEADER + length], rows % 31
+            options = {"measured": measured[place:], "headroom": ring, "bits": bits}
+            launches = launched(update_scale.launch_update, *state, rows, clear=False, **options, params=11)
+            given = [*state, measured[place:], ring]
+            assert_launched(launches, "_update_scale_kernel", 1, 1, given, [rows, bits, length])
+    assert_compiled(update_scale._update_scale_kernel, 2, 1, [], {"rows": "i64", "bits": "i64", "window": "i64"})
+
+
+def test_a_judgement_is_one_launch_of_one_warp():
+    windows, counters = doubles(abi.HEADER + 128), torch.zeros(abi.COUNTERS, dtype=torch.int64)
+    totals, statuses = doubles(abi.TOTALS), torch.zeros(2, abi.STATUS)
+    for place in PLACES:
+        given = totals[place:], statuses[place], windows[place:], counters
+        for length, ranks in zip(LENGTHS, (1, 1, 16, 17, 2**40), strict=True):
             spike._launch_on.cache_clear()
-            yield {
-                "table": addresses(*(getattr(table, name) for name in TABLE_PARAMS)),
-                "scalars": addresses(scale, flag),
-                "clip_tensors": addresses(*clip, norm),
-                "update_tensors": addresses(*update),
-                "judge_tensors": addresses(*judged),
-                "measured_tensors": addresses(table.measured, measured[place:], headroom),
-                "check": launched(launch_check, table, flag),
-                "check_measuring": launched(launch_check, table, flag, measures=True),
-                "add_measured": launched(measure.launch_add_measured, table, measured[place:], params=3),
-                "unscale": launched(launch_unscale, table, scale, flag, inverse=False),
-                "inverse": launched(launch_unscale, table, scale, flag, inverse=True),
-                "clip": [launched(launch_clip, table, *clip[:2], bound, norm, None, ranks) for _ in range(2)],
-                "update": launched(update_scale.launch_update, *update, rows, clear=False),
-                "by_headroom": launched(update_scale.launch_update, *update, rows, clear=False, **given, params=11),
-                "judge": [launched(spike.launch_judge, *judged, length, ranks, first=first) for first in (True, False)],
-            }
+            for first in (True, False):
+                launches = launched(spike.launch_judge, *given, length, ranks, first=first)
+                assert_launched(launches, "_judge_kernel", 1, 1, given, [length, ranks, first])
+    assert_compiled(spike._judge_kernel, 1, 1, [], {"window": "i64", "ranks": "i64", "first": "i64"}, fuses=False)
 
 
-def compiled(kernel):
-    """What Triton knows of each version of a kernel that was launched."""
-    names = kernel.arg_names
-    for each in kernel.device_caches[0][0].values():
-        source = each.src
-        yield {
-            "num_warps": each.metadata.num_warps,
-            "enable_fp_fusion": each.metadata.enable_fp_fusion,
-            "types": dict(source.signature),
-            "aligned": [names[place] for (place,), attrs in source.attrs.items() if attrs],
-            "constants": {names[place]: value for (place,), value in source.constants.items() if type(value) is int},
-        }
-
-
-refusals, seen = [], []
-
-
-def refuse(*args):
-    refusals.append(args)
-    raise TypeError("function takes exactly 3 arguments (99 given)")
-
-
-def paths(count=4, *, hook=None, when="enter", **other):
-    """Launch `count` times over one table, from the third on with a hook: how many went through dispatch, and more.
+def dispatched(count=4, **other):
+    """Launch `count` times over one table; how often through Triton's dispatch. All launches are the same.
 
     What is `other` is so on the compiled kernels of a Triton that launches otherwise.
     """
-    dispatched = []
+    kernels, run = [], JITFunction.run
 
     def dispatch(kernel, *args, **kwargs):
-        dispatched.append(kernel)
         compiled = run(kernel, *args, **kwargs)
         known = {name: getattr(compiled, name) for name in ("run", "function", "packed_metadata")}
+        kernels.append(kernel)
         return SimpleNamespace(**{**known, **other}) if other else compiled
 
-    def launch_often():
-        for number in range(count):
-            if hook and number == 2:
-                chain.add(hook)
-            launch_unscale(table, SCALE, FLAG, inverse=False)
-
-    chain = getattr(triton.knobs.runtime, f"launch_{when}_hook")
-    table, run = GradTable([3], torch.float32, CPU), JITFunction.run
+    table = GradTable([3], torch.float32, CPU)
     with mock.patch.object(JITFunction, "run", dispatch):
-        launches = launched(launch_often)
-    if hook:
-        chain.remove(hook)
-    same = all(each == launches[0] for each in launches)
-    return {"dispatched": len(dispatched), "same": same, "launches": len(launches)}
+        launches = [launched(launch_unscale, table, SCALE, FLAG, inverse=False) for _ in range(count)]
+    assert launches == [launches[0]] * count
+    return len(kernels)
 
 
-def without_stream():
-    """As `paths`, on a Triton whose driver tells of streams otherwise."""
-    with mock.patch.object(launch, "driver", SimpleNamespace(active=SimpleNamespace())):
-        return paths()
-
-
-def without_inner():
-    """As `paths`, without Triton's function in C; and whether this Triton has it where it is looked for."""
-    with mock.patch.object(launch, "_inner", side_effect=launch._inner) as looked:
-        paths()
-    is_known = launch._inner(*looked.call_args.args) is not None
+def test_a_later_launch_leaves_out_tritons_dispatch_unless_this_triton_cannot_do_without_it():
+    assert dispatched() == 1
+    assert dispatched(run=None) == 4
+    refusing = mock.Mock(side_effect=TypeError("function takes exactly 3 arguments (99 given)"))
+    assert dispatched(run=refusing) == 4
+    assert refusing.call_count == 1  # is remembered
+    with mock.patch.object(launch, "driver", SimpleNamespace(active=SimpleNamespace())):  # tells of streams otherwise
+        assert dispatched() == 4
     with mock.patch.object(launch, "_inner", return_value=None):
-        return {**paths(), "is_known": is_known}
+        assert dispatched() == 1
 
 
-def calls():
-    """The Python functions that a later launch calls."""
+@pytest.mark.parametrize("when", ["enter", "exit"])
+def test_a_profilers_hook_sees_every_launch(when):
+    seen, table = [], GradTable([3], torch.float32, CPU)
+    chain = getattr(triton.knobs.runtime, f"launch_{when}_hook")
+    hook = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
+    for number in range(5):
+        if number == 2:
+            chain.add(hook)
+        assert len(launched(launch_unscale, table, SCALE, FLAG, inverse=False)) == 1
+    chain.remove(hook)
+    assert seen == ["_unscale_kernel"] * 3
+
+
+def test_a_later_launch_takes_few_calls():
     table, names = GradTable([3], torch.float32, CPU), []
-    for _ in range(2):
-        launch_unscale(table, SCALE, FLAG, inverse=False)
+    with mock.patch.object(launch, "_inner", side_effect=launch._inner) as looked:
+        for _ in range(2):
+            launch_unscale(table, SCALE, FLAG, inverse=False)
+    is_known = launch._inner(*looked.call_args.args) is not None  # Triton's function in C
+    assert is_known or not Version("3.7") <= Version(triton.__version__) < Version("3.8")
     sys.setprofile(lambda frame, event, arg: event == "call" and names.append(frame.f_code.co_name))
     launch_unscale(table, SCALE, FLAG, inverse=False)
     sys.setprofile(None)
-    return names
-
-
-def main():
-    stub_driver.activate()
-    with stub_driver.as_gpu():
-        found = {"rounds": list(launch_all()), "interpreted": launch.INTERPRETED}
-        kernels = (_unscale_kernel, _clip_kernel, update_scale._update_scale_kernel, spike._judge_kernel)
-        kernels += (measure._add_measured_kernel,)
-        found["kernels"] = {kernel.fn.__name__: list(compiled(kernel)) for kernel in kernels}
-        found["paths"] = {
-            "usual": paths(),
-            "hooked": paths(5, hook=lambda metadata: seen.append(metadata.get()["name"])),
-            "hooked behind": paths(5, hook=lambda metadata: seen.append("behind"), when="exit"),
-            "without run": paths(run=None),
-            "refusing": paths(run=refuse),
-            "without stream": without_stream(),
-            "without inner": without_inner(),
-        }
-        found["calls"] = calls()
-    json.dump({**found, "seen": seen, "refusals": len(refusals)}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    ours = [name for name in names if name != "<lambda>"]  # the stand-ins for queries in C
+    assert ours == ["launch_unscale", "_launch", "__call__"] or not is_known

@@ -3,7 +3,6 @@
 As a plugin of pytest (`-p simulated_launches`) it does so for all tests, on SCALER_TRITON_SIMULATE's target.
 """
 
-from contextlib import contextmanager
 from unittest import mock
 
 import aot_matrix
@@ -17,13 +16,7 @@ from scaler_triton.kernels import launch as launching
 
 @pytest.fixture(scope="session", autouse=True)
 def simulated_kernels():
-    with simulated(SIMULATED) as kernels:
-        yield kernels
-
-
-@contextmanager
-def simulated(target):
-    """Within, every launch runs as compiled for `target`, one of `aot_matrix.TARGETS`; yields the kernels.
+    """The kernels that were launched.
 
     A launch may touch, of a table, the tensors at its addresses; of any other tensor its elements; and nothing else.
     """
@@ -32,22 +25,19 @@ def simulated(target):
     def start(launch, n_programs, *args):
         key = launch._kernel.fn.__name__, tuple(launch._options.items())
         if key not in kernels:
-            kernels[key] = _compiled(launch, target)
+            kernels[key] = _compiled(launch)
         tensors = dict(zip(launch._kernel.arg_names, args, strict=False))
         params = [_bits(arg) if isinstance(arg, int | float) else arg.data_ptr() for arg in tensors.values()]
         kernels[key].run(n_programs, params, list(_spans(launch, tensors)))
 
-    with (
-        mock.patch.object(launching, "check_device"),
-        mock.patch.object(launching.Launch, "__call__", start),
-    ):
+    with mock.patch.object(launching, "check_device"), mock.patch.object(launching.Launch, "__call__", start):
         yield kernels
 
 
-def _compiled(launch, target):
+def _compiled(launch):
     constants = {name: value for name, value in launch._options.items() if name.isupper()}
-    warps, options = launch._options["num_warps"], {"enable_fp_fusion": launch._options["enable_fp_fusion"]}
-    compiled = aot_matrix.compile_for(aot_matrix.TARGETS[target], launch._kernel, constants, warps, options)
+    warps, fuses = launch._options["num_warps"], launch._options["enable_fp_fusion"]
+    compiled = aot_matrix.compile_for(aot_matrix.TARGETS[SIMULATED], launch._kernel, constants, warps, fuses)
     return Kernel(compiled.asm["ptx"], compiled.metadata.shared)
 
 

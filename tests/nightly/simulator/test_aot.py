@@ -1,5 +1,6 @@
 """Every kernel compiles for GPUs that are not here, and its machine code does what the design promises."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -20,14 +21,12 @@ CLIPS = ["norm", "clip"]
 MEASURES = [f"{op}_measuring" for op in [*OPS, "norm"]]
 FINISHES = ["finish", "finish_inverse"]
 JUDGE_WARPS = {"judge-2": 1, "judge-128": 1, "judge-4096": 16}
-JUDGES = [*JUDGE_WARPS]
 # Kernels of one program, which may have all of a multiprocessor's registers, and its warps.
 ONE_PROGRAM = {**JUDGE_WARPS, **dict.fromkeys(BY_HEADROOM, 1), "add_measured": 4}
-WIDE = {2: "v4.b32", 4: "v4.b32", 8: "v2.b64"}
 WRITES = ["unscale", "unscale_inverse", "unscale_measuring", "unscale_inverse_measuring"]
 DIVIDING = ("unscale", "unscale_measuring", "clip", "finish")  # by the scale
 # All warps of a multiprocessor stay resident up to 32 registers, 48 of 64 up to 40, 40 up to 48. A multiprocessor of
-# sm_75 has 32 warps only, so 64 registers cost it nothing; sm_70 runs 32 of 64.
+# sm_75 has 32 warps only, so 64 registers cost it nothing; sm_70 runs 32 of 64. gfx942 keeps 8 waves a SIMD up to 64.
 REGISTERS = {"sm_70": 64, "sm_75": 64, "sm_80": 48, "sm_90": 40, "sm_100": 40, "gfx942": 64}
 if Version(triton.__version__) >= Version("3.8"):  # keeps the rare path's addresses for longer; 36 warps stay resident
     REGISTERS |= {"sm_90": 48, "sm_100": 56, "gfx942": 72}
@@ -35,7 +34,7 @@ if Version(triton.__version__) >= Version("3.8"):  # keeps the rare path's addre
 
 @pytest.fixture(scope="module")
 def matrix(run_compiled):
-    return run_compiled("aot_matrix.py")
+    return json.loads(run_compiled("aot_matrix.py"))
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +45,8 @@ def kernels(matrix):
 def test_every_kernel_is_compiled_for_every_target(kernels):
     names = [f"{op}-{dtype}" for op in [*OPS, *CLIPS, *MEASURES] for dtype in DTYPES]
     names += [*UPDATES, *FINISHES, *ONE_PROGRAM]
-    assert sorted(kernels) == sorted(f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names)
-
-
-def test_compiled_kernels_refuse_cpu_tensors(matrix):
-    assert matrix["refusal"] == "without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got cpu"
+    found = [name for name in kernels if not name.startswith(("before-", "config-"))]
+    assert sorted(found) == sorted(f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names)
 
 
 # What a pass may access beside its gradients, once a program: the table's two int32 and two int64, and
@@ -86,7 +82,7 @@ def test_bodies_move_by_128_bits_only(kernels, target, dtype, op):
     """And edges by one narrow access a step."""
     accesses = Counter(kernels[f"{target}-{op}-{dtype}"]["accesses"])
     op, measures, vectors = parts_of(op)
-    wide, narrow, times = WIDE[DTYPES[dtype]], f"b{8 * DTYPES[dtype]}", visits(op, dtype)
+    wide, narrow, times = "v2.b64" if dtype == "float64" else "v4.b32", f"b{8 * DTYPES[dtype]}", visits(op, dtype)
     assert vectors + times - 1 <= accesses.pop(f"ld.global.{wide}") <= vectors * times
     want = Counter(BESIDE[op])
     want[f"ld.global.{narrow}"] += times
@@ -113,11 +109,10 @@ def test_what_one_program_reads_and_writes(kernels, target):
         assert kernels[f"{target}-{name}"]["accesses"] == Counter(kernels[f"{target}-{update}"]["accesses"]) + more
     # Four numbers of 1024 chunks, by 128 lanes, and of the total.
     assert kernels[f"{target}-add_measured"]["accesses"] == {"ld.global.b64": 4 * 8 + 4, "st.global.b64": 4}
-    for name in JUDGES:
+    for name, warps in JUDGE_WARPS.items():
         # Four of the header, two counters, the five totals, and the norms, one at a time in each lane, which begin
         # anywhere in the ring; six of the header, a norm, a counter and the flag's total; the flag and the status.
-        lanes = 32 * JUDGE_WARPS[name]
-        accesses, norms = kernels[f"{target}-{name}"]["accesses"], -(-int(name.removeprefix("judge-")) // lanes)
+        accesses, norms = kernels[f"{target}-{name}"]["accesses"], -(-int(name.removeprefix("judge-")) // (32 * warps))
         assert accesses == {"ld.global.b64": 4 + 2 + 5 + norms, "st.global.b64": 6 + 1 + 1 + 1, "st.global.b32": 1 + 4}
 
 
@@ -131,7 +126,7 @@ def test_bodies_and_shared_edges_are_loaded_before_any_of_them_is_stored(kernels
     assert report["barrier_before_edge_store"] or op == "clip"  # whose first narrow store is that of the norm
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
 def test_registers_and_spills(kernels, target):
     reports = {name: report for name, report in kernels.items() if name.startswith(f"{target}-")}
     if not all("registers" in report for report in reports.values()):
@@ -146,10 +141,10 @@ def test_registers_and_spills(kernels, target):
 @pytest.mark.parametrize("op", [*OPS, "norm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
-def test_without_measuring_kernels_are_instruction_for_instruction_what_they_were(matrix, target, dtype, op):
-    name = f"{target}-{op}-{dtype}"
-    assert len(matrix["before"][name]) > 100
-    assert matrix["kernels"][name]["instructions"] == matrix["before"][name]
+def test_without_measuring_kernels_are_instruction_for_instruction_what_they_were(kernels, target, dtype, op):
+    before = kernels[f"before-{target}-{op}-{dtype}"]
+    assert len(before) > 100
+    assert kernels[f"{target}-{op}-{dtype}"]["instructions"] == before
 
 
 # Divisions and roots in fp64: of the ranks' scales, which are compared, and of the norm; a judgement's mean and
@@ -173,11 +168,6 @@ def test_arithmetic_is_ieee(kernels, target):
         assert kernels[f"{target}-{name}"]["mul_f64"] == 2  # the factors have stayed fp64
 
 
-@pytest.mark.parametrize("name", ONE_PROGRAM)
-def test_kernels_of_one_program_spill_nothing_on_amd(kernels, name):
-    assert kernels[f"gfx942-{name}"]["spilled"] == 0
-
-
 @pytest.mark.parametrize("op", [*OPS, *CLIPS, *MEASURES])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bodies_move_by_16_bytes_on_amd(kernels, dtype, op):
@@ -186,15 +176,13 @@ def test_bodies_move_by_16_bytes_on_amd(kernels, dtype, op):
     assert report["wide_loads"] >= vectors
     # The four numbers that a program measures are two wide stores.
     assert report["wide_stores"] == (0 if op in ("check", "norm") else vectors) + 2 * measures
-    assert report["spilled"] == 0
-    assert report["registers"] <= REGISTERS["gfx942"]  # up to 64, 8 waves of 64 lanes stay resident on a SIMD
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", MODES)
 def test_launch_configurations(matrix, op, dtype, record_property):
     """No candidate spills, and what is shipped keeps 48 warps of sm_90 resident."""
-    reports = {str(c): matrix["configs"][f"{op}-{dtype}-{c}"] for c in CANDIDATES}
+    reports = {str(each): matrix["kernels"][f"config-{op}-{dtype}-{each}"] for each in CANDIDATES}
     if not all(reports.values()):
         pytest.skip("this Triton comes without cuobjdump")
     record_property("registers", {config: report["registers"] for config, report in reports.items()})
@@ -203,6 +191,6 @@ def test_launch_configurations(matrix, op, dtype, record_property):
     shipped = matrix["shipped"][f"{op}-{dtype}"]
     assert str(DEFAULT) in shipped
     for config in shipped:
-        report = matrix["configs"][f"{op}-{dtype}-{config}"]
+        report = matrix["kernels"][f"config-{op}-{dtype}-{config}"]
         assert report["registers"] <= REGISTERS["sm_90"], config
         assert report["spilled"] == 0, config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import DEVICE, DTYPES, INF, SIMULATED, Guarded
+from kernel_cases import DTYPES, INF, SIMULATED, Guarded, make_table
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.clip import launch_clip
@@ -13,13 +13,10 @@ from scaler_triton.kernels.config import DEFAULT, MEASURING
 from scaler_triton.kernels.measure import launch_add_measured
 from scaler_triton.kernels.norm import launch_sum_of_squares
 from scaler_triton.kernels.spike import launch_judge
-from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
+from scaler_triton.kernels.table import PARTIALS_BLOCK
 from scaler_triton.kernels.unscale import launch_check, launch_unscale
 
-pytestmark = [
-    pytest.mark.host_only,
-    pytest.mark.skipif(SIMULATED is None, reason="only the simulator counts bytes"),
-]
+pytestmark = [pytest.mark.host_only, pytest.mark.skipif(SIMULATED is None, reason="only the simulator counts bytes")]
 
 # A program finds its tensor and chunk (int32), the tensor's address and elements (int64).
 MAP = 4 + 4 + 8 + 8
@@ -39,37 +36,23 @@ def moved(simulated_kernels):
     return take
 
 
-def table_of(dtype, *, offset=0, last=None, config=DEFAULT):
+def table_of(dtype, *, offset=0, last=2.0, config=DEFAULT):
     """Two tensors, of two chunks and of one, and the bytes of both."""
-    chunk = config.chunk_elements(dtype.itemsize)
-    values = [torch.linspace(-2, 2, numel).to(dtype) for numel in (chunk + 64, 640)]
-    if last is not None:
-        values[0][-1] = last
-    grads = [Guarded(value, offset) for value in values]
-    table = GradTable([value.numel() for value in values], dtype, DEVICE, config)
-    table.set_addresses([grad.tensor.data_ptr() for grad in grads])
-    table.grads = grads  # an address keeps nothing alive
-    return table, sum(value.numel() for value in values) * dtype.itemsize
-
-
-def scalars(*values):
-    return (torch.tensor(value) for value in values)
+    numels = config.chunk_elements(dtype.itemsize) + 64, 640
+    values = [torch.linspace(-2, 2, numel).to(dtype) for numel in numels]
+    values[0][-1] = last
+    return make_table([Guarded(value, offset) for value in values], dtype, config), sum(numels) * dtype.itemsize
 
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_check_reads_once_and_unscaling_also_writes_once(moved, dtype, offset):
+def test_a_check_reads_once_and_unscaling_also_writes_once_unless_the_scale_is_one(moved, dtype, offset):
     table, size = table_of(dtype, offset=offset)
     launch_check(table, torch.zeros(()))
     assert moved() == {"_unscale_kernel": {"loaded": size + 3 * MAP, "stored": 0}}
-    launch_unscale(table, *scalars(1024.0, 0.0), inverse=False)
-    assert moved() == {"_unscale_kernel": {"loaded": size + 3 * (MAP + SCALE), "stored": size}}
-
-
-def test_a_scale_of_one_writes_nothing(moved):
-    table, size = table_of(torch.float32, offset=1)
-    launch_unscale(table, *scalars(1.0, 0.0), inverse=False)
-    assert moved() == {"_unscale_kernel": {"loaded": size + 3 * (MAP + SCALE), "stored": 0}}
+    for scale, stored in ((1024.0, size), (1.0, 0)):
+        launch_unscale(table, torch.tensor(scale), torch.zeros(()), inverse=False)
+        assert moved() == {"_unscale_kernel": {"loaded": size + 3 * (MAP + SCALE), "stored": stored}}
 
 
 def test_only_a_chunk_that_overflowed_is_read_again(moved):
@@ -84,7 +67,7 @@ def test_measuring_adds_four_numbers_a_program(moved, dtype):
     table, size = table_of(dtype, offset=1, config=MEASURING)
     launch_check(table, torch.zeros(()), measures=True)
     assert moved() == {"_unscale_kernel": {"loaded": size + 3 * MAP, "stored": 3 * MEASURED}}
-    launch_unscale(table, *scalars(1024.0, 0.0), inverse=False, measures=True)
+    launch_unscale(table, torch.tensor(1024.0), torch.zeros(()), inverse=False, measures=True)
     assert moved() == {"_unscale_kernel": {"loaded": size + 3 * (MAP + SCALE), "stored": size + 3 * MEASURED}}
     launch_add_measured(table, torch.zeros(abi.MEASURED_ROW, dtype=torch.float64))
     assert moved() == {"_add_measured_kernel": {"loaded": 3 * MEASURED + MEASURED, "stored": MEASURED}}
@@ -93,10 +76,9 @@ def test_measuring_adds_four_numbers_a_program(moved, dtype):
 def clip(dtype, offset=0):
     """Clip two tensors; return the bytes of both."""
     table, size = table_of(dtype, offset=offset)
-    scale, flag, norm = scalars(1024.0, 0.0, 0.0)
-    totals = torch.zeros(5, dtype=torch.float64)
-    launch_sum_of_squares(table, scale, flag, totals, inverse=False)
-    launch_clip(table, scale, totals, 1e-3, norm)
+    scale, totals = torch.tensor(1024.0), torch.zeros(abi.TOTALS, dtype=torch.float64)
+    launch_sum_of_squares(table, scale, torch.zeros(()), totals, inverse=False)
+    launch_clip(table, scale, totals, 1e-3, torch.zeros(()))
     return size
 
 

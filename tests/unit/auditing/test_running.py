@@ -88,10 +88,8 @@ def test_wrappers_and_lists() -> None:
 
 def test_groups_that_torch_does_not_know_are_refused(tmp_path: Path) -> None:
     group: Any = torch.distributed.ProcessGroupGloo(torch.distributed.FileStore(str(tmp_path / "store"), 1), 0, 1)
-    with pytest.raises(TypeError, match=r"^process_group must be one whose ranks torch knows, got \w+Gloo$"):
+    with pytest.raises(TypeError, match=r"process_group .*, got \w+Gloo$"):
         scaler_triton.audit(stepped(), GradScaler("cpu"), process_group=group)
-    with pytest.raises(ValueError, match="process group"):
-        scaler_triton.audit(stepped(), GradScaler("cpu"), process_group=object())  # type: ignore[arg-type]
 
 
 def test_parameters_without_bits_are_counted() -> None:
@@ -130,32 +128,16 @@ def mixed(word: int) -> int:
     return word
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 65, 200])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("chunk", [8, 64, 2**24])
-def test_the_hash_is_its_definition_whatever_the_chunk(size: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_is_its_definition_whatever_the_chunk(dtype: Any, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "CHUNK", chunk)
-    tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    data = bytes(tensor.tolist())
-    words = [int.from_bytes(data[at : at + 8].ljust(8, b"\0"), "little") for at in range(0, size, 8)]
-    sums = sum(mixed((word + (i + 1) * fingerprint.STEP) % 2**64) for i, word in enumerate(words))
-    assert hashed(tensor) == (zlib.crc32(f"torch.uint8 {(size,)}".encode()) + sums) % 2**64
-
-
-DTYPES = [torch.float16, torch.float32, torch.float64, torch.complex64, torch.int8, torch.bool, torch.float8_e4m3fn]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 0)])
-def test_every_flipped_bit_is_seen(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.zeros(shape).to(dtype)
-    before = hashed(tensor)
-    data = tensor.reshape(-1).view(torch.uint8)
-    for byte in range(data.numel()):
-        for bit in range(8):
-            data[byte] ^= 1 << bit
-            assert hashed(tensor) != before, (byte, bit)
-            data[byte] ^= 1 << bit
-    assert hashed(tensor) == before
+    for size in (0, 1, 7, 8, 9, 64, 65, 200):
+        stored = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8)
+        data = bytes(stored.tolist())
+        words = [int.from_bytes(data[at : at + 8].ljust(8, b"\0"), "little") for at in range(0, len(data), 8)]
+        sums = sum(mixed((word + (i + 1) * fingerprint.STEP) % 2**64) for i, word in enumerate(words))
+        assert hashed(stored.view(dtype)) == (zlib.crc32(f"{dtype} {(size,)}".encode()) + sums) % 2**64
 
 
 def test_values_count_and_not_how_they_are_stored() -> None:

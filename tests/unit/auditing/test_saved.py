@@ -3,38 +3,39 @@
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import stepped
 
 from scaler_triton import cli
 from scaler_triton.auditing import saved
 from scaler_triton.text import one_line
 
-Command = Callable[..., tuple[int, str]]
-APART = "scale: 1 on rank 0; 2 on rank 1\n"
+Says = Callable[..., str]
 
 
 @pytest.fixture
-def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `audit` on the test's folder with these words, and gives its status and its only output."""
+def says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Says:
+    """Runs `audit` on the test's folder: it ends with this status and says these texts. Gives its only output."""
 
-    def run(*words: str) -> tuple[int, str]:
-        status = cli.main(["audit", str(tmp_path), *words])
-        said = capsys.readouterr()
-        assert not (said.out and said.err)
-        assert "Traceback" not in said.out + said.err
-        return status, said.out or said.err
+    def run(status: int, *texts: str, words: Sequence[str] = ()) -> str:
+        assert cli.main(["audit", str(tmp_path), *words]) == status
+        out, err = capsys.readouterr()
+        assert not (out and err)
+        assert "Traceback" not in out + err
+        for text in texts:
+            assert text in out + err
+        return out + err
 
     return run
 
 
-def scaler_state(scale: Any = 4.0, tracker: Any = 1) -> dict[str, Any]:
-    rest = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    return {"scale": scale, **rest, "_growth_tracker": tracker}
+def scaler_state(scale: float = 4.0) -> dict[str, Any]:
+    return torch.amp.GradScaler("cpu", init_scale=scale).state_dict()
 
 
 def save(folder: Path, contents: Mapping[str, Any]) -> None:
@@ -44,29 +45,18 @@ def save(folder: Path, contents: Mapping[str, Any]) -> None:
 
 
 def adamw(steps: int) -> dict[str, Any]:
-    state = {index: {"step": torch.tensor(float(steps)), "exp_avg": torch.ones(2)} for index in range(2)}
-    return {"state": state, "param_groups": [{"params": [0, 1]}]}
+    return stepped("AdamW", steps).state_dict()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rank{}.pt",
-        "rank-{}/scaler.pt",
-        "mp_rank_0{}_model.pt",
-        "r_rank{}.pth.tar",
-    ],
-)
-def test_saved_states_that_agree_and_that_split(tmp_path: Path, command: Command, name: str) -> None:
+@pytest.mark.parametrize("name", ["rank{}.pt", "rank-{}/scaler.pt", "mp_rank_0{}_model.pt", "r_rank{}.pth.tar"])
+def test_saved_states_that_agree_and_that_split(tmp_path: Path, says: Says, name: str) -> None:
     save(tmp_path, {name.format(rank): scaler_state() for rank in range(3)})
     (tmp_path / "rank7.pt").mkdir()  # not a file
     (tmp_path / "rank8.txt").write_text("a note")
-    status, text = command()
-    assert (status, text.endswith("\nAGREE: every rank holds the same scale, tracker.\n")) == (0, True)
+    text = says(0, "\nAGREE: every rank holds the same scale, tracker.\n")
     assert name.replace("{}", "*").replace("_0*", "_*") in text.splitlines()[0]
     save(tmp_path, {name.format(1): scaler_state(8.0)})
-    status, text = command()
-    assert (status, "\n  scale: 4 on ranks 0, 2; 8 on rank 1\n" in text) == (1, True)
+    says(1, "\n  scale: 4 on ranks 0, 2; 8 on rank 1\n")
 
 
 @pytest.mark.parametrize(
@@ -78,20 +68,18 @@ def test_saved_states_that_agree_and_that_split(tmp_path: Path, command: Command
         lambda inner: [{"state": "running", "param_groups": 2}, inner],  # not an optimizer's
     ],
 )
-def test_a_scaler_is_found_wherever_it_is(tmp_path: Path, command: Command, wrap: Callable[[Any], Any]) -> None:
+def test_a_scaler_is_found_wherever_it_is(tmp_path: Path, says: Says, wrap: Callable[[Any], Any]) -> None:
     save(tmp_path, {f"rank{rank}.pt": wrap(scaler_state(2.0**rank)) for rank in range(2)})
-    status, text = command()
-    assert (status, APART in text) == (1, True)
+    says(1, "scale: 1 on rank 0; 2 on rank 1\n")
 
 
-def test_optimizers_that_stepped_apart(tmp_path: Path, command: Command) -> None:
+def test_optimizers_that_stepped_apart(tmp_path: Path, says: Says) -> None:
     save(tmp_path, {f"optimizer_{rank}.bin": {"opt": adamw(2 + rank)} for rank in range(2)})
     save(tmp_path, {f"rank{rank}.pt": scaler_state() for rank in range(2)})
-    status, text = command()
-    assert (status, "\n  steps: 2 on rank 0; 3 on rank 1" in text, text.count("tracker")) == (1, True, 1)
+    assert says(1, "\n  steps: 2 on rank 0; 3 on rank 1").count("tracker") == 1
     counted = {"state": {0: torch.ones(2), 1: None}, "param_groups": [{"step": 2}]}  # by the group
     save(tmp_path, {f"optimizer_{rank}.bin": counted for rank in range(2)})
-    assert command()[0] == 0
+    says(0)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +92,12 @@ def test_optimizers_that_stepped_apart(tmp_path: Path, command: Command) -> None
         ("{rank}/part{rank}_{rank}.pt", "x/part{}_3.pt"),
     ],
 )
-def test_a_pattern_says_where_the_rank_is(tmp_path: Path, command: Command, pattern: str, name: str) -> None:
+def test_a_pattern_says_where_the_rank_is(tmp_path: Path, says: Says, pattern: str, name: str) -> None:
     save(tmp_path, {name.format(rank): scaler_state(4.0 + (rank == 11)) for rank in range(12)})
-    status, text = command("--pattern", pattern)
-    assert (status, "  scale: 4 on ranks 0-10; 5 on rank 11\n" in text) == (1, True)
+    text = says(1, "  scale: 4 on ranks 0-10; 5 on rank 11\n", words=["--pattern", pattern])
     assert text.startswith(f"{name.replace('{}', '*')} in {one_line(tmp_path)}; 12 ranks\n")
-    status, text = command("--pattern", "/etc/*")
-    assert (status, text.count("\n"), "--pattern must be" in text) == (2, 1, True)
-    assert "matches state-{rank}.pt.\n" in command("--pattern", "state-{rank}.pt")[1]
+    assert says(2, "--pattern must be", words=["--pattern", "/etc/*"]).count("\n") == 1
+    says(2, "matches state-{rank}.pt.\n", words=["--pattern", "state-{rank}.pt"])
 
 
 @pytest.mark.parametrize(
@@ -125,48 +111,31 @@ def test_a_pattern_says_where_the_rank_is(tmp_path: Path, command: Command, patt
         [],
     ],
 )
-def test_numbers_that_are_not_ranks_raise_no_alarm(tmp_path: Path, command: Command, names: list[str]) -> None:
+def test_numbers_that_are_not_ranks_raise_no_alarm(tmp_path: Path, says: Says, names: list[str]) -> None:
     save(tmp_path, {name: scaler_state(2.0**number) for number, name in enumerate(names)})
-    status, text = command()
-    assert (status, "NOTHING TO COMPARE" in text) == (2, True)
+    text = says(2, "NOTHING TO COMPARE", "call scaler_triton.audit(optimizer, scaler, model) in the running job")
     assert text.startswith("rank*.pt in " if "rank0.pt" in names else "no states of ranks in ")
-    assert "call scaler_triton.audit(optimizer, scaler, model) in the running job" in text
     assert ("--pattern 'model-{rank}-of-4.pt'" in text) != ("rank0.pt" in names)
 
 
-def test_files_that_say_nothing_and_missing_ranks(tmp_path: Path, command: Command) -> None:
+def test_files_that_say_nothing_and_missing_ranks(tmp_path: Path, says: Says) -> None:
     save(tmp_path, {f"step-8/__{rank}_0.distcp": scaler_state(2.0**rank) for rank in range(2)})
-    status, text = command()
-    assert (status, "keeps one copy of what all ranks hold alike" in text) == (2, True)
+    says(2, "keeps one copy of what all ranks hold alike")
     save(tmp_path, {f"rng_rank{rank}.pt": {"rng": torch.get_rng_state()} for rank in range(2)})
     save(tmp_path, {f"tensor_rank{rank}.pt": torch.ones(3) for rank in range(2)})
-    assert "no states of ranks" in command()[1]
+    says(2, "no states of ranks")
     save(tmp_path, {f"rank{rank}.pt": scaler_state() for rank in (0, 3)})
-    status, text = command()
-    assert (status, text.endswith("There is no state of rank 1-2.\n")) == (0, True)
+    says(0, "There is no state of rank 1-2.\n")
 
 
-# --replicated
-
-
-def weights(**changed: Any) -> dict[str, Any]:
-    return {"up.weight": torch.ones(2, 3), "up.bias": torch.zeros(3), "down.weight": torch.ones(3)} | changed
-
-
-def test_weights_are_compared_if_they_are_copies(tmp_path: Path, command: Command) -> None:
-    models = [weights(), weights(), weights(**{"up.bias": torch.tensor([0.0, 1e-45, 0.0])})]
-    save(tmp_path, {f"rank{rank}.pt": {"model": model, "opt": adamw(2)} for rank, model in enumerate(models)})
-    status, text = command()
-    assert (status, "AGREE: every rank holds the same steps." in text) == (0, True)
-    ask = "(if they should be equal on all ranks, as under DDP, compare them with --replicated)."
-    assert f"\nNot compared: 3 saved tensors {ask}" in text
-    status, text = command("--replicated")
-    assert (status, "Not compared" in text) == (1, False)
-    assert "\n  replicated parameters: 1 of 3 differ: rank*.pt model.up.bias\n" in text
+def test_weights_are_compared_if_they_are_copies(tmp_path: Path, says: Says) -> None:
+    for rank, bias in enumerate((0.0, 0.0, 1e-45)):
+        model = {"up.weight": torch.ones(2, 3), "up.bias": torch.tensor([0.0, bias]), "down.weight": torch.ones(3)}
+        save(tmp_path, {f"rank{rank}.pt": {"model": model, "opt": adamw(2)}})
+    says(0, "AGREE: every rank holds the same steps.", "\nNot compared: 3 saved tensors (if they should be equal on")
+    text = says(1, "\n  replicated parameters: 1 of 3 differ: rank*.pt model.up.bias\n", words=["--replicated"])
     assert "\n    rank*.pt model.up.bias: ranks 0-1 | rank 2\n" in text
-
-
-# Files that are broken, or were made to do harm.
+    assert "Not compared" not in text
 
 
 class Bomb:
@@ -186,39 +155,36 @@ def harmless(tmp_path: Path) -> Path:
     return tmp_path / "rank1.pt"
 
 
-def unreadable(command: Command, text: str, *words: str) -> None:
+def unreadable(says: Says, text: str, *words: str) -> None:
     """Rank 1's file is one line, and the exit status says that not all was read."""
-    status, said = command(*words)
-    assert (status, "UNKNOWN" in said, "weights_only" in said) == (2, True, False)
-    assert "\nrank 1: rank1.pt: " in said
-    assert text in said
+    assert "weights_only" not in says(2, "UNKNOWN", "\nrank 1: rank1.pt: ", text, words=words)
 
 
-def test_a_bomb_does_not_go_off(harmless: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_does_not_go_off(harmless: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = harmless.parent / "mark"
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     harmless.write_bytes(pickle.dumps(Bomb(mark)))
-    unreadable(command, "not a zip archive")
+    unreadable(says, "not a zip archive")
     torch.save(Bomb(mark), harmless, _use_new_zipfile_serialization=False)
-    unreadable(command, "not a zip archive")
+    unreadable(says, "not a zip archive")
     torch.save({"scaler": scaler_state(), "x": Bomb(mark)}, harmless)
     for name in ("random_states_0.pkl", ".metadata", "rank0.pkl"):
         (harmless.parent / name).write_bytes(pickle.dumps(Bomb(mark)))
-    unreadable(command, "rank1.pt: holds posix.mkdir, not only tensors and plain values")
+    unreadable(says, "rank1.pt: holds posix.mkdir, not only tensors and plain values")
     assert not mark.exists()
     torch.load(harmless, weights_only=False)  # it is one
     assert mark.exists()
 
 
-def test_broken_files_are_one_line_each(harmless: Path, command: Command) -> None:
+def test_broken_files_are_one_line_each(harmless: Path, says: Says) -> None:
     whole = harmless.read_bytes()
     for data in (b"", whole[: len(whole) // 2], b"PK\x05\x06" + bytes(18), os.urandom(1000)):
         harmless.write_bytes(data)
-        unreadable(command, "rank1.pt: ")
+        unreadable(says, "rank1.pt: ")
     harmless.write_bytes(whole[:100] + bytes(100) + whole[200:])
-    assert command()[0] in (0, 2)
+    assert cli.main(["audit", str(harmless.parent)]) in (0, 2)
     harmless.with_name("optim_rank1.pt").write_bytes(b"no archive")
-    assert "optim_rank1.pt: not a zip archive" in command()[1]
+    says(2, "optim_rank1.pt: not a zip archive")
 
 
 def rewritten(path: Path, method: int) -> None:
@@ -231,34 +197,33 @@ def rewritten(path: Path, method: int) -> None:
 
 
 def test_what_is_larger_in_memory_than_on_disk_is_refused(
-    harmless: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    harmless: Path, says: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"x": torch.zeros(10**6)}, harmless)
     rewritten(harmless, zipfile.ZIP_DEFLATED)
-    unreadable(command, "its archive is compressed")
+    unreadable(says, "its archive is compressed")
     monkeypatch.setattr(saved, "STRUCTURE_LIMIT", 4000)
     torch.save(["x" * 5000], harmless)
-    unreadable(command, "; the limit is 4000")
+    unreadable(says, "; the limit is 4000")
     rewritten(harmless, zipfile.ZIP_STORED)
-    unreadable(command, "; the limit is 4000")
+    unreadable(says, "; the limit is 4000")
     torch.save(scaler_state() | {"w": torch.ones(10_000)}, harmless)  # not a large structure
-    assert command()[0] == 0
+    says(0)
     for shape in ((2**40,), (2**20, 2**20)):
         torch.save({"huge": torch.ones(()).expand(shape)}, harmless)
-        unreadable(command, "its tensors are larger than the file", "--replicated")
+        unreadable(says, "its tensors are larger than the file", "--replicated")
 
 
 @pytest.mark.parametrize("field", ["scale", "_growth_tracker"])
 @pytest.mark.parametrize("value", ["4", None, True, [4.0], torch.ones(2), b"\x80"])
-def test_a_state_is_numbers(harmless: Path, command: Command, field: str, value: Any) -> None:
+def test_a_state_is_numbers(harmless: Path, says: Says, field: str, value: Any) -> None:
     torch.save({"scaler": scaler_state() | {field: value}}, harmless)
-    unreadable(command, f"rank1.pt: {field} must be a number, got {type(value).__name__}")
+    unreadable(says, f"rank1.pt: {field} must be a number, got {type(value).__name__}")
     torch.save({"state": {0: {"step": value}}, "param_groups": []}, harmless)
-    unreadable(command, f"step must be a number, got {type(value).__name__}")
+    unreadable(says, f"step must be a number, got {type(value).__name__}")
 
 
-def test_names_cannot_write_to_the_terminal(tmp_path: Path, command: Command) -> None:
+def test_names_cannot_write_to_the_terminal(tmp_path: Path, says: Says) -> None:
     state = {"\x1b[2J" * 100: scaler_state(), "b": scaler_state()}
     save(tmp_path, {f"\x1b[1m_rank{rank}.pt": state for rank in range(2)})
-    status, text = command()
-    assert (status, "\x1b" in text) == (0, False)
+    assert "\x1b" not in says(0)

@@ -19,22 +19,16 @@ STEPPED = Outcome(8.0, "stepped", "old -> new")
 
 def answers(*outcomes: Outcome | str) -> list[Answer]:
     """Return what ranks answered: outcomes, or errors."""
-    said = [{"error" if isinstance(outcome, str) else "value": outcome} for outcome in outcomes]
-    return [Answer(rank, **each) for rank, each in enumerate(said)]
+    kinds = ["error" if isinstance(each, str) else "value" for each in outcomes]
+    return [Answer(rank, **{kind: each}) for rank, (kind, each) in enumerate(zip(kinds, outcomes, strict=True))]
 
 
-def table() -> str:
-    """Return the cases as the README's table."""
+def test_the_readme_holds_the_table_of_the_cases() -> None:
     rows = ["| case | with torch | with scaler_triton |", "| --- | --- | --- |"]
     for case in CASES.values():
         known = f" ([known](https://github.com/pytorch/pytorch/issues/{case.issue}))" if case.issue else ""
         rows.append(f"| `{case.name}`: {case.summary} | {case.torch}{known} | {case.ours} |")
-    return "\n".join(rows)
-
-
-def test_the_readme_holds_the_table() -> None:
-    held = f"<!-- cases -->\n{table()}\n<!-- /cases -->\n"
-    assert held in README.read_text(), f"README.md does not hold the table of the cases:\n{held}"
+    assert "\n".join(["<!-- cases -->", *rows, "<!-- /cases -->\n"]) in README.read_text()
 
 
 @pytest.mark.parametrize(
@@ -62,8 +56,8 @@ def test_a_step_that_had_to_be_taken_is_missed() -> None:
     assert STEP.wrong(answers(STEPPED, STEPPED)) == ""
 
 
-def script(monkeypatch: pytest.MonkeyPatch, **said: Outcome | str) -> None:
-    """Have every rank end with the same outcome, or error, of each library."""
+def script(monkeypatch: pytest.MonkeyPatch, **said: Outcome) -> None:
+    """Have every rank end with the same outcome of each library."""
     monkeypatch.setattr(proofs, "run_ranks", lambda run, name, library: answers(said[library], said[library]))
 
 

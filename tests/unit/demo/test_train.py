@@ -16,10 +16,7 @@ from scaler_triton.demo.model import ModelSize
 from scaler_triton.demo.show import judge
 from scaler_triton.demo.train import Config, Trace, new_model, train, train_alone, train_rank
 
-SMALL = ModelSize(layers=2, width=16, heads=2, context=16)
-
-
-SINGLE = Config("ours", "single", "adamw", 24, 1, size=SMALL)
+SINGLE = Config("ours", "single", "adamw", 24, 1, size=ModelSize(layers=2, width=16, heads=2, context=16))
 
 
 @pytest.fixture(autouse=True)

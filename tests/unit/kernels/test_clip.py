@@ -1,25 +1,9 @@
 """Unscale and clip in one pass, bit for bit against torch's two."""
 
+import kernel_cases as cases
 import pytest
 import torch
-from kernel_cases import (
-    CONFIGS,
-    DEVICE,
-    DTYPES,
-    INF,
-    NAN,
-    SMALL,
-    Guarded,
-    PastInt32,
-    assert_same,
-    assert_untouched,
-    every_shape,
-    finite_values,
-    inverse_of,
-    launched,
-    make_table,
-    with_a_signalling_nan,
-)
+from kernel_cases import DEVICE, DTYPES, INF, NAN, SMALL, Guarded, assert_same, assert_untouched, finite_values
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.clip import launch_clip
@@ -30,55 +14,44 @@ from scaler_triton.kernels.table import GradTable
 FACTORS = [(65536.0, 0.3), (65536.0, 1.0), (3.0, 1 / 3), (1.0, 2.0**-20), (2.0**-24, 1e-30)]
 
 
-def torchs(values, inv_scale, coef):
+def norm_of(squares):
+    """torch's norm."""
+    return torch.tensor(squares, dtype=torch.float64).sqrt().float()
+
+
+def torchs(values, scale, max_norm, squares=1.0, flag=0.0):
     """What torch's unscale and torch's clipping make of copies, on the CPU."""
-    grads = [value.clone() for value in values]
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(()), inv_scale)
-    torch._foreach_mul_(grads, coef)
+    grads, _ = cases.expected_unscale(values, cases.inverse_of(torch.tensor(scale)))
+    torch._foreach_mul_(grads, torch.ones(()) if flag else (max_norm / (norm_of(squares) + 1e-6)).clamp(max=1.0))
     return grads
-
-
-def expected_coefficient(max_norm, squares, flag):
-    """torch's norm and coefficient, as its clipping works them out."""
-    norm = torch.tensor(squares, dtype=torch.float64).sqrt().float()
-    return norm, torch.ones(()) if flag else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def run_clip(table, scale, max_norm, *, squares=1.0, flag=0.0):
     """Neighbours of what is read are NaN, and so is what only ranks ask for: who reads one shows it."""
     scales = torch.tensor([NAN, scale, NAN], device=DEVICE)
-    totals = torch.tensor([NAN, squares, flag, NAN, NAN, NAN, NAN], dtype=torch.float64, device=DEVICE)
-    norms = torch.full((3,), NAN, device=DEVICE)
-    with launched(*["_clip_kernel"][: table.n_chunks]):
+    totals = torch.tensor([NAN, squares, flag, *[NAN] * 4], dtype=torch.float64, device=DEVICE)
+    norms, before = torch.full((3,), NAN, device=DEVICE), totals.cpu().clone()
+    with cases.launched(*["_clip_kernel"][: table.n_chunks]):
         launch_clip(table, scales[1], totals[1:6], max_norm, norms[1])
     assert_same(scales, torch.tensor([NAN, scale, NAN]))
-    assert_same(totals, torch.tensor([NAN, squares, flag, NAN, NAN, NAN, NAN], dtype=torch.float64))
-    if table.n_chunks:
-        norm = expected_coefficient(max_norm, squares, flag)[0].item()
-        assert_same(norms, torch.tensor([NAN, norm, NAN]))
-    else:
-        assert norms.isnan().all()
+    assert_same(totals, before)
+    assert_same(norms, torch.tensor([NAN, norm_of(squares).item() if table.n_chunks else NAN, NAN]))
 
 
 def check_clip(grads, scale, max_norm, *, squares=1.0, flag=0.0, config=SMALL):
     """One launch over `grads` gives what torch's two steps give, and touches nothing else."""
-    table = make_table(grads, grads[0].tensor.dtype, config)
+    table = cases.make_table(grads, grads[0].tensor.dtype, config)
     run_clip(table, scale, max_norm, squares=squares, flag=flag)
-    coef = expected_coefficient(max_norm, squares, flag)[1]
-    want = torchs([grad.values for grad in grads], inverse_of(torch.tensor(scale)), coef)
+    want = torchs([grad.values for grad in grads], scale, max_norm, squares, flag)
     for grad, want_grad in zip(grads, want, strict=True):
         grad.assert_holds(want_grad)
     assert not table.bits.any()
 
 
-NORMS = [0.0, 5e-324, 1e-300, 1e-14, 1e-12, 0.1, 1.0 / 3, 2.0, 1e10 / 7, 1e76, 1e77, 1e308, INF, NAN]
-
-
 @pytest.mark.parametrize("max_norm", [0.0, 1e-45, 1e-6, 0.1, 1.0, 3.3, 1e30, 1e38, 1e300, INF])
 def test_norm_and_coefficient_are_torchs_to_the_bit(max_norm):
-    for squares in NORMS:
-        grads = [Guarded(torch.tensor([1.0, -3.0, 0.1]), 1)]
-        check_clip(grads, 1.0, max_norm, squares=squares)
+    for squares in (0.0, 5e-324, 1e-300, 1e-14, 1e-12, 0.1, 1.0 / 3, 2.0, 1e10 / 7, 1e76, 1e77, 1e308, INF, NAN):
+        check_clip([Guarded(torch.tensor([1.0, -3.0, 0.1]), 1)], 1.0, max_norm, squares=squares)
 
 
 def settled(totals, ranks):
@@ -87,7 +60,7 @@ def settled(totals, ranks):
     out = torch.full((8,), NAN, device=DEVICE)
     norm, status, scale = out[7], out[1:5], torch.ones((), device=DEVICE)
     grads = [Guarded(torch.ones(2 * SMALL.chunk_elements(4)), 1), Guarded(torch.ones(3))]
-    table = make_table(grads, torch.float32)
+    table = cases.make_table(grads, torch.float32)
     table.set_addresses([0, grads[1].tensor.data_ptr()])  # the program that settles has nothing to clip
     launch_clip(table, scale, totals, 0.5, norm, status, ranks)
     assert not torch.equal(grads[1].tensor.cpu(), grads[1].values) or totals[abi.OVERFLOWS] != 0
@@ -115,14 +88,13 @@ def test_how_far_scales_lie_apart_is_worked_out_in_fp64(one, other):
 @pytest.mark.parametrize("flag", [1.0, 4.0, NAN])
 def test_after_an_overflow_gradients_are_only_unscaled(flag):
     for squares in (1.0, INF, NAN):
-        grads = [Guarded(finite_values(700, torch.float32, 0), 1)]
-        check_clip(grads, 8.0, 1e-3, squares=squares, flag=flag)
+        check_clip([Guarded(finite_values(700, torch.float32, 0), 1)], 8.0, 1e-3, squares=squares, flag=flag)
 
 
 @pytest.mark.parametrize("factors", FACTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_torchs(dtype, factors):
-    check_clip(every_shape(dtype), *factors)
+    check_clip(cases.every_shape(dtype), *factors)
 
 
 @pytest.mark.parametrize("max_norm", [0.3, 0.9999])
@@ -133,42 +105,24 @@ def test_every_16_bit_pattern_is_torchs(dtype, scale, max_norm):
     check_clip([Guarded(patterns, 3)], scale, max_norm, config=DEFAULT)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_both_products_are_rounded(dtype):
-    values = torch.ones(4096, dtype=dtype) + torch.arange(4096) * torch.finfo(dtype).eps
-    coef = expected_coefficient(0.3, 1.0, 0.0)[1]
-    twice = torchs([values], inverse_of(torch.tensor(3.0)), coef)[0]
-    wide = torch.promote_types(dtype, torch.float32)
-    factor = inverse_of(torch.tensor(3.0)).to(torch.float64) * coef.to(torch.float64)
-    assert not torch.equal(twice, (values.to(wide) * factor.to(wide)).to(dtype))  # else this could not tell
-    check_clip([Guarded(values)], 3.0, 0.3)
+# Scale, max_norm and squares.
+ODD = [(INF, 0.5, 1.0), (NAN, 0.5, 1.0), (2.0, 0.5, NAN), (2.0, INF, INF)]
+ODD += [(2.0, 0.0, 1.0), (-2.0, 0.5, 1.0), (0.0, 2.0, 1.0)]
 
 
-@pytest.mark.parametrize(
-    ("scale", "max_norm", "squares"),
-    [
-        (INF, 0.5, 1.0),
-        (NAN, 0.5, 1.0),
-        (2.0, 0.5, NAN),
-        (2.0, INF, INF),
-        (2.0, 0.0, 1.0),
-        (-2.0, 0.5, 1.0),
-        (0.0, 2.0, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("scale", "max_norm", "squares"), ODD)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_factors_that_no_healthy_step_has(dtype, scale, max_norm, squares):
-    check_clip(every_shape(dtype)[-8:], scale, max_norm, squares=squares)
+    check_clip(cases.every_shape(dtype)[-8:], scale, max_norm, squares=squares)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_address_zero_is_skipped(dtype):
     grads = [Guarded(finite_values(700, dtype, seed), seed) for seed in range(3)]
-    table = make_table(grads, dtype)
+    table = cases.make_table(grads, dtype)
     table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
     run_clip(table, 4.0, 0.5)
-    coef = expected_coefficient(0.5, 1.0, 0.0)[1]
-    want = torchs([grads[0].values, grads[2].values], torch.tensor(0.25), coef)
+    want = torchs([grads[0].values, grads[2].values], 4.0, 0.5)
     grads[0].assert_holds(want[0])
     grads[2].assert_holds(want[1])
     assert_untouched(grads[1].buffer, grads[1].start)
@@ -177,26 +131,24 @@ def test_address_zero_is_skipped(dtype):
 @pytest.mark.parametrize(("max_norm", "flag"), [(2.0, 0.0), (0.5, 1.0)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_factors_of_one_write_nothing(dtype, max_norm, flag):
-    values = with_a_signalling_nan(finite_values(700, dtype, seed=0))
-    grad = Guarded(values, 1)
-    run_clip(make_table([grad], dtype), 1.0, max_norm, flag=flag)
-    assert_untouched(grad.tensor, values)
+    grad = Guarded(cases.with_a_signalling_nan(finite_values(700, dtype, seed=0)), 1)
+    run_clip(cases.make_table([grad], dtype), 1.0, max_norm, flag=flag)
+    assert_untouched(grad.buffer, grad.start)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", cases.CONFIGS)
 def test_other_configurations_give_the_same(config):
     for dtype in DTYPES:
         grads = [Guarded(finite_values(config.chunk_elements(dtype.itemsize) + 13, dtype, 0), 1)]
         check_clip(grads, 3.0, 0.3, config=config)
 
 
-def test_nothing_is_launched_for_no_elements():
-    for numels in ([], [0], [0, 0]):
-        run_clip(GradTable(numels, torch.float16, DEVICE), 2.0, 0.5)
+@pytest.mark.parametrize("numels", [[], [0], [0, 0]])
+def test_nothing_is_launched_for_no_elements(numels):
+    run_clip(GradTable(numels, torch.float16, DEVICE), 2.0, 0.5)
 
 
 def test_a_tensor_past_int32_elements():
-    long = PastInt32()
+    long = cases.PastInt32()
     run_clip(long.table, 3.0, 0.5)
-    coef = expected_coefficient(0.5, 1.0, 0.0)[1]
-    long.assert_holds(torchs(long.before, inverse_of(torch.tensor(3.0)), coef))
+    long.assert_holds(torchs([long.before], 3.0, 0.5)[0])

@@ -1,5 +1,6 @@
 """The shape of a program, and which one a GPU gets: the user's file, else a shipped one, else the default."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -39,14 +40,13 @@ def shipped_file():
     return config.SHIPPED / config.file_name(GPU)
 
 
-def entry(shape, key=KEY):
+def entry(shape):
     numbers = [shape.num_warps, shape.vectors, shape.unroll]
-    return dict(zip(("mode", "itemsize", "workload", "config"), (*key, numbers), strict=True))
+    return {"mode": "check", "itemsize": 2, "workload": "mixed", "config": numbers}
 
 
-def put(path, shape, gpu=GPU):
-    path.write_text(json.dumps({"gpu": gpu, "configs": [entry(shape)], "measured": [1]}))
-    return path
+def put(path, shape):
+    path.write_text(json.dumps({"gpu": GPU, "configs": [entry(shape)], "measured": [1]}))
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1), (3, 1, 1), (64, 1, 1), (1, 16, 1), (1, 6, 1), (1, 1, 0), (1, 1, 17)])
@@ -64,11 +64,8 @@ def test_chunks(itemsize):
 
 
 def test_a_lookup_loads_no_triton():
-    program = (
-        "import sys, torch; from scaler_triton.kernels.config import config_for\n"
-        "config_for(torch.device('cpu'), 'check', 2, [1])\n"
-        "sys.exit('triton' in sys.modules)"
-    )
+    lookup = "import sys, torch, scaler_triton.kernels.config as c; c.config_for(torch.device('cpu'), 'check', 2, [1])"
+    program = f"{lookup}; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=True, timeout=60)
 
 
@@ -80,12 +77,10 @@ def test_a_list_is_a_span_from_a_mean_size_on():
 
 def test_the_users_file_comes_before_the_shipped_one_and_the_default_last():
     assert tuned_for(GPU, KEY) == (DEFAULT, None)
-    put(shipped_file(), SHIPPED)
-    config.read.cache_clear()
-    assert tuned_for(GPU, KEY) == (SHIPPED, shipped_file())
-    put(users_file(), USERS)
-    config.read.cache_clear()
-    assert tuned_for(GPU, KEY) == (USERS, users_file())
+    for path, shape in ((shipped_file(), SHIPPED), (users_file(), USERS)):
+        put(path, shape)
+        config.read.cache_clear()
+        assert tuned_for(GPU, KEY) == (shape, path)
     for other in (("unscale", 2, "mixed"), ("check", 4, "mixed"), ("check", 2, "span")):
         assert tuned_for(GPU, other) == (DEFAULT, None)
 
@@ -134,7 +129,4 @@ def test_shipped_files_are_read_whole():
             warnings.simplefilter("error")
             found = config.read(path, data["gpu"])
         assert len(found) == len(data["configs"])
-        for mode, itemsize, workload in found:
-            assert mode in config.MODES
-            assert itemsize in config.ITEMSIZES
-            assert workload in config.WORKLOADS
+        assert found.keys() <= {*itertools.product(config.MODES, config.ITEMSIZES, config.WORKLOADS)}

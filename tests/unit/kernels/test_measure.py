@@ -1,23 +1,11 @@
 """What passes measure on their way: NumPy's numbers for every bit pattern, every pass, size and offset."""
 
+import itertools
+
+import kernel_cases as cases
 import pytest
 import torch
-from kernel_cases import (
-    DEVICE,
-    DTYPES,
-    INF,
-    NAN,
-    OFFSETS,
-    SMALL,
-    Guarded,
-    edge_numels,
-    expected_unscale,
-    finite_values,
-    guarded_flag,
-    inverse_of,
-    launched,
-    make_table,
-)
+from kernel_cases import DEVICE, DTYPES, INF, NAN, SMALL, Guarded, finite_values, launched, make_table
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.config import MEASURING
@@ -27,7 +15,7 @@ from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_check, launch_unscale
 
 SCALE = torch.tensor(4.0)
-PASSES = ["check", "unscale", "norm"]
+EVERY_PASS = pytest.mark.parametrize("how", ["check", "unscale", "norm"])
 
 
 def expected(values):
@@ -43,7 +31,7 @@ def measured(grads, how, config=SMALL, add_to=None):
     table = make_table(grads, grads[0].tensor.dtype, config)
     total = torch.zeros(abi.MEASURED_ROW, dtype=torch.float64, device=DEVICE) if add_to is None else add_to
     kernels = ["_sum_squares_kernel", "_finish_kernel"] if how == "norm" else ["_unscale_kernel"]
-    with launched(*kernels, "_add_measured_kernel"), guarded_flag() as found_inf:
+    with launched(*kernels, "_add_measured_kernel"), cases.guarded_flag() as found_inf:
         if how == "check":
             launch_check(table, found_inf, measures=True)
         elif how == "unscale":
@@ -56,7 +44,7 @@ def measured(grads, how, config=SMALL, add_to=None):
     if how == "norm":
         launch_sum_of_squares(table, SCALE.to(DEVICE), torch.zeros((), device=DEVICE), plain, inverse=False)
         assert totals.tolist() == pytest.approx(plain.tolist(), rel=0, abs=0, nan_ok=True)
-    want, flag = expected_unscale([grad.values for grad in grads], inverse_of(SCALE))
+    want, flag = cases.expected_unscale([grad.values for grad in grads], cases.inverse_of(SCALE))
     assert found_inf.item() == flag.item()
     for grad, after in zip(grads, want, strict=True):
         grad.assert_holds(after if how == "unscale" else grad.values)
@@ -64,7 +52,7 @@ def measured(grads, how, config=SMALL, add_to=None):
     return total[: abi.MEASURED].tolist()
 
 
-@pytest.mark.parametrize("how", PASSES)
+@EVERY_PASS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_bit_pattern(dtype, how):
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -73,25 +61,23 @@ def test_every_bit_pattern(dtype, how):
         assert measured([Guarded(values.clone(), 3)], how, MEASURING) == expected([values])
 
 
-@pytest.mark.parametrize("how", PASSES)
+@EVERY_PASS
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_size_and_offset(dtype, how):
     info = torch.finfo(dtype)
     specials = [0.0, -0.0, 2.0**-14, -(2.0**-14), 2.0**-15, info.tiny, info.tiny / 2, INF, -INF, NAN, 1.0]
-    shapes = [(numel, offset) for numel in edge_numels(dtype) for offset in OFFSETS]
     together = []
-    for seed, (numel, offset) in enumerate(shapes):
+    for seed, (numel, offset) in enumerate(itertools.product(cases.edge_numels(dtype), cases.OFFSETS)):
         values = finite_values(numel, dtype, seed) * (1 if seed % 2 else 2.0**-20)
         for place, special in enumerate(specials[: numel // 2]):
             values[(7 * place + seed) % numel] = special
         together.append(Guarded(values, offset))
         if numel and seed % 5 == 0:  # each of these alone, too
-            grads = [Guarded(values, offset)]
-            assert measured(grads, how) == expected([values])
+            assert measured([Guarded(values, offset)], how) == expected([values])
     assert measured(together, how) == expected([grad.values for grad in together])
 
 
-@pytest.mark.parametrize("how", PASSES)
+@EVERY_PASS
 def test_several_passes_add_up_and_missing_gradients_count_nothing(how):
     first, second = finite_values(5000, torch.float32, 1), torch.zeros(33, dtype=torch.float16)
     total = torch.zeros(abi.MEASURED_ROW, dtype=torch.float64, device=DEVICE)

@@ -1,27 +1,10 @@
 """The sum of squares and the check in one pass, against fp64, and what it leaves alone."""
 
+import kernel_cases as cases
 import pytest
 import torch
 from helpers import sum_of_squares
-from kernel_cases import (
-    CONFIGS,
-    DEVICE,
-    DTYPES,
-    INF,
-    NAN,
-    OFFSETS,
-    SMALL,
-    Guarded,
-    PastInt32,
-    assert_untouched,
-    every_shape,
-    expected_bits,
-    finite_values,
-    guarded_flag,
-    inverse_of,
-    launched,
-    make_table,
-)
+from kernel_cases import DEVICE, DTYPES, INF, NAN, SMALL, Guarded, assert_untouched, finite_values
 
 from scaler_triton.kernels.config import DEFAULT, LaunchConfig
 from scaler_triton.kernels.norm import launch_sum_of_squares
@@ -35,16 +18,14 @@ def run(table, scale=1.0, *, inverse=True):
     """The sum and the flag, on the CPU, which stand in the totals; what lies beside those is not written."""
     out = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
     factor = torch.tensor(scale)
-    names = [*["_sum_squares_kernel"][: table.n_chunks], "_finish_kernel"]
-    with launched(*names), guarded_flag() as found_inf:
+    with (
+        cases.launched(*["_sum_squares_kernel"][: table.n_chunks], "_finish_kernel"),
+        cases.guarded_flag() as found_inf,
+    ):
         launch_sum_of_squares(table, factor.to(DEVICE), found_inf, out[1:6], inverse=inverse)
     assert out[::6].isnan().all()
     assert out[2:6].tolist() == [found_inf.item(), 0.0, factor.item(), 1.0 / factor.item()]
     return out[1].cpu(), found_inf.cpu()
-
-
-def expected(values, inv_scale=1.0, weights=None):
-    return sum_of_squares(values, weights) * inv_scale * inv_scale
 
 
 def moderate_values(numel, dtype, seed):
@@ -55,10 +36,11 @@ def moderate_values(numel, dtype, seed):
 
 def check_sum(grads, dtype, scale=1.0, *, inverse=True, config=SMALL):
     """The sum is right, nothing is flagged, and every byte is as it was."""
-    table = make_table(grads, dtype, config)
+    table = cases.make_table(grads, dtype, config)
     total, found_inf = run(table, scale, inverse=inverse)
     scale = torch.tensor(scale)
-    want = expected([grad.values for grad in grads], (scale if inverse else inverse_of(scale)).item())
+    inv_scale = (scale if inverse else cases.inverse_of(scale)).item()
+    want = sum_of_squares([grad.values for grad in grads]) * inv_scale * inv_scale
     assert total.item() == pytest.approx(want, rel=TOLERANCE, abs=0)
     assert found_inf == 0
     assert not table.bits.any()
@@ -69,17 +51,14 @@ def check_sum(grads, dtype, scale=1.0, *, inverse=True, config=SMALL):
 @pytest.mark.parametrize(("scale", "inverse"), [(65536.0, False), (3.0, False), (1.0, False), (1 / 3, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_are_right_whatever_the_shape(dtype, scale, inverse):
-    check_sum(every_shape(dtype, moderate_values), dtype, scale, inverse=inverse)
+    check_sum(cases.every_shape(dtype, moderate_values), dtype, scale, inverse=inverse)
 
 
-MAGNITUDES = [1e38, 3e19, 1e19, 1e-10, 1e-15, 1e-19, 1e-23, 1e-30, 1e-38, 1e-40]
-
-
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("magnitude", [1e38, 3e19, 1e19, 1e-10, 1e-15, 1e-19, 1e-23, 1e-30, 1e-38, 1e-40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_square_overflows_or_is_lost(dtype, magnitude):
     random = torch.randn(1200, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
-    for offset in OFFSETS:
+    for offset in cases.OFFSETS:
         check_sum([Guarded((random * magnitude).to(dtype), offset)], dtype, 2.0**16, inverse=False)
 
 
@@ -90,7 +69,7 @@ def test_equal_values_whose_roundings_all_go_one_way(dtype, value):
     check_sum([Guarded(values, 1)], dtype, config=DEFAULT)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, LaunchConfig(1, 1, 1), LaunchConfig(2, 2, 3)])
+@pytest.mark.parametrize("config", [*cases.CONFIGS, LaunchConfig(1, 1, 1), LaunchConfig(2, 2, 3)])
 def test_other_configurations_give_the_same(config):
     for dtype in DTYPES:
         chunk = config.chunk_elements(dtype.itemsize)
@@ -107,31 +86,31 @@ def test_what_is_not_finite_is_flagged_and_told_apart(dtype, specials):
             values = moderate_values(numel, dtype, place)
             values[place : place + len(specials)] = torch.tensor(specials, dtype=dtype)[: numel - place]
             grads = [Guarded(values, offset), Guarded(moderate_values(numel, dtype, 1), offset)]
-            table = make_table(grads, dtype)
+            table = cases.make_table(grads, dtype)
             total, found_inf = run(table)
             assert found_inf == 1
-            assert table.bits[:, 0].tolist() == [expected_bits(values), 0]
+            assert table.bits[:, 0].tolist() == [cases.expected_bits(values), 0]
             assert str(total.item()) == ("nan" if values.isnan().any() else "inf")
 
 
 def test_huge_fp64_is_not_taken_for_infinite():
-    table = make_table([Guarded(torch.full((40,), 1e200, dtype=torch.float64), 1)], torch.float64)
-    total, found_inf = run(table)
-    assert total == INF  # so is the sum
-    assert found_inf == 0
+    table = cases.make_table([Guarded(torch.full((40,), 1e200, dtype=torch.float64), 1)], torch.float64)
+    assert run(table) == (INF, 0)  # so is the sum
     assert table.bits[:, 0].tolist() == [0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_absent_tensors_count_nothing_every_time(dtype):
+def test_weights_and_absent_tensors_which_count_nothing_every_time(dtype):
     grads = [Guarded(moderate_values(700, dtype, seed), seed) for seed in range(3)]
-    table = make_table(grads, dtype)
-    run(table)
+    table, values = cases.make_table(grads, dtype), [grad.values for grad in grads]
+    for weights in (None, [0.5, 0.25, 1 / 3], [0.5, 0.25, 1.0], None):
+        table.set_weights(weights)
+        assert run(table)[0].item() == pytest.approx(sum_of_squares(values, weights), rel=TOLERANCE)
     grads[1].buffer.fill_(NAN)
     table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
     for _ in range(2):
         total, found_inf = run(table)
-        assert total.item() == pytest.approx(expected([grads[0].values, grads[2].values]), rel=TOLERANCE)
+        assert total.item() == pytest.approx(sum_of_squares([values[0], values[2]]), rel=TOLERANCE)
         assert found_inf == 0
         assert table.bits[:, 0].tolist() == [0, 0, 0]
     table.set_addresses([0, 0, 0])
@@ -139,24 +118,13 @@ def test_absent_tensors_count_nothing_every_time(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights(dtype):
-    grads = [Guarded(moderate_values(700, dtype, seed), seed) for seed in range(3)]
-    table = make_table(grads, dtype)
-    values = [grad.values for grad in grads]
-    for weights in (None, [0.5, 0.25, 1 / 3], [0.5, 0.25, 1.0], None):
-        table.set_weights(weights)
-        assert run(table)[0].item() == pytest.approx(expected(values, 1.0, weights), rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_runs_are_bitwise_equal_wherever_the_tensors_lie(dtype):
     totals = []
     for _ in range(2):
         grads = [Guarded(moderate_values(900, dtype, seed), seed) for seed in range(4)]
-        table = make_table(grads, dtype)
+        table = cases.make_table(grads, dtype)
         for _ in range(2):
             totals.append(run(table, 3.0, inverse=False)[0])
-        table.set_addresses([grad.tensor.data_ptr() for grad in grads])
         # Equally far from a 16-byte boundary, but elsewhere.
         moved = [Guarded(grad.values, seed) for seed, grad in enumerate(grads)]
         table.set_addresses([grad.tensor.data_ptr() for grad in moved])
@@ -175,7 +143,7 @@ def test_all_partial_sums_are_added(n_tensors):
 
 
 def test_a_raised_flag_is_left_raised():
-    table = make_table([Guarded(torch.ones(40))], torch.float32)
+    table = cases.make_table([Guarded(torch.ones(40))], torch.float32)
     flags = torch.tensor([5.0, 1.0, 7.0], device=DEVICE)
     totals = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
     for each, sum_of_it in ((table, 40), (GradTable([], torch.float32, DEVICE), 0)):
@@ -185,19 +153,15 @@ def test_a_raised_flag_is_left_raised():
         assert totals[::6].isnan().all()
 
 
-def test_no_elements_are_finished_without_a_pass_over_them():
-    for numels in ([], [0], [0, 0]):
-        total, found_inf = run(GradTable(numels, torch.float16, DEVICE))
-        assert total == 0
-        assert found_inf == 0
+@pytest.mark.parametrize("numels", [[], [0], [0, 0]])
+def test_no_elements_are_finished_without_a_pass_over_them(numels):
+    assert run(GradTable(numels, torch.float16, DEVICE)) == (0, 0)
 
 
 def test_a_tensor_past_int32_elements():
-    long = PastInt32()
-    total, found_inf = run(long.table)
-    assert found_inf == 1  # PastInt32 has an Inf near its end
-    assert total == INF
+    long = cases.PastInt32()
+    assert run(long.table) == (INF, 1)  # PastInt32 has an Inf near its end
     long.assert_holds(long.before)
     long.grad[-9000] = 0.0
-    values = [before.where(before.isfinite(), torch.zeros(())) for before in long.before]
-    assert run(long.table)[0].item() == pytest.approx(expected(values), rel=TOLERANCE)
+    finite = long.before.where(long.before.isfinite(), torch.zeros(()))
+    assert run(long.table)[0].item() == pytest.approx(sum_of_squares([finite]), rel=TOLERANCE)

@@ -1,6 +1,5 @@
 """The table: the chunk map, and addresses that reach the device once and only when they changed."""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,15 +16,12 @@ def test_chunk_map(numels):
     table = GradTable(numels, torch.float16, DEVICE, SMALL)
     chunk = SMALL.chunk_elements(2)
     want = [(tensor, index) for tensor, numel in enumerate(numels) for index in range(-(-numel // chunk))]
-    got = list(zip(table.chunk_tensors.tolist(), table.chunk_indices.tolist(), strict=True))
-    assert got == want
+    assert list(zip(table.chunk_tensors.tolist(), table.chunk_indices.tolist(), strict=True)) == want
     assert table.n_chunks == len(want)
     assert table.chunk_tensors.dtype == table.chunk_indices.dtype == table.bits.dtype == torch.int32
     assert table.numels.dtype == table.addresses.dtype == torch.int64
     assert table.numels.tolist() == numels
     assert table.bits[:, 0].tolist() == table.addresses.tolist() == [0] * len(numels)
-    tensors = (table.chunk_tensors, table.chunk_indices, table.numels, table.addresses, table.bits)
-    assert {tensor.device.type for tensor in tensors} == {DEVICE.type}
 
 
 def test_chunk_map_of_huge_tensors():
@@ -50,14 +46,12 @@ def test_after_an_interrupted_copy_the_addresses_before_are_sent_again():
     table = GradTable([1, 1], torch.float32, DEVICE)
     table.set_addresses([16, 32])
 
-    class Interrupted:
-        captured, is_capturing = (), staticmethod(lambda: False)
+    def send(addresses, out):
+        out.copy_(torch.tensor(addresses))
+        raise KeyboardInterrupt
 
-        def send(self, addresses, out):
-            out.copy_(torch.tensor(addresses))
-            raise KeyboardInterrupt
-
-    with mock.patch.object(table, "_staging", Interrupted()), pytest.raises(KeyboardInterrupt):
+    interrupted = mock.Mock(captured=(), is_capturing=lambda: False, send=send)
+    with mock.patch.object(table, "_staging", interrupted), pytest.raises(KeyboardInterrupt):
         table.set_addresses([48, 64])
     table.set_addresses([16, 32])
     assert table.addresses.tolist() == [16, 32]
@@ -74,8 +68,7 @@ def test_a_wrong_number_of_addresses_is_refused(addresses):
 class LateEvent:
     """An event that passes when the test says so."""
 
-    def __init__(self):
-        self.passed = True
+    passed = True
 
     def query(self):
         return self.passed
@@ -96,78 +89,52 @@ def staging(monkeypatch):
     return made
 
 
-def test_a_buffer_in_flight_is_never_overwritten(staging):
+def test_a_buffer_is_overwritten_only_when_its_copy_has_passed(staging):
     out = torch.zeros(2, dtype=torch.int64)
     for step in range(5):  # the device has not begun to copy: every step needs a buffer of its own
         staging.send([step, step], out)
     assert [buffer.tolist() for buffer, *_ in staging._slots] == [[step, step] for step in range(5)]
+    for *_, event in staging._slots:
+        event.passed = True
+    for step in range(5):
+        staging.send([step, step], out)
+    assert len(staging._slots) == 5
     assert out.tolist() == [4, 4]
 
 
-def test_a_buffer_whose_copy_has_passed_is_used_again(staging):
-    out = torch.zeros(2, dtype=torch.int64)
-    for step in range(9):
-        staging.send([step, step], out)
-        if step % 2:
-            for *_, event in staging._slots:
-                event.passed = True
-    assert len(staging._slots) == 2
-
-
-def test_a_captured_copy_has_a_buffer_for_itself_and_for_good(staging):
-    out = torch.zeros(2, dtype=torch.int64)
-    before = staging._spare[-1]
-    staging.captures = True
-    staging.send([7, 7], out)
-    staging.captures = False
-    for step in range(5):
-        staging.send([step, step], out)
-    assert [buffer.tolist() for buffer in staging.captured] == [[7, 7]]
-    assert staging.captured[0] is before  # nothing is allocated in a capture
-    assert len(staging._spare) == staging.SPARE
-
-
-def test_a_third_captured_copy_without_a_step_between_is_refused(staging):
-    out = torch.zeros(2, dtype=torch.int64)
+def test_a_captured_copy_has_a_buffer_for_itself_and_for_good_and_a_third_one_none(staging):
+    out, before = torch.zeros(2, dtype=torch.int64), staging._spare[-1]
     staging.captures = True
     staging.send([6, 6], out)
     staging.send([7, 7], out)
     with pytest.raises(RuntimeError, match="captured 2 times in a row: capture one step, then take one outside"):
         staging.send([8, 8], out)
     assert out.tolist() == [7, 7]
+    staging.captures = False
+    for step in range(5):
+        staging.send([step, step], out)
     assert [buffer.tolist() for buffer in staging.captured] == [[6, 6], [7, 7]]
+    assert staging.captured[0] is before  # nothing is allocated in a capture
+    assert len(staging._spare) == staging.SPARE
 
 
-def staged_table():
-    """A table whose copies are noted, and its staging."""
+def test_addresses_that_are_there_already_are_sent_in_a_capture_and_ever_after():
+    """Later steps may write others before the replay, and a replay the old ones at any time."""
     table, sent = GradTable([1, 1], torch.float32, DEVICE), []
-    table._staging = SimpleNamespace(
-        captured=[], captures=False, is_capturing=lambda: table._staging.captures, sent=sent,
-        send=lambda values, out: sent.append(list(values)),
-    )  # fmt: skip
-    table.set_addresses([16, 32])
-    return table, table._staging
-
-
-def test_after_a_capture_addresses_are_always_sent():
-    table, staging = staged_table()
-    table.set_addresses([16, 32])
-    assert staging.sent == [[16, 32]]
+    table._staging = staging = mock.Mock(captured=[], is_capturing=lambda: False)
+    staging.send = lambda values, out: sent.append(list(values))
+    for _ in range(2):
+        table.set_addresses([16, 32])
+    assert sent == [[16, 32]]
     assert not table.is_in_a_graph
-    staging.captured.append(torch.zeros(2))  # a replay may have written the table since
+    staging.is_capturing = lambda: True
+    table.set_addresses([16, 32])
+    assert sent == [[16, 32]] * 2
+    staging.is_capturing, staging.captured = lambda: False, [torch.zeros(2)]
+    table.set_addresses([16, 32])
+    assert sent == [[16, 32]] * 3
     assert table.is_in_a_graph
-    table.set_addresses([16, 32])
-    assert staging.sent == [[16, 32]] * 2
-    assert table in table_module._captured
-    table_module._captured.remove(table)
-
-
-def test_a_capture_takes_down_addresses_that_are_there_already():
-    """Later steps may write others before the replay."""
-    table, staging = staged_table()
-    staging.captures = True
-    table.set_addresses([16, 32])
-    assert staging.sent == [[16, 32]] * 2
+    assert table_module._captured.pop() is table
 
 
 def test_a_table_that_measures_no_norm_holds_no_sums_and_no_weights():

@@ -1,10 +1,12 @@
 """Turns and their numbers: rotations, ratios, medians of runs, CSVs; and the check that both scalers agree."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import assert_all_same
 
 from perf.measure import Context, Subject, WrongResult
 from perf.rows import Machine, Place, pooled, read_csv, write_csv
@@ -17,9 +19,8 @@ QUICK = Context("cpu", quick=True)
 
 
 def test_each_subject_is_first_equally_often() -> None:
-    orders = list(QUICK.rounds(["a", "b", "c", "d"], 0.0))
-    assert {order[0] for order in orders} == {*"abcd"}
-    assert len(orders) % 4 == 0
+    orders = list(QUICK.rounds([*"abcd"], 0.0))
+    assert len({Counter(order[0] for order in orders)[subject] for subject in "abcd"}) == 1
     assert all(sorted(order) == [*"abcd"] for order in orders)
 
 
@@ -46,23 +47,14 @@ def test_a_csv_gives_back_the_medians_of_runs(tmp_path: Path) -> None:
     assert read_csv(tmp_path / "new" / "host.csv") == [(row, MACHINE) for row in rows]
 
 
-def test_gradients_move_only_when_they_are_renewed() -> None:
-    gradients = Gradients([3, 5])
-    before = [parameter.grad.data_ptr() for parameter in gradients.parameters]
-    gradients.restore()
-    assert [parameter.grad.data_ptr() for parameter in gradients.parameters] == before
-    gradients.renew()
-    assert all(p.grad.data_ptr() != old for p, old in zip(gradients.parameters, before, strict=True))
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_equal_scalers_pass_with_an_optimizer_that_does_nothing(fused: bool) -> None:
     gradients = Gradients([3, 5])
     before = [parameter.detach().clone() for parameter in gradients.parameters]
     still(gradients.parameters, fused=fused).step()
-    assert all(map(torch.equal, gradients.parameters, before))
+    assert_all_same(gradients.parameters, before)
     require_equal("some list", gradients.parameters, "cpu", fused)
-    assert all(map(torch.equal, gradients.locals, gradients.pieces()))
+    assert_all_same(gradients.locals, gradients.pieces())
     assert [type(scaler) for scaler in scalers("cpu").values()] == [torch.amp.GradScaler, GradScaler]
 
 

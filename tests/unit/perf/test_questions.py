@@ -1,6 +1,7 @@
 """Each question, in small, on the CPU; what it counts; and that a wrong result ends it."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from perf import __main__ as command
 from perf import bench_clip, bench_guard, bench_host, bench_launches, bench_passes, host_stub
 from perf.measure import Context, WrongResult
-from perf.models import loop_cases, resnet18, transformer
+from perf.models import loop_cases
 from perf.rows import Row
 from scaler_triton import GradScaler, ops
 
@@ -22,10 +23,6 @@ def values(rows: Any) -> dict[tuple[str, str, str], float]:
 
 
 def test_python_calls_are_counted() -> None:
-    def inner() -> None:
-        pass
-
-    assert bench_host.calls_of(lambda: (inner(), inner())) == 2
     found = values(bench_host.calls())
     assert found["10 gradients, plain", "calls", "ours"] <= 30
     assert found["10 gradients, fused", "calls", "ours"] <= 36
@@ -41,24 +38,19 @@ def test_loops_and_steps_alone(kind: str) -> None:
 
 
 def test_the_optimizers_own_step_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: torch.randn(1 << 21).sort())  # 0.1 s
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: time.sleep(0.1))
     ((model, batch), *_) = loop_cases("cpu", True).values()
     loop = bench_host.Loop(model, batch, fused=False)
     assert min(loop.seconds(loop.scalers["torch"])[-1] for _ in range(4)) < 0.02
 
 
 def test_models_have_the_parameters_of_their_names() -> None:
-    assert len(list(resnet18().parameters())) == 62
-    assert resnet18()(torch.randn(2, 3, 32, 32)).shape == (2, 10)
-    assert len(list(transformer(2, 8, 2).parameters())) == 24
     assert [len(list(model.parameters())) for model, _ in loop_cases("cpu", False).values()] == [*bench_host.COUNTS]
 
 
 def test_dtensors_passes_and_clipping() -> None:
     assert values(bench_host.fsdp2(QUICK))["10 DTensors", "unscale + clip", "ours / torch"] > 0
-    passes = values(bench_passes.measure(QUICK))
-    assert passes["10 x 64 bf16", "unscale", "copy / ours"] > 0
-    assert passes["1 x 64 fp32", "check", "read / ours"] > 0
+    assert values(bench_passes.measure(QUICK))["10 x 64 bf16", "unscale", "copy / ours"] > 0
     assert values(bench_clip.measure(QUICK))["10 x 64 bf16", "unscale + clip", "ours / torch"] > 0
 
 
@@ -77,12 +69,9 @@ def test_a_clipping_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_guards_beside_a_check_by_hand() -> None:
     found = values(bench_guard.measure(QUICK))
-    for kind in bench_host.KINDS:
-        torchs = {found[f"10 x 64 bf16, {kind}", metric, "torch"] for metric in bench_guard.SIGMAS}
-        assert len(torchs) == 1
-        for metric in bench_guard.SIGMAS:
-            for updates in ("", ", update()"):
-                assert found[f"10 x 64 bf16, {kind}", f"{metric}{updates}", "ours / torch"] > 0
+    for case in (f"10 x 64 bf16, {kind}" for kind in bench_host.KINDS):
+        assert len({found[case, metric, "torch"] for metric in bench_guard.SIGMAS}) == 1
+        assert all(found[case, f"{metric}, update()", "ours / torch"] > 0 for metric in bench_guard.SIGMAS)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +103,8 @@ def test_our_launches_are_counted_and_the_gpus_path_timed_without_one() -> None:
     found = [launches[case, "launches", "ours"] for case in ("plain", "fused", "plain, clip", "fused, clip")]
     assert found == [3, 3, 5, 5]
     assert launches["fused", "gradient bytes", "ours"] == 1
-    assert {row.case for row in host_stub.measure(QUICK)} == {
-        *(f"{count} x 64, {kind}" for count in (1, 10) for kind in ("plain", "fused")),
-        "10 DTensors",
-    }
+    cases = {f"{count} x 64, {kind}" for count in (1, 10) for kind in ("plain", "fused")}
+    assert {row.case for row in host_stub.measure(QUICK)} == {*cases, "10 DTensors"}
 
 
 def test_a_failure_leaves_what_was_measured_and_the_other_questions(

@@ -5,11 +5,11 @@ import importlib.util
 import os
 import sys
 
-BEFORE = {"torch.cuda": ("torch_cuda", "torch._C")}  # it looks for its bindings when it is imported
-AFTER = {
+PARTS = {  # of pretended_gpu, by the module that each of them changes as soon as it was run
     "triton.compiler.compiler": "launches",
     "torch.profiler": "profiling",
     "torch.distributed.distributed_c10d": "gloo_for_nccl",
+    "torch.cuda": "torch_cuda",  # but before: it looks for its bindings, in torch._C, when it is imported
 }
 
 
@@ -17,14 +17,14 @@ class Installer(importlib.abc.MetaPathFinder):
     """Calls the `install` of each part with the module that it changes, once."""
 
     def find_spec(self, name, path, target=None):
-        if name in BEFORE:
-            part, changed = BEFORE.pop(name)
-            install(part, sys.modules[changed])
-        return changed_spec(name, AFTER.pop(name)) if name in AFTER else None
+        part = PARTS.pop(name, None)
+        if name == "torch.cuda" and part:
+            install(part, sys.modules["torch._C"])
+            return None
+        return changed_spec(name, part) if part else None
 
 
 def changed_spec(name, part):
-    """The spec of a module that `part` changes as soon as it was run."""
     spec = importlib.util.find_spec(name)
     run = spec.loader.exec_module
 
@@ -37,7 +37,6 @@ def changed_spec(name, part):
 
 
 def install(part, module):
-    """Let a module of pretended_gpu change `module`."""
     importlib.import_module(f"pretended_gpu.{part}").install(module)
 
 
