@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ranks import cases
-from ranks.cases import Fault, Habits, Report
+from ranks.cases import TORCHS, Fault, Report
 
 STEPS = 8
 WIDTH = 8
@@ -145,13 +145,9 @@ def train(
     def clip_by_ours(optimizer: torch.optim.Optimizer) -> None:
         norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM, model=model).item())
 
-    habits = {
-        "": Habits(),
-        "torch": Habits(unscale=True, after_unscale=clip_by_torch),
-        "ours": Habits(clip=clip_by_ours),
-    }[clip]
     step = lambda number: backward(model, number, part, scaler)  # noqa: E731
-    return cases.train(rank, scaler, optimizer, step, faults, steps=STEPS, habits=habits), norms
+    how = {"torch": {"unscale": True, "after_unscale": clip_by_torch}, "ours": {"clip": clip_by_ours}}.get(clip, {})
+    return cases.train(rank, scaler, optimizer, step, faults, steps=STEPS, **how), norms
 
 
 def full_params(model: nn.Module) -> list[Tensor]:
@@ -194,7 +190,7 @@ def against_one_process(
     report, norms = train(rank, model, scaler, name, faults, clip=clip, part=part_of(wrapper, rank))
     skipped = [Fault(step, rank) for step in {fault.step for fault in faults}]
     by_torch = "torch" if clip else ""
-    reference, expected_norms = train(rank, bare, cases.torch_scaler("grad"), name, skipped, clip=by_torch)
+    reference, expected_norms = train(rank, bare, cases.new_scaler("grad", TORCHS), name, skipped, clip=by_torch)
     pairs = zip(full_params(model), bare.parameters(), strict=True)
     distance = max(float((full - one).detach().abs().max()) for full, one in pairs)
     return Outcome(report, reference, norms, expected_norms, distance)

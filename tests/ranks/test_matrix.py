@@ -40,7 +40,7 @@ UNSCALE = {"fsdp2-tp": [False]}
 
 def row_run(rank: int, row: Row, whose: str, optimizer: str, unscale: bool) -> Report | str:
     """Train a few steps, one of them overflowing; what is left, or the error if the scaler raised."""
-    scaler = cases.torch_scaler(row.kind) if whose == "torch" else cases.new_scaler(row.kind)
+    scaler = cases.new_scaler(row.kind, classes)
     model = models.WRAPPERS[row.wrapper](Net())
     faults = [Fault(2, at, param) for at, param in row.faults]
     try:
