@@ -91,37 +91,6 @@ def test_ranks_without_gradients_know_it_too(ranks, how):
         assert (found.largest, found.bits, found.zeros, found.subnormal, found.seen) == want
 
 
-def failing(rank: int, how: str) -> Any:
-    """The gradient of rank 1 is of a kind that cannot be checked; then all have good ones."""
-    scaler = new_scaler("sharded", measure=True)
-    optimizer = torch.optim.SGD([plain_param(2)], lr=0.1)
-    parameter = optimizer.param_groups[0]["params"][0]
-    told = []
-    for number in range(2):
-        scaler.scale(torch.ones(()))
-        parameter.grad = torch.ones(2)
-        if number == 0 and rank == 1:
-            parameter.grad = torch.ones(1).expand(2)
-        try:
-            if how == "clip":
-                scaler.clip_grad_norm_(optimizer, 1.0)
-            scaler.step(optimizer)
-            told.append("")
-        except RuntimeError as error:
-            told.append(str(error).split(",")[0])
-        scaler.update()
-    return told, scaler.get_scale(), scaler.headroom().seen
-
-
-@pytest.mark.parametrize("how", ["step", "clip"])
-def test_a_rank_that_fails_is_known_to_the_others(ranks, how):
-    results = ranks.run(failing, how)
-    for rank, (told, scale, seen) in enumerate(results):
-        first = "unsupported operation" if rank == 1 else "Another rank failed to check its gradients"
-        assert told[0].startswith(first)
-        assert (told[1], scale, seen) == ("", cases.INIT_SCALE / 2, 2 * ranks.world_size)
-
-
 def attempted(rank: int, name: str, good_below: float) -> Any:
     """Repeat a batch whose gradients overflow on rank 1 alone, unless the scale is small enough."""
     scaler = new_scaler("sharded")
