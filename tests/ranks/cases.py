@@ -297,17 +297,14 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FirstOpFails(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises an error instead of running the first op of a call; the ops after it run."""
+    """Runs out of memory in the first op of a call; the ops after it run."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.error = error or torch.OutOfMemoryError("out of memory")
-        self.raised = False
+    raised = False
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if not self.raised:
             self.raised = True
-            raise self.error
+            raise torch.OutOfMemoryError("out of memory")
         return func(*args, **(kwargs or {}))
 
 
@@ -424,14 +421,7 @@ def train(
 
 
 def laid_out(
-    rank: int,
-    kind: str,
-    layout: str,
-    name: str,
-    faults: Iterable[Fault] = (),
-    *,
-    unscale: bool = False,
-    gradless: Sequence[int] = (),
+    rank: int, kind: str, layout: str, name: str, faults: Iterable[Fault], *, unscale: bool = False, gradless: Any = ()
 ) -> Report:
     """Train parameters in a named layout; `gradless` ranks have no gradients."""
     scaler, params = new_scaler(kind), LAYOUTS[layout]()

@@ -88,9 +88,8 @@ RUNS = [  # how many ranks, wrappers, scalers, optimizers, and how they clip
 
 
 def assert_like_one_process(outcomes, limit=FP32_DISTANCE, collectives=1):
-    """The ranks agree, took the reference's steps, clipped by its norms, and ended where it did."""
+    """The ranks agree, clipped by the norms of the one process, and ended where it did."""
     assert_agreed([outcome.report for outcome in outcomes], BAD_STEPS, collectives=collectives, steps=STEPS)
-    assert_agreed([outcome.reference for outcome in outcomes], BAD_STEPS, collectives=0, steps=STEPS)
     for outcome in outcomes:
         assert outcome.distance <= limit
         good = [step for step in range(STEPS) if outcome.norms and step not in BAD_STEPS]
