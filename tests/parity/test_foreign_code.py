@@ -45,9 +45,9 @@ class Run:
     def full(self, value: float, shape: Any = (2,), dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
-    def parameter(self, grad: float | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    def parameter(self, grad: float | None = None) -> Any:
         """Return a parameter of zeros whose gradient is `grad` everywhere."""
-        made = nn.Parameter(self.full(0.0, dtype=dtype))
+        made = nn.Parameter(self.full(0.0))
         made.grad = None if grad is None else self.full(grad)
         return made
 
@@ -70,11 +70,11 @@ class Run:
         self.note(*parameters, *(p.grad for p in parameters if p.grad is not None))
         self.note(scaler.get_scale(), scaler._get_growth_tracker())
 
-    def finish(self, scaler: Any, optimizer: Any, parameters: Sequence[Tensor] | None = None) -> None:
+    def finish(self, scaler: Any, optimizer: Any) -> None:
         """End a step, and look at what it left."""
         scaler.step(optimizer)
         scaler.update()
-        self.look(scaler, only(optimizer) if parameters is None else parameters)
+        self.look(scaler, only(optimizer))
         if hasattr(optimizer, "zero_grad"):
             optimizer.zero_grad()
 
