@@ -141,14 +141,15 @@ REASONS = {
 # Without a GPU the CPU has Triton's interpreter.
 BACKENDS = ["torch"] if torch.cuda.is_available() or find_spec("triton") is None else ["torch", "triton"]
 WHO_FAILS = [
-    *(("sharded", "one, fused", backend) for backend in BACKENDS),
-    ("sharded", "one", "torch"),
-    ("sharded", "two", "torch"),
-    ("world", "two", "torch"),
-    ("grad", "beside a sum", "torch"),
-    ("grad", "beside shards", "torch"),
-    ("guard", "one", "torch"),
-    ("guard", "two", "torch"),
+    *(("sharded", "one, fused", {"backend": backend}) for backend in BACKENDS),
+    ("sharded", "one", {}),
+    ("sharded", "one", {"measure": True}),
+    ("sharded", "two", {}),
+    ("world", "two", {}),
+    ("grad", "beside a sum", {}),
+    ("grad", "beside shards", {}),
+    ("guard", "one", {}),
+    ("guard", "two", {}),
 ]
 
 
@@ -158,9 +159,9 @@ def asked(scaler: Any, optimizer: Any) -> str:
     return said(lambda: answers.append(scaler.was_skipped(optimizer))) or str(answers[0])
 
 
-def one_rank_fails(rank: int, kind: str, layout: str, backend: str, reason: str, how: str) -> list[str]:
+def one_rank_fails(rank: int, kind: str, layout: str, options: dict[str, Any], reason: str, how: str) -> list[str]:
     """Rank 1 fails to clip an optimizer for each parameter together; what each call said, and where all end."""
-    scaler = new_scaler(kind, backend=backend)
+    scaler = new_scaler(kind, **options)
     one, another = cases.plain_param(3), cases.plain_param(2)
     params = {
         "one": lambda: [one],
@@ -176,10 +177,10 @@ def one_rank_fails(rank: int, kind: str, layout: str, backend: str, reason: str,
         local = torch.ones(1).expand(local_of(params[0]).shape)
         params[0].grad = cases.placed(local, Shard(0)) if isinstance(params[0], DTensor) else local
     optimizers = [new_optimizer("sgd-fused" if "fused" in layout else "sgd", [param]) for param in params]
-    options = HOWS[how] | ({"parameters": params} if how == "some parameters" else {})
+    how_to_clip = HOWS[how] | ({"parameters": params} if how == "some parameters" else {})
     before = cases.digests(params)
     with cases.FirstOpFails() if rank == 1 and reason == "no memory" else nullcontext():
-        texts = [said(scaler.clip_grad_norm_, optimizers, 1.0, **options)]
+        texts = [said(scaler.clip_grad_norm_, optimizers, 1.0, **how_to_clip)]
     if layout == "beside shards":  # mended meanwhile
         params[0].grad = torch.ones(3)
     texts += [said(scaler.step, optimizer) or asked(scaler, optimizer) for optimizer in optimizers]
@@ -190,12 +191,12 @@ def one_rank_fails(rank: int, kind: str, layout: str, backend: str, reason: str,
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
-    ("kind", "layout", "backend", "reason"),
+    ("kind", "layout", "options", "reason"),
     [(*who, why) for who in WHO_FAILS for why in REASONS if (who[0], why) != ("guard", "never scaled")],
 )
-def test_a_rank_that_fails_makes_all_skip(two, kind, layout, backend, reason, how):
+def test_a_rank_that_fails_makes_all_skip(two, kind, layout, options, reason, how):
     """It takes part in the sums of others, and where none of its own must agree it skips what the others skip."""
-    first, second = two.run(one_rank_fails, kind, layout, backend, reason, how)
+    first, second = two.run(one_rank_fails, kind, layout, options, reason, how)
     assert second[0].startswith(REASONS[reason])
     if kind != "grad":
         assert first[0] == ""
