@@ -193,6 +193,7 @@ def one_rank_fails(rank: int, kind: str, layout: str, options: dict[str, Any], r
 @pytest.mark.parametrize(
     ("kind", "layout", "options", "reason"),
     [(*who, why) for who in WHO_FAILS for why in REASONS if (who[0], why) != ("guard", "never scaled")],
+    ids=str,
 )
 def test_a_rank_that_fails_makes_all_skip(two, kind, layout, options, reason, how):
     """It takes part in the sums of others, and where none of its own must agree it skips what the others skip."""

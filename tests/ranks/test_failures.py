@@ -66,6 +66,7 @@ KINDS_THAT_CHECK = [("grad", {}), ("sharded", {}), ("sharded", {"measure": True}
         *((*kind, flaw) for kind in KINDS_THAT_CHECK for flaw in FLAWS if (kind[0], flaw) != ("guard", "never scaled")),
         ("guard", {"spike_sigma": None}, "expanded"),
     ],
+    ids=str,
 )
 @UNSCALE
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused", "old style"])

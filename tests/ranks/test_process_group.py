@@ -22,19 +22,13 @@ def _pair(rank: int) -> dist.ProcessGroup:
     return groups[rank // 2]
 
 
-@functools.cache
-def _first_only() -> Any:
-    """The group of rank 0 alone, as every rank gets it."""
-    return dist.new_group([0])
-
-
 # What is refused.
 
 
 def try_group(rank: int, kind: str, name: str, method: str, layout: str, stranger: bool) -> cases.Attempt:
     """One call with a process group that is wrong: the ranks' pairs are too small, or rank 1 is not in its group."""
     params = cases.LAYOUTS[layout]()
-    scaler = new_scaler(kind, process_group=_first_only() if stranger else _pair(rank))
+    scaler = new_scaler(kind, process_group=dist.new_group([0]) if stranger else _pair(rank))
     cases.give_grads(scaler, params, 0)
     return cases.attempt(scaler, method, new_optimizer(name, params))
 
@@ -168,7 +162,7 @@ def reborn_group(rank: int, store: str, kind: str, name: str) -> list[Report]:
     train = functools.partial(cases.train, rank, scaler, optimizer, cases.giving(scaler, params), steps=2)
     reports = [train()]
     dist.destroy_process_group()
-    for cached in (cases.mesh, _pair, _first_only):
+    for cached in (cases.mesh, _pair):
         cached.cache_clear()
     if kind == "guard":
         reports.append(train([Fault(0, 1)]))
