@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
 }
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -68,11 +67,8 @@ def run(step: Step, net: nn.Module, scaler: Any) -> list[Tensor]:
     for number in range(STEPS):
         inputs = torch.randn(4, 5, generator=draw).to(device)
         factor = torch.tensor(math.inf if number in BAD_STEPS else 1.0, device=device)
-        if number < WARM_UP:
+        with nullcontext() if number < WARM_UP else nothing_new():
             rest.append(step(inputs, factor))
-        else:
-            with nothing_new():
-                rest.append(step(inputs, factor))
         scales.append(scaler._scale.clone())
         rest += [parameter.detach().clone() for parameter in net.parameters()]
     assert [scale.item() for scale in scales] == SCALES
@@ -86,52 +82,43 @@ def fresh_net(device: str) -> Net:
     return Net(device)
 
 
-def settings(**more: Any) -> dict[str, Any]:
-    """Return a scaler's arguments for SCALES."""
-    return {"init_scale": 8.0, "growth_interval": 2, **more}
-
-
-def same(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile nothing."""
-    return function
+SETTINGS = {"init_scale": 8.0, "growth_interval": 2}  # for SCALES
 
 
 def ours(place: Place) -> GradScaler:
     """Make a scaler of ours."""
-    return GradScaler(place.device, backend=place.backend, **settings())
+    return GradScaler(place.device, backend=place.backend, **SETTINGS)
 
 
 def theirs(place: Place) -> torch.amp.GradScaler:
     """Make a scaler of torch's."""
-    return torch.amp.GradScaler(place.device, **settings())
+    return torch.amp.GradScaler(place.device, **SETTINGS)
 
 
-def in_parts(
-    place: Place, name: str, clip: str, compiled: Compile, whole_graph: Compile, new_scaler: Any = ours
-) -> list[Tensor]:
+def in_parts(place: Place, name: str, clip: str, new_scaler: Any, **options: Any) -> list[Tensor]:
     """Train with the loss and the optimizer's step compiled, and the scaler between."""
     net = fresh_net(place.device)
     optimizer = OPTIMIZERS[name](net.parameters())
+    loss_of = torch.compile(lambda inputs, factor: net(inputs).square().mean() * factor, fullgraph=True, **options)
+    optimizer.step = torch.compile(optimizer.step, **options)  # type: ignore[method-assign]
     scaler = new_scaler(place)
-    loss_of = whole_graph(lambda inputs, factor: net(inputs).square().mean() * factor)
-    optimizer.step = compiled(optimizer.step)  # type: ignore[method-assign]
+    return run(whole_step(net, optimizer, scaler, clip, loss_of), net, scaler)
+
+
+def whole_step(net: nn.Module, optimizer: Any, scaler: Any, clip: str = "", loss_of: Any = None) -> Step:
+    """Return a step that clips by torch's function or by the scaler's, or not at all."""
 
     def step(inputs: Tensor, factor: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss: Tensor = loss_of(inputs, factor)
+        loss = net(inputs).square().mean() * factor if loss_of is None else loss_of(inputs, factor)
         scaler.scale(loss).backward()
-        clip_by(clip, scaler, optimizer, net)
+        if clip == "torch":
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        elif clip == "ours":
+            scaler.clip_grad_norm_(optimizer, 0.05)
         scaler.step(optimizer)
         scaler.update()
         return loss.detach()
 
-    return run(step, net, scaler)
-
-
-def clip_by(clip: str, scaler: Any, optimizer: Any, net: nn.Module) -> None:
-    """Clip by torch's function or by the scaler's, or not at all."""
-    if clip == "torch":
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-    elif clip == "ours":
-        scaler.clip_grad_norm_(optimizer, 0.05)
+    return step

@@ -45,13 +45,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[..., Any]]:
-    """Pools of ranks by world size and by what their ranks are for, started when first asked for."""
-    opened: dict[tuple[int, str], RankPool] = {}
-
-    def pool(world_size: int, purpose: str = "") -> RankPool:
-        return opened.setdefault((world_size, purpose), RankPool(world_size, group_timeout=GROUP_LIMIT))
-
-    yield pool
+    """Pools of ranks by world size, started when first asked for."""
+    opened: dict[int, RankPool] = {}
+    yield lambda world_size: opened.setdefault(world_size, RankPool(world_size, group_timeout=GROUP_LIMIT))
     for each in opened.values():
         each.close()
 

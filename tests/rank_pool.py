@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -52,14 +52,6 @@ class RankResult:
     def ok(self) -> bool:
         """Whether the rank returned."""
         return self.error is None
-
-
-class RankTimeout(RuntimeError):
-    """Some rank did not answer in time; `results` says for every rank what is known of it."""
-
-    def __init__(self, message: str, results: list[RankResult]) -> None:
-        super().__init__(message)
-        self.results = results
 
 
 def limit_collectives(seconds: float, group: dist.ProcessGroup | None = None) -> None:
@@ -105,7 +97,7 @@ class RankPool:
         """Call `function(rank, *args)` on every rank and return what each made of it, in order of rank.
 
         The ranks import the function's module by its name, with this process's sys.path. If a rank has not answered
-        after `timeout` seconds all are killed and RankTimeout is raised. After an error the ranks are replaced.
+        after `timeout` seconds all are killed. After an error the ranks are replaced.
         """
         message = pickle.dumps((function, args))
         if len(self._ranks) < self.world_size or not all(rank.process.is_alive() for rank in self._ranks):
@@ -113,8 +105,9 @@ class RankPool:
             self._start()
         results = self._ask(message, timeout)
         if all(result.ok for result in results):
-            return self._check_in_step(results)
-        self.close()
+            results = self._check_in_step(results)
+        if not all(result.ok for result in results):
+            self.close()
         return results
 
     def close(self) -> None:
@@ -144,14 +137,8 @@ class RankPool:
     def _spawn(self, index: int, folder: Path) -> _Rank:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        log = folder / f"rank{index}.log"
-        group = {
-            "backend": self.backend,
-            "init_method": f"file://{folder / 'store'}",
-            "rank": index,
-            "world_size": self.world_size,
-            "timeout": timedelta(seconds=START_TIMEOUT),  # the others may still be importing torch
-        }
+        log, method = folder / f"rank{index}.log", f"file://{folder / 'store'}"
+        group = {"backend": self.backend, "init_method": method, "rank": index, "world_size": self.world_size}
         args = (index, group, self.group_timeout, str(log), theirs)
         process = context.Process(target=_serve, args=args, daemon=True)
         process.start()
@@ -166,15 +153,15 @@ class RankPool:
         return self._collect(timeout)
 
     def _collect(self, timeout: float) -> list[RankResult]:
-        """Return one answer from every rank, or end all of them."""
-        start = time.monotonic()
-        deadline = start + timeout
+        """Return one answer from every rank."""
+        deadline = time.monotonic() + timeout
         waiting = {rank.connection: rank for rank in self._ranks}
         results: dict[int, RankResult] = {}
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._give_up(list(waiting.values()), results, time.monotonic() - start)
+                hung = _kill([*waiting.values()])
+                return sorted([*results.values(), *hung], key=lambda result: result.rank)
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
@@ -183,36 +170,24 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + self.group_timeout)
         return [results[rank.index] for rank in self._ranks]
 
-    def _give_up(self, hung: list[_Rank], results: dict[int, RankResult], waited: float) -> RankTimeout:
-        """End the ranks; the exception says where the hung ones were."""
-        for rank in hung:
-            if hasattr(signal, "SIGUSR1") and rank.process.pid is not None and rank.process.is_alive():
-                os.kill(rank.process.pid, signal.SIGUSR1)
-        time.sleep(STACK_WAIT)
-        for rank in hung:
-            rank.process.kill()
-            error = f"RankTimeout: no answer within {waited:.1f} s"
-            results[rank.index] = RankResult(rank.index, error=error, traceback=rank.log_tail())
-        self.close()
-        ordered = [results[index] for index in sorted(results)]
-        lines = [f"rank {result.rank}: {result.error or 'returned'}" for result in ordered]
-        lines += [f"\n--- rank {rank.index} ---\n{results[rank.index].traceback}" for rank in hung]
-        return RankTimeout("\n".join(["a case ran past its limit", *lines]), ordered)
-
     def _check_in_step(self, results: list[RankResult]) -> list[RankResult]:
         """Meet in a barrier: a collective that one rank left open would hit the next case."""
-        try:
-            checks = self._ask(pickle.dumps((_barrier, ())), BARRIER_TIMEOUT)
-        except RankTimeout as late:
-            checks = late.results
+        checks = self._ask(pickle.dumps((_barrier, ())), BARRIER_TIMEOUT)
         if all(check.ok for check in checks):
             return results
-        self.close()
         text = "OutOfStep: the case returned, but the ranks no longer meet in a barrier"
-        return [
-            RankResult(result.rank, result.value, f"{text} ({check.error})", check.traceback)
-            for result, check in zip(results, checks, strict=True)
-        ]
+        return [replace(check, error=f"{text} ({check.error})") for check in checks]
+
+
+def _kill(hung: list[_Rank]) -> list[RankResult]:
+    """End ranks that do not answer; their results say where they were."""
+    for rank in hung:
+        os.kill(rank.process.pid, signal.SIGUSR1)  # type: ignore[arg-type]
+    time.sleep(STACK_WAIT)
+    for rank in hung:
+        rank.process.kill()
+    error = "RankTimeout: no answer in time"
+    return [RankResult(rank.index, error=error, traceback=rank.log_tail()) for rank in hung]
 
 
 def _receive(rank: _Rank) -> RankResult:
@@ -244,7 +219,8 @@ def _serve(rank: int, group: dict[str, Any], timeout: float, log: str, connectio
         torch.cuda.set_device(rank % torch.cuda.device_count())
 
     def join(rank: int) -> None:
-        dist.init_process_group(**group)
+        # The others may still be importing torch.
+        dist.init_process_group(**group, timeout=timedelta(seconds=START_TIMEOUT))
         limit_collectives(timeout)
 
     connection.send_bytes(_answer(rank, lambda: (join, ())))
@@ -291,5 +267,4 @@ def _redirect_output(log: str) -> None:
     stream = open(log, "w", buffering=1)  # noqa: SIM115 (it lives as long as the process)
     for fd in (1, 2):
         os.dup2(stream.fileno(), fd)
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=stream, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=False)

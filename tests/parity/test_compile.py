@@ -5,22 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from compile_cases import (
-    OPTIMIZERS,
-    Compile,
-    Step,
-    clip_by,
-    fresh_compiler,
-    fresh_net,
-    in_parts,
-    ours,
-    run,
-    same,
-    settings,
-    theirs,
-)
-from helpers import Place, assert_same, places
-from torch import Tensor, nn
+from compile_cases import OPTIMIZERS, SETTINGS, fresh_compiler, fresh_net, in_parts, ours, run, theirs, whole_step
+from helpers import PLACES, Place, assert_all_same
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
@@ -32,30 +19,17 @@ pytestmark = [
     # After a graph break Dynamo asks every tensor it meets for `.grad`, the scaled loss, too.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
-
 TORCHS_BREAKS = ("torch._dynamo.graph_break()", "trace into fused optimizer")
 
 
-def compiling(backend: str, **options: Any) -> Compile:
-    return lambda function: torch.compile(function, backend=backend, **options)
-
-
-def assert_all_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same(mine, other)
-
-
 @PLACES
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("clip", ["", "ours"])
+@pytest.mark.parametrize(("optimizer", "clip"), [*((name, "") for name in OPTIMIZERS), ("adamw-fused", "ours")])
 def test_compiled_parts_end_and_break_as_with_torchs_scaler(place: Place, optimizer: str, clip: str) -> None:
     """At the head of an optimizer's step and at a fused optimizer's function, both of which torch leaves out."""
-    compiled, whole_graph = compiling("aot_eager"), compiling("aot_eager", fullgraph=True)
     results, met = [], []
     for new_scaler, clipped_by in ((ours, clip), (theirs, clip and "torch")):
         with fresh_compiler():
-            results.append(in_parts(place, optimizer, clipped_by, compiled, whole_graph, new_scaler))
+            results.append(in_parts(place, optimizer, clipped_by, new_scaler, backend="aot_eager"))
             met.append((dict(counters["graph_break"]), dict(counters["stats"]), dict(counters["frames"])))
     if not clip:  # torch sums norms in fp32
         assert_all_same(*results)
@@ -66,48 +40,21 @@ def test_compiled_parts_end_and_break_as_with_torchs_scaler(place: Place, optimi
     assert len(breaks) == 1 + ("fused" in optimizer)
 
 
-def whole(place: Place, name: str, clip: str, compiled: Compile) -> list[Tensor]:
-    """Train with one function for all of a step."""
-    net = fresh_net(place.device)
-    optimizer = OPTIMIZERS[name](net.parameters())
-    scaler = GradScaler(place.device, backend=place.backend, **settings())
-    return run(compiled(whole_step(net, optimizer, scaler, clip)), net, scaler)
-
-
-def whole_step(net: nn.Module, optimizer: Any, scaler: Any, clip: str = "") -> Step:
-    def step(inputs: Tensor, factor: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = net(inputs).square().mean() * factor
-        scaler.scale(loss).backward()
-        clip_by(clip, scaler, optimizer, net)
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return step
-
-
 @PLACES
-@pytest.mark.parametrize(
-    ("optimizer", "clip"), [("sgd", "torch"), ("sgd", "ours"), ("adamw-fused", ""), ("adamw-fused", "ours")]
-)
-def test_a_whole_step_compiled(place: Place, optimizer: str, clip: str) -> None:
+@pytest.mark.parametrize(("name", "clip"), [("sgd", "torch"), ("adamw-fused", "ours")])
+def test_a_whole_step_compiled(place: Place, name: str, clip: str) -> None:
     """Dynamo breaks its graph at the scaler's methods and traces nothing in them."""
-    with fresh_compiler():
-        compiled = whole(place, optimizer, clip, compiling("aot_eager"))
-        assert at_the_scaler()
-        traced = [code for code in torch._dynamo.convert_frame.input_codes.seen if is_ours(code())]
-    assert traced == []
-    assert_all_same(compiled, whole(place, optimizer, clip, same))
-
-
-def at_the_scaler() -> list[str]:
-    """Return the graph breaks that our methods made."""
-    return [text for text in counters["graph_break"] if "a scaler runs beside compiled code" in text]
-
-
-def is_ours(code: Any) -> bool:
-    return code is not None and "/scaler_triton/" in code.co_filename
+    results = []
+    for compiles in (True, False):
+        net, scaler = fresh_net(place.device), ours(place)
+        step = whole_step(net, OPTIMIZERS[name](net.parameters()), scaler, clip)
+        with fresh_compiler():
+            results.append(run(torch.compile(step, backend="aot_eager") if compiles else step, net, scaler))
+            at_the_scaler = [text for text in counters["graph_break"] if "a scaler runs beside compiled code" in text]
+            assert bool(at_the_scaler) == compiles
+            traced = [seen() for seen in torch._dynamo.convert_frame.input_codes.seen]
+            assert [code for code in traced if code is not None and "/scaler_triton/" in code.co_filename] == []
+    assert_all_same(*results)
 
 
 class Overriding(GradScaler):
@@ -124,36 +71,31 @@ class Overriding(GradScaler):
 def test_a_subclass_in_a_whole_step_compiled() -> None:
     """Its own methods are traced, and break where they call ours."""
     results = []
-    for compiled in (compiling("eager"), same):
-        with fresh_compiler():
-            net = fresh_net("cpu")
-            optimizer = OPTIMIZERS["sgd"](net.parameters())
-            scaler = Overriding("cpu", **settings())
-            step = whole_step(net, optimizer, scaler, "torch")
-            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
-                results.append(run(compiled(step), net, scaler))
-            assert scaler.steps == 8
+    for compiles in (True, False):
+        net, scaler = fresh_net("cpu"), Overriding("cpu", **SETTINGS)
+        step = whole_step(net, OPTIMIZERS["sgd"](net.parameters()), scaler, "torch")
+        with fresh_compiler(), torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            results.append(run(torch.compile(step, backend="eager") if compiles else step, net, scaler))
+        assert scaler.steps == 8
     assert_all_same(*results)
 
 
 def test_a_compiled_optimizer_within_a_whole_step_compiled_is_compiled() -> None:
     """Dynamo is off within `scaler.step`, but for what was compiled by itself."""
-    net = fresh_net("cpu")
+    net, scaler, ran = fresh_net("cpu"), ours(Place("cpu", "torch")), []
     optimizer = OPTIMIZERS["sgd"](net.parameters())
-    scaler = GradScaler("cpu", **settings())
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def call(*args: Any) -> Any:
+            ran.append(graph)
+            return graph(*args)
+
+        return call
+
     with fresh_compiler():
-        ran = []
-
-        def backend(graph: Any, inputs: Any) -> Any:
-            def call(*args: Any) -> Any:
-                ran.append(graph)
-                return graph(*args)
-
-            return call
-
         optimizer.step = torch.compile(optimizer.step, backend=backend)  # type: ignore[method-assign]
-        run(torch.compile(whole_step(net, optimizer, scaler, ""), backend="eager"), net, scaler)
-        assert len(ran) == 6  # of eight steps two were skipped
+        run(torch.compile(whole_step(net, optimizer, scaler), backend="eager"), net, scaler)
+    assert len(ran) == 6  # of eight steps two were skipped
 
 
 def test_in_a_full_graph_a_scaler_is_refused_by_its_reason() -> None:

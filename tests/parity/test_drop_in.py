@@ -62,19 +62,3 @@ def test_a_class_attribute_named_grad_scale_is_no_hindrance(explicit: bool) -> N
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert values(optimizer) == [-1.0]
-
-
-STATES = [{}, {"init_scale": 128.0, "growth_interval": 3, "growth_factor": 1.5, "backoff_factor": 0.25}]
-FIELDS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
-
-
-@both
-@pytest.mark.parametrize("numbers", STATES)
-@pytest.mark.parametrize("started_first", [False, True])
-def test_checkpoints_go_both_ways(ours: type, theirs: type, numbers: dict[str, Any], started_first: bool) -> None:
-    make = started if started_first else lambda cls, device, **options: cls(device, **options)
-    for source, target in ((ours, theirs), (theirs, ours)):
-        saved, loaded = make(source, "cpu", **numbers), make(target, "cpu")
-        loaded.load_state_dict(saved.state_dict())
-        assert loaded.state_dict() == saved.state_dict()
-        assert list(saved.state_dict()) == FIELDS

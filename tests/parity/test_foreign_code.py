@@ -10,11 +10,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import Place, assert_same, places
+from helpers import PLACES, Place, assert_same
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -22,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scaler_triton import GradScaler
 
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
 BAD_STEPS = (False, True, False, False, True, False)
 
 
@@ -45,9 +45,9 @@ class Run:
     def full(self, value: float, shape: Any = (2,), dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
-    def parameter(self, grad: float | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    def parameter(self, grad: float | None = None) -> Any:
         """Return a parameter of zeros whose gradient is `grad` everywhere."""
-        made = nn.Parameter(self.full(0.0, dtype=dtype))
+        made = nn.Parameter(self.full(0.0))
         made.grad = None if grad is None else self.full(grad)
         return made
 
@@ -70,11 +70,11 @@ class Run:
         self.note(*parameters, *(p.grad for p in parameters if p.grad is not None))
         self.note(scaler.get_scale(), scaler._get_growth_tracker())
 
-    def finish(self, scaler: Any, optimizer: Any, parameters: Sequence[Tensor] | None = None) -> None:
+    def finish(self, scaler: Any, optimizer: Any) -> None:
         """End a step, and look at what it left."""
         scaler.step(optimizer)
         scaler.update()
-        self.look(scaler, only(optimizer) if parameters is None else parameters)
+        self.look(scaler, only(optimizer))
         if hasattr(optimizer, "zero_grad"):
             optimizer.zero_grad()
 
@@ -130,36 +130,6 @@ def assert_ends_as_with_torch(snippet: Callable[[Run], None], place: Place) -> N
 # Loops of public training code.
 
 
-def climbed(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Take a step up the gradients, as SAM does; return it."""
-    steps = [p.grad.nan_to_num(posinf=0, neginf=0) / 16 for p in parameters if p.grad is not None]
-    with torch.no_grad():
-        torch._foreach_add_(list(parameters), steps)
-    return steps
-
-
-@row("ready again", "ready again, memory kept", "forgotten", "update")
-def sam(run: Run, variant: str) -> None:
-    """Two passes a step: the optimizer is unscaled in the first, and made READY by hand or by an update."""
-    parameters = run.parameters()
-    optimizer, scaler = sgd(parameters), run.scaler()
-    for step, bad in enumerate(BAD_STEPS):
-        scaler.scale(loss(parameters, bad and step == 1)).backward()
-        scaler.unscale_(optimizer)
-        climb = climbed(parameters)
-        optimizer.zero_grad(set_to_none="kept" not in variant and step % 2 == 0)
-        if variant == "update":
-            scaler.update()
-        elif variant == "forgotten":
-            scaler._per_optimizer_states.pop(id(optimizer))
-        else:
-            scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
-        scaler.scale(loss(parameters, bad and step == 4)).backward()
-        with torch.no_grad():
-            torch._foreach_sub_(parameters, climb)
-        run.finish(scaler, optimizer)
-
-
 @row()
 def a_subclass_with_an_update_of_its_own(run: Run) -> None:
     """Hysteresis, as where a model is split: torch's `update` copied, with a condition in its middle."""
@@ -177,64 +147,27 @@ def a_subclass_with_an_update_of_its_own(run: Run) -> None:
                 torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2)
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
-    parameters, others = run.parameters(), run.parameters(2)
-    optimizers, scaler = [sgd(parameters), sgd(others)], run.scaler(Patient)
-    for bad in BAD_STEPS:
-        scaler.scale(loss([*parameters, *others], bad)).backward()
-        scaler.unscale_(optimizers[0])
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        run.look(scaler, [*parameters, *others])
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-
-class Holding:
-    """Parameters that look like an optimizer's."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-
-
-def unscaled_parts(scaler: Any, optimizer: Any, *parts: Any) -> None:
-    """Unscale only some parameters, some in fp16, and store the flags for the optimizer."""
-    inverse, found_inf = scaler._scale.double().reciprocal().float(), torch.zeros_like(scaler._scale)
-    state, merged = scaler._per_optimizer_states[id(optimizer)], dict[torch.device, Tensor]()
-    for part, allow_fp16 in parts:
-        for device, flag in scaler._unscale_grads_(part, inverse, found_inf, allow_fp16).items():
-            merged[device] = merged[device].add_(flag) if device in merged else flag
-    state["found_inf_per_device"], state["stage"] = merged, OptState.UNSCALED
-
-
-@row()
-def parameters_stepped_in_backward_one_by_one(run: Run) -> None:
     parameters = run.parameters()
-    optimizer, scaler = sgd(parameters), run.scaler()
-
-    def step(parameter: Any) -> None:
-        unscaled_parts(scaler, optimizer, (Holding([parameter]), False))
-        if not sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values()):
-            with torch.no_grad():
-                parameter -= parameter.grad / 8
-        parameter.grad = None
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(step)
+    optimizer, scaler = sgd(parameters), run.scaler(Patient)
     for bad in BAD_STEPS:
         scaler.scale(loss(parameters, bad)).backward()
-        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-        scaler.update()
-        run.look(scaler, parameters)
+        run.finish(scaler, optimizer)
 
 
 @row()
 def fp16_allowed_in_one_group(run: Run) -> None:
+    """Each is unscaled by itself, as if it were an optimizer's, and the flags are stored for the whole."""
     parameters, halves = run.parameters(2), run.parameters(2, torch.float16)
     optimizer, scaler = sgd([{"params": parameters}, {"params": halves}]), run.scaler()
     for bad in BAD_STEPS:
         scaler.scale(loss(parameters) + loss(halves, bad)).backward()
-        unscaled_parts(scaler, optimizer, (Holding(parameters), False), (Holding(halves), True))
+        inverse, found_inf = scaler._scale.double().reciprocal().float(), torch.zeros_like(scaler._scale)
+        flag = torch.zeros_like(scaler._scale)
+        for part, allow_fp16 in ((parameters, False), (halves, True)):
+            holder = SimpleNamespace(param_groups=[{"params": part}])
+            flag += scaler._unscale_grads_(holder, inverse, found_inf, allow_fp16)[flag.device]
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"], state["stage"] = {flag.device: flag}, OptState.UNSCALED
         run.finish(scaler, optimizer)
 
 
@@ -294,16 +227,6 @@ def a_step_tried_again_with_a_flag_of_ones_own(run: Run, variant: float) -> None
 # Flags and states that others read and write.
 
 
-@row(1.0, math.inf)
-def a_state_put_under_another_optimizers_id(run: Run, variant: float) -> None:
-    """hivemind unscales an outer optimizer and steps the one within."""
-    outer, scaler = run.sgd(variant), run.started()
-    inner = torch.optim.SGD(only(outer), lr=0.5)
-    scaler.unscale_(outer)
-    scaler._per_optimizer_states[id(inner)] = copy.deepcopy(scaler._per_optimizer_states[id(outer)])
-    run.finish(scaler, inner)
-
-
 @row()
 def a_flag_that_is_passed_is_not_written(run: Run) -> None:
     """One for several optimizers, say, each with its own result; and no step begins."""
@@ -335,26 +258,6 @@ def a_subclass_is_asked_as_often_and_in_the_same_order(run: Run, variant: bool) 
         scaler.scale(loss(parameters)).backward()
         scaler.step(optimizer)
         scaler.update()
-
-
-@row(None, 0.0, math.inf)
-def looks_between_the_calls(run: Run, variant: float | None) -> None:
-    """Every micro-batch may be checked, and gradients once more after unscaling: a count of tokens may be 0."""
-    optimizer, scaler = run.sgd(None), run.started()
-    (parameter,) = only(optimizer)
-    found = []
-    for factor in (math.inf, 1.0, 1.0, math.inf, 1.0):
-        parameter.grad = None
-        scaler.scale(parameter.sum() * factor).backward()
-        found += scaler._check_inf_per_device(optimizer).values()
-    if variant is not None:
-        scaler.unscale_(optimizer)
-        parameter.grad.div_(variant)
-        found += scaler._check_inf_per_device(optimizer).values()
-    scaler.step(optimizer)
-    run.note(*found)  # they stay until the update
-    scaler.update()
-    run.look(scaler, [parameter])
 
 
 # What is set on an optimizer that takes scale and flag.
@@ -390,98 +293,13 @@ def a_hook_or_an_optimizer_of_ones_own_writes_into_scale_or_flag(run: Run, varia
         handle.remove()
 
 
-@row(False, True)
-def a_number_as_grad_scale(run: Run, variant: bool) -> None:
-    class Taking(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            run.note(float(self.grad_scale))
-
-    optimizer, scaler = Taking([run.parameter(8.0)], lr=0.5), run.started()
-    optimizer.grad_scale = 3.0
-    if variant:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-
-
-# Errors, and what is left as in torch.
-
-
-@row("unscale_", "step", "update")
-def used_before_scale(run: Run, variant: str) -> None:
-    scaler, optimizer = run.scaler(), run.sgd()
-    for _ in range(2):
-        run.error(lambda: getattr(scaler, variant)(*(() if variant == "update" else (optimizer,))))
-    scaler.scale(run.full(1.0, ()))
-    run.finish(scaler, optimizer)
-
-
-@row()
-def a_check_before_scale_leaves_no_trace(run: Run) -> None:
-    scaler = run.scaler()
-    run.error(lambda: scaler._check_inf_per_device(run.sgd()))
-    copy.copy(scaler)  # refused in the middle of a step
+# What is left as in torch: errors, parameters without a shape or a place.
 
 
 @row("growth_factor", "backoff_factor")
 def a_factor_of_1(run: Run, variant: str) -> None:
     """Difference 2 is about other values."""
     run.error(lambda: run.base("cpu", **{variant: 1.0}))
-
-
-@row({"size": 2}, {"size": 1, "requires_grad": True}, {"size": 1, "device": "meta"})
-def a_tensor_that_cannot_be_a_scale(run: Run, variant: dict[str, Any]) -> None:
-    scaler = run.started()
-    run.error(lambda: scaler.update(torch.ones(**{"device": run.device} | variant)))
-
-
-@row()
-def fp16_gradients_are_refused_unless_the_step_unscales(run: Run) -> None:
-    optimizer, scaler = torch.optim.SGD([run.parameter(dtype=torch.float16)], lr=0.5, fused=True), run.started()
-    only(optimizer)[0].grad = run.full(8.0, dtype=torch.float16)
-    run.error(lambda: scaler.unscale_(optimizer))
-    run.finish(scaler, optimizer)
-
-
-# Gradients that come late, parameters without a shape or a place.
-
-
-def refilled(parameter: Any) -> None:
-    """As by a broadcast, which no version counter shows."""
-    parameter.grad.data.fill_(8.0)
-
-
-def added_up(parameter: Any) -> None:
-    parameter.grad.zero_().add_(8.0)
-
-
-def replaced(parameter: Any) -> None:
-    parameter.grad = torch.full_like(parameter, 8.0)
-
-
-@row(*itertools.product((refilled, added_up, replaced), ("after the loss", "before the loss"), ("plain", "fused")))
-def a_batch_after_one_that_was_given_up(run: Run, variant: Any) -> None:
-    """It was unscaled, and updated without a step. Those of the next one may come by any way: difference 18."""
-    come, when, kind = variant
-    optimizer, scaler = run.sgd(math.inf, fused=kind == "fused"), run.started()
-    scaler.unscale_(optimizer)
-    scaler.update()
-    if when == "before the loss":
-        come(*only(optimizer))
-    scaler.scale(run.full(1.0, ()))
-    if when == "after the loss":
-        come(*only(optimizer))
-    run.finish(scaler, optimizer)
-
-
-@row()
-def gradients_that_come_after_an_update(run: Run) -> None:
-    optimizer, scaler = run.sgd(None), run.started()
-    scaler.unscale_(optimizer)
-    scaler.update(4.0)
-    replaced(*only(optimizer))
-    run.finish(scaler, optimizer)
 
 
 @row()
@@ -529,25 +347,27 @@ class Wrapper:
         return self.optimizer.step(*args, **kwargs)
 
 
-class Lookahead:
-    """As its many implementations are: the optimizer inside is `.optimizer`, and its groups are shared."""
+class Slotted:
+    """A wrapper that nothing can be set on, nor refer to weakly; its groups are those of the optimizer inside."""
+
+    __slots__ = ("optimizer",)
+    param_groups = property(lambda self: self.optimizer.param_groups)
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
 
     def step(self) -> None:
         self.optimizer.step()
 
 
-def by_its_flags(scaler: Any, wrapper: Lookahead) -> None:
+def by_its_flags(scaler: Any, wrapper: Slotted) -> None:
     scaler.unscale_(wrapper)
     state = scaler._per_optimizer_states[id(wrapper)]
     scaler._maybe_opt_step(wrapper, state)
     state["stage"] = OptState.STEPPED
 
 
-def by_torchs_step(scaler: Any, wrapper: Lookahead) -> None:
+def by_torchs_step(scaler: Any, wrapper: Slotted) -> None:
     """As a subclass does that has copied it, or a profiler that wraps what it found."""
     torch.amp.GradScaler.step(scaler, wrapper)
 
@@ -556,7 +376,7 @@ def by_torchs_step(scaler: Any, wrapper: Lookahead) -> None:
 def a_wrappers_state_under_its_own_id(run: Run, variant: Any) -> None:
     step, bad = variant
     (parameter,) = run.parameters(1)
-    wrapper, scaler = Lookahead(torch.optim.SGD([parameter], lr=0.5)), run.scaler()
+    wrapper, scaler = Slotted(torch.optim.SGD([parameter], lr=0.5)), run.scaler()
     for factor in (bad, 1.0):
         parameter.grad = None
         scaler.scale(parameter.sum() * factor).backward()
@@ -599,19 +419,6 @@ def a_container_of_optimizers_steps_as_one(run: Run, variant: Any) -> None:
     run.finish(run.started(), container([run.sgd(), run.sgd(value)]))
 
 
-class Slotted:
-    """A wrapper that nothing can be set on, nor refer to weakly."""
-
-    __slots__ = ("optimizer",)
-    param_groups = property(lambda self: self.optimizer.param_groups)
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-
 @row(8.0, math.inf)
 def a_fused_optimizer_in_a_wrapper_with_slots(run: Run, variant: float) -> None:
     optimizer, scaler = run.sgd(variant, fused=True), run.started()
@@ -629,20 +436,6 @@ def a_wrapper_that_takes_scale_and_flag_itself(run: Run) -> None:
     wrapper = Looking(run.sgd(fused=True))
     run.finish(run.started(), wrapper)
     run.note(*({"grad_scale", "found_inf"} & set(vars(wrapper))))
-
-
-# Subclasses that do not call our `__init__`.
-
-
-@row()
-def a_subclass_that_only_passes_through(run: Run) -> None:
-    class PassThrough(run.base):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            self._enabled = False
-
-    scaler = PassThrough()
-    scaler.load_state_dict({})
-    run.note(scaler.state_dict())
 
 
 @row()

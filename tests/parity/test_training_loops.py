@@ -1,13 +1,13 @@
 """Training loops as people write them leave the same scales, gradients and parameters as with torch's, to the bit."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import Place
-from test_foreign_code import PLACES, Run, Table, assert_ends_as_with_torch
+from helpers import PLACES, Place
+from test_foreign_code import Run, Table, assert_ends_as_with_torch
 from torch import Tensor, nn
 
 STEPS, BAD_STEPS = 6, (1, 4)
@@ -15,8 +15,8 @@ SCALES = [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]  # after each step: 1 and 4 overflow, an
 row = Table()
 
 
-def network(run: Run, out: int = 2) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, out)).to(run.device)
+def network(run: Run) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 2)).to(run.device)
 
 
 def batch(run: Run) -> Tensor:
@@ -28,36 +28,24 @@ def spoiled(loss: Tensor, step: int) -> Tensor:
     return loss * math.inf if step in BAD_STEPS else loss
 
 
-def adamw(*modules: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=0.1, **options)
-
-
-def train(run: Run, optimizers: Any, modules: Any, backward: Callable[[Any, int], None], clip: float = 0.0) -> None:
-    """Train; `backward` does that, and may take steps."""
-    scaler, scales, everything = run.scaler(), [], nn.ModuleList(modules)
-    before = [p.detach().clone() for p in everything.parameters()]
+def train(run: Run, model: nn.Module, optimizer: Any, losses: Any = None, clip: float = 0.0) -> None:
+    """Train; each of the `losses(scaler)` is scaled, and its gradients are added up."""
+    scaler, scales = run.scaler(), []
+    before = [p.detach().clone() for p in model.parameters()]
     for step in range(STEPS):
-        backward(scaler, step)
-        for optimizer in optimizers:
-            if clip:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(modules[0].parameters(), clip)
-            scaler.step(optimizer)
+        terms = [model(batch(run)).square().mean()] if losses is None else losses(scaler)
+        for number, term in enumerate(terms):
+            scaler.scale(spoiled(term, step) if number == 0 else term).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-        run.look(scaler, [*everything.parameters()])
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        run.look(scaler, [*model.parameters()])
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
     assert scales == SCALES
-    assert not all(map(torch.equal, before, everything.parameters()))  # it did train
-
-
-def train_one(run: Run, model: nn.Module, optimizer: Any, forward: Callable[[Tensor], Tensor] | None = None) -> None:
-    def backward(scaler: Any, step: int) -> None:
-        output = (forward or model)(batch(run))
-        scaler.scale(spoiled(output.square().mean(), step)).backward()
-
-    train(run, [optimizer], [model], backward)
+    assert not all(map(torch.equal, before, model.parameters()))  # it did train
 
 
 @row(0.0, 0.01)
@@ -65,12 +53,10 @@ def gradient_accumulation(run: Run, variant: float) -> None:
     """The first of three micro-batches overflows, the scale stays until the last."""
     model = network(run)
 
-    def backward(scaler: Any, step: int) -> None:
-        for micro in range(3):
-            loss = model(batch(run)).square().mean() / 3
-            scaler.scale(spoiled(loss, step) if micro == 0 else loss).backward()
+    def losses(scaler: Any) -> Iterator[Tensor]:
+        return (model(batch(run)).square().mean() / 3 for _ in range(3))
 
-    train(run, [adamw(model)], [model], backward, clip=variant)
+    train(run, model, torch.optim.AdamW(model.parameters(), lr=0.1), losses, clip=variant)
 
 
 def optimizers_of_torch() -> list[tuple[Any, dict[str, Any]]]:
@@ -91,24 +77,7 @@ def optimizers(run: Run, variant: Any) -> None:
     cls, options = variant
     model = network(run)
     matrices = [p for p in model.parameters() if p.dim() == 2]  # Muon takes no others
-    train_one(run, model, cls(matrices, lr=0.05, **options))
-
-
-@row(False, True)
-def a_gan(run: Run, variant: bool) -> None:
-    """Two optimizers, two losses, one scaler; only the generator's loss overflows, both share the backoff."""
-    generator, critic = network(run, 5), network(run, 1)
-    optimizers = [adamw(critic, fused=variant), adamw(generator)]
-
-    def backward(scaler: Any, step: int) -> None:
-        optimizers[0].zero_grad()
-        fake = generator(batch(run))
-        scaler.scale(critic(fake.detach()).mean() - critic(batch(run)).mean()).backward()
-        scaler.step(optimizers[0])
-        optimizers[1].zero_grad()
-        scaler.scale(spoiled(-critic(fake).square().mean(), step)).backward()
-
-    train(run, optimizers[1:], [generator, critic], backward)
+    train(run, model, cls(matrices, lr=0.05, **options))
 
 
 @row(False, True)
@@ -116,14 +85,14 @@ def a_gradient_penalty(run: Run, variant: bool) -> None:
     """Torch's AMP example: scaled gradients with a graph, unscaled by hand, their norm in the loss."""
     model = network(run)
 
-    def backward(scaler: Any, step: int) -> None:
+    def losses(scaler: Any) -> list[Tensor]:
         with torch.autocast(run.device, dtype=torch.float16, enabled=variant):
             loss = model(batch(run)).float().square().mean()
         grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
         norm = torch.stack([(grad / scaler.get_scale()).square().sum() for grad in grads]).sum().sqrt()
-        scaler.scale(spoiled(loss + norm, step)).backward()
+        return [loss + norm]
 
-    train(run, [adamw(model)], [model], backward)
+    train(run, model, torch.optim.AdamW(model.parameters(), lr=0.1), losses)
 
 
 @PLACES
@@ -139,6 +108,6 @@ def test_ends_as_with_torch(loop: Callable[[Run], None], place: Place) -> None:
 def test_a_capturable_optimizer_ends_as_with_torch(options: dict[str, bool]) -> None:
     def loop(run: Run) -> None:
         model = network(run)
-        train_one(run, model, adamw(model, capturable=True, **options))
+        train(run, model, torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True, **options))
 
     assert_ends_as_with_torch(loop, Place("cuda", "triton"))

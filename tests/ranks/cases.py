@@ -1,9 +1,8 @@
 """What the cases of several ranks are made of: meshes, parameters, gradients, a training loop, and its report.
 
 A case is a function of a rank that stands in the file of its tests. The pool's ranks import that file by its name. Set
-SCALER_UNDER_TEST=torch to run the cases with torch's own classes and see which of them torch gets wrong; RANKS_ON=cuda
-to run them on the GPU, which the ranks share, or on a GPU each where there are as many, and RANKS_OVER=nccl to have
-these meet over NCCL.
+RANKS_ON=cuda to run the cases on the GPU, which the ranks share, or on a GPU each where there are as many, and
+RANKS_OVER=nccl to have these meet over NCCL.
 """
 
 import functools
@@ -21,9 +20,12 @@ from rank_pool import BACKEND
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 
 DEVICE = os.environ.get("RANKS_ON", "cpu")
 GLOO_ON_GPU = DEVICE == "cuda" and BACKEND == "gloo"
@@ -93,42 +95,24 @@ def _gather_on_gpu() -> torch.library.Library:
 # Scalers, optimizers, and what they hold.
 
 
-def new_scaler(kind: str, **options: Any) -> Any:
+OURS = {"grad": GradScaler, "sharded": ShardedGradScaler}
+TORCHS = {"grad": torch.amp.GradScaler, "sharded": TorchSharded}
+
+
+def new_scaler(kind: str, classes: dict[str, Any] = OURS, **options: Any) -> Any:
     """Make a scaler with the tests' settings: "sharded", "grad", "world", which is "grad" for everybody, or "guard"."""
     if kind == "guard":
-        from scaler_triton import StepGuard
-
         return StepGuard(DEVICE, **{"spike_sigma": SIGMA, "window": WINDOW} | options)
     if kind == "world":
         kind, options = "grad", {"process_group": dist.group.WORLD} | options
     options = {"device": DEVICE, "init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL} | options
-    return scaler_class(kind)(**options)
-
-
-def torch_scaler(kind: str) -> Any:
-    return torch_class(kind)(DEVICE, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
-
-
-def scaler_class(kind: str) -> Any:
-    """Our class, or torch's when the environment asks for it."""
-    if os.environ.get("SCALER_UNDER_TEST") == "torch":
-        return torch_class(kind)
-    from scaler_triton import GradScaler, ShardedGradScaler
-
-    return {"sharded": ShardedGradScaler, "grad": GradScaler}[kind]
-
-
-def torch_class(kind: str) -> Any:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    return {"sharded": ShardedGradScaler, "grad": torch.amp.GradScaler}[kind]
+    return classes[kind](**options)
 
 
 def new_optimizer(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
     """Make an optimizer from a name such as "adamw" or "sgd-fused"."""
     kind, _, variant = name.partition("-")
-    classes = {each.__name__.lower(): each for each in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)}
-    classes["adagrad"] = torch.optim.Adagrad
+    classes = {each.__name__.lower(): each for each in vars(torch.optim).values() if isinstance(each, type)}
     return classes[kind](list(params), lr=LEARNING_RATE, **({variant: True} if variant else {}))
 
 
@@ -302,34 +286,25 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[str] = []
-
-    @property
-    def count(self) -> int:
-        return len(self.calls)
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor runs first and turns into the collectives that we count
-        name = func._schema.name
-        namespace, _, op = name.partition("::")
-        if namespace in self.NAMESPACES and op not in self.NOT_COLLECTIVES:
-            self.calls.append(name)
+        namespace, _, op = func._schema.name.partition("::")
+        self.count += namespace in self.NAMESPACES and op not in self.NOT_COLLECTIVES
         return func(*args, **(kwargs or {}))
 
 
 class FirstOpFails(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises an error instead of running the first op of a call; the ops after it run."""
+    """Runs out of memory in the first op of a call; the ops after it run."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.error = error or torch.OutOfMemoryError("out of memory")
-        self.raised = False
+    raised = False
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if not self.raised:
             self.raised = True
-            raise self.error
+            raise torch.OutOfMemoryError("out of memory")
         return func(*args, **(kwargs or {}))
 
 
@@ -398,19 +373,10 @@ class Report:
     trackers: list[int] = field(default_factory=list)
     stepped: list[bool | None] = field(default_factory=list)  # None: no local gradient to tell by
     collectives: list[int] = field(default_factory=list)
-    update_collectives: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)  # of a tolerant run, as "Type: text", else ""
     step_counts: list[float] = field(default_factory=list)  # of the optimizer's parameters
     finite: bool = True
     windows: list[list[float]] = field(default_factory=list)  # of a guard
-
-
-@dataclass(frozen=True)
-class Habits:
-    unscale: bool = False  # calls unscale_ itself
-    after_unscale: Callable[[], None] = lambda: None  # then clips, say
-    clip: Callable[[torch.optim.Optimizer], None] | None = None  # calls the scaler's clip_grad_norm_
-    tolerant: bool = False  # writes an exception down and goes on
 
 
 def train(
@@ -421,7 +387,10 @@ def train(
     faults: Iterable[Fault] = (),
     *,
     steps: int = STEPS,
-    habits: Habits | None = None,
+    unscale: bool = False,
+    after_unscale: Callable[[], None] = lambda: None,  # clips as torch does, say: its collectives do not count
+    clip: Callable[[torch.optim.Optimizer], Any] | None = None,  # by the scaler
+    tolerant: bool = False,  # writes an exception down and goes on
 ) -> Report:
     """Train as a user would and report; `backward(step)` leaves scaled gradients behind."""
     report, params = Report(), params_of(optimizer)
@@ -430,10 +399,20 @@ def train(
         backward(step)
         plant(faults, rank, step, params)
         before = _snapshot(params)
-        collectives, error = _scaler_step(scaler, optimizer, habits or Habits())
+        collectives, error = 0, None
+        first = scaler.unscale_ if unscale else clip
+        for method in (scaler.step,) if first is None else (first, scaler.step):
+            count, error = counted(method, optimizer)
+            collectives += count
+            if error is not None:
+                break
+            if method == scaler.unscale_:
+                after_unscale()
+        if error is not None and not tolerant:
+            raise error
         report.collectives.append(collectives)
-        report.errors.append(error)
-        report.update_collectives.append(collectives_of(scaler.update))
+        report.errors.append("" if error is None else described(error))
+        assert collectives_of(scaler.update) == 0
         report.stepped.append(_snapshot(params) != before if before else None)
         report.scales.append(float(scaler.get_scale()).hex())
         report.trackers.append(int(scaler._growth_tracker))
@@ -442,44 +421,19 @@ def train(
 
 
 def laid_out(
-    rank: int,
-    kind: str,
-    layout: str,
-    name: str,
-    faults: Iterable[Fault] = (),
-    *,
-    unscale: bool = False,
-    gradless: Sequence[int] = (),
+    rank: int, kind: str, layout: str, name: str, faults: Iterable[Fault], *, unscale: bool = False, gradless: Any = ()
 ) -> Report:
     """Train parameters in a named layout; `gradless` ranks have no gradients."""
     scaler, params = new_scaler(kind), LAYOUTS[layout]()
     # A param group each: fused kernels refuse a DTensor beside a plain parameter.
     optimizer = new_optimizer(name, [{"params": [param]} for param in params])
     backward = giving(scaler, params, range(len(params)) if rank in gradless else ())
-    return train(rank, scaler, optimizer, backward, faults, habits=Habits(unscale=unscale))
+    return train(rank, scaler, optimizer, backward, faults, unscale=unscale)
 
 
 def step_counts(optimizer: torch.optim.Optimizer) -> list[float]:
     states = [optimizer.state[param] for param in params_of(optimizer) if param in optimizer.state]
     return sorted({float(state["step"]) for state in states if "step" in state})
-
-
-def _scaler_step(scaler: Any, optimizer: torch.optim.Optimizer, habits: Habits) -> tuple[int, str]:
-    """Take one step; how many collectives it cost, and what it raised."""
-    calls = [scaler.unscale_] if habits.unscale else []
-    if habits.clip is not None:
-        calls = [habits.clip]
-    collectives = 0
-    for method in (*calls, scaler.step):
-        count, error = counted(method, optimizer)
-        collectives += count
-        if error is not None and not habits.tolerant:
-            raise error
-        if error is not None:
-            return collectives, described(error)
-        if method == scaler.unscale_:
-            habits.after_unscale()
-    return collectives, ""
 
 
 def _snapshot(params: Sequence[Tensor]) -> list[str]:
@@ -494,28 +448,28 @@ def scale_model(bad_steps: Iterable[int], steps: int = STEPS) -> tuple[list[str]
     """Scales (as hex) and trackers after each update, from the definition."""
     scale, tracker, scales, trackers = INIT_SCALE, 0, [], []
     for step in range(steps):
+        tracker = 0 if step in bad_steps else tracker + 1
         if step in bad_steps:
-            scale, tracker = scale * 0.5, 0
-        else:
-            tracker += 1
-            if tracker >= GROWTH_INTERVAL:
-                scale, tracker = scale * 2.0, 0
+            scale *= 0.5
+        elif tracker == GROWTH_INTERVAL:
+            scale, tracker = scale * 2.0, 0
         scales.append(scale.hex())
         trackers.append(tracker)
     return scales, trackers
 
 
 def assert_agreed(
-    reports: Sequence[Report], bad_steps: Sequence[int], collectives: int = 1, steps: int = STEPS
+    reports: Sequence[Report], bad_steps: Sequence[int], collectives: int = 1, steps: int = STEPS, kind: str = ""
 ) -> None:
     """Every rank skipped the bad steps and took the others, at the right scale, for `collectives` a step."""
-    scales, trackers = scale_model(bad_steps, steps)
+    expected = scale_model(bad_steps, steps)
     for rank, report in enumerate(reports):
-        assert report.scales == scales, f"scale on rank {rank}"
-        assert report.trackers == trackers, f"tracker on rank {rank}"
+        if kind == "guard":
+            assert report.scales == [(1.0).hex()] * steps, f"scale on rank {rank}"
+        else:
+            assert (report.scales, report.trackers) == expected, f"scale and tracker on rank {rank}"
         assert report.finite, f"a parameter on rank {rank} is not finite"
         for step, stepped in enumerate(report.stepped):
             assert stepped in (None, step not in bad_steps), f"rank {rank}, step {step}"
         assert report.step_counts in ([], [steps - len(bad_steps)]), f"step count on rank {rank}"
         assert report.collectives == [collectives] * steps, f"collectives on rank {rank}"
-        assert report.update_collectives == [0] * steps, f"update() on rank {rank} communicates"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ranks import cases
-from ranks.cases import Fault, Habits, Report
+from ranks.cases import TORCHS, Fault, Report
 
 STEPS = 8
 WIDTH = 8
@@ -125,14 +125,7 @@ def backward(model: nn.Module, step: int, part: tuple[int, int], scaler: Any = N
 
 
 def train(
-    rank: int,
-    model: nn.Module,
-    scaler: Any,
-    name: str,
-    faults: Sequence[Fault],
-    *,
-    clip: str = "",
-    part: tuple[int, int] = (0, 1),
+    rank: int, model: nn.Module, scaler: Any, name: str, faults: Sequence[Fault], *, clip: str = "", part: Any = (0, 1)
 ) -> tuple[Report, list[float]]:
     """Train, clipping by "torch", by "ours" or not at all; return the report and the norms before each clip."""
     optimizer, norms = cases.new_optimizer(name, model.parameters()), []
@@ -145,13 +138,9 @@ def train(
     def clip_by_ours(optimizer: torch.optim.Optimizer) -> None:
         norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM, model=model).item())
 
-    habits = {
-        "": Habits(),
-        "torch": Habits(unscale=True, after_unscale=clip_by_torch),
-        "ours": Habits(clip=clip_by_ours),
-    }[clip]
     step = lambda number: backward(model, number, part, scaler)  # noqa: E731
-    return cases.train(rank, scaler, optimizer, step, faults, steps=STEPS, habits=habits), norms
+    how = {"torch": {"unscale": True, "after_unscale": clip_by_torch}, "ours": {"clip": clip_by_ours}}.get(clip, {})
+    return cases.train(rank, scaler, optimizer, step, faults, steps=STEPS, **how), norms
 
 
 def full_params(model: nn.Module) -> list[Tensor]:
@@ -167,24 +156,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run, the single-process run beside it, the norms of both, and how far apart their parameters ended."""
+    """A run, the norms of it and of the single-process run beside it, and how far apart their parameters ended."""
 
     report: Report
-    reference: Report
     norms: list[float]
     expected_norms: list[float]
     distance: float
 
 
 def against_one_process(
-    rank: int,
-    kind: str,
-    wrapper: str,
-    name: str,
-    faults: Sequence[Fault],
-    *,
-    half: bool = False,
-    clip: str = "",
+    rank: int, kind: str, wrapper: str, name: str, faults: Sequence[Fault], *, half: bool = False, clip: str = ""
 ) -> Outcome:
     """Train a wrapped model on this rank's part of each batch, and the bare one on all of it, which torch clips."""
     net = Net()
@@ -194,7 +175,7 @@ def against_one_process(
     report, norms = train(rank, model, scaler, name, faults, clip=clip, part=part_of(wrapper, rank))
     skipped = [Fault(step, rank) for step in {fault.step for fault in faults}]
     by_torch = "torch" if clip else ""
-    reference, expected_norms = train(rank, bare, cases.torch_scaler("grad"), name, skipped, clip=by_torch)
+    _, expected_norms = train(rank, bare, cases.new_scaler("grad", TORCHS), name, skipped, clip=by_torch)
     pairs = zip(full_params(model), bare.parameters(), strict=True)
     distance = max(float((full - one).detach().abs().max()) for full, one in pairs)
-    return Outcome(report, reference, norms, expected_norms, distance)
+    return Outcome(report, norms, expected_norms, distance)

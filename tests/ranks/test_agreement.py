@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from ranks import cases
@@ -19,43 +19,26 @@ OPTIMIZERS = ["sgd", "adam", "adamw", "adagrad", "adamw-foreach"]
 FUSED = ["sgd-fused", "adam-fused", "adamw-fused", *cases.FUSED_ADAGRAD]
 
 
-def last(ranks):
-    """The highest rank: a bug that listens to rank 0 alone must not pass."""
-    return ranks.world_size - 1
-
-
 @UNSCALE
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", OPTIMIZERS + FUSED)
 def test_one_overflow_skips_everywhere(ranks, name, value, unscale):
-    reports = ranks.run(laid_out, "sharded", "plain", name, [Fault(1, last(ranks), value=value)], unscale=unscale)
+    fault = Fault(1, ranks.world_size - 1, value=value)  # a bug that listens to rank 0 alone must not pass
+    reports = ranks.run(laid_out, "sharded", "plain", name, [fault], unscale=unscale)
     assert_agreed(reports, [1])
 
 
 @UNSCALE
 @NAMES
-@pytest.mark.parametrize("gradless", [0, 1])
+@pytest.mark.parametrize("gradless", [[0], [1], [0, 1]])
 @pytest.mark.parametrize(
     ("kind", "layout"), [("sharded", "plain"), ("sharded", "line-shards"), ("grad", "line-shards")]
 )
 def test_a_rank_without_gradients_follows(ranks, kind, layout, name, gradless, unscale):
-    faults = [Fault(1, 1 - gradless)]
-    reports = ranks.run(laid_out, kind, layout, name, faults, unscale=unscale, gradless=[gradless])
-    assert_agreed(reports, [1])
-    assert reports[gradless].stepped == [None] * cases.STEPS
-
-
-@NAMES
-def test_nobody_with_gradients_is_a_good_step(two, name):
-    assert_agreed(two.run(laid_out, "sharded", "plain", name, [], gradless=[0, 1]), [])
-
-
-@UNSCALE
-@NAMES
-def test_a_plain_grad_scaler_asks_nobody(two, name, unscale):
-    # Equal faults on all ranks, as DDP's reduced gradients have: right without a collective.
-    reports = two.run(laid_out, "grad", "plain", name, [Fault(1, 0), Fault(1, 1)], unscale=unscale)
-    assert_agreed(reports, [1], collectives=0)
+    faults = [Fault(1, rank) for rank in {0, 1} - {*gradless}]
+    reports = ranks.run(laid_out, kind, layout, name, faults, unscale=unscale, gradless=gradless)
+    assert_agreed(reports, [1] * len(faults))
+    assert [reports[rank].stepped for rank in gradless] == [[None] * cases.STEPS] * len(gradless)
 
 
 # Ranks that differ from each other.
@@ -63,12 +46,9 @@ def test_a_plain_grad_scaler_asks_nobody(two, name, unscale):
 
 def differing(rank: int, what: str, name: str, faults: Sequence[Fault]) -> cases.Report:
     """Ranks that share nothing but the flag, each with an optimizer of its own."""
-    scaler = new_scaler("sharded")
-    params, without, habits = [plain_param(3), plain_param(2, 2)], [], cases.Habits()
-    if what == "fused on one":
-        name = ["adamw", "adamw-fused"][rank]
-    if what == "unscale_ on some":
-        habits = cases.Habits(unscale=rank % 2 == 0)
+    scaler, params, without = new_scaler("sharded"), [plain_param(3), plain_param(2, 2)], []
+    if what == "fused on some":
+        name = ["adamw", "adamw-fused"][rank % 2]
     if what == "stages":  # another number of parameters, other shapes, other dtypes
         dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
         params = [plain_param(rank + 2, dtype=dtypes[(rank + i) % 4]) for i in range(rank + 1)]
@@ -78,32 +58,28 @@ def differing(rank: int, what: str, name: str, faults: Sequence[Fault]) -> cases
     if what == "patched":  # as kohya-ss wraps it to allow fp16
         inner = scaler._unscale_grads_
         scaler._unscale_grads_ = lambda optimizer, inv, found, allow_fp16: inner(optimizer, inv, found, True)
-    if what == "come and go":  # as in a mixture of experts
-        params, name = [plain_param(2) for _ in range(4)], name.replace("adamw", "sgd")  # which counts no steps
 
     def backward(step: int) -> None:
-        cases.give_grads(scaler, params, step, [1 + (rank + step) % 3] if what == "come and go" else without)
-        if what == "sparse" and rank % 2:
+        cases.give_grads(scaler, params, step, without)
+        if what == "sparse on some" and rank % 2:
             rows = params[1].grad.clone() / 2
             params[1].grad = torch.sparse_coo_tensor([[1, 1]], rows, params[1].shape, check_invariants=True)
 
-    return cases.train(rank, scaler, new_optimizer(name, params), backward, faults, habits=habits)
+    return cases.train(rank, scaler, new_optimizer(name, params), backward, faults)
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_fused_on_one_rank_and_plain_on_another(two, bad):
-    assert_agreed(two.run(differing, "fused on one", "", [Fault(1, bad)]), [1])
-
-
-@NAMES
-@pytest.mark.parametrize("what", ["unscale_ on some", "stages", "frozen and empty", "come and go", "patched"])
-def test_ranks_share_nothing_but_the_flag(ranks, what, name):
-    bad = 0 if what == "frozen and empty" else last(ranks)
-    assert_agreed(ranks.run(differing, what, name, [Fault(1, bad)]), [1])
-
-
-def test_sparse_gradients_on_some_ranks(ranks):
-    assert_agreed(ranks.run(differing, "sparse", "sgd", [Fault(1, 1, param=1)]), [1])
+@pytest.mark.parametrize(
+    ("what", "name", "bad"),
+    [
+        ("fused on some", "", 0),
+        ("fused on some", "", -1),
+        ("sparse on some", "sgd", -1),
+        *((what, name, -1) for what in ("stages", "patched") for name in ("adamw", "adamw-fused")),
+        *(("frozen and empty", name, 0) for name in ("adamw", "adamw-fused")),
+    ],
+)
+def test_ranks_share_nothing_but_the_flag(ranks, what, name, bad):
+    assert_agreed(ranks.run(differing, what, name, [Fault(1, bad % ranks.world_size, -1)]), [1])
 
 
 # Gradients on a GPU, and others that were offloaded to the host.
@@ -123,8 +99,7 @@ def two_devices(rank: int, name: str, faults: Sequence[Fault], *, apart: bool, h
             param.grad = torch.full_like(param, 2.0 ** (step - 3) * factor)
 
     clip = partial(scaler.clip_grad_norm_, max_norm=1.0) if how == "clip" else None
-    habits = cases.Habits(unscale=how == "unscale_", clip=clip)
-    return cases.train(rank, scaler, optimizer, backward, faults, habits=habits)
+    return cases.train(rank, scaler, optimizer, backward, faults, unscale=how == "unscale_", clip=clip)
 
 
 @pytest.mark.gpu
@@ -150,27 +125,22 @@ def pipeline(rank: int, name: str, faults: Sequence[Fault]) -> tuple[cases.Repor
     stage = PipelineStage(layers[rank], rank, len(layers), cases.this_device())
     scaler, optimizer = new_scaler("sharded"), new_optimizer(name, layers[rank].parameters())
     schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, y: scaler.scale(nn.functional.mse_loss(output, y)))
+    inputs = [cases.drawn((8, 6), torch.Generator().manual_seed(step)) for step in range(cases.STEPS)]
 
     def backward(step: int) -> None:
-        x, y = _pipeline_batch(step)
         if not stage.is_last:
             scaler.scale(torch.zeros(()))
-        schedule.step(*[x] * stage.is_first, **({"target": y, "losses": []} if stage.is_last else {}))
+        target = {"target": inputs[step].sin(), "losses": []} if stage.is_last else {}
+        schedule.step(*[inputs[step]] * stage.is_first, **target)
 
     report = cases.train(rank, scaler, optimizer, backward, faults)
-    reference, bad = new_optimizer(name, bare.parameters()), {fault.step for fault in faults}
-    for step in sorted({*range(cases.STEPS)} - bad):
-        x, y = _pipeline_batch(step)
+    reference = new_optimizer(name, bare.parameters())
+    for step in sorted({*range(cases.STEPS)} - {fault.step for fault in faults}):
         reference.zero_grad()
-        nn.functional.mse_loss(bare(x), y).backward()
+        nn.functional.mse_loss(bare(inputs[step]), inputs[step].sin()).backward()
         reference.step()
     pairs = zip(layers[rank].parameters(), bare[rank].parameters(), strict=True)
     return report, max(float((ours - one).detach().abs().max()) for ours, one in pairs)
-
-
-def _pipeline_batch(step: int) -> tuple[Tensor, Tensor]:
-    x = cases.drawn((8, 6), torch.Generator().manual_seed(step))
-    return x, x.sin()
 
 
 @pytest.mark.skipif(cases.GLOO_ON_GPU, reason="gloo sends no GPU's tensors from rank to rank")

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -40,10 +39,12 @@ def whole_step(rank: int, kind: str, name: str, faults: list[Fault], *, compiled
 
     # Imports of torch's compiler meet deprecated parts of torch; where there is a GPU the reset is one of them.
     warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
+    # After a graph break Dynamo asks every tensor it meets for `.grad`, the scaled loss, too.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     torch.compiler.reset()
     counters.clear()
     if compiled:
-        step = _compiled(step)
+        step = torch.compile(step, backend="aot_eager")
     while len(left) < STEPS:
         with torch._dynamo.config.patch(error_on_recompile=len(left) >= WARM_UP):
             step(torch.linspace(-1, 1, 8).reshape(2, 4))
@@ -64,12 +65,6 @@ def ops_on_shards(rank: int, *, compiled: bool) -> tuple[list[float], float, flo
     found_inf = torch.zeros(())
     norm = (torch.compile(unscale, backend="aot_eager", fullgraph=True) if compiled else unscale)(gradient, found_inf)
     return gradient.to_local().tolist(), found_inf.item(), norm.item()
-
-
-def _compiled(step: Any) -> Any:
-    # After a graph break Dynamo asks every tensor it meets for `.grad`, the scaled loss, too.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    return torch.compile(step, backend="aot_eager")
 
 
 FAULTS = [Fault(1, 1), Fault(4, 0)]  # while compiling, and after

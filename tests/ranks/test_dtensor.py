@@ -1,6 +1,6 @@
 """DTensor parameters in every layout: who must agree follows from the meshes, and costs one collective."""
 
-import warnings
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ranks import cases
@@ -17,38 +16,24 @@ from ranks.cases import KINDS, LAYOUTS, UNSCALE, Fault, assert_agreed, laid_out,
 pytestmark = pytest.mark.distributed
 
 FUSED = pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
-# Fused SGD and Adagrad have no DTensor rule in torch itself.
-WAYS = pytest.mark.parametrize(
-    ("name", "unscale"),
-    [("sgd", False), ("adamw", True), ("adamw-fused", False), ("adamw-fused", True)],
-    ids=["sgd", "adamw-unscale_", "fused", "fused-unscale_"],
-)
 LINES = [name for name in LAYOUTS if "line" in name]
 SQUARES = [name for name in LAYOUTS if "line" not in name and name != "plain"]
 
 
 @KINDS
-@WAYS
-@pytest.mark.parametrize("layout", LINES)
-def test_on_a_line(ranks, kind, layout, name, unscale):
+# Fused SGD and Adagrad have no DTensor rule in torch itself.
+@pytest.mark.parametrize(
+    ("name", "unscale"), [("sgd", False), ("adamw", True), ("adamw-fused", False), ("adamw-fused", True)]
+)
+@pytest.mark.parametrize(
+    ("world", "layout"), [*itertools.product(["two", "four"], LINES), *(("four", layout) for layout in SQUARES)]
+)
+def test_one_overflow_is_everybodys_in_every_layout(request, kind, world, layout, name, unscale):
+    ranks = request.getfixturevalue(world)
     # An inf in the parameter that is sharded the most hits one rank alone.
     most = 0 if layout in ("line-replicated-last", "line-beside-plain") else -1
     fault = Fault(1, ranks.world_size - 1, most)
     assert_agreed(ranks.run(laid_out, kind, layout, name, [fault], unscale=unscale), [1])
-
-
-@KINDS
-@WAYS
-@pytest.mark.parametrize("layout", SQUARES)
-def test_on_a_square(four, kind, layout, name, unscale):
-    assert_agreed(four.run(laid_out, kind, layout, name, [Fault(1, 3, -1)], unscale=unscale), [1])
-
-
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("layout", ["square-half-replicated-first", "two-slices", "expert-parallel-slice"])
-def test_an_inf_on_any_rank_of_a_square(four, layout, rank):
-    for param in (0, 1):
-        assert_agreed(four.run(laid_out, "grad", layout, "adamw", [Fault(1, rank, param)]), [1])
 
 
 # Which ranks the meshes name.
@@ -56,7 +41,7 @@ def test_an_inf_on_any_rank_of_a_square(four, layout, rank):
 
 def on_meshes(rank: int, kind: str, what: str, name: str, faults: Sequence[Fault], unscale: bool = False) -> Any:
     """Parameters of one optimizer on a mesh that is not the world's, or on several."""
-    scaler, habits = new_scaler(kind), cases.Habits(unscale=unscale)
+    scaler = new_scaler(kind)
     if what == "a slice":
         params = [cases.dtensor_param(cases.square()["tp"], [Shard(0)])]
     if what.startswith("the world beside a pair"):  # dense layers, and experts on a mesh that knows no larger one
@@ -68,7 +53,8 @@ def on_meshes(rank: int, kind: str, what: str, name: str, faults: Sequence[Fault
         if rank > 1:
             return None
         params = [cases.dtensor_param(pair, [Replicate(), Shard(0)])]
-    return cases.train(rank, scaler, new_optimizer(name, params), cases.giving(scaler, params), faults, habits=habits)
+    optimizer = new_optimizer(name, params)
+    return cases.train(rank, scaler, optimizer, cases.giving(scaler, params), faults, unscale=unscale)
 
 
 @FUSED
@@ -123,48 +109,21 @@ def test_a_square_mesh_over_a_part_of_the_world_reduces_along_both_sides(four, o
     assert_agreed(reports, [1], collectives=2)
 
 
-def an_optimizer_each(rank: int, kind: str, layout: str) -> list[str]:
-    """Two steps with two optimizers for each parameter of a layout; the warnings."""
-    scaler = new_scaler(kind)
-    optimizers = [new_optimizer("sgd", [param]) for _ in range(2) for param in LAYOUTS[layout]()]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(2):
-            for optimizer in optimizers:
-                cases.give_grads(scaler, cases.params_of(optimizer), step)
-                scaler.step(optimizer)
-            scaler.update()
-    return [str(each.message) for each in caught]
-
-
-def test_optimizers_that_agree_over_other_ranks_are_warned_of_once(four):
-    for rank, texts in enumerate(four.run(an_optimizer_each, "grad", "expert-parallel-slice")):
-        (text,) = texts
-        assert "Use scaler_triton.ShardedGradScaler, or pass process_group=" in text
-        assert f"here {[[0, 2], [1, 3]][rank % 2]} and [0, 1, 2, 3]:" in text
-    for kind, layout in (("sharded", "expert-parallel-slice"), ("world", "two-slices"), ("grad", "expert-parallel")):
-        assert four.run(an_optimizer_each, kind, layout) == [[]] * 4
-
-
 # Gradients that are not placed as their parameter is.
 
 
-def _under_way(local: Tensor) -> Tensor:
-    return placed(local, Partial()).redistribute(placements=[Replicate()], async_op=True)
-
-
 def one_step(
-    rank: int, kind: str, name: str, what: str, scale: float = 8.0, value: float = 1.0, unscale: bool = False
+    rank: int, kind: str, name: str, what: str, scale: float, value: float, unscale: bool
 ) -> tuple[cases.Report, list[float]]:
     """A replicated parameter whose gradient, `value` on every rank, is a sum to be taken, or one under way."""
     scaler, param = new_scaler(kind, init_scale=scale), cases.dtensor_param(line(), [Replicate()])
 
     def backward(_step: int) -> None:
-        local = scaler.scale(torch.ones(2, 3)) * value
-        param.grad = placed(local, Partial()) if what == "partial" else _under_way(local)
+        param.grad = placed(scaler.scale(torch.ones(2, 3)) * value, Partial())
+        if what == "under way":
+            param.grad = param.grad.redistribute(placements=[Replicate()], async_op=True)
 
-    habits = cases.Habits(unscale=unscale)
-    report = cases.train(rank, scaler, new_optimizer(name, [param]), backward, steps=1, habits=habits)
+    report = cases.train(rank, scaler, new_optimizer(name, [param]), backward, steps=1, unscale=unscale)
     return report, cases.numbers(param)
 
 
@@ -172,7 +131,7 @@ def one_step(
 @UNSCALE
 @pytest.mark.parametrize("what", ["partial", "under way"])
 def test_sums_of_gradients_are_waited_for(two, kind, what, unscale):
-    for report, values in two.run(one_step, kind, "sgd", what, unscale=unscale):
+    for report, values in two.run(one_step, kind, "sgd", what, 8.0, 1.0, unscale):
         assert report.stepped == [True]
         assert values == [1.0 - 2 * cases.LEARNING_RATE] * 6
 
@@ -183,7 +142,6 @@ def test_sums_of_gradients_are_waited_for(two, kind, what, unscale):
 def test_partial_gradients_whose_sum_overflows_spare_the_weights(two, kind, name, unscale):
     """Difference 17 from torch."""
     # 2^127 on every rank is finite, their sum is not: it must be skipped, or unscaled before it is summed.
-    results = two.run(one_step, kind, name, "partial", scale=2.0**100, value=2.0**27, unscale=unscale)
-    assert all(report.finite for report, _ in results)
-    (first, weights), (second, same_weights) = results
-    assert (first.scales, first.stepped, weights) == (second.scales, second.stepped, same_weights)
+    (first, weights), second = two.run(one_step, kind, name, "partial", 2.0**100, 2.0**27, unscale)
+    assert first.finite
+    assert (first, weights) == second

@@ -10,25 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ranks import cases
-from ranks.cases import KINDS, NAMES, STEPS, UNSCALE, Habits, Report, new_optimizer, new_scaler, scale_model, train
+from ranks.cases import KINDS, NAMES, STEPS, UNSCALE, Fault, Report, assert_agreed, new_optimizer, new_scaler, train
 
 pytestmark = pytest.mark.distributed
 
 BAD_STEP = 1
 TOLD = "RuntimeError: Another rank failed to check its gradients"
-
-
-def assert_skipped_once(reports: Sequence[Report], bad_step: int) -> None:
-    """Everybody skipped the bad step and no other, for one collective a step, whoever raised."""
-    scales, trackers = scale_model([bad_step])
-    for report in reports:
-        assert report.scales == scales
-        assert report.trackers == trackers
-        assert report.stepped == [step != bad_step for step in range(STEPS)]
-        assert report.step_counts in ([], [STEPS - 1.0])  # SGD counts nothing
-        assert report.collectives == [1] * STEPS
-        assert report.update_collectives == [0] * STEPS
-        assert not any(error for step, error in enumerate(report.errors) if step != bad_step)
 
 
 # A check that fails.
@@ -42,9 +29,9 @@ FLAWS: dict[str, tuple[Callable[[Tensor], Tensor], Any, str]] = {  # of a parame
 }
 
 
-def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool, options: dict[str, Any] | None = None) -> Report:
+def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool, options: dict[str, Any]) -> Report:
     """At one step the last rank cannot check its gradients; all write errors down and go on."""
-    scaler, params = new_scaler(kind, **options or {}), cases.agreeing_params(kind)
+    scaler, params = new_scaler(kind, **options), cases.agreeing_params(kind)
     is_bad = rank == dist.get_world_size() - 1
     (data, grad, _), ones = FLAWS[flaw if is_bad else "no memory"], torch.ones(2, 2)
     odd_one = nn.Parameter(data(ones))
@@ -63,23 +50,39 @@ def flawed(rank: int, kind: str, name: str, flaw: str, unscale: bool, options: d
         with cases.FirstOpFails():
             call(*args)
 
-    return train(rank, scaler, optimizer, backward, habits=Habits(unscale=unscale, tolerant=True))
+    return train(rank, scaler, optimizer, backward, unscale=unscale, tolerant=True)
 
 
 def bad_step_of(flaw: str) -> int:
     return 0 if flaw == "never scaled" else BAD_STEP
 
 
-@KINDS
+KINDS_THAT_CHECK = [("grad", {}), ("sharded", {}), ("sharded", {"measure": True}), ("guard", {})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "flaw"),
+    [
+        *((*kind, flaw) for kind in KINDS_THAT_CHECK for flaw in FLAWS if (kind[0], flaw) != ("guard", "never scaled")),
+        ("guard", {"spike_sigma": None}, "expanded"),
+    ],
+    ids=str,
+)
 @UNSCALE
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused", "old style"])
-@pytest.mark.parametrize("flaw", FLAWS)
-def test_a_rank_alone_with_a_check_that_fails(ranks, kind, name, flaw, unscale):
-    *peers, failed = reports = ranks.run(flawed, kind, name, flaw, unscale)
-    assert_skipped_once(reports, bad_step_of(flaw))
-    assert re.match(FLAWS[flaw][2], failed.errors[bad_step_of(flaw)])
+def test_a_rank_alone_with_a_check_that_fails(ranks, kind, options, name, flaw, unscale):
+    *peers, failed = reports = ranks.run(flawed, kind, name, flaw, unscale, options)
+    bad_step = bad_step_of(flaw)
+    assert_agreed(reports, [bad_step], kind=kind)
+    assert re.match(FLAWS[flaw][2], failed.errors[bad_step])
+    for report in reports:
+        assert None not in report.stepped
+        assert [step for step, error in enumerate(report.errors) if error and step != bad_step] == []
+        windows = [] if kind != "guard" or options else [STEPS - 1]
+        assert report.windows == reports[0].windows
+        assert [len(norms) for norms in report.windows] == windows
     for peer in peers:
-        assert peer.errors[bad_step_of(flaw)].startswith(TOLD if name in ("sgd", "adamw") else "")
+        assert peer.errors[bad_step].startswith(TOLD if name in ("sgd", "adamw") else "")
 
 
 # A wrong order of calls.
@@ -124,19 +127,16 @@ class OldStyle(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None, *, grad_scaler: Any = None) -> None:
-        """Ask for the flag once per param group, as apex does, and unscale unless somebody has."""
+        """Ask for the flag once per param group of one parameter, as apex does, and unscale unless somebody has."""
         ready = grad_scaler._per_optimizer_states[id(self)]["stage"].name == "READY"
-        for group in self.param_groups:
-            if self.only_with_gradients and all(param.grad is None for param in group["params"]):
+        for param in cases.params_of(self):
+            if self.only_with_gradients and param.grad is None:
                 continue
             flags = grad_scaler._check_inf_per_device(self)
             self.asked.append({device.type: flag.item() for device, flag in flags.items()})
-            found_inf = flags[group["params"][0].device]
             scale = grad_scaler._get_scale_async() if ready else 1.0
-            if not found_inf.item():
-                for param in group["params"]:
-                    if param.grad is not None:
-                        cases.local_of(param).sub_(cases.local_of(param.grad) / scale, alpha=group["lr"])
+            if param.grad is not None and not flags[param.device].item():
+                cases.local_of(param).sub_(cases.local_of(param.grad) / scale, alpha=cases.LEARNING_RATE)
 
 
 def old_style(rank: int, kind: str, unscale: bool, gradless: Sequence[int], always: bool) -> tuple[Report, Any]:
@@ -145,8 +145,7 @@ def old_style(rank: int, kind: str, unscale: bool, gradless: Sequence[int], alwa
     params = [*cases.agreeing_params(kind), cases.plain_param(2), cases.plain_param(4)]
     optimizer = OldStyle([{"params": [param]} for param in params], only_with_gradients=not always)
     backward = cases.giving(scaler, params, range(len(params)) if rank in gradless else ())
-    habits = Habits(unscale=unscale)
-    return train(rank, scaler, optimizer, backward, [cases.Fault(BAD_STEP, 1, -1)], habits=habits), optimizer.asked
+    return train(rank, scaler, optimizer, backward, [Fault(BAD_STEP, 1, -1)], unscale=unscale), optimizer.asked
 
 
 @KINDS
@@ -154,10 +153,7 @@ def old_style(rank: int, kind: str, unscale: bool, gradless: Sequence[int], alwa
 @pytest.mark.parametrize(("gradless", "always"), [((), True), ((0,), True), ((0,), False)])
 def test_old_style_optimizers_ask_often_or_never_and_cost_one_collective(two, kind, unscale, gradless, always):
     for rank, (report, asked) in enumerate(two.run(old_style, kind, unscale, gradless, always)):
-        assert report.scales == scale_model([BAD_STEP])[0]
-        assert report.collectives == [1] * STEPS
+        assert_agreed([report], [BAD_STEP])
         groups = len(asked) // STEPS
         assert groups >= 3 or rank in gradless
         assert asked == [{cases.DEVICE: float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
-        if rank not in gradless:
-            assert report.stepped == [step != BAD_STEP for step in range(STEPS)]

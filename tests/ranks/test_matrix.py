@@ -1,12 +1,13 @@
 """Whole training runs under every wrapper: what README.md's table shows, and what one process does."""
 
+import itertools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from ranks import cases, models
-from ranks.cases import KINDS, Fault, Report, assert_agreed
+from ranks.cases import Fault, Report, assert_agreed
 from ranks.models import STEPS, Net, against_one_process
 
 pytestmark = pytest.mark.distributed
@@ -17,34 +18,23 @@ README = Path(__file__).parents[2] / "README.md"
 # README.md's yes/no table: do all ranks agree on a step that overflows, with torch's class and with ours?
 
 
-class Row(NamedTuple):
-    """One way to spread a model, the class its users take, and where an overflow shows up by itself."""
-
-    name: str
-    wrapper: str
-    kind: str
-    faults: tuple[tuple[int, int], ...]  # (rank, parameter): DDP's gradients are equal, HSDP's on both replicas
-
-
-ROWS = [
-    Row("DDP", "ddp", "grad", ((0, 0), (1, 0), (2, 0), (3, 0))),
-    Row("FSDP1", "fsdp1-full", "sharded", ((1, 0),)),
-    Row("FSDP2", "fsdp2", "grad", ((1, 0),)),
-    Row("HSDP (FSDP2)", "hsdp2", "grad", ((1, 0), (3, 0))),
-    Row("TP + FSDP2", "fsdp2-tp", "grad", ((1, 2),)),
-]
-CLASS_NAMES = {"grad": "GradScaler", "sharded": "ShardedGradScaler"}
-# TP's local clip would mix meshes, which torch refuses: there `unscale_` is called without it.
-UNSCALE = {"fsdp2-tp": [False]}
+# How README.md names it: the wrapper, the class its users take, and where an overflow shows up by itself.
+ROWS: dict[str, tuple[str, str, list[Fault]]] = {
+    "DDP, `GradScaler`": ("ddp", "grad", [Fault(2, rank) for rank in range(4)]),  # gradients are equal
+    "FSDP1, `ShardedGradScaler`": ("fsdp1-full", "sharded", [Fault(2, 1)]),
+    "FSDP2, `GradScaler`": ("fsdp2", "grad", [Fault(2, 1)]),
+    "HSDP (FSDP2), `GradScaler`": ("hsdp2", "grad", [Fault(2, 1), Fault(2, 3)]),  # on both replicas
+    "TP + FSDP2, `GradScaler`": ("fsdp2-tp", "grad", [Fault(2, 1, 2)]),
+}
 
 
-def row_run(rank: int, row: Row, whose: str, optimizer: str, unscale: bool) -> Report | str:
+def row_run(
+    rank: int, wrapper: str, kind: str, faults: list[Fault], classes: dict[str, Any], optimizer: str, clip: str
+) -> Report | str:
     """Train a few steps, one of them overflowing; what is left, or the error if the scaler raised."""
-    scaler = cases.torch_scaler(row.kind) if whose == "torch" else cases.new_scaler(row.kind)
-    model = models.WRAPPERS[row.wrapper](Net())
-    faults = [Fault(2, at, param) for at, param in row.faults]
+    model, scaler = models.WRAPPERS[wrapper](Net()), cases.new_scaler(kind, classes)
     try:
-        return models.train(rank, model, scaler, optimizer, faults, clip="torch" if unscale else "")[0]
+        return models.train(rank, model, scaler, optimizer, faults, clip=clip)[0]
     except RuntimeError as error:
         return str(error)
 
@@ -57,22 +47,19 @@ def agreed(reports: list[Report | str]) -> bool:
     return len(traces) == 1 and all(report.finite for report in reports)
 
 
-def cell(four: Any, row: Row, whose: str, optimizer: str) -> str:
-    """ "yes" if the ranks agree with and without `unscale_`."""
-    ways = UNSCALE.get(row.wrapper, [False, True])
-    return "yes" if all(agreed(four.run(row_run, row, whose, optimizer, way)) for way in ways) else "**no**"
-
-
 def test_readme_matrix(four):
     lines = ["| | torch, plain | torch, fused | ours, plain | ours, fused |", "| --- | --- | --- | --- | --- |"]
-    for row in ROWS:
-        cells = [cell(four, row, whose, name) for whose in ("torch", "ours") for name in ("adamw", "adamw-fused")]
-        assert cells[2:] == ["yes", "yes"], row.name
-        lines.append(f"| {row.name}, `{CLASS_NAMES[row.kind]}` | {' | '.join(cells)} |")
-    text = README.read_text()
-    begin, end = "<!-- matrix -->\n", "\n<!-- /matrix -->"
-    shown = text[text.index(begin) + len(begin) : text.index(end)]
-    assert shown == "\n".join(lines), "README.md's table is not what was measured:\n" + "\n".join(lines)
+    for name, row in ROWS.items():
+        # With unscale_ and without; TP's local clip would mix meshes, which torch refuses.
+        clips = [""] if row[0] == "fsdp2-tp" else ["", "torch"]
+        cells = []
+        for classes, optimizer in itertools.product((cases.TORCHS, cases.OURS), ("adamw", "adamw-fused")):
+            is_right = all(agreed(four.run(row_run, *row, classes, optimizer, clip)) for clip in clips)
+            cells.append("yes" if is_right else "**no**")
+        assert cells[2:] == ["yes", "yes"], name
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    assert f"<!-- matrix -->\n{table}\n<!-- /matrix -->" in README.read_text(), f"measured was:\n{table}"
 
 
 # Beside one process that skips the same steps.
@@ -84,19 +71,25 @@ FP32_DISTANCE = 2e-5
 FP16_DISTANCE = 2e-2
 
 BAD_STEPS = [2, 5]
-FSDP1_TWO, FSDP1_FOUR = (
-    [f"fsdp1-{how}{flat}" for how in hows for flat in ("", "-flat")]
-    for hows in (["full", "grad-op", "no-shard"], ["full", "hybrid"])
-)
-NAMES = pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
-CLIP = pytest.mark.parametrize("clip", ["", "torch", "ours"])
-CLIP_BY_OURS = pytest.mark.parametrize("clip", ["", "ours"])  # torch's would mix meshes
+FSDP1 = [f"fsdp1-{how}{flat}" for how in ("full", "grad-op", "no-shard") for flat in ("", "-flat")]
+FSDP1_ON_FOUR = ["fsdp1-full", "fsdp1-full-flat", "fsdp1-hybrid", "fsdp1-hybrid-flat"]
+NAMES = ["sgd", "adamw", "adamw-fused"]
+BOTH = ["grad", "sharded"]
+BY_ANY, BY_OURS = ["", "torch", "ours"], ["", "ours"]  # in two dimensions torch's clip would mix meshes
+RUNS = [  # how many ranks, wrappers, scalers, optimizers, and how they clip
+    ("two", ["ddp"], BOTH, NAMES, BY_ANY),
+    ("two", FSDP1, ["sharded"], NAMES, BY_ANY),
+    ("two", ["fsdp1-full", "fsdp1-full-flat"], ["world"], NAMES, BY_ANY),
+    ("four", FSDP1_ON_FOUR, ["sharded"], ["sgd-fused", "adamw-fused", "adam"], BY_OURS),
+    ("two", ["fsdp2"], BOTH, NAMES, BY_ANY),
+    ("four", ["fsdp2"], BOTH, NAMES, BY_ANY),
+    ("four", ["hsdp2", "fsdp2-tp"], BOTH, NAMES, BY_OURS),
+]
 
 
 def assert_like_one_process(outcomes, limit=FP32_DISTANCE, collectives=1):
-    """The ranks agree, took the reference's steps, clipped by its norms, and ended where it did."""
+    """The ranks agree, clipped by the norms of the one process, and ended where it did."""
     assert_agreed([outcome.report for outcome in outcomes], BAD_STEPS, collectives=collectives, steps=STEPS)
-    assert_agreed([outcome.reference for outcome in outcomes], BAD_STEPS, collectives=0, steps=STEPS)
     for outcome in outcomes:
         assert outcome.distance <= limit
         good = [step for step in range(STEPS) if outcome.norms and step not in BAD_STEPS]
@@ -109,47 +102,17 @@ def one_rank_at_a_time(world_size):
     return [Fault(BAD_STEPS[0], 1), Fault(BAD_STEPS[1], world_size - 1)]
 
 
-@CLIP
-@NAMES
-@KINDS
-def test_ddp(two, kind, name, clip):
-    everywhere = [Fault(step, rank) for step in BAD_STEPS for rank in range(2)]  # as reduced gradients have it
-    faults = everywhere if kind == "grad" else one_rank_at_a_time(2)
-    outcomes = two.run(against_one_process, kind, "ddp", name, faults, clip=clip)
-    assert_like_one_process(outcomes, collectives=0 if kind == "grad" else 1)
-
-
-@CLIP
-@NAMES
 @pytest.mark.parametrize(
-    ("kind", "wrapper"), [*(("sharded", each) for each in FSDP1_TWO), ("world", FSDP1_TWO[0]), ("world", FSDP1_TWO[1])]
+    ("world", "wrapper", "kind", "name", "clip"),
+    [(world, *each) for world, *lists in RUNS for each in itertools.product(*lists)],
 )
-def test_fsdp1_on_two_ranks(two, kind, wrapper, name, clip):
-    assert_like_one_process(two.run(against_one_process, kind, wrapper, name, one_rank_at_a_time(2), clip=clip))
-
-
-@CLIP_BY_OURS
-@pytest.mark.parametrize("name", ["sgd-fused", "adamw-fused", "adam"])
-@pytest.mark.parametrize("wrapper", FSDP1_FOUR)
-def test_fsdp1_on_four_ranks(four, wrapper, name, clip):
-    faults = one_rank_at_a_time(4)
-    assert_like_one_process(four.run(against_one_process, "sharded", wrapper, name, faults, clip=clip))
-
-
-@CLIP
-@NAMES
-@KINDS
-def test_fsdp2(ranks, kind, name, clip):
-    faults = one_rank_at_a_time(ranks.world_size)
-    assert_like_one_process(ranks.run(against_one_process, kind, "fsdp2", name, faults, clip=clip))
-
-
-@CLIP_BY_OURS
-@NAMES
-@KINDS
-@pytest.mark.parametrize("wrapper", ["hsdp2", "fsdp2-tp"])
-def test_fsdp2_on_two_dimensions(four, kind, wrapper, name, clip):
-    assert_like_one_process(four.run(against_one_process, kind, wrapper, name, one_rank_at_a_time(4), clip=clip))
+def test_like_one_process(request, world, wrapper, kind, name, clip):
+    ranks = request.getfixturevalue(world)
+    equal = (wrapper, kind) == ("ddp", "grad")  # reduced gradients overflow everywhere
+    everywhere = [Fault(step, rank) for step in BAD_STEPS for rank in range(2)]
+    faults = everywhere if equal else one_rank_at_a_time(ranks.world_size)
+    outcomes = ranks.run(against_one_process, kind, wrapper, name, faults, clip=clip)
+    assert_like_one_process(outcomes, collectives=0 if equal else 1)
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp1-full", "fsdp1-full-flat", "fsdp1-no-shard", "fsdp2"])

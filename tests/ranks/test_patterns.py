@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ranks import cases
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 6
 BAD = {1: 1, 4: 0}  # at which steps which rank's loss is infinite
-Seen = list[str]
 
 
 class Run:
@@ -29,11 +27,11 @@ class Run:
 
     def __init__(self, rank: int, base: Any) -> None:
         self.rank, self.base = rank, base
-        self.seen: Seen = []
+        self.seen: list[str] = []
 
-    def loss(self, model: nn.Module, step: int, seed: int = 0) -> Tensor:
+    def loss(self, model: nn.Module, step: int) -> Tensor:
         """The loss of this rank's own batch."""
-        inputs = cases.drawn((4, 8), torch.Generator().manual_seed(100 * step + 10 * seed + self.rank))
+        inputs = cases.drawn((4, 8), torch.Generator().manual_seed(100 * step + self.rank))
         loss = (model(inputs) - inputs.sin()).square().mean()
         return loss * math.inf if BAD.get(step) == self.rank else loss
 
@@ -41,9 +39,10 @@ class Run:
         self.seen += [cases.digest(parameter) for parameter in parameters]
         self.seen += [f"{scaler.get_scale()} {scaler._get_growth_tracker()}"]
 
-    def begin(self, model: nn.Module, cls: Any = None) -> tuple[Any, Any, Any]:
+    def begin(self, model: nn.Module) -> tuple[Any, Any, Any]:
         """Return the model, a scaler and an optimizer."""
-        return model, (cls or self.base)(cases.DEVICE, init_scale=8.0, growth_interval=2), sgd(model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+        return model, self.base(cases.DEVICE, init_scale=8.0, growth_interval=2), optimizer
 
     def steps(self, model: nn.Module, scaler: Any, optimizer: Any, count: int = STEPS) -> Iterator[int]:
         """Yield each step's number after its backward, and then finish it."""
@@ -58,10 +57,6 @@ class Run:
         scaler.update()
         self.look(scaler, cases.params_of(optimizer))
         optimizer.zero_grad()
-
-
-def sgd(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.125, momentum=0.5)
 
 
 def fsdp1() -> Any:
@@ -87,31 +82,6 @@ def a_scale_from_the_first_rank(run: Run) -> None:
         dist.all_reduce(scaler._growth_tracker, op=dist.ReduceOp.MIN, async_op=True).wait()
 
 
-def a_subclass_that_reduces_flags_in_update(run: Run) -> None:
-    """Hysteresis among tensor-parallel ranks."""
-
-    class Patient(run.base):  # type: ignore[misc, name-defined]
-        spared = 1
-
-        def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            flag = torch.tensor([sum(flag.item() for flag in state["found_inf_per_device"].values())])
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            return None if flag.item() else optimizer.step(*args, **kwargs)
-
-        def update(self, new_scale: Any = None) -> None:
-            scale, tracker = self._check_scale_growth_tracker("update")
-            states = self._per_optimizer_states.values()
-            (flag,) = (flag for state in states for flag in state["found_inf_per_device"].values())
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            if flag and self.spared:
-                self.spared -= 1
-            else:
-                torch._amp_update_scale_(scale, tracker, flag, 2.0, 0.5, 2)
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    deque(run.steps(*run.begin(Net(), Patient)), maxlen=0)
-
-
 def a_first_rank_that_looks_and_saves(run: Run) -> None:
     """Whatever it asks for, the others take no part in it."""
     model, scaler, optimizer = run.begin(fsdp1())
@@ -120,7 +90,6 @@ def a_first_rank_that_looks_and_saves(run: Run) -> None:
             look_around(scaler)
             scaler.unscale_(optimizer)  # which the others leave to `step`
             sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())
-        if run.rank == 0:
             look_around(scaler)
 
 
@@ -142,18 +111,6 @@ def whole_parameters_between_unscaling_and_step(run: Run) -> None:
         model.clip_grad_norm_(0.5)
 
 
-def two_passes_for_a_step(run: Run) -> None:
-    """SAM under FSDP1: each pass is unscaled, and checked, by itself."""
-    model, scaler, optimizer = run.begin(fsdp1())
-    for step in range(STEPS):
-        scaler.scale(run.loss(model, step)).backward()
-        scaler.unscale_(optimizer)
-        optimizer.zero_grad()
-        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
-        scaler.scale(run.loss(model, step, seed=1)).backward()
-        run.finish(scaler, optimizer)
-
-
 def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
     """DDP's ranks hold equal gradients, so a scaler needs no other rank, even one that is through."""
     begun = run.begin(nn.parallel.DistributedDataParallel(Net()))
@@ -173,19 +130,15 @@ def states_split_over_the_ranks(run: Run) -> None:
         deque(run.steps(model, scaler, optimizer), maxlen=0)
 
 
+BOTH = [flags_that_the_loop_reduces, states_split_over_the_ranks]
 GRAD = [a_scale_from_the_first_rank, inputs_that_end_earlier_on_one_rank]
-BOTH = [flags_that_the_loop_reduces, a_subclass_that_reduces_flags_in_update, states_split_over_the_ranks]
-SHARDED = [
-    a_first_rank_that_looks_and_saves,
-    whole_parameters_between_unscaling_and_step,
-    two_passes_for_a_step,
-]
-PATTERNS = {"grad": [*BOTH, *GRAD], "sharded": [*BOTH, *SHARDED]}
+SHARDED = [a_first_rank_that_looks_and_saves, whole_parameters_between_unscaling_and_step]
+PATTERNS = [*(("grad", each) for each in BOTH + GRAD), *(("sharded", each) for each in BOTH + SHARDED)]
 
 
-def beside_torch(rank: int, pattern: Callable[[Run], None], kind: str) -> tuple[Seen, Seen]:
+def beside_torch(rank: int, pattern: Callable[[Run], None], kind: str) -> tuple[list[str], list[str]]:
     """What a pattern leaves with torch's class, and with ours."""
-    runs = Run(rank, cases.torch_class(kind)), Run(rank, cases.scaler_class(kind))
+    runs = Run(rank, cases.TORCHS[kind]), Run(rank, cases.OURS[kind])
     for run in runs:
         torch.manual_seed(0)
         pattern(run)
@@ -193,9 +146,7 @@ def beside_torch(rank: int, pattern: Callable[[Run], None], kind: str) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("kind", "pattern"),
-    [(kind, pattern) for kind, patterns in PATTERNS.items() for pattern in patterns],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+    ("kind", "pattern"), PATTERNS, ids=lambda value: value if isinstance(value, str) else value.__name__
 )
 def test_a_pattern_ends_as_with_torch(two, kind, pattern):
     for theirs, ours in two.run(beside_torch, pattern, kind):

@@ -1,55 +1,37 @@
 """What is known of a skip on every rank: which parameter on which rank."""
 
 import io
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from ranks import cases, models
-from ranks.cases import KINDS, Fault, collectives_of, give_grads, new_optimizer, new_scaler, plant
+from ranks.cases import Fault, give_grads, new_optimizer, new_scaler, plant
 from scaler_triton import audit
 
 pytestmark = pytest.mark.distributed
 
 
-def reported(rank: int, kind: str, suffix: str = "") -> tuple[str, str, int, list[str]]:
-    """Skip one step; the report of this rank and that of all, the collectives that the latter took, and its names."""
+def reported(rank: int, kind: str) -> tuple[int, str, list[tuple[int, str, str]]]:
+    """Skip one step; what all are told, by how many collectives, after what this rank knows alone."""
     scaler, params = new_scaler(kind), cases.LAYOUTS["line-shards"]()
     optimizer = new_optimizer("adamw", params)
-    names = [("first" + suffix, params[0]), ("second" + suffix, params[1])]
+    names = [("first", params[0]), ("second", params[1])]
     give_grads(scaler, params, 0)
     plant([Fault(0, 1, param=1), Fault(0, 0, param=0, value=float("nan"))], rank, 0, params)
     scaler.step(optimizer)
     scaler.update()
-    reports: list[Any] = []
-    count = collectives_of(lambda: reports.append(scaler.overflow_report(names, gather=True)))
-    assert collectives_of(lambda: reports.append(scaler.overflow_report(names))) == 0
-    return str(reports[1]), str(reports[0]), count, [each.name for each in reports[0].bad]
+    assert [each.rank for each in scaler.overflow_report(names).bad] == [rank]
+    with cases.CollectiveCounter() as counter:
+        report = scaler.overflow_report(names, gather=True)
+    return counter.count, str(report).splitlines()[0], [(each.rank, each.name, each.kinds) for each in report.bad]
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["grad", "sharded", "guard"])
 def test_every_rank_is_told_which_parameter_on_which_rank(two, kind):
-    whole = (
-        "The last skip, at update 1: 2 bad gradients on ranks 0-1.\n"
-        "rank  parameter  holds  numel\n"
-        "----  ---------  -----  -----\n"
-        "   0  first      NaN        6\n"
-        "   1  second     Inf        6"
-    )
-    for local, gathered, collectives, _ in two.run(reported, kind):
-        assert gathered == whole
-        assert collectives == 1
-        assert "1 bad gradient on rank" in local
-
-
-def test_long_names_arrive_whole(two):
-    """One that does not fit the first message takes a second one, on all ranks."""
-    suffix = "." + "x" * 20_000
-    for _, _, collectives, names in two.run(reported, "sharded", suffix):
-        assert names == ["first" + suffix, "second" + suffix]
-        assert collectives == 2
+    text = "The last skip, at update 1: 2 bad gradients on ranks 0-1."
+    assert two.run(reported, kind) == [(1, text, [(0, "first", "NaN"), (1, "second", "Inf")])] * 2
 
 
 def named_while_gathered(rank: int, reshard: bool) -> tuple[str, str]:
