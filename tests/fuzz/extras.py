@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 from specification import (
-    FAILURE,
     OVERLAP,
     Refused,
     ShardedSpecification,
     Specification,
     any_set,
-    departs,
     gradients_of,
     has_duplicates,
     is_fp16,
@@ -27,7 +25,6 @@ from specification import (
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-CLIPPING = "clip_grad_norm_"  # new, thus without a number: torch's scaler has no such method
 TOLERANCE = 1e-6  # what `clip_grad_norm_` promises of its norm
 # torch's, with a hint behind it.
 ALREADY_UNSCALED = "unscale_() has already been called on this optimizer since the last update(). "
@@ -91,7 +88,6 @@ class FullSpecification(Specification):
         measured: Sequence[Tensor] = (),
     ) -> Tensor:
         """Clip by the norm that ours measured, if it is right."""
-        departs(CLIPPING)
         order = float(norm_type)
         everything = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         chosen = everything if parameters is None else [p for p in everything if any(p is one for one in parameters)]
@@ -114,8 +110,7 @@ class FullSpecification(Specification):
             )
         try:
             multiply(chosen, torch.ones(()) if overflow else (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        except RuntimeError:
-            departs(FAILURE)  # nobody knows what it wrote
+        except RuntimeError:  # nobody knows what it wrote
             for optimizer in optimizers:
                 flags = {self._scale.device: torch.ones(())}
                 self._per_optimizer_states[id(optimizer)].update(found_inf_per_device=flags, failed=True)

@@ -1,6 +1,6 @@
-"""What the scalers must do on one process: torch's classes, but for the numbered ones in docs/differences.md.
+"""What the scalers must do on one process: torch's classes, but for the numbered differences of docs/differences.md.
 
-Every place where it departs from torch calls `departs(number)`; what is not departed from is torch itself.
+Every place where it departs from torch names the number; what is not departed from is torch itself.
 
 torch's three stages become these phases. A state is one of torch's dicts; two more keys and one dict are all there is:
 - FAILED: stage UNSCALED and `failed` in the state. The step is skipped whatever the flag.
@@ -9,7 +9,7 @@ torch's three stages become these phases. A state is one of torch's dicts; two m
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import NoneType, SimpleNamespace
 from typing import Any
@@ -28,19 +28,10 @@ LARGEST_INT = 2**63 - 1  # hysteresis is kept in int64
 LAG = 4  # updates after which too many skips in a row are an error
 NO_LIMITS = {"min_scale": SMALLEST, "max_scale": FP32_MAX, "hysteresis": 1, "max_consecutive_skips": None}
 COUNTERS = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes", "spikes")
-FP16_SUMS = 16  # duplicates in sparse fp16 gradients are added up in fp32, as torch's ShardedGradScaler does
-FAILURE = "failure"  # the page's "When something fails": nothing is written before all was checked
 OVERLAP = (
     "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
     "Please clone() the tensor before performing the operation."
 )
-
-departures: Counter[int | str] = Counter()  # how often a run met each difference
-
-
-def departs(number: int | str) -> None:
-    """Mark a departure from torch, by its number or by a word that a constant stands for."""
-    departures[number] += 1
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -90,10 +81,7 @@ def is_ready(state: dict[str, Any]) -> bool:
 
 def unwrapped(optimizer: Any) -> Any:
     """Difference 15: what a wrapper does, its optimizer does."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    departs(15)
-    return optimizer.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
 class Refused(Exception):
@@ -131,7 +119,6 @@ LEGAL_LIMITS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool]]] = {
 
 def illegal(name: str, value: Any, error: type[Exception] = ValueError) -> Refused:
     """Difference 2: an error whose text begins with the name that the caller knows and ends with the value."""
-    departs(2)
     return Refused(error, name, f"got {value!r}")
 
 
@@ -157,7 +144,6 @@ class OnEveryDevice(TorchDispatchMode):
         here = func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default and args[0][0].is_cuda
         if not here or args[0][0].dtype not in (torch.bfloat16, torch.float64):
             return func(*args, **(kwargs or {}))
-        departs(9)
         gradients, found_inf, inv_scale = args
         copies, flag = [gradient.cpu() for gradient in gradients], found_inf.cpu()
         func(copies, flag, inv_scale.cpu())
@@ -178,8 +164,7 @@ class Specification(torch.amp.GradScaler):
             for field in ("growth_factor", "backoff_factor", "growth_interval"):
                 demand(field, given[field])
             self._init_scale = self._limited(self._init_scale)
-        else:
-            departs(6)
+        else:  # difference 6: all that getters read
             self._init_growth_tracker = 0
             vars(self).update({f"_{name}": value for name, value in given.items() if name not in ("device", "enabled")})
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -191,8 +176,9 @@ class Specification(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state |= {"_carried": {}, "_counters": dict(self._counters), "_streaks": [], "_skips": {}}
-        if not self._enabled:
-            departs(6)  # a disabled one has states at all; they name optimizers by id, which a copy cannot keep
+        if (
+            not self._enabled
+        ):  # it has states at all, by difference 6; they name optimizers by id, which a copy cannot keep
             state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         return state
 
@@ -216,7 +202,6 @@ class Specification(torch.amp.GradScaler):
 
     def set_limits(self, **changes: Any) -> None:
         """Change what is named, or nothing if any of it is refused; the scale follows in the next update."""
-        departs(13)
         for name in {"min_scale", "max_scale"} & changes.keys():
             if changes[name] is None:
                 changes[name] = NO_LIMITS[name]
@@ -236,7 +221,6 @@ class Specification(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if state and self._limits != NO_LIMITS:
-            departs(13)
             state["scaler_triton"] = {**self._limits, "counters": dict(self._counters)}
         return state
 
@@ -252,16 +236,12 @@ class Specification(torch.amp.GradScaler):
             self._streaks = []
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        """Difference 6: it may be called again, and makes what is still missing."""
         scale, tracker = getattr(self, "_scale", None), getattr(self, "_growth_tracker", None)
-        if scale is not None or tracker is not None or not self._enabled:
-            departs(6)
-            dev = torch.device(dev)
-            self._growth_tracker = None
-            super()._lazy_init_scale_growth_tracker(dev)
-            self._scale = self._scale if scale is None else scale
-            self._growth_tracker = self._growth_tracker if tracker is None else tracker
-        else:
-            super()._lazy_init_scale_growth_tracker(dev)
+        self._growth_tracker = None
+        super()._lazy_init_scale_growth_tracker(torch.device(dev))
+        self._scale = self._scale if scale is None else scale
+        self._growth_tracker = self._growth_tracker if tracker is None else tracker
 
     # A step.
 
@@ -269,7 +249,7 @@ class Specification(torch.amp.GradScaler):
         self._carried.clear()
         for state in self._per_optimizer_states.values() if self._enabled else ():
             if state["stage"] is OptState.UNSCALED and state.get("began"):
-                departs(23)  # torch takes the gradients of a later loss for those that it has unscaled
+                # Difference 23: torch takes the gradients of a later loss for those that it has unscaled.
                 state.clear()
                 state.update(_refresh_per_optimizer_state())
         return super().scale(outputs)
@@ -287,11 +267,9 @@ class Specification(torch.amp.GradScaler):
         self._skips.pop(id(optimizer), None)
         is_refused = not allow_fp16 and any(map(is_fp16, gradients_of(optimizer)))
         if any(map(overlaps, gradients_of(optimizer))) and not is_refused:
-            departs(FAILURE)  # torch raises the same, after it has written the gradients of other dtypes
-            raise RuntimeError(OVERLAP)
-        for parameter in parameters_of(optimizer) if allow_fp16 else ():
+            raise RuntimeError(OVERLAP)  # torch raises the same, after it has written the gradients of other dtypes
+        for parameter in parameters_of(optimizer) if allow_fp16 else ():  # difference 16
             if parameter.grad is not None and is_fp16(parameter.grad) and has_duplicates(parameter.grad):
-                departs(FP16_SUMS)
                 parameter.grad = summed(parameter.grad)
         with OnEveryDevice():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -302,8 +280,7 @@ class Specification(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         known = state["found_inf_per_device"]
         stays = state["stage"] is OptState.UNSCALED and (state.get("failed") or state.get("stays"))
-        if known and (state["stage"] is OptState.STEPPED or stays):
-            departs(1)
+        if known and (state["stage"] is OptState.STEPPED or stays):  # difference 1
             return known
         return super()._check_inf_per_device(optimizer)
 
@@ -316,7 +293,6 @@ class Specification(torch.amp.GradScaler):
             self._skips.pop(id(optimizer), None)
         self._resume(optimizer)
         if state["stage"] is OptState.UNSCALED and state.get("failed"):
-            departs(FAILURE)
             state["stage"] = OptState.STEPPED
             self._skips[id(optimizer)] = [True]
             return None
@@ -331,13 +307,12 @@ class Specification(torch.amp.GradScaler):
         return result
 
     def _resume(self, optimizer: Any) -> None:
-        """Make a carried step an unscaled one, with the flag of its check or of a later look."""
+        """Difference 18: make a carried step an unscaled one, with the flag of its check or of a later look."""
         state = self._per_optimizer_states[id(optimizer)]
         if is_ready(state) and id(optimizer) in self._carried:
-            departs(18)  # torch unscales the gradients a second time
             flag = self._carried.pop(id(optimizer)) or any_set(state["found_inf_per_device"])
             found_inf = {self._scale.device: torch.tensor(float(flag))}
-            state.update(stage=OptState.UNSCALED, found_inf_per_device=found_inf)
+            state.update(stage=OptState.UNSCALED, found_inf_per_device=found_inf, stays=True)
 
     def _fused_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._per_optimizer_states[id(optimizer)]
@@ -346,18 +321,15 @@ class Specification(torch.amp.GradScaler):
         scaled = is_ready(state)
         if scaled:
             self._check_inf_per_device(optimizer)
-        if lacks_momentum(optimizer) and any_set(state["found_inf_per_device"]):
-            departs(14)
+        if lacks_momentum(optimizer) and any_set(state["found_inf_per_device"]):  # difference 14
             state["stage"] = OptState.STEPPED
             return None
         unchecked = not state["found_inf_per_device"]
-        if unchecked:
-            departs(1)  # torch passes the int 0 where no gradient was checked, and fails if there are some by now
+        if unchecked:  # difference 12: torch passes the int 0, and fails if there are gradients by now
             state["found_inf_per_device"] = {self._scale.device: torch.zeros(())}
         try:
             return super().step(optimizer, *args, **kwargs)
-        except Exception:
-            departs(FAILURE)  # nobody knows what it divided: it can only be skipped now
+        except Exception:  # nobody knows what it divided: it can only be skipped now
             del optimizer.grad_scale, optimizer.found_inf
             state.update(stage=OptState.UNSCALED, failed=scaled)
             raise
@@ -396,15 +368,13 @@ class Specification(torch.amp.GradScaler):
         return {key: key in failed or any_set(unscaled[key]["found_inf_per_device"]) for key in failed | checked}
 
     def _update_by_flags(self) -> None:
-        if self._growth_tracker.item() >= self._growth_interval and self._any_check():
-            departs(3)
+        if self._growth_tracker.item() >= self._growth_interval and self._any_check():  # difference 3
             self._growth_tracker.fill_(self._growth_interval - 1)
         # torch adds the flags up in one of them: what they were is read before.
         self._skips = {key: [bool(flag) for flag in found] for key, found in self._skips.items()}
         bad, before = self._any_flag(), self._scale.item()
         self._update_as_torch()
         if bad and self._counters["strikes"] + 1 < self._limits["hysteresis"]:
-            departs(13)
             self._scale.fill_(before)
         self._scale.fill_(self._limited(self._scale.item()))
         self._count_flag(bad)
@@ -422,13 +392,10 @@ class Specification(torch.amp.GradScaler):
             demand("scale", new_scale, "new_scale")
             rounded = torch.tensor(float(new_scale)).item()
             if not self._limits["min_scale"] <= rounded <= self._limits["max_scale"]:
-                departs(13)
                 raise illegal("new_scale", new_scale)
-        if isinstance(new_scale, int):
-            departs(5)
+        if isinstance(new_scale, int):  # difference 5, which a tensor of another shape is, too
             new_scale = float(new_scale)
-        if one and new_scale.shape != self._scale.shape:
-            departs(5)  # torch cannot copy a (1,) into a ()
+        if one:
             new_scale = new_scale.reshape(self._scale.shape)
         checked, bad = self._any_check(), self._any_flag()  # before torch forgets them
         super().update(new_scale)
@@ -436,13 +403,9 @@ class Specification(torch.amp.GradScaler):
             self._count_flag(bad)
 
     def _limited(self, scale: float) -> float:
-        bounded = SMALLEST if math.isnan(scale) else min(max(scale, SMALLEST), FP32_MAX)
-        if bounded != scale:
-            departs(4)
-        limited = min(max(bounded, self._limits["min_scale"]), self._limits["max_scale"])
-        if limited != bounded:
-            departs(13)
-        return limited
+        """Difference 4, and closer limits."""
+        bounded = SMALLEST if math.isnan(scale) else scale
+        return min(max(bounded, self._limits["min_scale"]), self._limits["max_scale"])
 
     def _end_streaks(self, by_value: bool) -> None:
         limit = self._limits["max_consecutive_skips"]
@@ -454,7 +417,6 @@ class Specification(torch.amp.GradScaler):
         self._streaks.append(self._counters["consecutive_skips"])
         streak = self._streaks.pop(0) if len(self._streaks) > LAG else 0
         if streak > limit:
-            departs(13)
             skips = f"{streak} consecutive skip{'s' * (streak > 1)}"
             raise Refused(SkipStreakError, f"{skips}, more than max_consecutive_skips={limit}; ")
 
@@ -480,10 +442,9 @@ class Specification(torch.amp.GradScaler):
 
 class ShardedSpecification(Specification, TorchShardedGradScaler):
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
-        if found_inf.dim():
-            departs(1)  # fused Adam takes a flag of shape () only
+        # Difference 1: fused Adam takes a flag of shape () only.
         return super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(()), allow_fp16)
 
     def _update_as_torch(self) -> None:
-        departs(4)  # on the CPU torch's class rounds the factor, too, and grows to infinity
+        # Difference 4: on the CPU torch's class rounds the factor, too, and grows to infinity.
         torch.amp.GradScaler.update(self)

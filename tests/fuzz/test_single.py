@@ -1,5 +1,6 @@
 """Random programs on our GradScaler and on the specification: after every call both worlds are equal to the bit."""
 
+import pickle
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -12,12 +13,12 @@ import torch
 import torch.distributed as dist
 from extras import FullShardedSpecification
 from fuzz_profile import Chunk, chunks, settings_for
+from helpers import sgd, started
 from hypothesis import seed
 from hypothesis.stateful import run_state_machine_as_test
 from programs import Programs
-from specification import departures
 
-from scaler_triton import ShardedGradScaler
+from scaler_triton import GradScaler, ShardedGradScaler
 
 pytestmark = pytest.mark.slow
 INTERPRETED = pytest.mark.skipif(
@@ -49,8 +50,6 @@ def group_of_one() -> Iterator[None]:
 
 @pytest.mark.parametrize(("backend", "device", "kind", "chunk"), CASES)
 def test_programs(backend: str, device: str, kind: str, chunk: Chunk, request: pytest.FixtureRequest) -> None:
-    """Run a chunk of programs; the differences from torch they met are printed with `-s`."""
-    departures.clear()
     options: dict[str, Any] = {"backend": backend, "device": device}
     if kind == "sharded":
         request.getfixturevalue("group_of_one")
@@ -58,4 +57,15 @@ def test_programs(backend: str, device: str, kind: str, chunk: Chunk, request: p
     machine = seed(chunk.seed)(type("Programs", (Programs,), options))
     with torch.device(device):
         run_state_machine_as_test(machine, settings=settings_for(chunk.programs, 25 if backend == "torch" else 20))
-    print(f"{chunk}: departures from torch by number {dict(departures)}")
+
+
+@pytest.mark.parametrize("cls", [torch.amp.GradScaler, GradScaler])
+def test_no_pickle_after_a_look_at_gradients_that_an_update_came_before(cls: type) -> None:
+    """The programs found this."""
+    scaler, optimizer = started(cls, "cpu"), sgd([torch.ones(3)])
+    scaler.unscale_(optimizer)
+    scaler.update()
+    pickle.dumps(scaler)
+    scaler._check_inf_per_device(optimizer)
+    with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
+        pickle.dumps(scaler)
