@@ -4,40 +4,19 @@ import io
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from rank_model import norm, skips
+from rank_model import Trace, norm, skips
 from rank_programs import DTYPES, PLACES, Clip, Optimizer, Parameter, Program, Spot, backward, cut, distributed, piece
 from ranks import cases
 from ranks.cases import LEARNING_RATE
 from torch import Tensor
 
-from scaler_triton import ScalerStats, audit
-
-
-@dataclass
-class Trace:
-    """What a program left on one rank; lists run over the steps, the last of which may not have come to its end."""
-
-    scales: list[tuple[float, int]] = field(default_factory=list)
-    stats: list[ScalerStats] = field(default_factory=list)
-    errors: list[str | None] = field(default_factory=list)  # of updates, as "Type: first line"
-    stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing shows it
-    collectives: list[list[int]] = field(default_factory=list)  # of each optimizer
-    update_collectives: list[int] = field(default_factory=list)
-    digests: list[list[list[str]]] = field(default_factory=list)  # of each optimizer's parameters
-    skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
-    clipped: list[tuple[float, int] | None] = field(default_factory=list)  # to which norm, by how many collectives
-    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what the ranks report of the last skip
-    spikes: list[list[tuple[float, float]]] = field(default_factory=list)  # what they report of its spikes
-    windows: list[list[list[float]]] = field(default_factory=list)  # the norms that a guard remembers of each optimizer
-    apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
-    step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
-    audited: tuple[str, list[str], list[str]] | None = None  # at the end: the verdict, what differs, what was compared
+from scaler_triton import audit
 
 
 def execute(rank: int, program: Program) -> Trace:

@@ -1,13 +1,14 @@
-"""What must come of a program for four ranks, by rules of its own."""
+"""What must come of a program for four ranks, by rules of its own; and that a program's traces say so."""
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import pytest
 import spike_rule
 import torch
-from rank_programs import PLACES, Clip, Program, Split, Spot, whole
+from rank_programs import ON_MOVED, PLACES, PLAIN, RANKS, Clip, Optimizer, Program, Split, Spot, whole
 from ranks.cases import GROWTH_INTERVAL, INIT_SCALE
 from specification import Refused, Specification
 from torch import Tensor
@@ -172,7 +173,7 @@ def norm(program: Program, step: int, clip: Clip) -> float:
     """
     powers = [0.0]
     for member in clip.members(program):
-        for spot in (Spot(step, rank, *member) for rank in range(4)):
+        for spot in (Spot(step, rank, *member) for rank in RANKS):
             values = whole(program.parameter_of(spot), spot).double().view(-1)[_is_there(program, spot)]
             if values.numel():
                 length = torch.linalg.vector_norm(values, clip.order).item()
@@ -188,3 +189,145 @@ def _is_there(program: Program, spot: Spot) -> Tensor:
         if own.where(rank) == own.where(spot.rank) and spot._replace(rank=rank) not in program.missing:
             there[held.view(-1)] = True
     return there
+
+
+@dataclass
+class Trace:
+    """What a program left on one rank; lists run over the steps, the last of which may not have come to its end."""
+
+    scales: list[tuple[float, int]] = field(default_factory=list)
+    stats: list[ScalerStats] = field(default_factory=list)
+    errors: list[str | None] = field(default_factory=list)  # of updates, as "Type: first line"
+    stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing shows it
+    collectives: list[list[int]] = field(default_factory=list)  # of each optimizer
+    update_collectives: list[int] = field(default_factory=list)
+    digests: list[list[list[str]]] = field(default_factory=list)  # of each optimizer's parameters
+    skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
+    clipped: list[tuple[float, int] | None] = field(default_factory=list)  # to which norm, by how many collectives
+    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what the ranks report of the last skip
+    spikes: list[list[tuple[float, float]]] = field(default_factory=list)  # what they report of its spikes
+    windows: list[list[list[float]]] = field(default_factory=list)  # the norms that a guard remembers of each optimizer
+    apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
+    step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
+    audited: tuple[str, list[str], list[str]] | None = None  # at the end: the verdict, what differs, what was compared
+
+
+def check(program: Program, traces: list[Trace]) -> None:
+    for rank, trace in enumerate(traces):
+        check_updates(program, trace, f"rank {rank}")
+        for step in range(program.finished):
+            check_step(program, rank, step, trace)
+    for step in range(program.finished):
+        check_together(program, step, traces)
+    check_guard(program, traces)
+    check_apart(program, traces)
+    check_audit(program, traces)
+
+
+def check_updates(program: Program, trace: Trace, where: str) -> None:
+    expected = expected_updates(program)
+    assert trace.scales == [(after.scale, after.tracker) for after in expected], where
+    assert trace.stats == [after.stats for after in expected], where
+    for error, after in zip(trace.errors, expected, strict=True):
+        assert (error is None) == (after.error is None), (where, trace.errors, after)
+        assert error is None or error.startswith(after.error), (where, error, after)
+
+
+def check_guard(program: Program, traces: list[Trace]) -> None:
+    """Windows and spikes are equal to the bit on all ranks, and those of the rule."""
+    assert all(trace.windows == traces[0].windows and trace.spikes == traces[0].spikes for trace in traces)
+    expected, seen = judged(program), traces[0]
+    for step in range(program.finished if program.spike_sigma is not None else 0):
+        spikes = zip(seen.spikes[step], sorted(expected.spikes[step]), strict=True)
+        assert all(got == pytest.approx(want, rel=1e-6) for got, want in spikes), (step, seen.spikes[step])
+        windows = zip(seen.windows[step], expected.windows[step], strict=True)
+        assert all(got == pytest.approx(want, rel=1e-6) for got, want in windows), (step, seen.windows[step])
+
+
+def check_apart(program: Program, traces: list[Trace]) -> None:
+    expected = None if program.split is None else found_apart(program, program.split)
+    for rank, trace in enumerate(traces):
+        assert (expected is None) == (trace.apart is None), f"rank {rank} raised {trace.apart}, not {expected}"
+        if expected is not None and trace.apart is not None:
+            assert trace.apart[0] == expected[0], f"rank {rank}: {trace.apart}, not {expected}"
+            assert trace.apart[1].startswith(expected[1]), f"rank {rank}: {trace.apart}, not {expected}"
+
+
+def check_together(program: Program, step: int, traces: list[Trace]) -> None:
+    reports = [trace.reports[step] for trace in traces]
+    assert all(report == reports[0] for report in reports), f"reports of step {step} differ"
+    exact = {(spot, kinds) for spot, kinds in reports[0] if is_reported_exactly(program, spot)}
+    assert exact == expected_report(program, step), f"report of step {step}"
+    assert len({repr(trace.clipped[step]) for trace in traces}) == 1, f"norms of step {step} differ"
+    assert len({trace.errors[step] for trace in traces}) == 1, f"errors of step {step} differ"
+    for index, optimizer in enumerate(program.optimizers):
+        check_copies(optimizer, [trace.digests[step][index] for trace in traces], f"step {step}, optimizer {index}")
+
+
+def check_audit(program: Program, traces: list[Trace]) -> None:
+    said = traces[0].audited
+    assert said is not None
+    assert all(trace.audited == said for trace in traces), "the ranks' reports differ"
+    verdict, differences, compared = said
+    if program.split is not None:
+        assert verdict == "split"
+        assert differences[0].startswith("scale: "), said
+        return
+    name = "steps of {} (" if len(program.optimizers) > 1 else "steps: "
+    apart = [name.format(index) for index in range(len(program.optimizers)) if steps_differ(program, index, traces)]
+    assert len(differences) == len(apart), said
+    assert all(map(str.startswith, differences, apart)), said
+    assert verdict == ("split" if apart else "agree")
+    assert compared[:2] == ["scale", "tracker"], said
+    copied = copies_compared(program)
+    assert not copied or compared[-1] == f"{copied} replicated parameter{'s' * (copied != 1)}", said
+
+
+def steps_differ(program: Program, index: int, traces: list[Trace]) -> bool:
+    """Whether ranks that count an optimizer's steps have taken different ones, as some had no gradients."""
+    taken = {rank: steps_taken(program, rank, index) for rank in RANKS if traces[rank].step_counts[index] is not None}
+    for rank, steps in taken.items():
+        assert traces[rank].step_counts[index] == steps, f"rank {rank}, optimizer {index}"
+    return len(set(taken.values())) > 1
+
+
+def copies_compared(program: Program) -> int:
+    """Return how many parameters an audit compares: plain ones if all of them are copies."""
+    members = [each for optimizer in program.optimizers for each in optimizer.parameters]
+    plain_too = all(each.place != "own" for each in members)
+    return sum(PLACES[each.place].has_copies and (plain_too or each.place not in PLAIN) for each in members)
+
+
+def check_step(program: Program, rank: int, step: int, trace: Trace) -> None:
+    clip = program.clip_of(step)
+    if clip is not None:
+        check_clip(program, rank, step, trace, clip)
+    assert trace.update_collectives[step] == 0
+    for index, optimizer in enumerate(program.optimizers):
+        where = f"rank {rank}, step {step}, optimizer {index}"
+        assert trace.skipped[step][index] == skips(program, step, index), where
+        assert trace.stepped[step][index] in (None, not skips(program, step, index)), where
+        if not optimizer.moves or optimizer.name in ON_MOVED:  # else it makes them as its parameters are
+            clipped = program.clip_of(step, index) is not None
+            assert trace.collectives[step][index] == (0 if clipped else check_collectives(program, step, index)), where
+
+
+def check_clip(program: Program, rank: int, step: int, trace: Trace, clip: Clip) -> None:
+    where = f"rank {rank}, step {step}"
+    assert trace.clipped[step] is not None, where
+    measured, collectives = trace.clipped[step]
+    if program.clip_is_clean(step, clip):
+        assert measured == pytest.approx(norm(program, step, clip), rel=1e-6), where
+    else:
+        assert not math.isfinite(measured), where
+    assert collectives == clip_collectives(program, step, clip), where
+
+
+def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> None:
+    for position, parameter in enumerate(optimizer.parameters):
+        own, parts = PLACES[parameter.place].own, {}
+        pieces = replace(parameter, grads=()).held(0)
+        for rank in RANKS:
+            part = (own.where(rank), *pieces[rank].view(-1).tolist())
+            parts.setdefault(part, set()).add(digests[rank][position])
+        assert all(len(same) == 1 for same in parts.values()), f"{where}, parameter {position}: copies differ"

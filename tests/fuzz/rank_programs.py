@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+RANKS = range(4)
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # A tensor's placements are a word of these, a letter for each dim of its mesh. "s" is FSDP2's beside TP's "0".
@@ -46,6 +48,17 @@ class Place:
         cut = [size for (size, _), letter in zip(self.axes.dims, self.letters, strict=True) if letter != "R"]
         return math.prod(cut + [size for size, _ in self.own.dims]) < 4
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank holds all of it."""
+        return set(self.letters) <= {"R"}
+
+    @property
+    def ways(self) -> list[str]:
+        """How gradients can be placed."""
+        words = ["".join(letters) for letters in itertools.product("RP01", repeat=len(self.letters))]
+        return words + ["plain"] * self.is_whole + ["s0"] * (self.axes is SQUARE)
+
 
 NOTHING, LINE, SQUARE, ROWS, COLUMNS = (Axes(d) for d in ((), ((4, 1),), ((2, 2), (2, 1)), ((2, 2),), ((2, 1),)))
 
@@ -63,8 +76,9 @@ PLACES = {
     "dp-slice": Place(lambda: cases.square()["dp"], ROWS, "0", COLUMNS),
     "tp-slice": Place(lambda: cases.square()["tp"], COLUMNS, "0", ROWS),
 }
-SLICES = ("dp-slice", "tp-slice")
 PLAIN = ("plain", "own")
+# Optimizers that take gradients placed otherwise than a parameter that is cut, and plain ones beside a DTensor.
+ON_MOVED = ["local", "local-fused"]
 
 
 @dataclass(frozen=True)
@@ -85,16 +99,11 @@ class Parameter:
         """Return which elements of a step's gradient each rank holds, by their positions in the whole."""
         return _held(self.place, self.way(step), self.rows)
 
-    @property
-    def moves(self) -> bool:
-        """Whether gradients may be placed otherwise than the parameter."""
-        return bool(self.grads)
-
 
 @functools.cache
 def _held(place: str, way: str, rows: int) -> list[Tensor]:
     positions = torch.arange(rows * 3).view(rows, 3)
-    return [cut(positions, way, PLACES[place].axes, rank) for rank in range(4)]
+    return [cut(positions, way, PLACES[place].axes, rank) for rank in RANKS]
 
 
 def cut(piece: Tensor, way: str, axes: Axes, rank: int) -> Tensor:
@@ -124,7 +133,7 @@ class Optimizer:
     @property
     def moves(self) -> bool:
         """Whether gradients may be placed otherwise than their parameters."""
-        return any(parameter.moves for parameter in self.parameters)
+        return any(parameter.grads for parameter in self.parameters)
 
     @property
     def takes_flag(self) -> bool:
@@ -209,8 +218,7 @@ class Program:
         """What the scaler is made with, by the names of its arguments."""
         if self.kind != "guard":
             return self.limits
-        names = "spike_sigma", "window", "max_consecutive_skips"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("spike_sigma", "window", "max_consecutive_skips")}
 
     @property
     def finished(self) -> int:
@@ -232,13 +240,8 @@ class Program:
 
     def bad(self, step: int) -> list[Spot]:
         """Return the gradients that hold something non-finite: what is planted needs an element."""
-        return [
-            spot
-            for spot, _ in self.planted
-            if spot.step == step
-            and spot not in self.missing
-            and self.parameter_of(spot).held(step)[spot.rank].numel() > 0
-        ]
+        there = [spot for spot, _ in self.planted if spot.step == step and spot not in self.missing]
+        return [spot for spot in there if self.parameter_of(spot).held(step)[spot.rank].numel() > 0]
 
     def clip_is_clean(self, step: int, clip: Clip) -> bool:
         """Whether nothing that the clip measures is planted."""
