@@ -14,11 +14,11 @@ from unittest import mock
 
 import strategies as draw
 import torch
-from extras import FullSpecification
+from grads import parameters_of
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from specification import Refused, parameters_of
+from specification import Refused, Specification
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from worlds import GradientSpec, World, Wrapper, assert_equal, assert_same_worlds, first_line, half_of, outcome
 
@@ -35,7 +35,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 class Programs(RuleBasedStateMachine):
     ours_class: type = GradScaler
-    theirs_class: type = FullSpecification
+    theirs_class: type = Specification
     backend = "torch"
     device = "cpu"  # tensors are made on the default device, which must be this one
     half = torch.bfloat16

@@ -192,56 +192,80 @@ def _is_there(program: Program, spot: Spot) -> Tensor:
 
 
 @dataclass
-class Trace:
-    """What a program left on one rank; lists run over the steps, the last of which may not have come to its end."""
+class StepTrace:
+    """What a step left on one rank; lists run over the optimizers."""
 
-    scales: list[tuple[float, int]] = field(default_factory=list)
-    stats: list[ScalerStats] = field(default_factory=list)
-    errors: list[str | None] = field(default_factory=list)  # of updates, as "Type: first line"
-    stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing shows it
-    collectives: list[list[int]] = field(default_factory=list)  # of each optimizer
-    update_collectives: list[int] = field(default_factory=list)
-    digests: list[list[list[str]]] = field(default_factory=list)  # of each optimizer's parameters
-    skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
-    clipped: list[tuple[float, int] | None] = field(default_factory=list)  # to which norm, by how many collectives
-    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what the ranks report of the last skip
-    spikes: list[list[tuple[float, float]]] = field(default_factory=list)  # what they report of its spikes
-    windows: list[list[list[float]]] = field(default_factory=list)  # the norms that a guard remembers of each optimizer
+    clipped: tuple[float, int] | None = None  # to which norm, by how many collectives
+    collectives: list[int] = field(default_factory=list)
+    stepped: list[bool | None] = field(default_factory=list)  # None: nothing shows it
+    skipped: list[bool] = field(default_factory=list)  # as `was_skipped` says
+    update_collectives: int = 0
+    error: str | None = None  # of the update, as "Type: first line"
+    scale: tuple[float, int] = (0.0, 0)  # and the tracker
+    stats: ScalerStats | None = None
+    report: set[tuple[Spot, str]] = field(default_factory=set)  # what the ranks report of a skip
+    spikes: list[tuple[float, float]] = field(default_factory=list)  # what they report of its spikes
+    windows: list[list[float]] = field(default_factory=list)  # the norms that a guard remembers
+    digests: list[list[str]] = field(default_factory=list)  # of the parameters
+
+
+@dataclass
+class Trace:
+    """What a program left on one rank."""
+
+    steps: list[StepTrace] = field(default_factory=list)
     apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
     step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
     audited: tuple[str, list[str], list[str]] | None = None  # at the end: the verdict, what differs, what was compared
 
 
 def check(program: Program, traces: list[Trace]) -> None:
-    for rank, trace in enumerate(traces):
-        check_updates(program, trace, f"rank {rank}")
-        for step in range(program.finished):
-            check_step(program, rank, step, trace)
-    for step in range(program.finished):
-        check_together(program, step, traces)
-    check_guard(program, traces)
+    expected = expected_updates(program)
+    for step, after in enumerate(expected):
+        seen = [trace.steps[step] for trace in traces]
+        for rank, left in enumerate(seen):
+            check_step(program, step, left, after, f"rank {rank}, step {step}")
+        check_together(program, step, seen, f"step {step}")
     check_apart(program, traces)
     check_audit(program, traces)
 
 
-def check_updates(program: Program, trace: Trace, where: str) -> None:
-    expected = expected_updates(program)
-    assert trace.scales == [(after.scale, after.tracker) for after in expected], where
-    assert trace.stats == [after.stats for after in expected], where
-    for error, after in zip(trace.errors, expected, strict=True):
-        assert (error is None) == (after.error is None), (where, trace.errors, after)
-        assert error is None or error.startswith(after.error), (where, error, after)
+def check_step(program: Program, step: int, left: StepTrace, after: After, where: str) -> None:
+    assert (left.scale, left.stats) == ((after.scale, after.tracker), after.stats), where
+    assert (left.error is None) == (after.error is None), (where, left.error, after)
+    assert left.error is None or left.error.startswith(after.error), (where, left.error, after)
+    assert left.update_collectives == 0, where
+    clip = program.clip_of(step)
+    if clip is not None:
+        measured, collectives = left.clipped
+        assert collectives == clip_collectives(program, step, clip), where
+        if program.clip_is_clean(step, clip):
+            assert measured == pytest.approx(norm(program, step, clip), rel=1e-6), where
+        else:
+            assert not math.isfinite(measured), where
+    for index, optimizer in enumerate(program.optimizers):
+        assert left.skipped[index] == skips(program, step, index), (where, index)
+        assert left.stepped[index] in (None, not skips(program, step, index)), (where, index)
+        if not optimizer.moves or optimizer.name in ON_MOVED:  # else it makes them as its parameters are
+            is_clipped = program.clip_of(step, index) is not None
+            wanted = 0 if is_clipped else check_collectives(program, step, index)
+            assert left.collectives[index] == wanted, (where, index)
 
 
-def check_guard(program: Program, traces: list[Trace]) -> None:
-    """Windows and spikes are equal to the bit on all ranks, and those of the rule."""
-    assert all(trace.windows == traces[0].windows and trace.spikes == traces[0].spikes for trace in traces)
-    expected, seen = judged(program), traces[0]
-    for step in range(program.finished if program.spike_sigma is not None else 0):
-        spikes = zip(seen.spikes[step], sorted(expected.spikes[step]), strict=True)
-        assert all(got == pytest.approx(want, rel=1e-6) for got, want in spikes), (step, seen.spikes[step])
-        windows = zip(seen.windows[step], expected.windows[step], strict=True)
-        assert all(got == pytest.approx(want, rel=1e-6) for got, want in windows), (step, seen.windows[step])
+def check_together(program: Program, step: int, seen: list[StepTrace], where: str) -> None:
+    """All ranks tell the same, to the bit; of a guard's norms what the rule says."""
+    first = seen[0]
+    for left in seen:
+        assert (left.report, left.error, left.spikes) == (first.report, first.error, first.spikes), where
+        assert (left.windows, repr(left.clipped)) == (first.windows, repr(first.clipped)), where
+    exact = {(spot, kinds) for spot, kinds in first.report if is_reported_exactly(program, spot)}
+    assert exact == expected_report(program, step), where
+    for index, optimizer in enumerate(program.optimizers):
+        check_copies(optimizer, [left.digests[index] for left in seen], f"{where}, optimizer {index}")
+    if program.spike_sigma is not None:
+        expected = judged(program)
+        assert first.spikes == [pytest.approx(each, rel=1e-6) for each in sorted(expected.spikes[step])], where
+        assert first.windows == [pytest.approx(each, rel=1e-6) for each in expected.windows[step]], where
 
 
 def check_apart(program: Program, traces: list[Trace]) -> None:
@@ -251,17 +275,6 @@ def check_apart(program: Program, traces: list[Trace]) -> None:
         if expected is not None and trace.apart is not None:
             assert trace.apart[0] == expected[0], f"rank {rank}: {trace.apart}, not {expected}"
             assert trace.apart[1].startswith(expected[1]), f"rank {rank}: {trace.apart}, not {expected}"
-
-
-def check_together(program: Program, step: int, traces: list[Trace]) -> None:
-    reports = [trace.reports[step] for trace in traces]
-    assert all(report == reports[0] for report in reports), f"reports of step {step} differ"
-    exact = {(spot, kinds) for spot, kinds in reports[0] if is_reported_exactly(program, spot)}
-    assert exact == expected_report(program, step), f"report of step {step}"
-    assert len({repr(trace.clipped[step]) for trace in traces}) == 1, f"norms of step {step} differ"
-    assert len({trace.errors[step] for trace in traces}) == 1, f"errors of step {step} differ"
-    for index, optimizer in enumerate(program.optimizers):
-        check_copies(optimizer, [trace.digests[step][index] for trace in traces], f"step {step}, optimizer {index}")
 
 
 def check_audit(program: Program, traces: list[Trace]) -> None:
@@ -296,31 +309,6 @@ def copies_compared(program: Program) -> int:
     members = [each for optimizer in program.optimizers for each in optimizer.parameters]
     plain_too = all(each.place != "own" for each in members)
     return sum(PLACES[each.place].has_copies and (plain_too or each.place not in PLAIN) for each in members)
-
-
-def check_step(program: Program, rank: int, step: int, trace: Trace) -> None:
-    clip = program.clip_of(step)
-    if clip is not None:
-        check_clip(program, rank, step, trace, clip)
-    assert trace.update_collectives[step] == 0
-    for index, optimizer in enumerate(program.optimizers):
-        where = f"rank {rank}, step {step}, optimizer {index}"
-        assert trace.skipped[step][index] == skips(program, step, index), where
-        assert trace.stepped[step][index] in (None, not skips(program, step, index)), where
-        if not optimizer.moves or optimizer.name in ON_MOVED:  # else it makes them as its parameters are
-            clipped = program.clip_of(step, index) is not None
-            assert trace.collectives[step][index] == (0 if clipped else check_collectives(program, step, index)), where
-
-
-def check_clip(program: Program, rank: int, step: int, trace: Trace, clip: Clip) -> None:
-    where = f"rank {rank}, step {step}"
-    assert trace.clipped[step] is not None, where
-    measured, collectives = trace.clipped[step]
-    if program.clip_is_clean(step, clip):
-        assert measured == pytest.approx(norm(program, step, clip), rel=1e-6), where
-    else:
-        assert not math.isfinite(measured), where
-    assert collectives == clip_collectives(program, step, clip), where
 
 
 def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> None:

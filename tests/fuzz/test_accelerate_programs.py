@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz_profile import Chunk, chunks, settings_for
-from hypothesis import given, seed
+from fuzz_profile import Chunk, chunks
 from hypothesis import strategies as st
 
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradScalerKwargs
+from test_accelerate import forget
 
 from scaler_triton.integrations.accelerate import use_scaler_triton
 
@@ -120,15 +119,12 @@ def train(name: str, micro_batches: int, batches: list[Any], folder: str) -> Non
 
 @pytest.mark.parametrize("chunk", chunks(in_ci=15, share=0.02), ids=str)
 def test_programs_of_an_accelerator(chunk: Chunk) -> None:
-    @seed(chunk.seed)
-    @settings_for(chunk.programs)
-    @given(st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from([1, 2, 4]), st.lists(MICRO_BATCHES, max_size=20))
     def as_plain(name: str, micro_batches: int, batches: list[Any]) -> None:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 train(name, micro_batches, batches, folder)
-        finally:  # the next Accelerator of this process is its first
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+        finally:
+            forget()
 
-    as_plain()
+    names, accumulated = st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from([1, 2, 4])
+    chunk.run(as_plain, names, accumulated, st.lists(MICRO_BATCHES, max_size=20))

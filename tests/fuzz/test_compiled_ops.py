@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from compile_cases import fresh_compiler
-from fuzz_profile import Chunk, chunks, settings_for
-from helpers import assert_same
-from hypothesis import given, seed
+from fuzz_profile import Chunk, chunks
+from helpers import assert_all_same
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -76,13 +75,10 @@ def outcome(op: Callable[..., Any], drawn: list[Drawn], flag: float, inv_scale: 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("chunk", chunks(15, 0.01), ids=str)
 def test_compiled_ops_do_the_same(chunk: Chunk, name: str) -> None:
-    @seed(chunk.seed)
-    @settings_for(chunk.programs)
-    @given(st.tuples(GRADIENTS, FLAGS, INV_SCALES, NORMS))
-    def agree(drawn: Any) -> None:
+    def agree(drawn: list[Drawn], flag: float, inv_scale: float, order: float) -> None:
         with fresh_compiler():
-            ours = outcome(torch.compile(OPS[name], backend="aot_eager", fullgraph=True), *drawn)
-        for mine, other in zip(ours, outcome(OPS[name], *drawn), strict=True):
-            assert_same(mine, other)
+            compiled = torch.compile(OPS[name], backend="aot_eager", fullgraph=True)
+            ours = outcome(compiled, drawn, flag, inv_scale, order)
+        assert_all_same(ours, outcome(OPS[name], drawn, flag, inv_scale, order))
 
-    agree()
+    chunk.run(agree, GRADIENTS, FLAGS, INV_SCALES, NORMS)

@@ -1,28 +1,22 @@
 """Random programs on one process with a StepGuard, beside a model of it: equal to the bit after every call."""
 
-import copy
 import itertools
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-
-pytest.importorskip("hypothesis")
-
 import strategies as draw
 import torch
-from extras import agreed, multiply, together
-from fuzz_profile import Chunk, chunks, settings_for
+from fuzz_profile import Chunk, cases, settings_for
+from grads import agreed, lacks_momentum, multiply, parameters_of, together
 from hypothesis import assume, seed
 from hypothesis import strategies as st
 from hypothesis.errors import UnsatisfiedAssumption
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from specification import lacks_momentum, parameters_of
+from programs import COPIES
 from spike_rule import judged
-from test_single import INTERPRETED
 from torch import Tensor
 from worlds import GradientSpec, OptimizerSpec, World, assert_equal
 
@@ -30,8 +24,6 @@ from scaler_triton import StepGuard
 
 pytestmark = pytest.mark.slow
 
-COPIES: dict[str, Callable[[Any], Any]] = {"pickle": lambda guard: pickle.loads(pickle.dumps(guard))}
-COPIES |= {"deepcopy": copy.deepcopy, "copy": copy.copy}
 FORMS = st.sampled_from(["dense", "dense", "accumulate", "keep", "none", "transposed", "gaps"])
 GRADIENTS = st.builds(
     GradientSpec,
@@ -277,15 +269,7 @@ class GuardPrograms(RuleBasedStateMachine):
             self.compare()
 
 
-WAYS = [("torch", 60, 0.5, ()), ("triton", 5, 0.01, INTERPRETED)]  # how many by default, or which part of those asked
-CASES = [
-    pytest.param(backend, chunk, marks=marks, id=f"{backend}-{chunk}")
-    for backend, in_ci, share, marks in WAYS
-    for chunk in chunks(in_ci, share)
-]
-
-
-@pytest.mark.parametrize(("backend", "chunk"), CASES)
+@pytest.mark.parametrize(("backend", "chunk"), cases([("torch", 60, 0.5), ("triton", 5, 0.01)]))
 def test_guard_programs(backend: str, chunk: Chunk) -> None:
     machine = seed(chunk.seed)(type("Programs", (GuardPrograms,), {"backend": backend}))
     run_state_machine_as_test(machine, settings=settings_for(chunk.programs, 20))

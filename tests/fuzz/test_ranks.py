@@ -5,24 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("hypothesis")
-
-from fuzz_profile import Chunk, chunks, settings_for
-from hypothesis import given, seed
+from fuzz_profile import Chunk, cases
 from hypothesis import strategies as st
 from rank_execution import execute
 from rank_model import Trace, check, found_apart
 from rank_programs import ON_MOVED, PLACES, PLAIN, RANKS, Clip, Optimizer, Parameter, Program, Setting, Split, Spot
-from ranks import cases
-from ranks.cases import FUSED_ADAGRAD, INIT_SCALE
+from ranks.cases import FUSED_ADAGRAD, INIT_SCALE, strictly
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 CASE_LIMIT = 30.0  # Seconds: the watchdog. A program takes a tenth of one.
-SHARE = 0.05  # of the programs that `make fuzz` asks for
-IN_CI = {"any": 85, "moving": 85, "long": 80}
-CHUNKS = [(shape, chunk) for shape, programs in IN_CI.items() for chunk in chunks(in_ci=programs, share=SHARE)]
+SHAPES = [("any", 85, 0.05), ("moving", 85, 0.05), ("long", 80, 0.05)]
 NONFINITE = [float("inf"), float("-inf"), float("nan")]
 EVERYWHERE = ["sgd", "sgd-foreach", "adam", "adamw", "adamw-foreach", "adamw-fused", "adam-fused", "adagrad"]
 # torch has no DTensor rule for these.
@@ -163,18 +156,15 @@ def splits(draw: Any, program: Program) -> Program:
 
 def run(pool: Any, program: Program) -> list[Trace]:
     """Run a program on all ranks; one that raises or hangs anywhere fails, with the stacks of all."""
-    results = pool.run(cases.strictly, execute, (program,), {}, timeout=CASE_LIMIT)
+    results = pool.run(strictly, execute, (program,), {}, timeout=CASE_LIMIT)
     errors = [f"rank {result.rank}: {result.traceback}" for result in results if not result.ok]
     assert not errors, "\n".join(errors)
     return [result.value for result in results]
 
 
-@pytest.mark.parametrize(("shape", "chunk"), CHUNKS, ids=str)
+@pytest.mark.parametrize(("shape", "chunk"), cases(SHAPES))
 def test_programs_on_four_ranks(pools: Any, shape: str, chunk: Chunk) -> None:
-    @seed(chunk.seed)
-    @settings_for(chunk.programs)
-    @given(programs(shape))
     def all_agree(program: Program) -> None:
         check(program, run(pools(4), program))
 
-    all_agree()
+    chunk.run(all_agree, programs(shape))

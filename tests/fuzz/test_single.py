@@ -2,28 +2,21 @@
 
 import pickle
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
-
-pytest.importorskip("hypothesis")
-
 import torch
 import torch.distributed as dist
-from extras import FullShardedSpecification
-from fuzz_profile import Chunk, chunks, settings_for
+from fuzz_profile import Chunk, cases, settings_for
 from helpers import sgd, started
 from hypothesis import seed
 from hypothesis.stateful import run_state_machine_as_test
 from programs import Programs
+from specification import ShardedSpecification
 
 from scaler_triton import GradScaler, ShardedGradScaler
 
 pytestmark = pytest.mark.slow
-INTERPRETED = pytest.mark.skipif(
-    torch.cuda.is_available() or find_spec("triton") is None, reason="the CPU has Triton's interpreter without a GPU"
-)
 WAYS = [  # backend, device, which class; how many programs by default, and which part of those asked for
     ("torch", "cpu", "grad", 250, 1.0),
     ("torch", "cpu", "sharded", 150, 0.5),
@@ -31,12 +24,6 @@ WAYS = [  # backend, device, which class; how many programs by default, and whic
     ("triton", "cpu", "sharded", 8, 0.01),
     ("triton", "cuda", "grad", 30, 0.05),  # no falling back, which nothing would show
     ("triton", "cuda", "sharded", 20, 0.05),
-]
-MARKS = {("triton", "cpu"): INTERPRETED, ("triton", "cuda"): pytest.mark.gpu, ("torch", "cpu"): ()}
-CASES = [
-    pytest.param(*way, chunk, marks=MARKS[way[0], way[1]], id="-".join(map(str, [*way, chunk])))
-    for *way, in_ci, share in WAYS
-    for chunk in chunks(in_ci, share)
 ]
 
 
@@ -48,12 +35,12 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("backend", "device", "kind", "chunk"), CASES)
+@pytest.mark.parametrize(("backend", "device", "kind", "chunk"), cases(WAYS))
 def test_programs(backend: str, device: str, kind: str, chunk: Chunk, request: pytest.FixtureRequest) -> None:
     options: dict[str, Any] = {"backend": backend, "device": device}
     if kind == "sharded":
         request.getfixturevalue("group_of_one")
-        options |= {"ours_class": ShardedGradScaler, "theirs_class": FullShardedSpecification, "half": torch.float16}
+        options |= {"ours_class": ShardedGradScaler, "theirs_class": ShardedSpecification, "half": torch.float16}
     machine = seed(chunk.seed)(type("Programs", (Programs,), options))
     with torch.device(device):
         run_state_machine_as_test(machine, settings=settings_for(chunk.programs, 25 if backend == "torch" else 20))

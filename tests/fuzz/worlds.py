@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from grads import parameters_of
 from helpers import bits
-from specification import parameters_of
 from torch import Tensor
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -76,32 +76,26 @@ class GradientSpec(NamedTuple):
     plant: float | None = None  # this value somewhere
 
     def give(self, parameter: Tensor) -> None:
-        if self.form == "keep" and parameter.grad is not None:
+        old, made = parameter.grad, self.build(parameter)
+        if self.form == "keep" and old is not None:
             return
-        if self.form == "none":
-            parameter.grad = None
-            return
-        made = self.build(parameter)
-        if self.form == "accumulate" and parameter.grad is not None:
-            parameter.grad = made + parameter.grad if parameter.grad.is_sparse else parameter.grad + made
-        elif self.form == "accumulate-inplace" and parameter.grad is not None:
+        if self.form == "accumulate-inplace" and old is not None:
             parameter.grad += made
-        else:
-            parameter.grad = None
+            return
+        parameter.grad = None
+        if self.form == "accumulate" and old is not None:
+            parameter.grad = made + old if old.is_sparse else old + made
+        elif self.form != "none":
             parameter.grad = made
 
     def build(self, parameter: Tensor) -> Tensor:
-        values = self.values(parameter.shape, parameter.dtype)
-        dims, make = FORMS.get(self.form, (0, torch.clone))
-        return make(values) if values.dim() >= dims else values
-
-    def values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(self.seed)
-        values = (torch.randn(shape, generator=generator, device="cpu") * self.magnitude).to(dtype)
-        values = values.to(torch.get_default_device())
+        values = torch.randn(parameter.shape, generator=generator, device="cpu") * self.magnitude
+        values = values.to(torch.get_default_device(), parameter.dtype)
         if self.plant is not None and values.numel():
             values.view(-1)[self.seed % values.numel()] = self.plant
-        return values
+        dims, make = FORMS.get(self.form, (0, torch.clone))
+        return make(values) if values.dim() >= dims else values
 
 
 def _copied(values: Tensor, stride: Sequence[int], offset: int, size: int) -> Tensor:
@@ -221,14 +215,11 @@ def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     owner = getattr(state, "owner", None)
     if owner is not None and owner() is not optimizer:
         state = {}  # of a dead optimizer at the same id, until the new one is used
-    parameters = parameters_of(optimizer)
     return {
         "stage": state["stage"].name if state else "READY",
         "flags": [flag.item() for flag in state["found_inf_per_device"].values()] if state else [],
         "set on it": [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)],
-        "parameters": parameters,
-        "gradients": [parameter.grad for parameter in parameters],
-        "state": [dict(optimizer.state.get(parameter, {})) for parameter in parameters],
+        "parameters": [(p, p.grad, dict(optimizer.state.get(p, {}))) for p in parameters_of(optimizer)],
     }
 
 
