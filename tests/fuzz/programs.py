@@ -20,7 +20,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from specification import Refused, Specification
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
-from worlds import GradientSpec, World, Wrapper, assert_equal, assert_same_worlds, first_line, half_of, outcome
+from worlds import (
+    ClipSpec,
+    GradientSpec,
+    World,
+    Wrapper,
+    assert_equal,
+    assert_same_worlds,
+    first_line,
+    half_of,
+    outcome,
+)
 
 from scaler_triton import GradScaler
 
@@ -33,7 +43,57 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Programs(RuleBasedStateMachine):
+class TwoWorlds(RuleBasedStateMachine):
+    """Makes calls in both worlds."""
+
+    ours: World
+    theirs: World
+
+    def both(self, call: Callable[[World], Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours, theirs = outcome(call, self.ours), outcome(call, self.theirs)
+        if isinstance(theirs, Refused):
+            assert theirs.is_met_by(ours), (ours, theirs)
+        elif isinstance(theirs, BaseException):
+            note(f"raises {theirs!r}")
+            assert type(ours) is type(theirs), (ours, theirs)
+            assert first_line(ours) == first_line(theirs)
+        else:
+            assert_equal(ours, theirs, "result")
+        self.compare()
+
+    def compare(self) -> None:
+        assert_same_worlds(self.ours, self.theirs)
+
+    def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
+        def on_one(world: World) -> Any:
+            optimizer = world.optimizers[index % len(world.optimizers)]
+            return call(world, Wrapper(optimizer) if wrapped else optimizer)
+
+        self.both(on_one)
+
+    def give(self, index: int, gradients: list[GradientSpec]) -> None:
+        def give(_: World, optimizer: Any) -> None:
+            for gradient, parameter in zip(itertools.cycle(gradients), parameters_of(optimizer), strict=False):
+                gradient.give(parameter)
+
+        self.at(index, give)
+
+    def clip_by(self, spec: ClipSpec) -> None:
+        """Clip; the specification takes the last bits of the norm from ours."""
+        measured: list[torch.Tensor] = []
+
+        def call(world: World) -> torch.Tensor:
+            if world is self.theirs:
+                return spec.clip(world, measured=measured)
+            measured.append(spec.clip(world))
+            return measured[0]
+
+        self.both(call)
+
+
+class Programs(TwoWorlds):
     ours_class: type = GradScaler
     theirs_class: type = Specification
     backend = "torch"
@@ -55,27 +115,6 @@ class Programs(RuleBasedStateMachine):
         if started:
             self.loss()
 
-    def both(self, call: Callable[[World], Any]) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ours, theirs = outcome(call, self.ours), outcome(call, self.theirs)
-        if isinstance(theirs, Refused):
-            assert theirs.is_met_by(ours), (ours, theirs)
-        elif isinstance(theirs, BaseException):
-            note(f"raises {theirs!r}")
-            assert type(ours) is type(theirs), (ours, theirs)
-            assert first_line(ours) == first_line(theirs)
-        else:
-            assert_equal(ours, theirs, "result")
-        assert_same_worlds(self.ours, self.theirs)
-
-    def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
-        def on_one(world: World) -> Any:
-            optimizer = world.optimizers[index % len(world.optimizers)]
-            return call(world, Wrapper(optimizer) if wrapped else optimizer)
-
-        self.both(on_one)
-
     def loss(self) -> None:
         self.both(lambda world: world.scaler.scale(torch.ones(())))
 
@@ -83,11 +122,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(index=draw.indices, gradients=draw.backwards)
     def backward(self, index: int, gradients: list[GradientSpec]) -> None:
-        def give(_: World, optimizer: Any) -> None:
-            for gradient, parameter in zip(itertools.cycle(gradients), parameters_of(optimizer), strict=False):
-                gradient.give(parameter)
-
-        self.at(index, give)
+        self.give(index, gradients)
 
     @rule(index=draw.indices, form=st.sampled_from(["uncoalesced", "piled"]), number=st.integers(0, 20))
     def backward_sparsely(self, index: int, form: str, number: int) -> None:
@@ -143,15 +178,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(spec=draw.clips)
     def clip(self, spec: Any) -> None:
-        measured: list[torch.Tensor] = []
-
-        def call(world: World) -> torch.Tensor:
-            if world is self.theirs:
-                return spec.clip(world, measured=measured)
-            measured.append(spec.clip(world))
-            return measured[0]
-
-        self.both(call)
+        self.clip_by(spec)
 
     @rule(gradients=draw.several_backwards, spec=draw.clips)
     def train_clipped(self, gradients: list[list[GradientSpec]], spec: Any) -> None:

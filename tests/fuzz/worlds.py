@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from grads import parameters_of
 from helpers import bits
+from hypothesis.errors import UnsatisfiedAssumption
 from torch import Tensor
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -226,6 +227,8 @@ def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def outcome(call: Callable[[World], Any], world: World) -> Any:
     try:
         return call(world)
+    except UnsatisfiedAssumption:
+        raise
     except Exception as error:
         return error
 
