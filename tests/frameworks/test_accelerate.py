@@ -72,6 +72,9 @@ def use_torch(accelerator: Accelerator, **settings: Any) -> Any:
     return accelerator.scaler
 
 
+USES = {True: use_scaler_triton, False: use_torch, "guard": functools.partial(use_step_guard, **jobs.GUARD)}
+
+
 def prepare(accelerator: Accelerator, name: str = "SGD", layers: int = 1, **options: Any) -> tuple[Any, ...]:
     """Layers of two weights, then their optimizers."""
     made = [nn.Linear(2, 1, bias=False) for _ in range(layers)]
@@ -81,10 +84,10 @@ def prepare(accelerator: Accelerator, name: str = "SGD", layers: int = 1, **opti
     return tuple(accelerator.prepare(*made, *optimizers))
 
 
-def ready(*what: Any, settings: Any = (), **options: Any) -> tuple[Any, ...]:
-    """An accelerator with our scaler, then what it has prepared."""
-    accelerator = new_accelerator()
-    use_scaler_triton(accelerator, **dict(settings))
+def ready(*what: Any, precision: str = "fp16", settings: Any = (), **options: Any) -> tuple[Any, ...]:
+    """An accelerator with our scaler, or in another precision with a guard, then what it has prepared."""
+    accelerator = new_accelerator(mixed_precision=precision)
+    USES[True if precision == "fp16" else "guard"](accelerator, **dict(settings))
     return accelerator, *prepare(accelerator, *what, **options)
 
 
@@ -275,13 +278,6 @@ def test_an_optimizer_that_is_prepared_after_an_interruption_begins_a_new_step(w
 # A guard, where Accelerate has no scaler.
 
 
-def guarded(precision: str, *what: Any, **options: Any) -> tuple[Any, ...]:
-    """An accelerator with a guard, then what it has prepared."""
-    accelerator = new_accelerator(mixed_precision=precision)
-    use_step_guard(accelerator, **jobs.GUARD)
-    return accelerator, *prepare(accelerator, *what, **options)
-
-
 def train_guarded(precision: str, batches: list[torch.Tensor], is_late: bool, **options: Any) -> tuple[Any, ...]:
     """Train with a schedule; return parameters, which steps were skipped, their norms, what torch takes for these."""
     forget()
@@ -323,7 +319,7 @@ def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(precision, fa
 @PLAIN_AND_FUSED
 def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(options):
     """Each one's step updates: the other must not be checked again by its clipped gradients."""
-    accelerator, *layers, one, other = guarded("bf16", "SGD", 2, **options)
+    accelerator, *layers, one, other = ready("SGD", 2, precision="bf16", **options)
     backward(accelerator, *layers)
     norm_of(accelerator, *layers)
     one.step()
@@ -342,7 +338,7 @@ def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(opti
 
 
 def test_a_guard_sees_what_clipping_by_value_hides_clips_again_and_refuses_what_it_cannot_check():
-    accelerator, layer, optimizer = guarded("no")
+    accelerator, layer, optimizer = ready(precision="no")
     backward(accelerator, layer)
     assert [norm_of(accelerator, layer) for _ in range(2)] == [5.0, 5.0]  # as without a scaler
     optimizer.step()
@@ -393,7 +389,6 @@ def launched(rank: int) -> Iterator[None]:
 
 Report = dict[str, Any]  # what a run left on one rank; lists run over the optimizer's steps
 AS_TORCHS = ("scales", "trackers", "skipped", "rates", "digests", "step_counts")
-USES = {True: use_scaler_triton, False: use_torch, "guard": functools.partial(use_step_guard, **jobs.GUARD)}
 
 
 class Job:
@@ -506,13 +501,11 @@ def test_all_ranks_clip_in_one_reduction_skip_and_say_so_and_the_scheduler_waits
         assert report["collectives"] == [(0 if sharding == "ddp" else 1, 0)] * STEPS
 
 
-@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("sharding", KINDS)
-def test_equals_torchs_scaler_to_the_bit(two, sharding, every):
-    """Also with gradients added up in several backwards."""
-    overflows = tuple(every * (step + 1) - 1 for step in BAD_STEPS)
-    options = {"max_norm": 1e9, "gradient_accumulation_steps": every}
-    ours, theirs = (two(train, sharding, "adamw", overflows, 6 * every, ours=ours, **options) for ours in (1, 0))
+def test_equals_torchs_scaler_to_the_bit_when_gradients_are_accumulated(two, sharding):
+    overflows = tuple(3 * step + 2 for step in BAD_STEPS)
+    options = {"max_norm": 1e9, "gradient_accumulation_steps": 3}
+    ours, theirs = (two(train, sharding, "adamw", overflows, 3 * STEPS, ours=ours, **options) for ours in (1, 0))
     for mine, other in zip(ours, theirs, strict=True):
         assert [mine[what] for what in AS_TORCHS] == [other[what] for what in AS_TORCHS]
         # The sum of squares is taken in fp64, torch's in fp32, shard by shard.

@@ -15,23 +15,9 @@ from dataclasses import dataclass, field
 from types import NoneType, SimpleNamespace
 from typing import Any
 
+import grads
 import torch
-from grads import (
-    agreed,
-    form,
-    gradients_of,
-    has_duplicates,
-    is_fp16,
-    lacks_momentum,
-    multiply,
-    overlaps,
-    parameters_of,
-    same,
-    sum_up,
-    summed,
-    together,
-    values_in,
-)
+from grads import gradients_of, has_duplicates, is_fp16, parameters_of, values_in
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
@@ -282,11 +268,11 @@ class Specification(torch.amp.GradScaler):
 
     def _divide(self, optimizer: Any, inv_scale: Tensor, found_inf: Any, allow_fp16: bool) -> Any:
         is_refused = not allow_fp16 and any(map(is_fp16, gradients_of(optimizer)))
-        if any(map(overlaps, gradients_of(optimizer))) and not is_refused:
+        if any(map(grads.overlaps, gradients_of(optimizer))) and not is_refused:
             raise RuntimeError(OVERLAP)  # torch raises the same, after it has written the gradients of other dtypes
         for parameter in parameters_of(optimizer) if allow_fp16 else ():  # difference 16
             if parameter.grad is not None and is_fp16(parameter.grad) and has_duplicates(parameter.grad):
-                parameter.grad = summed(parameter.grad)
+                parameter.grad = grads.summed(parameter.grad)
         with OnEveryDevice():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
@@ -339,7 +325,7 @@ class Specification(torch.amp.GradScaler):
         scaled = is_ready(state)
         if scaled:
             self._check_inf_per_device(optimizer)
-        if lacks_momentum(optimizer) and any_set(state["found_inf_per_device"]):  # difference 14
+        if grads.lacks_momentum(optimizer) and any_set(state["found_inf_per_device"]):  # difference 14
             state["stage"] = OptState.STEPPED
             return None
         unchecked = not state["found_inf_per_device"]
@@ -395,9 +381,9 @@ class Specification(torch.amp.GradScaler):
             exact, promised = self._unscale_at_once(optimizers, chosen)
         else:
             self._unscale_all(optimizers)
-            sum_up(chosen)
-            exact, promised = torch.linalg.vector_norm(together(chosen), order), True
-        norm = agreed(exact, measured, promised)
+            grads.sum_up(chosen)
+            exact, promised = torch.linalg.vector_norm(grads.together(chosen), order), True
+        norm = grads.agreed(exact, measured, promised)
         overflow = self._skip_together(optimizers)
         if error_if_nonfinite and not norm.isfinite():  # as torch: nothing is written
             raise RuntimeError(
@@ -406,7 +392,7 @@ class Specification(torch.amp.GradScaler):
                 "`error_if_nonfinite=False`"
             )
         try:
-            multiply(chosen, torch.ones(()) if overflow else (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            grads.multiply(chosen, torch.ones(()) if overflow else (max_norm / (norm + 1e-6)).clamp(max=1.0))
         except RuntimeError:  # nobody knows what it wrote
             for optimizer in optimizers:
                 flags = {self._scale.device: torch.ones(())}
@@ -428,13 +414,13 @@ class Specification(torch.amp.GradScaler):
         for optimizer in optimizers:
             self._skips.pop(id(optimizer), None)
         for optimizer in optimizers:  # all of them are checked before the first is written
-            sum_up(parameters_of(optimizer))
+            grads.sum_up(parameters_of(optimizer))
             if not self.allows_fp16 and any(map(is_fp16, gradients_of(optimizer))):
                 raise ValueError("Attempting to unscale FP16 gradients.")
-            if any(map(overlaps, gradients_of(optimizer))):
+            if any(map(grads.overlaps, gradients_of(optimizer))):
                 raise RuntimeError(OVERLAP)
         inverse = self._scale.double().reciprocal().float().double().reshape(())
-        exact = torch.linalg.vector_norm(together(chosen)) * inverse
+        exact = torch.linalg.vector_norm(grads.together(chosen)) * inverse
         self._unscale_all(optimizers)
         return exact, bool(inverse.isfinite())
 
@@ -555,9 +541,9 @@ class Specification(torch.amp.GradScaler):
     def _look(self, optimizer: Any) -> Kinds:
         """Return the kinds in gradients that hold any."""
         parameters = parameters_of(optimizer)
-        looks = [(parameter, form(parameter.grad)) for parameter in parameters]
+        looks = [(parameter, grads.form(parameter.grad)) for parameter in parameters]
         before = self._looks.setdefault(id(optimizer), (optimizer, looks))[1]
-        if not same(looks, before):
+        if not grads.same(looks, before):
             self._forget(before)
         self._looks[id(optimizer)] = optimizer, looks
         self._kept += parameters
@@ -566,7 +552,7 @@ class Specification(torch.amp.GradScaler):
     def _kinds_in(self, gradient: Tensor) -> set[str]:
         if gradient.is_sparse and not self.tells_sparse:
             return set()
-        values = values_in(summed(gradient) if is_fp16(gradient) and has_duplicates(gradient) else gradient)
+        values = values_in(grads.summed(gradient) if is_fp16(gradient) and has_duplicates(gradient) else gradient)
         words = {"NaN": values.isnan().any(), "Inf": values.isinf().any()}
         return {word for word, holds in words.items() if holds}
 
@@ -580,7 +566,7 @@ class Specification(torch.amp.GradScaler):
     def check_report(self, report: Any, named: Iterable[tuple[str, Tensor]]) -> None:
         """Assert that a report says what it must, and nothing else of these parameters."""
         for optimizer, looks in self._looks.values():
-            if not same([(each, "") for each in parameters_of(optimizer)], [(each, "") for each, _ in looks]):
+            if not grads.same([(each, "") for each in parameters_of(optimizer)], [(each, "") for each, _ in looks]):
                 self._forget(looks)
         pending = self._any_flag()
         skipped, last = self._counters["skipped"], self._counters["last_skip"]

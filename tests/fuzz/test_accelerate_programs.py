@@ -9,18 +9,15 @@ import pytest
 import torch
 from fuzz_profile import Chunk, chunks
 from hypothesis import strategies as st
+from jobs import SETTINGS
 
 pytest.importorskip("accelerate")
 
-from accelerate import Accelerator
-from accelerate.utils import GradScalerKwargs
-from test_accelerate import forget
+from test_accelerate import DECAY, forget, new_accelerator
 
 from scaler_triton.integrations.accelerate import use_scaler_triton
 
 INPUT = (3.0, 4.0)
-INIT_SCALE, GROWTH_INTERVAL = 8.0, 2
-DECAY = 0.9375  # of the learning rate, in each step of the scheduler
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.25),
@@ -35,7 +32,7 @@ class Plain:
         self.weight = torch.nn.Parameter(torch.zeros(1, 2))
         self.optimizer = OPTIMIZERS[name.removesuffix("-fused")]([self.weight])
         self.first_rate, self.micro_batches = self.optimizer.param_groups[0]["lr"], micro_batches
-        self.scale, self.tracker, self.steps = INIT_SCALE, 0, 0
+        self.scale, self.tracker, self.steps = SETTINGS["init_scale"], 0, 0
         self.scaled = torch.zeros(1, 2)
 
     def backward(self, value: float) -> None:
@@ -57,7 +54,7 @@ class Plain:
         self.optimizer.param_groups[0]["lr"] = self.rate
         self.optimizer.step()
         self.steps, self.tracker = self.steps + 1, self.tracker + 1
-        if self.tracker == GROWTH_INTERVAL:
+        if self.tracker == SETTINGS["growth_interval"]:
             self.scale, self.tracker = self.scale * 2, 0
         return False, norm
 
@@ -79,9 +76,7 @@ MICRO_BATCHES = st.tuples(
 def train(name: str, micro_batches: int, batches: list[Any], folder: str) -> None:
     """Train with an Accelerator; assert after each micro-batch that it does what plain training does, and says so."""
     plain, saved = Plain(name, micro_batches), None
-    handlers = [GradScalerKwargs(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)]
-    options = {"cpu": True, "mixed_precision": "fp16", "kwargs_handlers": handlers}
-    accelerator = Accelerator(**options, gradient_accumulation_steps=micro_batches)
+    accelerator = new_accelerator(gradient_accumulation_steps=micro_batches)
     scaler = use_scaler_triton(accelerator)
     layer = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.zeros_(layer.weight)
