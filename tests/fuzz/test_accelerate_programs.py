@@ -10,9 +10,6 @@ import torch
 from fuzz_profile import Chunk, chunks
 from hypothesis import strategies as st
 from jobs import SETTINGS
-
-pytest.importorskip("accelerate")
-
 from test_accelerate import DECAY, forget, new_accelerator
 
 from scaler_triton.integrations.accelerate import use_scaler_triton

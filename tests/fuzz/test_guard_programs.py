@@ -11,12 +11,11 @@ from grads import parameters_of, together
 from hypothesis import assume, seed
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
-from programs import COPIES, TwoWorlds
 from specification import Specification, is_ready
 from spike_rule import judged
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from worlds import ClipSpec, GradientSpec, OptimizerSpec, World, assert_equal
+from worlds import COPIES, ClipSpec, GradientSpec, OptimizerSpec, TwoWorlds, World, assert_equal
 
 from scaler_triton import StepGuard
 

@@ -1,6 +1,10 @@
 """A scaler with its optimizers, twice: what programs are made of, built in two worlds, which must stay equal."""
 
+import copy
+import itertools
+import pickle
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,7 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from grads import parameters_of
 from helpers import bits
+from hypothesis import note
 from hypothesis.errors import UnsatisfiedAssumption
+from hypothesis.stateful import RuleBasedStateMachine
+from specification import Refused
 from torch import Tensor
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -236,3 +243,60 @@ def outcome(call: Callable[[World], Any], world: World) -> Any:
 def first_line(error: BaseException) -> str:
     """Return an exception's text without C++ stack traces, and without the name of the model's class."""
     return re.sub(r"^'\w+' object has", "the object has", next(iter(str(error).splitlines()), ""))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+
+
+class TwoWorlds(RuleBasedStateMachine):
+    """Makes calls in both worlds."""
+
+    ours: World
+    theirs: World
+
+    def both(self, call: Callable[[World], Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours, theirs = outcome(call, self.ours), outcome(call, self.theirs)
+        if isinstance(theirs, Refused):
+            assert theirs.is_met_by(ours), (ours, theirs)
+        elif isinstance(theirs, BaseException):
+            note(f"raises {theirs!r}")
+            assert type(ours) is type(theirs), (ours, theirs)
+            assert first_line(ours) == first_line(theirs)
+        else:
+            assert_equal(ours, theirs, "result")
+        self.compare()
+
+    def compare(self) -> None:
+        assert_same_worlds(self.ours, self.theirs)
+
+    def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
+        def on_one(world: World) -> Any:
+            optimizer = world.optimizers[index % len(world.optimizers)]
+            return call(world, Wrapper(optimizer) if wrapped else optimizer)
+
+        self.both(on_one)
+
+    def give(self, index: int, gradients: list[GradientSpec]) -> None:
+        def give(_: World, optimizer: Any) -> None:
+            for gradient, parameter in zip(itertools.cycle(gradients), parameters_of(optimizer), strict=False):
+                gradient.give(parameter)
+
+        self.at(index, give)
+
+    def clip_by(self, spec: ClipSpec) -> None:
+        """Clip; the specification takes the last bits of the norm from ours."""
+        measured: list[torch.Tensor] = []
+
+        def call(world: World) -> torch.Tensor:
+            if world is self.theirs:
+                return spec.clip(world, measured=measured)
+            measured.append(spec.clip(world))
+            return measured[0]
+
+        self.both(call)
