@@ -38,6 +38,8 @@ QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", 
 ONE = {"accelerator": "cpu", "devices": 1}
 KINDS = pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
 OPTIMIZERS = pytest.mark.parametrize("optimizer", FUSED)
+CLIPS = pytest.mark.parametrize("clip", ["", "max_norm", "clip_val"])
+GUARDED = {"bf16-mixed": "MixedPrecision", "bf16-true": "HalfPrecision", "32-true": "Precision"}
 Trace = list[tuple[float, int, Tensor]]  # scale, growth tracker and parameters after every step
 
 
@@ -192,7 +194,7 @@ def test_each_class_has_a_plugin_of_its_own(name: str, kind: str, monkeypatch: p
 
 @KINDS
 @OPTIMIZERS
-@pytest.mark.parametrize("clip", ["", "max_norm", "clip_val"])
+@CLIPS
 def test_trains_and_clips_as_lightnings_own_plugin_and_as_a_loop_by_hand(kind: str, optimizer: str, clip: str) -> None:
     """To the bit. tests/fuzz has the Trainer beside a loop by hand, and its checkpoints."""
     mine = train(kind, plugin(kind), optimizer, clip, batches())
@@ -269,16 +271,9 @@ def test_a_disabled_scaler_clips_too_and_lbfgs_is_refused() -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("clip", ["", "max_norm", "clip_val"])
-@pytest.mark.parametrize(
-    ("precision", "optimizer", "factor"),
-    [
-        ("bf16-mixed", "adamw", torch.inf),
-        ("bf16-mixed", "adamw-fused", jobs.SPIKE),
-        ("bf16-true", "adamw-fused", torch.inf),
-        ("32-true", "adamw", jobs.SPIKE),
-    ],
-)
+@CLIPS
+@pytest.mark.parametrize("factor", [torch.inf, jobs.SPIKE], ids=["infinite", "spike"])
+@pytest.mark.parametrize(("precision", "optimizer"), zip(GUARDED, ["adamw", "adamw-fused", "adamw"], strict=True))
 def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(
     kind: str, precision: str, optimizer: str, factor: float, clip: str
 ) -> None:
@@ -293,7 +288,7 @@ def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(
     assert ends[0].isfinite().all()
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+@pytest.mark.parametrize("precision", GUARDED)
 def test_the_trainer_clips_in_one_pass_and_resumes_with_the_guards_norms(precision: str, tmp_path: Path) -> None:
     """Without the first three steps' norms the fourth would not be taken for a spike."""
     seen, path, saved = jobs.guarded_batches(3, jobs.SPIKE), tmp_path / "run.ckpt", guard_plugin(precision=precision)
@@ -336,15 +331,7 @@ def test_a_guard_keeps_what_is_clipped_in_turn_over_the_first_ones_update() -> N
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize(
-    ("precision", "name"),
-    [
-        ("bf16-mixed", "MixedPrecision"),
-        ("bf16-true", "HalfPrecision"),
-        ("32-true", "Precision"),
-        ("bf16-mixed", "FSDPPrecision"),
-    ],
-)
+@pytest.mark.parametrize(("precision", "name"), [*GUARDED.items(), ("bf16-mixed", "FSDPPrecision")])
 def test_a_plugin_for_a_guard_is_lightnings_own_and_can_be_pickled(precision: str, name: str) -> None:
     made = guard_plugin(precision=precision, fsdp=name == "FSDPPrecision")
     assert isinstance(made, getattr(space("Trainer").plugins, name))

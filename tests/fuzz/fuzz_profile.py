@@ -12,9 +12,6 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("hypothesis")
-
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
