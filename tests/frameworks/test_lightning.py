@@ -273,7 +273,7 @@ def test_a_disabled_scaler_clips_too_and_lbfgs_is_refused() -> None:
 @KINDS
 @CLIPS
 @pytest.mark.parametrize("factor", [torch.inf, jobs.SPIKE], ids=["infinite", "spike"])
-@pytest.mark.parametrize(("precision", "optimizer"), zip(GUARDED, ["adamw", "adamw-fused", "adamw"], strict=True))
+@pytest.mark.parametrize(("precision", "optimizer"), [*zip(GUARDED, [*FUSED, "adamw"], strict=True)])
 def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(
     kind: str, precision: str, optimizer: str, factor: float, clip: str
 ) -> None:

@@ -6,14 +6,13 @@ As a program, `python test_deepspeed.py CASE [patched]`, it trains one rank on t
 import json
 import os
 import socket
-import subprocess
 import sys
 import warnings
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peer import imported
+from peer import imported, printed_by
 from torch import nn
 
 import scaler_triton
@@ -86,11 +85,9 @@ def test_no_class_can_mend_how_it_is_called(name: str, patched: bool) -> None:
         port = server.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-    environment = os.environ | place | rank | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, name, *["patched"] * patched]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    theirs, right = json.loads(done.stdout.splitlines()[-1]), train(CASES[name], by_deepspeed=False)
+    paths = os.pathsep.join(sys.path)
+    theirs = printed_by(__file__, name, *["patched"] * patched, PYTHONPATH=paths, **place, **rank)
+    right = train(CASES[name], by_deepspeed=False)
     assert theirs["made by"].split(".")[0] == ("scaler_triton" if patched else "torch")
     if name == "overflow":  # it skips by its own check, and calls neither `step` nor `update`
         assert (theirs["skipped"], theirs["scale"], theirs["moved"]) == (12, 65536.0, 0.0)
