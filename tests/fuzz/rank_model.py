@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import spike_rule
 import torch
-from rank_programs import ON_MOVED, PLACES, PLAIN, RANKS, Clip, Optimizer, Program, Split, Spot, whole
+from rank_programs import ON_MOVED, PLACES, PLAIN, RANKS, Clip, Optimizer, Program, Split, Spot, stand, whole
 from ranks.cases import GROWTH_INTERVAL, INIT_SCALE
 from specification import Refused, Specification
 from torch import Tensor
@@ -162,7 +162,7 @@ def _sums(program: Program, spot: Spot) -> int:
     parameter = program.parameter_of(spot)
     if spot in program.missing or "P" not in (way := parameter.way(spot.step)):
         return 0
-    dims = PLACES[parameter.place].axes.dims
+    dims = PLACES[parameter.place].axes
     return sum(letter == "P" and size > 1 for letter, (size, _) in zip(way, dims, strict=True))
 
 
@@ -186,7 +186,7 @@ def _is_there(program: Program, spot: Spot) -> Tensor:
     parameter = program.parameter_of(spot)
     own, there = PLACES[parameter.place].own, torch.zeros(parameter.rows * 3, dtype=torch.bool)
     for rank, held in enumerate(parameter.held(spot.step)):
-        if own.where(rank) == own.where(spot.rank) and spot._replace(rank=rank) not in program.missing:
+        if stand(own, rank) == stand(own, spot.rank) and spot._replace(rank=rank) not in program.missing:
             there[held.view(-1)] = True
     return there
 
@@ -316,6 +316,6 @@ def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> 
         own, parts = PLACES[parameter.place].own, {}
         pieces = replace(parameter, grads=()).held(0)
         for rank in RANKS:
-            part = (own.where(rank), *pieces[rank].view(-1).tolist())
+            part = (stand(own, rank), *pieces[rank].view(-1).tolist())
             parts.setdefault(part, set()).add(digests[rank][position])
         assert all(len(same) == 1 for same in parts.values()), f"{where}, parameter {position}: copies differ"

@@ -56,7 +56,7 @@ def programs(draw: Any, shape: str) -> Program:
 def optimizers(draw: Any, kind: str, moving: bool, members: int = 4) -> Optimizer:
     held = draw(st.lists(parameters(kind, moving or draw(st.booleans())), min_size=1, max_size=members))
     on_meshes = [each.place for each in held if each.place not in PLAIN]
-    if kind == "grad" and len(set(on_meshes)) == 1 and PLACES[on_meshes[0]].own.dims:
+    if kind == "grad" and len(set(on_meshes)) == 1 and PLACES[on_meshes[0]].own:
         # Alone, a slice asks its own group only: by design the others may then hold another scale.
         held.append(Parameter("line-replicated"))
     names = EVERYWHERE if on_meshes else EVERYWHERE + ON_PLAIN
