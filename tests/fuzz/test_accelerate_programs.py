@@ -80,6 +80,7 @@ def train(name: str, micro_batches: int, batches: list[Any], folder: str) -> Non
     optimizer = OPTIMIZERS[name](layer.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: DECAY**n)
     layer, optimizer, scheduler = accelerator.prepare(layer, optimizer, scheduler)
+    skipped = False
     for turn, (value, clip, bound, to_none, asks, then) in enumerate(batches, 1):
         with accelerator.accumulate(layer):
             accelerator.backward((layer(torch.tensor([INPUT])).float() * value).sum())
@@ -90,7 +91,7 @@ def train(name: str, micro_batches: int, batches: list[Any], folder: str) -> Non
             elif ends and clip == "value":
                 accelerator.clip_grad_value_(layer.parameters(), bound)
             if asks:
-                _ = optimizer.step_was_skipped
+                assert optimizer.step_was_skipped == skipped
             optimizer.step()
             if ends:
                 skipped, exact = plain.step(clip, bound)
