@@ -2,10 +2,11 @@
 
 Every place where it departs from torch names the number; what is not departed from is torch itself.
 
-torch's three stages become these phases. A state is one of torch's dicts; two more keys and one dict are all there is:
+torch's three stages become these phases. A state is one of torch's dicts; three more keys and one dict are all there is:
 - FAILED: stage UNSCALED and `failed` in the state. The step is skipped whatever the flag.
 - stage UNSCALED and `began` in the state: its step() raised. The next `scale` makes it READY (difference 23).
 - CARRIED: stage READY and an entry in `_carried`, the flag. The next `scale` makes it READY (difference 18).
+- stage UNSCALED and `stays` in the state: it was clipped with others, or carried. No look overrules its flag.
 """
 
 import math
@@ -133,7 +134,7 @@ class Seen:
 
 
 class Specification(torch.amp.GradScaler):
-    """Our GradScaler as it should be. `limits`, counters, `was_skipped` and the backend are difference 13.
+    """Our GradScaler as it should be. `limits`, counters and `was_skipped` are difference 13.
 
     `clip_grad_norm_` is `unscale_` of every optimizer and torch's clipping, by a norm that is right to 1e-6. A report
     explains a skip by what was looked at since the skip before, as long as the parameters are the same.
