@@ -2,7 +2,7 @@
 
 Every place where it departs from torch names the number; what is not departed from is torch itself.
 
-torch's three stages become these phases. A state is one of torch's dicts; three more keys and one dict are all there is:
+torch's three stages become these phases, by three more keys of torch's dicts and by one dict:
 - FAILED: stage UNSCALED and `failed` in the state. The step is skipped whatever the flag.
 - stage UNSCALED and `began` in the state: its step() raised. The next `scale` makes it READY (difference 23).
 - CARRIED: stage READY and an entry in `_carried`, the flag. The next `scale` makes it READY (difference 18).
