@@ -621,7 +621,8 @@ class GradScaler(torch.amp.GradScaler):
         return flags
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._enabled and any(step.phase not in (READY, CARRIED) for step in self._ours.steps.all()):
+        steps = self._ours.steps.all() if self._enabled else []
+        if any(step.phase not in (READY, CARRIED) or step["found_inf_per_device"] for step in steps):
             raise AssertionError(
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."

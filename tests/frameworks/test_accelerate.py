@@ -72,6 +72,9 @@ def use_torch(accelerator: Accelerator, **settings: Any) -> Any:
     return accelerator.scaler
 
 
+USES = {True: use_scaler_triton, False: use_torch, "guard": functools.partial(use_step_guard, **jobs.GUARD)}
+
+
 def prepare(accelerator: Accelerator, name: str = "SGD", layers: int = 1, **options: Any) -> tuple[Any, ...]:
     """Layers of two weights, then their optimizers."""
     made = [nn.Linear(2, 1, bias=False) for _ in range(layers)]
@@ -81,10 +84,10 @@ def prepare(accelerator: Accelerator, name: str = "SGD", layers: int = 1, **opti
     return tuple(accelerator.prepare(*made, *optimizers))
 
 
-def ready(*what: Any, settings: Any = (), **options: Any) -> tuple[Any, ...]:
-    """An accelerator with our scaler, then what it has prepared."""
-    accelerator = new_accelerator()
-    use_scaler_triton(accelerator, **dict(settings))
+def ready(*what: Any, precision: str = "fp16", settings: Any = (), **options: Any) -> tuple[Any, ...]:
+    """An accelerator with our scaler, or in another precision with a guard, then what it has prepared."""
+    accelerator = new_accelerator(mixed_precision=precision)
+    USES[True if precision == "fp16" else "guard"](accelerator, **dict(settings))
     return accelerator, *prepare(accelerator, *what, **options)
 
 
@@ -141,35 +144,48 @@ def test_another_accelerator_or_a_disabled_scaler_is_left_to_accelerate():
         assert not optimizer.step_was_skipped
 
 
-def prepared(use: Any = id, *models: nn.Module, kind: str = "") -> Accelerator:
+def prepared(use: Any) -> Accelerator:
     accelerator = new_accelerator()
     use(accelerator)
-    if kind:
-        AcceleratorState._shared_state["distributed_type"] = DistributedType[kind]
-    else:
-        accelerator.prepare(*models) if models else prepare(accelerator)
+    prepare(accelerator)
+    return accelerator
+
+
+def with_a_model() -> Accelerator:
+    accelerator = new_accelerator()
+    accelerator.prepare(nn.Linear(1, 1))  # without autocast
+    return accelerator
+
+
+def with_deepspeed() -> Accelerator:
+    accelerator = new_accelerator()
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
     return accelerator
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "text"),
+    ("use", "make", "settings", "text"),
     [
-        (lambda: new_accelerator(mixed_precision="no"), {}, "mixed_precision='fp16', got 'no'$"),
-        (lambda: new_accelerator(mixed_precision="bf16"), {}, "mixed_precision='fp16', got 'bf16': bf16 needs no"),
-        (lambda: nn.Linear(1, 1), {}, r"must be an accelerate\.Accelerator, got Linear$"),
-        (lambda: SimpleNamespace(accelerator=1), {}, r"got SimpleNamespace; pass its \.accelerator$"),  # a Trainer
-        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
-        (lambda: prepared(use_torch), {}, "must have prepared nothing yet, .*: SGD"),
-        (lambda: prepared(id, nn.Linear(1, 1)), {}, "must have prepared nothing yet, .*: Linear"),  # without autocast
-        (lambda: prepared(use_scaler_triton), {"min_scale": 1.0}, "must have prepared nothing yet"),
-        (new_accelerator, {"min_scale": -1.0}, "min_scale"),
+        (use_scaler_triton, lambda: new_accelerator(mixed_precision="no"), {}, "'fp16', got 'no'$"),
+        (use_scaler_triton, lambda: new_accelerator(mixed_precision="bf16"), {}, "'fp16', got 'bf16': bf16 needs no"),
+        (use_scaler_triton, lambda: nn.Linear(1, 1), {}, r"must be an accelerate\.Accelerator, got Linear$"),
+        (use_scaler_triton, lambda: SimpleNamespace(accelerator=1), {}, "got SimpleNamespace; pass its .accelerator"),
+        (use_scaler_triton, with_deepspeed, {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
+        (use_scaler_triton, lambda: prepared(use_torch), {}, "must have prepared nothing yet, .*: SGD"),
+        (use_scaler_triton, with_a_model, {}, "must have prepared nothing yet, .*: Linear"),
+        (use_scaler_triton, lambda: prepared(use_scaler_triton), {"min_scale": 1.0}, "must have prepared nothing yet"),
+        (use_scaler_triton, new_accelerator, {"min_scale": -1.0}, "min_scale"),
+        (use_step_guard, new_accelerator, {}, "'bf16' or mixed_precision='no', got 'fp16': fp16 needs a scale"),
+        (use_step_guard, with_deepspeed, {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
+        (use_step_guard, lambda: nn.Linear(1, 1), {}, "must be an accelerate.Accelerator, got Linear$"),
+        (use_step_guard, lambda: new_accelerator(mixed_precision="no"), {"spike_sigma": 0.0}, "spike_sigma"),
     ],
 )
-def test_refuses_and_changes_nothing(make, settings, text):
+def test_refuses_and_changes_nothing(use, make, settings, text):
     given = make()
     before = dict(vars(given))
     with pytest.raises((TypeError, ValueError), match=text):
-        use_scaler_triton(given, **settings)
+        use(given, **settings)
     assert vars(given) == before
 
 
@@ -188,23 +204,29 @@ def test_optimizers_and_accelerators_can_be_pickled():
     assert other.scaler.stats().skipped == 1
 
 
-def test_clips_by_any_norm_some_parameters_and_by_value():
-    for norm_type, norm in ((2, 5.0), (1.0, 7.0), (INF, 4.0)):
-        accelerator, layer, _ = ready()
-        backward(accelerator, layer)
-        assert float(accelerator.clip_grad_norm_(layer.weight, norm / 2, norm_type)) == norm  # a single tensor, too
-        torch.testing.assert_close(layer.weight.grad, torch.tensor([[1.5, 2.0]]), rtol=1e-6, atol=0)  # norm + 1e-6
-        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
-            norm_of(accelerator, layer)
-    accelerator, layer, optimizer = ready()
-    backward(accelerator, layer)
-    accelerator.clip_grad_value_(layer.parameters(), 3.5)
+@PLAIN_AND_FUSED
+def test_who_asks_only_after_the_next_clipping_is_told_of_the_step_before(options):
+    accelerator, layer, optimizer = ready("AdamW", **options)
+    backward(accelerator, layer, value=INF)
     optimizer.step()
-    assert layer.weight.tolist() == [[8.0 - 1.5, 8.0 - 1.75]]
-    layer.weight.grad = None
+    optimizer.zero_grad()
+    backward(accelerator, layer)
+    norm_of(accelerator, layer)
+    assert optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize(("norm_type", "norm"), [(2, 5.0), (1.0, 7.0), (INF, 4.0)])
+def test_clips_a_single_tensor_by_any_norm_and_leaves_what_no_optimizer_holds_to_accelerate(norm_type, norm):
+    accelerator, layer, _ = ready()
+    backward(accelerator, layer)
+    assert float(accelerator.clip_grad_norm_(layer.weight, norm / 2, norm_type)) == norm
+    torch.testing.assert_close(layer.weight.grad, torch.tensor([[1.5, 2.0]]), rtol=1e-6, atol=0)  # norm + 1e-6
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+        norm_of(accelerator, layer)
+    accelerator.scaler.update()
     unheld = nn.Parameter(torch.zeros(2))
     unheld.grad = torch.tensor([3.0, 4.0])
-    assert float(accelerator.clip_grad_norm_([unheld], 1.0)) == 5.0  # which is Accelerate's affair
+    assert float(accelerator.clip_grad_norm_([unheld], 1.0, norm_type)) == norm
 
 
 @pytest.mark.parametrize("order", ["together", "in turn", "backward in turn"])
@@ -264,28 +286,12 @@ def test_an_optimizer_that_is_prepared_after_an_interruption_begins_a_new_step(w
     assert (scaler.stats().updates, scaler.stats().skipped) == (1, 0)
 
 
-def test_accelerate_does_not_see_that_a_fused_optimizer_skips():
-    """If this fails, Accelerate has caught up: say so in docs/accelerate.md."""
-    accelerator = new_accelerator()
-    use_torch(accelerator)
-    layer, optimizer = prepare(accelerator, "AdamW", fused=True)
-    backward(accelerator, layer, value=INF)
-    optimizer.step()
-    assert not accelerator.optimizer_step_was_skipped
-
-
 # A guard, where Accelerate has no scaler.
-
-
-def guarded(precision: str, *what: Any, **options: Any) -> tuple[Any, ...]:
-    """An accelerator with a guard, then what it has prepared."""
-    accelerator = new_accelerator(mixed_precision=precision)
-    use_step_guard(accelerator, **jobs.GUARD)
-    return accelerator, *prepare(accelerator, *what, **options)
 
 
 def train_guarded(precision: str, batches: list[torch.Tensor], is_late: bool, **options: Any) -> tuple[Any, ...]:
     """Train with a schedule; return parameters, which steps were skipped, their norms, what torch takes for these."""
+    forget()
     accelerator, net = new_accelerator(mixed_precision=precision), jobs.new_net()
     guard = None if is_late else use_step_guard(accelerator, **jobs.GUARD)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5, **options)
@@ -316,7 +322,6 @@ def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(precision, fa
     ended, skipped, norms, expected = train_guarded(precision, seen, is_late, **options)
     assert skipped == [step == 4 for step in range(STEPS)]
     torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected), rtol=1e-6, atol=0, equal_nan=True)
-    forget()
     other, skipped, *_ = train_guarded(precision, seen[:4] + seen[5:], is_late, **options)
     assert not any(skipped)
     assert torch.equal(ended, other)
@@ -325,7 +330,7 @@ def test_a_guarded_run_goes_on_as_if_it_had_not_seen_the_bad_batch(precision, fa
 @PLAIN_AND_FUSED
 def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(options):
     """Each one's step updates: the other must not be checked again by its clipped gradients."""
-    accelerator, *layers, one, other = guarded("bf16", "SGD", 2, **options)
+    accelerator, *layers, one, other = ready("SGD", 2, precision="bf16", **options)
     backward(accelerator, *layers)
     norm_of(accelerator, *layers)
     one.step()
@@ -344,7 +349,7 @@ def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(opti
 
 
 def test_a_guard_sees_what_clipping_by_value_hides_clips_again_and_refuses_what_it_cannot_check():
-    accelerator, layer, optimizer = guarded("no")
+    accelerator, layer, optimizer = ready(precision="no")
     backward(accelerator, layer)
     assert [norm_of(accelerator, layer) for _ in range(2)] == [5.0, 5.0]  # as without a scaler
     optimizer.step()
@@ -362,23 +367,6 @@ def test_a_guard_sees_what_clipping_by_value_hides_clips_again_and_refuses_what_
         backward(accelerator, layer)
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):  # Accelerate's is positional
         optimizer.step(lambda: None)
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "text"),
-    [
-        (new_accelerator, {}, "mixed_precision='bf16' or mixed_precision='no', got 'fp16': fp16 needs a scale"),
-        (lambda: prepared(kind="DEEPSPEED"), {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
-        (lambda: nn.Linear(1, 1), {}, "must be an accelerate.Accelerator, got Linear$"),
-        (lambda: new_accelerator(mixed_precision="no"), {"spike_sigma": 0.0}, "spike_sigma"),
-    ],
-)
-def test_a_guard_is_refused_and_nothing_changes(make, arguments, text):
-    given = make()
-    before = dict(vars(given))
-    with pytest.raises((TypeError, ValueError), match=text):
-        use_step_guard(given, **arguments)
-    assert vars(given) == before
 
 
 # Ranks, one of which overflows.
@@ -412,9 +400,6 @@ def launched(rank: int) -> Iterator[None]:
 
 Report = dict[str, Any]  # what a run left on one rank; lists run over the optimizer's steps
 AS_TORCHS = ("scales", "trackers", "skipped", "rates", "digests", "step_counts")
-
-
-USES = {True: use_scaler_triton, False: use_torch, "guard": functools.partial(use_step_guard, **jobs.GUARD)}
 
 
 class Job:
@@ -507,9 +492,9 @@ def resume(rank: int, sharding: str, name: str, folder: Path, trained: int, firs
 KINDS = {
     "ddp": ("DistributedDataParallel", "Parameter", "GradScaler", "torch.float16"),
     "fsdp1": ("FullyShardedDataParallel", "Parameter", "ShardedGradScaler", "torch.float16"),
-    "fsdp1-flat": ("FullyShardedDataParallel", "Parameter", "ShardedGradScaler", "torch.float16"),
     "fsdp2": ("FSDPNet", "DTensor", "GradScaler", "torch.float16"),
 }
+KINDS["fsdp1-flat"] = KINDS["fsdp1"]
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -527,13 +512,11 @@ def test_all_ranks_clip_in_one_reduction_skip_and_say_so_and_the_scheduler_waits
         assert report["collectives"] == [(0 if sharding == "ddp" else 1, 0)] * STEPS
 
 
-@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("sharding", KINDS)
-def test_equals_torchs_scaler_to_the_bit(two, sharding, every):
-    """Also with gradients added up in several backwards."""
-    overflows = tuple(every * (step + 1) - 1 for step in BAD_STEPS)
-    options = {"max_norm": 1e9, "gradient_accumulation_steps": every}
-    ours, theirs = (two(train, sharding, "adamw", overflows, 6 * every, ours=ours, **options) for ours in (1, 0))
+def test_equals_torchs_scaler_to_the_bit_when_gradients_are_accumulated(two, sharding):
+    overflows = tuple(3 * step + 2 for step in BAD_STEPS)
+    options = {"max_norm": 1e9, "gradient_accumulation_steps": 3}
+    ours, theirs = (two(train, sharding, "adamw", overflows, 3 * STEPS, ours=ours, **options) for ours in (1, 0))
     for mine, other in zip(ours, theirs, strict=True):
         assert [mine[what] for what in AS_TORCHS] == [other[what] for what in AS_TORCHS]
         # The sum of squares is taken in fp64, torch's in fp32, shard by shard.

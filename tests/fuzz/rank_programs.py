@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,20 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+RANKS = range(4)
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # A tensor's placements are a word of these, a letter for each dim of its mesh. "s" is FSDP2's beside TP's "0".
 LETTERS = {"R": Replicate(), "0": Shard(0), "1": Shard(1), "P": Partial(), "s": _StridedShard(0, split_factor=2)}
 
 
-@dataclass(frozen=True)
-class Axes:
-    """Dims of ranks 0 to 3, each as (size, stride): along it `rank` stands at rank // stride % size."""
+# Dims of ranks 0 to 3, each as (size, stride): along it `rank` stands at rank // stride % size.
+Axes = tuple[tuple[int, int], ...]
 
-    dims: tuple[tuple[int, int], ...]
 
-    def where(self, rank: int) -> tuple[int, ...]:
-        return tuple(rank // stride % size for size, stride in self.dims)
+def stand(axes: Axes, rank: int) -> tuple[int, ...]:
+    return tuple(rank // stride % size for size, stride in axes)
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,27 @@ class Place:
     mesh: Callable[[], DeviceMesh] | None  # makes its mesh; None: a plain tensor
     axes: Axes  # of the mesh
     letters: str  # its placements
-    own: Axes = Axes(())  # along these, ranks hold shards of different tensors
+    own: Axes = ()  # along these, ranks hold shards of different tensors
 
     @property
     def has_copies(self) -> bool:
         """Whether some ranks hold the same piece."""
-        cut = [size for (size, _), letter in zip(self.axes.dims, self.letters, strict=True) if letter != "R"]
-        return math.prod(cut + [size for size, _ in self.own.dims]) < 4
+        cut = [size for (size, _), letter in zip(self.axes, self.letters, strict=True) if letter != "R"]
+        return math.prod(cut + [size for size, _ in self.own]) < 4
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank holds all of it."""
+        return set(self.letters) <= {"R"}
+
+    @property
+    def ways(self) -> list[str]:
+        """How gradients can be placed."""
+        words = ["".join(letters) for letters in itertools.product("RP01", repeat=len(self.letters))]
+        return words + ["plain"] * self.is_whole + ["s0"] * (self.axes == SQUARE)
 
 
-NOTHING, LINE, SQUARE, ROWS, COLUMNS = (Axes(d) for d in ((), ((4, 1),), ((2, 2), (2, 1)), ((2, 2),), ((2, 1),)))
+NOTHING, LINE, SQUARE, ROWS, COLUMNS = (), ((4, 1),), ((2, 2), (2, 1)), ((2, 2),), ((2, 1),)
 
 PLACES = {
     "plain": Place(None, NOTHING, ""),
@@ -57,14 +68,15 @@ PLACES = {
     "square-sharded": Place(cases.square, SQUARE, "01"),
     "square-replicated": Place(cases.square, SQUARE, "RR"),
     "hsdp": Place(cases.square, SQUARE, "R0"),
-    "one-replica": Place(lambda: cases.mesh((1, 4), ("replica", "shard")), Axes(((1, 4), (4, 1))), "R0"),
+    "one-replica": Place(lambda: cases.mesh((1, 4), ("replica", "shard")), ((1, 4), (4, 1)), "R0"),
     "square-half": Place(cases.square, SQUARE, "0R"),
     "fsdp-tp": Place(cases.square, SQUARE, "s0"),
     "dp-slice": Place(lambda: cases.square()["dp"], ROWS, "0", COLUMNS),
     "tp-slice": Place(lambda: cases.square()["tp"], COLUMNS, "0", ROWS),
 }
-SLICES = ("dp-slice", "tp-slice")
 PLAIN = ("plain", "own")
+# Optimizers that take gradients placed otherwise than a parameter that is cut, and plain ones beside a DTensor.
+ON_MOVED = ["local", "local-fused"]
 
 
 @dataclass(frozen=True)
@@ -85,21 +97,16 @@ class Parameter:
         """Return which elements of a step's gradient each rank holds, by their positions in the whole."""
         return _held(self.place, self.way(step), self.rows)
 
-    @property
-    def moves(self) -> bool:
-        """Whether gradients may be placed otherwise than the parameter."""
-        return bool(self.grads)
-
 
 @functools.cache
 def _held(place: str, way: str, rows: int) -> list[Tensor]:
     positions = torch.arange(rows * 3).view(rows, 3)
-    return [cut(positions, way, PLACES[place].axes, rank) for rank in range(4)]
+    return [cut(positions, way, PLACES[place].axes, rank) for rank in RANKS]
 
 
 def cut(piece: Tensor, way: str, axes: Axes, rank: int) -> Tensor:
     """Return what a rank holds of a tensor that is placed this way."""
-    dims = [] if way == "plain" else [*zip(way, axes.dims, axes.where(rank), strict=True)]
+    dims = [] if way == "plain" else [*zip(way, axes, stand(axes, rank), strict=True)]
     for letter, (size, _), index in reversed(dims) if "s" in way else dims:  # TP cuts first
         if letter not in "RP":
             dim = int(letter == "1")
@@ -124,7 +131,7 @@ class Optimizer:
     @property
     def moves(self) -> bool:
         """Whether gradients may be placed otherwise than their parameters."""
-        return any(parameter.moves for parameter in self.parameters)
+        return any(parameter.grads for parameter in self.parameters)
 
     @property
     def takes_flag(self) -> bool:
@@ -209,8 +216,7 @@ class Program:
         """What the scaler is made with, by the names of its arguments."""
         if self.kind != "guard":
             return self.limits
-        names = "spike_sigma", "window", "max_consecutive_skips"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("spike_sigma", "window", "max_consecutive_skips")}
 
     @property
     def finished(self) -> int:
@@ -232,13 +238,8 @@ class Program:
 
     def bad(self, step: int) -> list[Spot]:
         """Return the gradients that hold something non-finite: what is planted needs an element."""
-        return [
-            spot
-            for spot, _ in self.planted
-            if spot.step == step
-            and spot not in self.missing
-            and self.parameter_of(spot).held(step)[spot.rank].numel() > 0
-        ]
+        there = [spot for spot, _ in self.planted if spot.step == step and spot not in self.missing]
+        return [spot for spot in there if self.parameter_of(spot).held(step)[spot.rank].numel() > 0]
 
     def clip_is_clean(self, step: int, clip: Clip) -> bool:
         """Whether nothing that the clip measures is planted."""
@@ -256,7 +257,7 @@ class Program:
 
 def whole(described: Parameter, spot: Spot) -> Tensor:
     """Return all of a gradient: exact in every dtype, a term of a sum too, and so large that a step shows in bf16."""
-    own = sum(PLACES[described.place].own.where(spot.rank))
+    own = sum(stand(PLACES[described.place].own, spot.rank))
     # Another one than in the step before, and with the largest scale not too large for fp16.
     value = (1 + spot.parameter + 4 * own) * 2.0 ** (spot.step % 3)
     return value * torch.arange(1, described.rows * 3 + 1).view(-1, 3).to(DTYPES[described.dtype])
@@ -297,6 +298,6 @@ def _gradient(described: Parameter, spot: Spot, scale: float, planted: float | N
         local.view(-1)[spot.rank % local.numel()] = planted
     if way in ("", "plain"):
         return local
-    for letter, (size, _) in zip(way, PLACES[described.place].axes.dims, strict=True):
+    for letter, (size, _) in zip(way, PLACES[described.place].axes, strict=True):
         local /= size if letter == "P" else 1  # a term of the sum
     return distributed(described, local, way)

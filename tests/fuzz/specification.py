@@ -1,20 +1,24 @@
-"""What the scalers must do on one process: torch's classes, but for the numbered ones in docs/differences.md.
+"""What the scalers must do on one process: torch's classes, but for the numbered differences of docs/differences.md.
 
-Every place where it departs from torch calls `departs(number)`; what is not departed from is torch itself.
+Every place where it departs from torch names the number; what is not departed from is torch itself.
 
-torch's three stages become these phases. A state is one of torch's dicts; two more keys and one dict are all there is:
+torch's three stages become these phases, by three more keys of torch's dicts and by one dict:
 - FAILED: stage UNSCALED and `failed` in the state. The step is skipped whatever the flag.
 - stage UNSCALED and `began` in the state: its step() raised. The next `scale` makes it READY (difference 23).
 - CARRIED: stage READY and an entry in `_carried`, the flag. The next `scale` makes it READY (difference 18).
+- stage UNSCALED and `stays` in the state: it was clipped with others, or carried. No look overrules its flag.
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import NoneType, SimpleNamespace
 from typing import Any
 
+import grads
 import torch
+from grads import gradients_of, has_duplicates, is_fp16, parameters_of, values_in
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
@@ -27,57 +31,12 @@ SMALLEST = 2.0**-126
 LARGEST_INT = 2**63 - 1  # hysteresis is kept in int64
 LAG = 4  # updates after which too many skips in a row are an error
 NO_LIMITS = {"min_scale": SMALLEST, "max_scale": FP32_MAX, "hysteresis": 1, "max_consecutive_skips": None}
+ALREADY_UNSCALED = "unscale_() has already been called on this optimizer since the last update(). "  # ours goes on
 COUNTERS = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes", "spikes")
-FP16_SUMS = 16  # duplicates in sparse fp16 gradients are added up in fp32, as torch's ShardedGradScaler does
-FAILURE = "failure"  # the page's "When something fails": nothing is written before all was checked
 OVERLAP = (
     "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
     "Please clone() the tensor before performing the operation."
 )
-
-departures: Counter[int | str] = Counter()  # how often a run met each difference
-
-
-def departs(number: int | str) -> None:
-    """Mark a departure from torch, by its number or by a word that a constant stands for."""
-    departures[number] += 1
-
-
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def gradients_of(optimizer: Any) -> Iterator[Tensor]:
-    return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
-
-
-def is_fp16(gradient: Tensor) -> bool:
-    """Return whether GradScaler refuses to unscale it."""
-    return gradient.dtype is torch.float16
-
-
-def overlaps(gradient: Tensor) -> bool:
-    if gradient.layout is not torch.strided or not gradient.numel():
-        return False
-    return any(stride == 0 < size - 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
-
-
-def has_duplicates(gradient: Tensor) -> bool:
-    return gradient.is_sparse and not gradient.is_coalesced()
-
-
-def summed(gradient: Tensor) -> Tensor:
-    """Return a sparse gradient whose duplicates are added up, those of fp16 in fp32."""
-    return gradient.float().coalesce().half() if is_fp16(gradient) else gradient.coalesce()
-
-
-def lacks_momentum(optimizer: Any) -> bool:
-    """Return whether it is an SGD whose momentum its next step will make."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
-    groups = [group for group in optimizer.param_groups if group["momentum"]]
-    stepped = [each for group in groups for each in group["params"] if each.grad is not None]
-    return any(optimizer.state.get(each, {}).get("momentum_buffer") is None for each in stepped)
 
 
 def any_set(flags: dict[Any, Tensor]) -> bool:
@@ -90,10 +49,7 @@ def is_ready(state: dict[str, Any]) -> bool:
 
 def unwrapped(optimizer: Any) -> Any:
     """Difference 15: what a wrapper does, its optimizer does."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    departs(15)
-    return optimizer.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
 class Refused(Exception):
@@ -131,7 +87,6 @@ LEGAL_LIMITS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool]]] = {
 
 def illegal(name: str, value: Any, error: type[Exception] = ValueError) -> Refused:
     """Difference 2: an error whose text begins with the name that the caller knows and ends with the value."""
-    departs(2)
     return Refused(error, name, f"got {value!r}")
 
 
@@ -157,7 +112,6 @@ class OnEveryDevice(TorchDispatchMode):
         here = func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default and args[0][0].is_cuda
         if not here or args[0][0].dtype not in (torch.bfloat16, torch.float64):
             return func(*args, **(kwargs or {}))
-        departs(9)
         gradients, found_inf, inv_scale = args
         copies, flag = [gradient.cpu() for gradient in gradients], found_inf.cpu()
         func(copies, flag, inv_scale.cpu())
@@ -166,8 +120,28 @@ class OnEveryDevice(TorchDispatchMode):
         return None
 
 
+Kinds = dict[int, set[str]]  # "NaN" and "Inf", by the parameter's id
+
+
+@dataclass
+class Seen:
+    """What was seen while so many steps had been skipped."""
+
+    # Must be reported: gradients that held NaN or Inf when they were checked.
+    certain: Kinds = field(default_factory=lambda: defaultdict(set))
+    # May be reported, too, of whatever kind: what a check refused, or what overflowed only by unscaling.
+    doubtful: set[int] = field(default_factory=set)
+
+
 class Specification(torch.amp.GradScaler):
-    """All but clipping and reports. `limits`, counters and `was_skipped` are difference 13."""
+    """Our GradScaler as it should be. `limits`, counters and `was_skipped` are difference 13.
+
+    `clip_grad_norm_` is `unscale_` of every optimizer and torch's clipping, by a norm that is right to 1e-6. A report
+    explains a skip by what was looked at since the skip before, as long as the parameters are the same.
+    """
+
+    allows_fp16 = False
+    tells_sparse = True
 
     def __init__(self, *, limits: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -178,8 +152,7 @@ class Specification(torch.amp.GradScaler):
             for field in ("growth_factor", "backoff_factor", "growth_interval"):
                 demand(field, given[field])
             self._init_scale = self._limited(self._init_scale)
-        else:
-            departs(6)
+        else:  # difference 6: all that getters read
             self._init_growth_tracker = 0
             vars(self).update({f"_{name}": value for name, value in given.items() if name not in ("device", "enabled")})
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -187,12 +160,15 @@ class Specification(torch.amp.GradScaler):
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._streaks: list[int] = []  # skips in a row, after each of the last updates
         self._skips: dict[int, list[Any]] = {}  # the flags of the last step, by the optimizer's id
+        self._seen: dict[int, Seen] = {}  # by the count of skips
+        self._looks: dict[int, tuple[Any, list[Any]]] = {}  # each optimizer with what it looked like at its check
+        self._kept: list[Tensor] = []  # whatever was looked at: no other parameter may get its id
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state |= {"_carried": {}, "_counters": dict(self._counters), "_streaks": [], "_skips": {}}
-        if not self._enabled:
-            departs(6)  # a disabled one has states at all; they name optimizers by id, which a copy cannot keep
+        state |= {"_counters": dict(self._counters), "_streaks": [], "_kept": []}
+        state |= {name: {} for name in ("_carried", "_skips", "_seen", "_looks")}
+        if not self._enabled:  # difference 6: it has states; they name optimizers by id, which a copy cannot keep
             state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         return state
 
@@ -216,7 +192,6 @@ class Specification(torch.amp.GradScaler):
 
     def set_limits(self, **changes: Any) -> None:
         """Change what is named, or nothing if any of it is refused; the scale follows in the next update."""
-        departs(13)
         for name in {"min_scale", "max_scale"} & changes.keys():
             if changes[name] is None:
                 changes[name] = NO_LIMITS[name]
@@ -236,7 +211,6 @@ class Specification(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if state and self._limits != NO_LIMITS:
-            departs(13)
             state["scaler_triton"] = {**self._limits, "counters": dict(self._counters)}
         return state
 
@@ -249,19 +223,15 @@ class Specification(torch.amp.GradScaler):
             extras = state_dict.get("scaler_triton", {})
             self._counters = dict(extras.get("counters", dict.fromkeys(COUNTERS, 0)))
             self._limits = {name: extras.get(name, limit) for name, limit in self._limits.items()}
-            self._streaks = []
+            self._streaks, self._seen = [], {}
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        """Difference 6: it may be called again, and makes what is still missing."""
         scale, tracker = getattr(self, "_scale", None), getattr(self, "_growth_tracker", None)
-        if scale is not None or tracker is not None or not self._enabled:
-            departs(6)
-            dev = torch.device(dev)
-            self._growth_tracker = None
-            super()._lazy_init_scale_growth_tracker(dev)
-            self._scale = self._scale if scale is None else scale
-            self._growth_tracker = self._growth_tracker if tracker is None else tracker
-        else:
-            super()._lazy_init_scale_growth_tracker(dev)
+        self._growth_tracker = None
+        super()._lazy_init_scale_growth_tracker(torch.device(dev))
+        self._scale = self._scale if scale is None else scale
+        self._growth_tracker = self._growth_tracker if tracker is None else tracker
 
     # A step.
 
@@ -269,7 +239,7 @@ class Specification(torch.amp.GradScaler):
         self._carried.clear()
         for state in self._per_optimizer_states.values() if self._enabled else ():
             if state["stage"] is OptState.UNSCALED and state.get("began"):
-                departs(23)  # torch takes the gradients of a later loss for those that it has unscaled
+                # Difference 23: torch takes the gradients of a later loss for those that it has unscaled.
                 state.clear()
                 state.update(_refresh_per_optimizer_state())
         return super().scale(outputs)
@@ -283,16 +253,27 @@ class Specification(torch.amp.GradScaler):
                 state.pop(word, None)
             self._carried.pop(id(optimizer), None)
 
-    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Any, allow_fp16: bool = True) -> Any:
+        before = self._look(optimizer)
         self._skips.pop(id(optimizer), None)
+        try:
+            flags = self._divide(optimizer, inv_scale, found_inf, allow_fp16)
+        except Exception:
+            self._now().doubtful.update(before)
+            raise
+        for key, kinds in before.items():
+            self._now().certain[key] |= kinds
+        if not 0 < inv_scale.item() < math.inf:
+            self._now().doubtful.update(self._look(optimizer))
+        return flags
+
+    def _divide(self, optimizer: Any, inv_scale: Tensor, found_inf: Any, allow_fp16: bool) -> Any:
         is_refused = not allow_fp16 and any(map(is_fp16, gradients_of(optimizer)))
-        if any(map(overlaps, gradients_of(optimizer))) and not is_refused:
-            departs(FAILURE)  # torch raises the same, after it has written the gradients of other dtypes
-            raise RuntimeError(OVERLAP)
-        for parameter in parameters_of(optimizer) if allow_fp16 else ():
+        if any(map(grads.overlaps, gradients_of(optimizer))) and not is_refused:
+            raise RuntimeError(OVERLAP)  # torch raises the same, after it has written the gradients of other dtypes
+        for parameter in parameters_of(optimizer) if allow_fp16 else ():  # difference 16
             if parameter.grad is not None and is_fp16(parameter.grad) and has_duplicates(parameter.grad):
-                departs(FP16_SUMS)
-                parameter.grad = summed(parameter.grad)
+                parameter.grad = grads.summed(parameter.grad)
         with OnEveryDevice():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
@@ -302,8 +283,7 @@ class Specification(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         known = state["found_inf_per_device"]
         stays = state["stage"] is OptState.UNSCALED and (state.get("failed") or state.get("stays"))
-        if known and (state["stage"] is OptState.STEPPED or stays):
-            departs(1)
+        if known and (state["stage"] is OptState.STEPPED or stays):  # difference 1
             return known
         return super()._check_inf_per_device(optimizer)
 
@@ -316,7 +296,6 @@ class Specification(torch.amp.GradScaler):
             self._skips.pop(id(optimizer), None)
         self._resume(optimizer)
         if state["stage"] is OptState.UNSCALED and state.get("failed"):
-            departs(FAILURE)
             state["stage"] = OptState.STEPPED
             self._skips[id(optimizer)] = [True]
             return None
@@ -331,13 +310,14 @@ class Specification(torch.amp.GradScaler):
         return result
 
     def _resume(self, optimizer: Any) -> None:
-        """Make a carried step an unscaled one, with the flag of its check or of a later look."""
+        """Difference 18: make a carried step an unscaled one, with the flag of its check or of a later look."""
         state = self._per_optimizer_states[id(optimizer)]
+        if id(optimizer) in self._carried:  # a report may name what the update before has counted, too
+            self._now().doubtful.update(map(id, parameters_of(optimizer)))
         if is_ready(state) and id(optimizer) in self._carried:
-            departs(18)  # torch unscales the gradients a second time
             flag = self._carried.pop(id(optimizer)) or any_set(state["found_inf_per_device"])
             found_inf = {self._scale.device: torch.tensor(float(flag))}
-            state.update(stage=OptState.UNSCALED, found_inf_per_device=found_inf)
+            state.update(stage=OptState.UNSCALED, found_inf_per_device=found_inf, stays=True)
 
     def _fused_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._per_optimizer_states[id(optimizer)]
@@ -346,18 +326,15 @@ class Specification(torch.amp.GradScaler):
         scaled = is_ready(state)
         if scaled:
             self._check_inf_per_device(optimizer)
-        if lacks_momentum(optimizer) and any_set(state["found_inf_per_device"]):
-            departs(14)
+        if grads.lacks_momentum(optimizer) and any_set(state["found_inf_per_device"]):  # difference 14
             state["stage"] = OptState.STEPPED
             return None
         unchecked = not state["found_inf_per_device"]
-        if unchecked:
-            departs(1)  # torch passes the int 0 where no gradient was checked, and fails if there are some by now
+        if unchecked:  # difference 12: torch passes the int 0, and fails if there are gradients by now
             state["found_inf_per_device"] = {self._scale.device: torch.zeros(())}
         try:
             return super().step(optimizer, *args, **kwargs)
-        except Exception:
-            departs(FAILURE)  # nobody knows what it divided: it can only be skipped now
+        except Exception:  # nobody knows what it divided: it can only be skipped now
             del optimizer.grad_scale, optimizer.found_inf
             state.update(stage=OptState.UNSCALED, failed=scaled)
             raise
@@ -372,6 +349,96 @@ class Specification(torch.amp.GradScaler):
         if flags is None:
             raise Refused(ValueError, "was_skipped: this ")
         return any(bool(flag) for flag in flags)
+
+    # Clipping.
+
+    def clip_grad_norm_(self, optimizers: Sequence[Any], *args: Any, **kwargs: Any) -> Tensor:
+        optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+        before = [self._look(optimizer) for optimizer in optimizers]
+        try:
+            return self._clip(optimizers, *args, **kwargs)
+        except Exception:
+            self._now().doubtful.update(*before)  # some may have been looked at
+            raise
+
+    def _clip(
+        self,
+        optimizers: Sequence[Any],
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        parameters: Sequence[Tensor] | None = None,
+        measured: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Clip by the norm that ours measured, if it is right."""
+        order = float(norm_type)
+        everything = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        chosen = everything if parameters is None else [p for p in everything if any(p is one for one in parameters)]
+        if not self._enabled:
+            return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
+        self._check_order(optimizers, again=parameters is not None)
+        if parameters is None and order == 2.0:
+            exact, promised = self._unscale_at_once(optimizers, chosen)
+        else:
+            self._unscale_all(optimizers)
+            grads.sum_up(chosen)
+            exact, promised = torch.linalg.vector_norm(grads.together(chosen), order), True
+        norm = grads.agreed(exact, measured, promised)
+        overflow = self._skip_together(optimizers)
+        if error_if_nonfinite and not norm.isfinite():  # as torch: nothing is written
+            raise RuntimeError(
+                f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        try:
+            grads.multiply(chosen, torch.ones(()) if overflow else (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        except RuntimeError:  # nobody knows what it wrote
+            for optimizer in optimizers:
+                flags = {self._scale.device: torch.ones(())}
+                self._per_optimizer_states[id(optimizer)].update(found_inf_per_device=flags, failed=True)
+            raise
+        return norm
+
+    def _check_order(self, optimizers: Sequence[Any], again: bool) -> None:
+        for optimizer in optimizers:
+            self._check_scale_growth_tracker("clip_grad_norm_")
+            stage = self._per_optimizer_states[id(optimizer)]["stage"]
+            if stage is OptState.STEPPED:
+                raise RuntimeError("unscale_() is being called after step().")
+            if stage is OptState.UNSCALED and not again:
+                raise Refused(RuntimeError, ALREADY_UNSCALED)
+
+    def _unscale_at_once(self, optimizers: Sequence[Any], chosen: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """Return the norm, and whether it is promised: not where the inverse scale is infinite."""
+        for optimizer in optimizers:
+            self._skips.pop(id(optimizer), None)
+        for optimizer in optimizers:  # all of them are checked before the first is written
+            grads.sum_up(parameters_of(optimizer))
+            if not self.allows_fp16 and any(map(is_fp16, gradients_of(optimizer))):
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            if any(map(grads.overlaps, gradients_of(optimizer))):
+                raise RuntimeError(OVERLAP)
+        inverse = self._scale.double().reciprocal().float().double().reshape(())
+        exact = torch.linalg.vector_norm(grads.together(chosen)) * inverse
+        self._unscale_all(optimizers)
+        return exact, bool(inverse.isfinite())
+
+    def _unscale_all(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            if is_ready(self._per_optimizer_states[id(optimizer)]):
+                self.unscale_(optimizer)
+
+    def _skip_together(self, optimizers: Sequence[Any]) -> bool:
+        """Have all of them skip if one overflowed; return whether any did."""
+        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        overflow = any(any_set(state["found_inf_per_device"]) for state in states)
+        for state in states if len(states) > 1 else ():
+            state["stays"] = bool(state["found_inf_per_device"])  # no look at one of them overrules it
+            for flag in state["found_inf_per_device"].values():
+                flag.fill_(float(overflow))
+        return overflow
 
     # An update.
 
@@ -396,15 +463,13 @@ class Specification(torch.amp.GradScaler):
         return {key: key in failed or any_set(unscaled[key]["found_inf_per_device"]) for key in failed | checked}
 
     def _update_by_flags(self) -> None:
-        if self._growth_tracker.item() >= self._growth_interval and self._any_check():
-            departs(3)
+        if self._growth_tracker.item() >= self._growth_interval and self._any_check():  # difference 3
             self._growth_tracker.fill_(self._growth_interval - 1)
         # torch adds the flags up in one of them: what they were is read before.
         self._skips = {key: [bool(flag) for flag in found] for key, found in self._skips.items()}
         bad, before = self._any_flag(), self._scale.item()
         self._update_as_torch()
         if bad and self._counters["strikes"] + 1 < self._limits["hysteresis"]:
-            departs(13)
             self._scale.fill_(before)
         self._scale.fill_(self._limited(self._scale.item()))
         self._count_flag(bad)
@@ -422,13 +487,10 @@ class Specification(torch.amp.GradScaler):
             demand("scale", new_scale, "new_scale")
             rounded = torch.tensor(float(new_scale)).item()
             if not self._limits["min_scale"] <= rounded <= self._limits["max_scale"]:
-                departs(13)
                 raise illegal("new_scale", new_scale)
-        if isinstance(new_scale, int):
-            departs(5)
+        if isinstance(new_scale, int):  # difference 5, which a tensor of another shape is, too
             new_scale = float(new_scale)
-        if one and new_scale.shape != self._scale.shape:
-            departs(5)  # torch cannot copy a (1,) into a ()
+        if one:
             new_scale = new_scale.reshape(self._scale.shape)
         checked, bad = self._any_check(), self._any_flag()  # before torch forgets them
         super().update(new_scale)
@@ -436,13 +498,9 @@ class Specification(torch.amp.GradScaler):
             self._count_flag(bad)
 
     def _limited(self, scale: float) -> float:
-        bounded = SMALLEST if math.isnan(scale) else min(max(scale, SMALLEST), FP32_MAX)
-        if bounded != scale:
-            departs(4)
-        limited = min(max(bounded, self._limits["min_scale"]), self._limits["max_scale"])
-        if limited != bounded:
-            departs(13)
-        return limited
+        """Difference 4, and closer limits."""
+        bounded = SMALLEST if math.isnan(scale) else scale
+        return min(max(bounded, self._limits["min_scale"]), self._limits["max_scale"])
 
     def _end_streaks(self, by_value: bool) -> None:
         limit = self._limits["max_consecutive_skips"]
@@ -454,7 +512,6 @@ class Specification(torch.amp.GradScaler):
         self._streaks.append(self._counters["consecutive_skips"])
         streak = self._streaks.pop(0) if len(self._streaks) > LAG else 0
         if streak > limit:
-            departs(13)
             skips = f"{streak} consecutive skip{'s' * (streak > 1)}"
             raise Refused(SkipStreakError, f"{skips}, more than max_consecutive_skips={limit}; ")
 
@@ -477,13 +534,62 @@ class Specification(torch.amp.GradScaler):
         shown = {name: value for name, value in self._counters.items() if name != "strikes"}
         return SimpleNamespace(**{**shown, "last_skip": shown["last_skip"] or None})
 
+    # Reports.
+
+    def _now(self) -> Seen:
+        return self._seen.setdefault(self._counters["skipped"], Seen())
+
+    def _look(self, optimizer: Any) -> Kinds:
+        """Return the kinds in gradients that hold any."""
+        parameters = parameters_of(optimizer)
+        looks = [(parameter, grads.form(parameter.grad)) for parameter in parameters]
+        before = self._looks.setdefault(id(optimizer), (optimizer, looks))[1]
+        if not grads.same(looks, before):
+            self._forget(before)
+        self._looks[id(optimizer)] = optimizer, looks
+        self._kept += parameters
+        return {id(p): kinds for p in parameters if p.grad is not None and (kinds := self._kinds_in(p.grad))}
+
+    def _kinds_in(self, gradient: Tensor) -> set[str]:
+        if gradient.is_sparse and not self.tells_sparse:
+            return set()
+        values = values_in(grads.summed(gradient) if is_fp16(gradient) and has_duplicates(gradient) else gradient)
+        words = {"NaN": values.isnan().any(), "Inf": values.isinf().any()}
+        return {word for word, holds in words.items() if holds}
+
+    def _forget(self, looks: Sequence[Any]) -> None:
+        """Leave open what is reported of an optimizer that has changed: nothing, or what was seen."""
+        for seen in self._seen.values():
+            for parameter, _ in looks:
+                if seen.certain.pop(id(parameter), None):
+                    seen.doubtful.add(id(parameter))
+
+    def check_report(self, report: Any, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Assert that a report says what it must, and nothing else of these parameters."""
+        for optimizer, looks in self._looks.values():
+            if not grads.same([(each, "") for each in parameters_of(optimizer)], [(each, "") for each, _ in looks]):
+                self._forget(looks)
+        pending = self._any_flag()
+        skipped, last = self._counters["skipped"], self._counters["last_skip"]
+        assert report.update == (None if pending else last or None)
+        seen = self._seen.get(skipped if pending else skipped - 1, Seen())
+        named = dict(named)
+        bad = {each.name: each for each in report.bad if each.name in named}
+        must = {name for name, parameter in named.items() if id(parameter) in seen.certain}
+        may = {name for name, parameter in named.items() if id(parameter) in seen.doubtful}
+        assert must <= set(bad) <= must | may, (report, must, may)
+        for name in must - may:
+            kinds = " and ".join(sorted(seen.certain[id(named[name])], reverse=True))
+            assert (bad[name].kinds, bad[name].numel) == (kinds, named[name].numel()), name
+
 
 class ShardedSpecification(Specification, TorchShardedGradScaler):
+    allows_fp16 = True
+
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
-        if found_inf.dim():
-            departs(1)  # fused Adam takes a flag of shape () only
+        # Difference 1: fused Adam takes a flag of shape () only.
         return super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(()), allow_fp16)
 
     def _update_as_torch(self) -> None:
-        departs(4)  # on the CPU torch's class rounds the factor, too, and grows to infinity
+        # Difference 4: on the CPU torch's class rounds the factor, too, and grows to infinity.
         torch.amp.GradScaler.update(self)

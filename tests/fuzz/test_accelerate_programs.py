@@ -7,21 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz_profile import Chunk, chunks, settings_for
-from hypothesis import given, seed
+from fuzz_profile import Chunk, chunks
 from hypothesis import strategies as st
-
-pytest.importorskip("accelerate")
-
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradScalerKwargs
+from jobs import SETTINGS
+from test_accelerate import DECAY, forget, new_accelerator
 
 from scaler_triton.integrations.accelerate import use_scaler_triton
 
 INPUT = (3.0, 4.0)
-INIT_SCALE, GROWTH_INTERVAL = 8.0, 2
-DECAY = 0.9375  # of the learning rate, in each step of the scheduler
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.25),
@@ -36,7 +29,7 @@ class Plain:
         self.weight = torch.nn.Parameter(torch.zeros(1, 2))
         self.optimizer = OPTIMIZERS[name.removesuffix("-fused")]([self.weight])
         self.first_rate, self.micro_batches = self.optimizer.param_groups[0]["lr"], micro_batches
-        self.scale, self.tracker, self.steps = INIT_SCALE, 0, 0
+        self.scale, self.tracker, self.steps = SETTINGS["init_scale"], 0, 0
         self.scaled = torch.zeros(1, 2)
 
     def backward(self, value: float) -> None:
@@ -58,7 +51,7 @@ class Plain:
         self.optimizer.param_groups[0]["lr"] = self.rate
         self.optimizer.step()
         self.steps, self.tracker = self.steps + 1, self.tracker + 1
-        if self.tracker == GROWTH_INTERVAL:
+        if self.tracker == SETTINGS["growth_interval"]:
             self.scale, self.tracker = self.scale * 2, 0
         return False, norm
 
@@ -80,15 +73,14 @@ MICRO_BATCHES = st.tuples(
 def train(name: str, micro_batches: int, batches: list[Any], folder: str) -> None:
     """Train with an Accelerator; assert after each micro-batch that it does what plain training does, and says so."""
     plain, saved = Plain(name, micro_batches), None
-    handlers = [GradScalerKwargs(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)]
-    options = {"cpu": True, "mixed_precision": "fp16", "kwargs_handlers": handlers}
-    accelerator = Accelerator(**options, gradient_accumulation_steps=micro_batches)
+    accelerator = new_accelerator(gradient_accumulation_steps=micro_batches)
     scaler = use_scaler_triton(accelerator)
     layer = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.zeros_(layer.weight)
     optimizer = OPTIMIZERS[name](layer.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: DECAY**n)
     layer, optimizer, scheduler = accelerator.prepare(layer, optimizer, scheduler)
+    skipped = False
     for turn, (value, clip, bound, to_none, asks, then) in enumerate(batches, 1):
         with accelerator.accumulate(layer):
             accelerator.backward((layer(torch.tensor([INPUT])).float() * value).sum())
@@ -99,7 +91,7 @@ def train(name: str, micro_batches: int, batches: list[Any], folder: str) -> Non
             elif ends and clip == "value":
                 accelerator.clip_grad_value_(layer.parameters(), bound)
             if asks:
-                _ = optimizer.step_was_skipped
+                assert optimizer.step_was_skipped == skipped
             optimizer.step()
             if ends:
                 skipped, exact = plain.step(clip, bound)
@@ -120,15 +112,12 @@ def train(name: str, micro_batches: int, batches: list[Any], folder: str) -> Non
 
 @pytest.mark.parametrize("chunk", chunks(in_ci=15, share=0.02), ids=str)
 def test_programs_of_an_accelerator(chunk: Chunk) -> None:
-    @seed(chunk.seed)
-    @settings_for(chunk.programs)
-    @given(st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from([1, 2, 4]), st.lists(MICRO_BATCHES, max_size=20))
     def as_plain(name: str, micro_batches: int, batches: list[Any]) -> None:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 train(name, micro_batches, batches, folder)
-        finally:  # the next Accelerator of this process is its first
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+        finally:
+            forget()
 
-    as_plain()
+    names, accumulated = st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from([1, 2, 4])
+    chunk.run(as_plain, names, accumulated, st.lists(MICRO_BATCHES, max_size=20))

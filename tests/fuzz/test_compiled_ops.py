@@ -1,52 +1,26 @@
 """Random calls of the ops within a compiled function write and return what they do uncompiled."""
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from compile_cases import fresh_compiler
-from fuzz_profile import Chunk, chunks, settings_for
-from helpers import assert_same
-from hypothesis import given, seed
+from fuzz_profile import Chunk, chunks
+from helpers import assert_all_same
 from hypothesis import strategies as st
+from strategies import INF, NAN, all_dtypes
 from torch import Tensor
+from worlds import SHAPES, GradientSpec
 
 from scaler_triton import ops
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "whole": lambda tensor: tensor,
-    "transposed": lambda tensor: tensor.t(),
-    "strided": lambda tensor: tensor[:, ::2],
-    "part": lambda tensor: tensor[1:],
-}
-
-
-class Drawn(NamedTuple):
-    """A gradient: how many rows and columns, in what dtype and layout, and a value to put into it."""
-
-    rows: int
-    columns: int
-    dtype: torch.dtype
-    layout: str
-    value: float
-
-    def tensor(self) -> Tensor:
-        count = self.rows * self.columns
-        whole = torch.linspace(-3.0, 3.0, count).reshape(self.rows, self.columns).to(self.dtype)
-        if count:
-            whole[-1, -1] = self.value
-        return LAYOUTS[self.layout](whole)
-
-
-sizes, values = st.integers(0, 4), st.sampled_from([1.0, -7.5, math.inf, -math.inf, math.nan])
-GRADIENTS = st.lists(
-    st.builds(Drawn, sizes, sizes, st.sampled_from(DTYPES), st.sampled_from(sorted(LAYOUTS)), values), max_size=4
-)
+FORMS = st.sampled_from(["dense", "transposed", "channels-last", "gaps", "offset"])
+PLANTS = st.sampled_from([None, None, INF, -INF, NAN])
+SPECS = st.builds(GradientSpec, FORMS, st.integers(0, 20), st.sampled_from([1.0, 1e3]), PLANTS)
+GRADIENTS = st.lists(st.tuples(st.sampled_from(SHAPES), all_dtypes, SPECS), max_size=4)
 FLAGS, INV_SCALES = st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 2.0**-16, 0.3, 1.0, 4.0])
-NORMS = st.sampled_from([0.5, 1.0, 2.0, 3.0, math.inf])
+NORMS = st.sampled_from([0.5, 1.0, 2.0, 3.0, INF])
 
 
 def unscale_and_update(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor, order: float) -> Tensor:
@@ -64,9 +38,9 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-def outcome(op: Callable[..., Any], drawn: list[Drawn], flag: float, inv_scale: float, order: float) -> list[Tensor]:
+def outcome(op: Callable[..., Any], drawn: list[Any], flag: float, inv_scale: float, order: float) -> list[Tensor]:
     """Return the gradients, the flag and what the op returned."""
-    grads, found_inf = [each.tensor() for each in drawn], torch.tensor(flag)
+    grads, found_inf = [spec.build(torch.empty(shape, dtype=dtype)) for shape, dtype, spec in drawn], torch.tensor(flag)
     returned = op(grads, found_inf, torch.tensor(inv_scale), order)
     return [*grads, found_inf, returned[1] if isinstance(returned, tuple) else returned]
 
@@ -76,13 +50,10 @@ def outcome(op: Callable[..., Any], drawn: list[Drawn], flag: float, inv_scale: 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("chunk", chunks(15, 0.01), ids=str)
 def test_compiled_ops_do_the_same(chunk: Chunk, name: str) -> None:
-    @seed(chunk.seed)
-    @settings_for(chunk.programs)
-    @given(st.tuples(GRADIENTS, FLAGS, INV_SCALES, NORMS))
-    def agree(drawn: Any) -> None:
+    def agree(drawn: list[Any], flag: float, inv_scale: float, order: float) -> None:
         with fresh_compiler():
-            ours = outcome(torch.compile(OPS[name], backend="aot_eager", fullgraph=True), *drawn)
-        for mine, other in zip(ours, outcome(OPS[name], *drawn), strict=True):
-            assert_same(mine, other)
+            compiled = torch.compile(OPS[name], backend="aot_eager", fullgraph=True)
+            ours = outcome(compiled, drawn, flag, inv_scale, order)
+        assert_all_same(ours, outcome(OPS[name], drawn, flag, inv_scale, order))
 
-    agree()
+    chunk.run(agree, GRADIENTS, FLAGS, INV_SCALES, NORMS)

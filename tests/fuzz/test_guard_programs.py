@@ -1,37 +1,26 @@
 """Random programs on one process with a StepGuard, beside a model of it: equal to the bit after every call."""
 
-import copy
-import itertools
-import math
-import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-
-pytest.importorskip("hypothesis")
-
 import strategies as draw
 import torch
-from extras import agreed, multiply, together
-from fuzz_profile import Chunk, chunks, settings_for
+from fuzz_profile import Chunk, cases, settings_for
+from grads import parameters_of, together
 from hypothesis import assume, seed
 from hypothesis import strategies as st
-from hypothesis.errors import UnsatisfiedAssumption
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from specification import lacks_momentum, parameters_of
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from specification import Specification, is_ready
 from spike_rule import judged
-from test_single import INTERPRETED
 from torch import Tensor
-from worlds import GradientSpec, OptimizerSpec, World, assert_equal
+from torch.amp.grad_scaler import OptState
+from worlds import COPIES, ClipSpec, GradientSpec, OptimizerSpec, TwoWorlds, World, assert_equal
 
 from scaler_triton import StepGuard
 
 pytestmark = pytest.mark.slow
 
-COPIES: dict[str, Callable[[Any], Any]] = {"pickle": lambda guard: pickle.loads(pickle.dumps(guard))}
-COPIES |= {"deepcopy": copy.deepcopy, "copy": copy.copy}
 FORMS = st.sampled_from(["dense", "dense", "accumulate", "keep", "none", "transposed", "gaps"])
 GRADIENTS = st.builds(
     GradientSpec,
@@ -40,136 +29,114 @@ GRADIENTS = st.builds(
     st.sampled_from([1.0, 1.0, 1.0, 1e2, 1e-3]),  # what follows 1.0 often is a spike, or the 1.0 after it
     st.sampled_from(draw.PLANTS),
 )
-ALREADY = "unscale_() has already been called on this optimizer since the last update()."
-EMPTY = "No inf checks were recorded"
 
 
-@dataclass
-class Step:
-    """What the model knows of an optimizer."""
+class GuardSpecification(Specification):
+    """A guard by its docstring: a scaler whose scale stays 1, and which skips spikes.
 
-    window: list[float] | None = None  # None: not judged yet
-    phase: str = "ready"  # then "unscaled" by a check, "carried" over an update if it was clipped, and "stepped"
-    checked: bool = False  # whether there was a gradient
-    bad: bool = False  # whether it will be skipped
-    raised: bool = False  # whether `step` was called and raised
-    clipped: bool = False
-    skipped: bool | None = None  # the last step
+    An update may be left out: what comes after a step, or after one that raised, begins the next one. A step that was
+    unscaled lasts over an update only if it was clipped, too.
+    """
 
-    def is_over(self) -> bool:
-        return self.phase == "stepped" or self.raised
+    allows_fp16 = True
 
-    def reset(self) -> None:
-        self.phase, self.checked, self.bad, self.raised, self.clipped = "ready", False, False, False, False
-
-    def updated(self) -> None:
-        """End an update, over which a step lasts that was clipped and is still to be taken."""
-        if self.phase == "carried" or (self.phase == "unscaled" and self.clipped and self.checked):
-            self.phase, self.checked, self.raised, self.clipped = "carried", False, False, False
-        else:
-            self.reset()
-
-
-@dataclass
-class Model:
-    """A guard by its docstring, in plain torch and NumPy."""
-
-    sigma: float | None
-    length: int
-    steps: dict[int, Step] = field(default_factory=dict)  # by the optimizer's id, in the order of their first steps
-    loaded: list[list[float]] = field(default_factory=list)  # windows whose optimizers are still to come
-    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("updates", "skipped", "spikes"), 0))
+    def __init__(self, sigma: float | None, length: int, loaded: Sequence[Any] = (), counters: Any = None) -> None:
+        super().__init__(device="cpu", init_scale=1.0, limits={"min_scale": 1.0, "max_scale": 1.0})
+        self._lazy_init_scale_growth_tracker("cpu")
+        self._counters |= counters or {}
+        self.sigma, self.length = sigma, length
+        self.known: dict[int, list[float] | None] = {}  # windows by ids of optimizers, in the order of their steps
+        self.loaded = list(loaded)  # windows whose optimizers are still to come
+        self.is_joint = False  # whether one norm is that of several optimizers
 
     def windows(self) -> list[list[float]]:
-        known = [step.window for step in self.steps.values() if step.window is not None]
-        return [*(window[-self.length :] for window in known), *self.loaded]
+        return [*(window[-self.length :] for window in self.known.values() if window is not None), *self.loaded]
 
-    def copied(self, length: int) -> "Model":
-        return Model(self.sigma, length, loaded=self.windows(), counters=dict(self.counters))
+    def copied(self, length: int) -> "GuardSpecification":
+        return GuardSpecification(self.sigma, length, self.windows(), self._counters)
 
     def unscale_(self, optimizer: Any) -> None:
-        (step,) = self._open([optimizer])
-        self._check([optimizer], [step])
+        self._begin_anew([optimizer])
+        super().unscale_(optimizer)
+        if not self.is_joint:
+            self._judge([optimizer])
 
-    def clip(self, optimizers: Sequence[Any], max_norm: float, order: float, measured: Tensor) -> None:
-        steps = self._open(optimizers)
-        if order == 2.0:
-            self._check(optimizers, steps)
-        else:
-            for optimizer, step in zip(optimizers, steps, strict=True):
-                self._check([optimizer], [step])
-        chosen = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        norm = agreed(torch.linalg.vector_norm(together(chosen), order), [measured], True)
-        bad = any(step.bad for step in steps)
-        for step in steps:
-            step.bad, step.clipped = bad, True
-        multiply(chosen, torch.ones(()) if bad else (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Any, allow_fp16: bool = True) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
 
-    def step(self, optimizer: Any) -> None:
-        (step,) = self._open([optimizer], checks=False)
-        step.raised = True
-        if step.phase == "ready":
-            self._check([optimizer], [step])
-        step.checked |= step.phase == "carried"
-        fused = hasattr(optimizer, "_step_supports_amp_scaling")
-        if not step.checked and not fused:
-            raise AssertionError(EMPTY)
-        if fused and not (step.bad and lacks_momentum(optimizer)):
-            optimizer.found_inf = torch.tensor(float(step.bad))
-            optimizer.step()
-            del optimizer.found_inf
-        elif not fused and not step.bad:
-            optimizer.step()
-        step.phase, step.raised, step.skipped = "stepped", False, step.bad
+    def clip_grad_norm_(self, optimizers: Sequence[Any], *args: Any, **kwargs: Any) -> Tensor:
+        self._begin_anew(optimizers)
+        norm = super().clip_grad_norm_(optimizers, *args, **kwargs)
+        for optimizer in optimizers:
+            self._per_optimizer_states[id(optimizer)]["clipped"] = True
+        return norm
 
-    def update(self) -> None:
-        flags = [step.bad for step in self.steps.values() if step.checked]
-        if not flags:
-            raise AssertionError(EMPTY)
-        self.counters["updates"] += 1
-        self.counters["skipped"] += any(flags)
-        for step in self.steps.values():
-            step.updated()
+    def _unscale_at_once(self, optimizers: Sequence[Any], chosen: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        self.is_joint = True
+        found = super()._unscale_at_once(optimizers, chosen)
+        self.is_joint = False
+        self._judge(optimizers)
+        return found
 
-    def _open(self, optimizers: Sequence[Any], checks: bool = True) -> list[Step]:
-        """Return their steps; if one of them is over, the update was left out."""
-        steps = [self.steps.setdefault(id(each), Step()) for each in optimizers]
-        over = [step for step in steps if step.is_over()]
-        for step in over:
-            step.clipped = False
-        if any(step.checked for step in over):
+    def _skip_together(self, optimizers: Sequence[Any]) -> bool:
+        overflow = super()._skip_together(optimizers)
+        for optimizer in optimizers:
+            self._per_optimizer_states[id(optimizer)]["bad"] = overflow
+        return overflow
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._begin_anew([optimizer])
+        state = self._per_optimizer_states[id(optimizer)]
+        if is_ready(state) and id(optimizer) not in self._carried:
+            self.unscale_(optimizer)
+        result = super().step(optimizer, *args, **kwargs)
+        if not state["found_inf_per_device"]:  # a fused one without gradients skips with those it was clipped with
+            self._skips[id(optimizer)] = [state.get("bad", False)]
+        return result
+
+    def _resume(self, optimizer: Any) -> None:
+        was_clipped = id(optimizer) in self._carried
+        super()._resume(optimizer)
+        if was_clipped:
+            self._per_optimizer_states[id(optimizer)]["clipped"] = True
+
+    def _unstepped(self) -> dict[int, bool]:
+        unstepped = super()._unstepped()
+        return {key: flag for key, flag in unstepped.items() if self._per_optimizer_states[key].get("clipped")}
+
+    def _begin_anew(self, optimizers: Sequence[Any]) -> None:
+        """Update if the last step of one of them is over, and none was made since."""
+        for optimizer in optimizers:
+            self.known.setdefault(id(optimizer))
+        states = {id(optimizer): self._per_optimizer_states[id(optimizer)] for optimizer in optimizers}
+        over = {key: each for key, each in states.items() if each["stage"] is OptState.STEPPED or each.get("began")}
+        for state in over.values():
+            state["clipped"] = False
+        if any(state["found_inf_per_device"] for state in over.values()):
             self.update()
-        for step in over:
-            step.reset()
-        if checks and any(step.phase == "unscaled" for step in steps):
-            raise RuntimeError(ALREADY)
-        return steps
+        for key in over:
+            self._per_optimizer_states.pop(key, None)
 
-    def _check(self, optimizers: Sequence[Any], steps: Sequence[Step]) -> None:
-        """Check gradients, and judge their norm by the first one's window."""
-        held = [[p for p in parameters_of(each) if p.grad is not None] for each in optimizers]
-        bad = any(not parameter.grad.isfinite().all() for members in held for parameter in members)
-        first = steps[0]
-        if self.sigma is not None:
-            if first.window is None:
-                first.window = self.loaded.pop(0) if self.loaded else []
-            if any(held):
-                bad |= self._is_spike([p for members in held for p in members], first.window)
-        for step, members in zip(steps, held, strict=True):
-            step.phase, step.checked, step.bad, step.skipped = "unscaled", bool(members), bad, None
-
-    def _is_spike(self, parameters: Sequence[Tensor], window: list[float]) -> bool:
-        norm = together(parameters).norm().item()
+    def _judge(self, optimizers: Sequence[Any]) -> None:
+        """Judge the norm of optimizers by the window of the first."""
+        if self.sigma is None:
+            return
+        window = self.known[id(optimizers[0])]
+        if window is None:
+            window = self.known[id(optimizers[0])] = self.loaded.pop(0) if self.loaded else []
+        held = [each for optimizer in optimizers for each in parameters_of(optimizer) if each.grad is not None]
+        norm = together(held).norm().item()
         skips, limit = judged([*window, norm], self.sigma, self.length)[-1]
         assume(not 0.0 < abs(norm - limit) <= 1e-5 * limit)  # else the last digits decide; NaN without a limit
-        if not norm < math.inf:
-            return True
-        window.append(norm)
-        self.counters["spikes"] += int(skips)
-        return bool(skips)
+        if held and norm < torch.inf:
+            window.append(norm)
+            self._counters["spikes"] += int(skips)
+            for optimizer in optimizers if skips else ():
+                for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                    flag.fill_(1.0)
 
 
-class GuardPrograms(RuleBasedStateMachine):
+class GuardPrograms(TwoWorlds):
     backend = "torch"
 
     @initialize(
@@ -180,74 +147,45 @@ class GuardPrograms(RuleBasedStateMachine):
     def start(self, specs: list[OptimizerSpec], sigma: float | None, window: int) -> None:
         guard = StepGuard("cpu", spike_sigma=sigma, window=window, backend=self.backend)
         self.ours = World(guard, [spec.build(torch.bfloat16) for spec in specs])
-        self.theirs = World(Model(sigma, window), [spec.build(torch.bfloat16) for spec in specs])
-
-    def both(self, ours: Callable[[], Any], theirs: Callable[[Any], None]) -> None:
-        """Make a call in both worlds; the model's is given the result of ours."""
-        outcomes: list[Any] = []
-        for call in (ours, lambda: theirs(outcomes[0])):
-            try:
-                outcomes.append(call())
-            except UnsatisfiedAssumption:
-                raise
-            except Exception as error:
-                outcomes.append(error)
-        errors = [error if isinstance(error, Exception) else None for error in outcomes]
-        assert type(errors[0]) is type(errors[1]), errors
-        assert str(errors[0]).startswith(str(errors[1])), errors
-        self.compare()
+        self.theirs = World(GuardSpecification(sigma, window), [spec.build(torch.bfloat16) for spec in specs])
 
     def compare(self) -> None:
         guard, model = self.ours.scaler, self.theirs.scaler
         state = guard.state_dict()
         assert (state["scale"], guard.get_scale()) == (1.0, 1.0)
         assert state["scaler_triton"]["windows"] == [pytest.approx(window, rel=1e-6) for window in model.windows()]
-        assert {name: getattr(guard.stats(), name) for name in model.counters} == model.counters
+        assert vars(guard.stats()) == vars(model.stats())
         for ours, theirs in zip(self.ours.optimizers, self.theirs.optimizers, strict=True):
-            step = model.steps.get(id(theirs))
-            if step is not None and step.skipped is not None:
-                assert guard.was_skipped(ours) is step.skipped
+            if id(theirs) in model._skips:
+                assert guard.was_skipped(ours) is model.was_skipped(theirs)
             for mine, other in zip(parameters_of(ours), parameters_of(theirs), strict=True):
                 assert_equal(mine, other, "parameter")
                 assert_equal(mine.grad, other.grad, "gradient")
                 assert_equal(dict(ours.state.get(mine, {})), dict(theirs.state.get(other, {})), "state")
 
-    def at(self, index: int, call: Callable[[Any, Any], Any]) -> None:
-        here, there = (world.optimizers[index % len(world.optimizers)] for world in (self.ours, self.theirs))
-        self.both(lambda: call(self.ours.scaler, here) and None, lambda _: call(self.theirs.scaler, there) and None)
-
     @rule(index=draw.indices, gradients=st.lists(GRADIENTS, min_size=1, max_size=4))
     def backward(self, index: int, gradients: list[GradientSpec]) -> None:
-        def give(_: Any, optimizer: Any) -> None:
-            for gradient, parameter in zip(itertools.cycle(gradients), parameters_of(optimizer), strict=False):
-                gradient.give(parameter)
-
-        self.at(index, give)
+        self.give(index, gradients)
 
     @rule(index=draw.indices)
     def unscale(self, index: int) -> None:
-        self.at(index, lambda guard, optimizer: guard.unscale_(optimizer))
+        self.at(index, lambda world, optimizer: world.scaler.unscale_(optimizer))
 
     @rule(index=draw.indices)
     def step(self, index: int) -> None:
-        self.at(index, lambda guard, optimizer: guard.step(optimizer))
+        self.at(index, lambda world, optimizer: world.scaler.step(optimizer))
 
     @rule(
-        indices=st.lists(draw.indices, min_size=1, max_size=3),
+        indices=st.lists(draw.indices, min_size=1, max_size=3).map(tuple),
         max_norm=st.sampled_from([1.0, 1e-3, 1e3]),
-        order=st.sampled_from([2.0, 2.0, math.inf]),
+        order=st.sampled_from([2.0, 2.0, draw.INF]),
     )
-    def clip(self, indices: list[int], max_norm: float, order: float) -> None:
-        taken = [*dict.fromkeys(index % len(self.ours.optimizers) for index in indices)]
-        here, there = ([world.optimizers[index] for index in taken] for world in (self.ours, self.theirs))
-        self.both(
-            lambda: self.ours.scaler.clip_grad_norm_(here, max_norm, order),
-            lambda measured: self.theirs.scaler.clip(there, max_norm, order, measured),
-        )
+    def clip(self, indices: tuple[int, ...], max_norm: float, order: float) -> None:
+        self.clip_by(ClipSpec(indices, max_norm, order))
 
     @rule()
     def update(self) -> None:
-        self.both(lambda: self.ours.scaler.update(), lambda _: self.theirs.scaler.update())
+        self.both(lambda world: world.scaler.update())
 
     @rule(steps=st.lists(st.lists(GRADIENTS, min_size=1, max_size=4), min_size=1, max_size=4), updates=st.booleans())
     def train(self, steps: list[list[GradientSpec]], updates: bool) -> None:
@@ -271,21 +209,13 @@ class GuardPrograms(RuleBasedStateMachine):
     @rule(how=st.sampled_from(list(COPIES)))
     def become_a_copy(self, how: str) -> None:
         model = self.theirs.scaler
-        if all(step.phase == "ready" for step in model.steps.values()):
+        if not model._carried and all(map(is_ready, model._per_optimizer_states.values())):
             self.ours.scaler = COPIES[how](self.ours.scaler)
             self.theirs.scaler = model.copied(model.length)
             self.compare()
 
 
-WAYS = [("torch", 60, 0.5, ()), ("triton", 5, 0.01, INTERPRETED)]  # how many by default, or which part of those asked
-CASES = [
-    pytest.param(backend, chunk, marks=marks, id=f"{backend}-{chunk}")
-    for backend, in_ci, share, marks in WAYS
-    for chunk in chunks(in_ci, share)
-]
-
-
-@pytest.mark.parametrize(("backend", "chunk"), CASES)
+@pytest.mark.parametrize(("backend", "chunk"), cases([("torch", 60, 0.5), ("triton", 5, 0.01)]))
 def test_guard_programs(backend: str, chunk: Chunk) -> None:
     machine = seed(chunk.seed)(type("Programs", (GuardPrograms,), {"backend": backend}))
     run_state_machine_as_test(machine, settings=settings_for(chunk.programs, 20))

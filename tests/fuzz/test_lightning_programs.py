@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fuzz_profile import Chunk, chunks, settings_for
-from hypothesis import event, given, seed
+from fuzz_profile import Chunk, chunks
+from grads import agreed, together
+from hypothesis import event
 from hypothesis import strategies as st
 from jobs import WARNINGS
 from specification import Specification, is_ready
@@ -122,28 +122,23 @@ class Trace:
     """What a run leaves, batch by batch, and what its hooks and clippings saw."""
 
     losses: list[str] = field(default_factory=list)
-    batches: list[dict[str, Any]] = field(default_factory=list)
+    batches: list[tuple[Any, ...]] = field(default_factory=list)
     unscaled: list[str] = field(default_factory=list)  # a gradient as a hook sees it before the step
     norms: list[float] = field(default_factory=list)  # as the scaler returned them
 
     def add(self, scaler: Any, optimizers: list[Any], net: Net) -> None:
-        weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+        weights = nn.utils.parameters_to_vector(net.parameters()).detach()
         assert weights.isfinite().all()
-        after = {
-            "scale": (scaler.get_scale(), scaler._get_growth_tracker()),
-            "rates": [each.param_groups[0]["lr"] for each in optimizers],
-            "steps": [float(s.get("step", 0)) for each in optimizers for s in each.state.values()],  # as AdamW counts
-            "weights": weights.tolist(),
-        }
-        self.batches.append(after)
+        rates = [each.param_groups[0]["lr"] for each in optimizers]
+        steps = [float(state.get("step", 0)) for each in optimizers for state in each.state.values()]  # as AdamW counts
+        self.batches.append((scaler.get_scale(), scaler._get_growth_tracker(), rates, steps, weights.tolist()))
 
     def see(self, net: Net) -> None:
         gradient = net.layers[0].weight.grad
         self.unscaled.append("" if gradient is None else str(gradient.tolist()))
 
     def assert_same(self, other: Trace, *, hooks: bool) -> None:
-        assert self.losses == other.losses
-        assert self.batches == other.batches
+        assert (self.losses, self.batches) == (other.losses, other.batches)
         assert not hooks or self.unscaled == other.unscaled
 
 
@@ -157,50 +152,31 @@ class Loop:
     def batch(self, index: int, batch: Tensor, kind: str, last: bool = False) -> None:
         self.net.kind = kind
         begins, ends = index % self.program.accumulated == 0, last or (index + 1) % self.program.accumulated == 0
-        if self.program.order == "together":
-            self._together(batch, begins, ends)
-        else:
-            self._in_turn(batch, begins, ends)
+        sharing = [self.optimizers] if self.program.order == "together" else [[each] for each in self.optimizers]
+        for which, optimizers in enumerate(sharing):  # a backward
+            for optimizer in optimizers if begins else ():
+                optimizer.zero_grad()
+            if kind != "none":
+                loss = self.loss(batch, float(which))
+                self.trace.losses.append(str(loss.item()))
+                self.backward(loss)
+            if ends:
+                self.finish(*optimizers)
         for scheduler in self.schedulers if ends else ():
             scheduler.step()
 
-    def _in_turn(self, batch: Tensor, begins: bool, ends: bool) -> None:
-        for which, optimizer in enumerate(self.optimizers):
-            if begins:
-                optimizer.zero_grad()
-            if self.net.kind != "none":
-                self._backward(batch, float(which))
-            if ends:
-                self.before_step(optimizer)
-            if ends and self.net.kind != "none":
-                self.clip(optimizer)
-                self.step(optimizer)
+    def loss(self, batch: Tensor, target: float) -> Tensor:
+        return self.net.loss(self.net(batch), target)
 
-    def _together(self, batch: Tensor, begins: bool, ends: bool) -> None:
-        one, other = self.optimizers
-        if begins:
-            one.zero_grad()
-            other.zero_grad()
-        self._backward(batch, 0.0)
-        if ends:
-            self.clip(one)
-            self.clip(other)
-            self.step(one)
+    def finish(self, one: Any, *others: Any) -> None:
+        """Clip and step optimizers."""
+        for optimizer in (one, *others):
+            self.clip(optimizer)
+        self.step(one)
+        for optimizer in others:
             if self.program.again:
-                self.clip(other)
-            self.step(other)
-
-    def before_step(self, optimizer: Any) -> None:
-        pass
-
-    def _backward(self, batch: Tensor, target: float) -> None:
-        with self.autocast():
-            loss = self.net.loss(self.net(batch), target)
-        self.trace.losses.append(str(loss.item()))
-        self.backward(loss)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # a framework sees to it
+                self.clip(optimizer)
+            self.step(optimizer)
 
 
 class ByHand(Loop):
@@ -219,14 +195,17 @@ class ByHand(Loop):
                 self.batch(index - 1, batch, kind, last=program.order == "automatic" and index == len(data))
                 self.trace.add(self.scaler, self.optimizers, self.net)
 
-    def before_step(self, optimizer: Any) -> None:
-        if self.program.order == "automatic":
-            if self.net.kind != "none":
-                self._unscale(optimizer)
-            self.trace.see(self.net)
+    def loss(self, batch: Tensor, target: float) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return super().loss(batch, target)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.float16)
+    def finish(self, one: Any, *others: Any) -> None:
+        if self.program.order == "automatic":  # hooks see the gradients, also where there was no backward
+            if self.net.kind != "none":
+                self._unscale(one)
+            self.trace.see(self.net)
+        if self.net.kind != "none":
+            super().finish(one, *others)
 
     def backward(self, loss: Tensor) -> None:
         if self.program.order == "automatic":
@@ -248,15 +227,9 @@ class ByHand(Loop):
         elif self.returned is None:
             nn.utils.clip_grad_norm_(parameters, bound)
         else:
-            self._clip_by(next(self.returned), parameters, bound)
-
-    def _clip_by(self, returned: float, parameters: list[Tensor], bound: float) -> None:
-        norm = torch.linalg.vector_norm(torch.cat([p.grad.double().flatten() for p in parameters])).item()
-        if math.isfinite(norm):
-            assert math.isclose(returned, norm, rel_tol=1e-6)  # its squares are summed in fp32, a few at a time
-            nn.utils.clip_grads_with_norm_(parameters, bound, torch.tensor(returned))
-        else:
-            assert not math.isfinite(returned)
+            norm = agreed(together(parameters).norm(), [torch.tensor(next(self.returned))], True)
+            if norm.isfinite():
+                nn.utils.clip_grads_with_norm_(parameters, bound, norm)
 
     def _unscale(self, optimizer: Any) -> None:
         state = self.scaler._per_optimizer_states[id(optimizer)]
@@ -366,5 +339,4 @@ SAVERS = [("ours", "ours"), ("ours", "ours"), ("ours", "lightning"), ("lightning
 
 @pytest.mark.parametrize("chunk", chunks(in_ci=70, share=0.1), ids=str)
 def test_programs_of_a_trainer(chunk: Chunk) -> None:
-    drawn = given(programs(), st.sampled_from(SAVERS))(by_trainer)
-    seed(chunk.seed)(settings_for(chunk.programs)(drawn))()
+    chunk.run(by_trainer, programs(), st.sampled_from(SAVERS))

@@ -5,172 +5,166 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("hypothesis")
-
-import rank_execution
-from fuzz_profile import Chunk, chunks, settings_for
-from hypothesis import given, seed
-from rank_execution import Trace
-from rank_model import (
-    check_collectives,
-    clip_collectives,
-    expected_report,
-    expected_updates,
-    found_apart,
-    is_reported_exactly,
-    judged,
-    norm,
-    skips,
-    steps_taken,
-)
-from rank_programs import PLACES, PLAIN, Clip, Optimizer, Program
-from rank_strategies import ON_MOVED, RANKS, programs
-from ranks import cases
+from fuzz_profile import Chunk, cases
+from hypothesis import strategies as st
+from rank_execution import execute
+from rank_model import Trace, check, found_apart
+from rank_programs import ON_MOVED, PLACES, PLAIN, RANKS, Clip, Optimizer, Parameter, Program, Setting, Split, Spot
+from ranks.cases import FUSED_ADAGRAD, INIT_SCALE, strictly
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 CASE_LIMIT = 30.0  # Seconds: the watchdog. A program takes a tenth of one.
-SHARE = 0.05  # of the programs that `make fuzz` asks for
-IN_CI = {"any": 85, "moving": 85, "long": 80}
-CHUNKS = [(shape, chunk) for shape, programs in IN_CI.items() for chunk in chunks(in_ci=programs, share=SHARE)]
+SHAPES = [("any", 85, 0.05), ("moving", 85, 0.05), ("long", 80, 0.05)]
+NONFINITE = [float("inf"), float("-inf"), float("nan")]
+EVERYWHERE = ["sgd", "sgd-foreach", "adam", "adamw", "adamw-foreach", "adamw-fused", "adam-fused", "adagrad"]
+# torch has no DTensor rule for these.
+ON_PLAIN = ["sgd-fused", *FUSED_ADAGRAD]
+KINDS = st.sampled_from(["guard", "guard", "sharded", "grad", "world"])
+STEPS = {"any": (1, 3), "moving": (2, 3), "long": (4, 8)}
 
 
-def check(program: Program, traces: list[Trace]) -> None:
-    for rank, trace in enumerate(traces):
-        check_updates(program, trace, f"rank {rank}")
-        for step in range(program.finished):
-            check_step(program, rank, step, trace)
-    for step in range(program.finished):
-        check_together(program, step, traces)
-    check_guard(program, traces)
-    check_apart(program, traces)
-    check_audit(program, traces)
+@st.composite
+def programs(draw: Any, shape: str) -> Program:
+    """Draw a program of some shape.
+
+    "any" is short, of whatever there is. "moving" has several steps with a clip in each, and its gradients all move.
+    "long" has many steps and overflows but few parameters, so that limits and counters matter.
+    """
+    kind, long = draw(KINDS), shape == "long"
+    optimizer = optimizers(kind, shape == "moving", members=2 if long else 4)
+    chosen = tuple(draw(st.lists(optimizer, min_size=1, max_size=2 if long else 3)))
+    program = draw(habits(Program(kind, chosen, draw(st.integers(*STEPS[shape])))))
+    if kind == "guard":  # norms grow and shrink from step to step, and no few of them spike
+        program = replace(program, given_up=frozenset())  # each would be a step of its own
+        numbers = {"spike_sigma": [0.5, 1.0, 3.0, None], "window": [2, 3, 8]}
+        program = replace(program, **{name: draw(st.sampled_from(values)) for name, values in numbers.items()})
+    if long:
+        limits = {"hysteresis": [2, 3, 1], "max_consecutive_skips": [0, 1, 2, None]}
+        drawn = {name: draw(st.sampled_from(values)) for name, values in limits.items()}
+        program = replace(program, planted=draw(overflows_in_most_steps(program)), **drawn)
+    clip = clips(program)
+    if long:
+        clip = st.none() | st.none() | st.none() | clip  # each `st.none()` is an alternative of its own
+    elif shape == "any":
+        clip = st.none() | clip
+    program = replace(program, clips=tuple(draw(clip) for _ in range(program.steps)))
+    return program if kind == "guard" else draw(splits(program))
 
 
-def check_updates(program: Program, trace: Trace, where: str) -> None:
-    expected = expected_updates(program)
-    assert trace.scales == [(after.scale, after.tracker) for after in expected], where
-    assert trace.stats == [after.stats for after in expected], where
-    for error, after in zip(trace.errors, expected, strict=True):
-        assert (error is None) == (after.error is None), (where, trace.errors, after)
-        assert error is None or error.startswith(after.error), (where, error, after)
+@st.composite
+def optimizers(draw: Any, kind: str, moving: bool, members: int = 4) -> Optimizer:
+    held = draw(st.lists(parameters(kind, moving or draw(st.booleans())), min_size=1, max_size=members))
+    on_meshes = [each.place for each in held if each.place not in PLAIN]
+    if kind == "grad" and len(set(on_meshes)) == 1 and PLACES[on_meshes[0]].own:
+        # Alone, a slice asks its own group only: by design the others may then hold another scale.
+        held.append(Parameter("line-replicated"))
+    names = EVERYWHERE if on_meshes else EVERYWHERE + ON_PLAIN
+    if any((each.grads and not PLACES[each.place].is_whole) or "plain" in each.grads for each in held):
+        names = ON_MOVED
+    return Optimizer(draw(st.sampled_from(names)), tuple(held))
 
 
-def check_guard(program: Program, traces: list[Trace]) -> None:
-    """Windows and spikes are equal to the bit on all ranks, and those of the rule."""
-    assert all(trace.windows == traces[0].windows and trace.spikes == traces[0].spikes for trace in traces)
-    expected, seen = judged(program), traces[0]
-    for step in range(program.finished if program.spike_sigma is not None else 0):
-        spikes = zip(seen.spikes[step], sorted(expected.spikes[step]), strict=True)
-        assert all(got == pytest.approx(want, rel=1e-6) for got, want in spikes), (step, seen.spikes[step])
-        windows = zip(seen.windows[step], expected.windows[step], strict=True)
-        assert all(got == pytest.approx(want, rel=1e-6) for got, want in windows), (step, seen.windows[step])
+@st.composite
+def parameters(draw: Any, kind: str, moving: bool) -> Parameter:
+    place = draw(st.sampled_from([name for name in PLACES if name != "own" or kind != "grad"]))
+    # GradScaler refuses fp16 gradients.
+    dtype = draw(st.sampled_from(["fp32", "fp32", "fp64", "bf16"] + (["fp16"] if kind in ("sharded", "guard") else [])))
+    rows = draw(st.sampled_from([4, 5, 1]))
+    moves = moving and place not in PLAIN
+    grads = draw(st.lists(st.sampled_from(PLACES[place].ways), min_size=1, max_size=3)) if moves else ()
+    return Parameter(place, dtype, rows, tuple(grads))
 
 
-def check_apart(program: Program, traces: list[Trace]) -> None:
-    expected = None if program.split is None else found_apart(program, program.split)
-    for rank, trace in enumerate(traces):
-        assert (expected is None) == (trace.apart is None), f"rank {rank} raised {trace.apart}, not {expected}"
-        if expected is not None and trace.apart is not None:
-            assert trace.apart[0] == expected[0], f"rank {rank}: {trace.apart}, not {expected}"
-            assert trace.apart[1].startswith(expected[1]), f"rank {rank}: {trace.apart}, not {expected}"
+@st.composite
+def habits(draw: Any, bare: Program) -> Program:
+    """Draw all but clips and a split, with few overflows."""
+    chosen = bare.optimizers
+    explicit = draw(st.frozensets(st.tuples(st.sampled_from(RANKS), st.integers(0, len(chosen) - 1))))
+    missing = draw(st.lists(spots(bare), max_size=8))
+    bad = draw(st.lists(st.tuples(spots(bare), st.sampled_from(NONFINITE)), max_size=3))
+    return replace(
+        bare,
+        # All ranks unscale, or none, where terms of a sum are still to be added: scaled ones to scaled ones.
+        explicit=frozenset((each, i) for rank, i in explicit for each in (RANKS if chosen[i].moves else [rank])),
+        missing=frozenset(each for spot in missing for each in spread(bare, spot, missing=True)),
+        planted=tuple((each, value) for spot, value in bad for each in spread(bare, spot, missing=False)),
+        keeps=draw(st.booleans()),
+        hysteresis=draw(st.sampled_from([1, 1, 2, 3])),
+        settings=tuple(draw(st.lists(settings_on_the_way(bare), max_size=3))),
+        given_up=draw(st.frozensets(st.tuples(st.integers(0, bare.steps - 1), st.integers(0, len(chosen) - 1)))),
+    )
 
 
-def check_together(program: Program, step: int, traces: list[Trace]) -> None:
-    reports = [trace.reports[step] for trace in traces]
-    assert all(report == reports[0] for report in reports), f"reports of step {step} differ"
-    exact = {(spot, kinds) for spot, kinds in reports[0] if is_reported_exactly(program, spot)}
-    assert exact == expected_report(program, step), f"report of step {step}"
-    assert len({repr(trace.clipped[step]) for trace in traces}) == 1, f"norms of step {step} differ"
-    assert len({trace.errors[step] for trace in traces}) == 1, f"errors of step {step} differ"
-    for index, optimizer in enumerate(program.optimizers):
-        check_copies(optimizer, [trace.digests[step][index] for trace in traces], f"step {step}, optimizer {index}")
+@st.composite
+def overflows_in_most_steps(draw: Any, bare: Program) -> tuple[tuple[Spot, float], ...]:
+    bad = [step for step in range(bare.steps) if draw(st.sampled_from([True, True, False]))]
+    drawn = [(draw(spots(bare))._replace(step=step), draw(st.sampled_from(NONFINITE))) for step in bad]
+    return tuple((each, value) for spot, value in drawn for each in spread(bare, spot, missing=False))
 
 
-def check_audit(program: Program, traces: list[Trace]) -> None:
-    said = traces[0].audited
-    assert said is not None
-    assert all(trace.audited == said for trace in traces), "the ranks' reports differ"
-    verdict, differences, compared = said
-    if program.split is not None:
-        assert verdict == "split"
-        assert differences[0].startswith("scale: "), said
-        return
-    name = "steps of {} (" if len(program.optimizers) > 1 else "steps: "
-    apart = [name.format(index) for index in range(len(program.optimizers)) if steps_differ(program, index, traces)]
-    assert len(differences) == len(apart), said
-    assert all(map(str.startswith, differences, apart)), said
-    assert verdict == ("split" if apart else "agree")
-    assert compared[:2] == ["scale", "tracker"], said
-    copied = copies_compared(program)
-    assert not copied or compared[-1] == f"{copied} replicated parameter{'s' * (copied != 1)}", said
+def settings_on_the_way(program: Program) -> st.SearchStrategy[Setting]:
+    """Draw what is set on all ranks; the first scale lies at a bound or within."""
+    steps = st.integers(0, program.steps - 1)
+    values = {
+        "min_scale": st.sampled_from([1.0, INIT_SCALE]),
+        "max_scale": st.sampled_from([INIT_SCALE, 64.0]),
+        "hysteresis": st.integers(1, 3),
+        "max_consecutive_skips": st.none() | st.integers(0, 2),
+    }
+    names = ["max_consecutive_skips"] if program.kind == "guard" else list(values)
+    return st.one_of(st.builds(Setting, steps, st.just(name), values[name]) for name in names)
 
 
-def steps_differ(program: Program, index: int, traces: list[Trace]) -> bool:
-    """Whether ranks that count an optimizer's steps have taken different ones, as some had no gradients."""
-    taken = {rank: steps_taken(program, rank, index) for rank in RANKS if traces[rank].step_counts[index] is not None}
-    for rank, steps in taken.items():
-        assert traces[rank].step_counts[index] == steps, f"rank {rank}, optimizer {index}"
-    return len(set(taken.values())) > 1
+@st.composite
+def spots(draw: Any, program: Program) -> Spot:
+    optimizer = draw(st.integers(0, len(program.optimizers) - 1))
+    parameter = draw(st.integers(0, len(program.optimizers[optimizer].parameters) - 1))
+    return Spot(draw(st.integers(0, program.steps - 1)), draw(st.sampled_from(RANKS)), optimizer, parameter)
 
 
-def copies_compared(program: Program) -> int:
-    """Return how many parameters an audit compares: plain ones if all of them are copies."""
-    members = [each for optimizer in program.optimizers for each in optimizer.parameters]
-    plain_too = all(each.place != "own" for each in members)
-    return sum(PLACES[each.place].has_copies and (plain_too or each.place not in PLAIN) for each in members)
+def spread(program: Program, spot: Spot, *, missing: bool) -> list[Spot]:
+    """Return the spots that go with one: on all ranks where these hold equal gradients."""
+    everywhere = [spot._replace(rank=rank) for rank in RANKS]
+    if not program.agrees(spot.optimizer):  # as under DDP; without any gradient `step` would raise as torch's
+        return [] if missing else everywhere
+    # Where some ranks lacked a gradient copies would part, or a sum wait for a term.
+    parameter = program.parameter_of(spot)
+    return everywhere if missing and (parameter.grads or PLACES[parameter.place].has_copies) else [spot]
 
 
-def check_step(program: Program, rank: int, step: int, trace: Trace) -> None:
-    clip = program.clip_of(step)
-    if clip is not None:
-        check_clip(program, rank, step, trace, clip)
-    assert trace.update_collectives[step] == 0
-    for index, optimizer in enumerate(program.optimizers):
-        where = f"rank {rank}, step {step}, optimizer {index}"
-        assert trace.skipped[step][index] == skips(program, step, index), where
-        assert trace.stepped[step][index] in (None, not skips(program, step, index)), where
-        if not optimizer.moves or optimizer.name in ON_MOVED:  # else it makes them as its parameters are
-            clipped = program.clip_of(step, index) is not None
-            assert trace.collectives[step][index] == (0 if clipped else check_collectives(program, step, index)), where
+@st.composite
+def clips(draw: Any, program: Program) -> Clip:
+    chosen = program.optimizers
+    taken = tuple(draw(st.permutations(range(len(chosen)))))[: draw(st.integers(1, len(chosen)))]
+    subset = draw(st.none() | st.none() | st.frozensets(st.integers(0, 8)))
+    order = draw(st.sampled_from([2.0, 2.0, math.inf, 1.0, 3.0]))
+    # Half the norm: what is clipped to less would not show in bf16.
+    fraction = draw(st.sampled_from([0.5, 2.0]))
+    return Clip(taken, fraction, order, subset, draw(st.booleans()))
 
 
-def check_clip(program: Program, rank: int, step: int, trace: Trace, clip: Clip) -> None:
-    where = f"rank {rank}, step {step}"
-    assert trace.clipped[step] is not None, where
-    measured, collectives = trace.clipped[step]
-    if program.clip_is_clean(step, clip):
-        assert measured == pytest.approx(norm(program, step, clip), rel=1e-6), where
-    else:
-        assert not math.isfinite(measured), where
-    assert collectives == clip_collectives(program, step, clip), where
-
-
-def check_copies(optimizer: Optimizer, digests: list[list[str]], where: str) -> None:
-    for position, parameter in enumerate(optimizer.parameters):
-        own, parts = PLACES[parameter.place].own, {}
-        pieces = replace(parameter, grads=()).held(0)
-        for rank in RANKS:
-            part = (own.where(rank), *pieces[rank].view(-1).tolist())
-            parts.setdefault(part, set()).add(digests[rank][position])
-        assert all(len(same) == 1 for same in parts.values()), f"{where}, parameter {position}: copies differ"
+@st.composite
+def splits(draw: Any, program: Program) -> Program:
+    """Draw whether a split ends the program, in a step that reports it."""
+    if program.steps == 1 or draw(st.sampled_from([False] * 3 + [True])) is False:
+        return program
+    factor = draw(st.sampled_from([0.5, 2.0]))  # what is larger would overflow fp16
+    split = Split(draw(st.integers(1, program.steps - 1)), draw(st.sampled_from(RANKS)), factor)
+    return program if found_apart(program, split) is None else replace(program, split=split)
 
 
 def run(pool: Any, program: Program) -> list[Trace]:
     """Run a program on all ranks; one that raises or hangs anywhere fails, with the stacks of all."""
-    results = pool.run(cases.strictly, rank_execution.execute, (program,), {}, timeout=CASE_LIMIT)
+    results = pool.run(strictly, execute, (program,), {}, timeout=CASE_LIMIT)
     errors = [f"rank {result.rank}: {result.traceback}" for result in results if not result.ok]
     assert not errors, "\n".join(errors)
     return [result.value for result in results]
 
 
-@pytest.mark.parametrize(("shape", "chunk"), CHUNKS, ids=str)
+@pytest.mark.parametrize(("shape", "chunk"), cases(SHAPES))
 def test_programs_on_four_ranks(pools: Any, shape: str, chunk: Chunk) -> None:
-    @seed(chunk.seed)
-    @settings_for(chunk.programs)
-    @given(programs(shape))
     def all_agree(program: Program) -> None:
         check(program, run(pools(4), program))
 
-    all_agree()
+    chunk.run(all_agree, programs(shape))

@@ -5,10 +5,9 @@ import random
 
 import pytest
 import torch
-from fuzz_profile import Chunk, chunks
+from fuzz_profile import Chunk, cases
 from helpers import sgd, started
 from spike_rule import judged, series
-from test_single import INTERPRETED
 
 from scaler_triton import GradScaler
 from scaler_triton.flag import Flag
@@ -18,13 +17,7 @@ from scaler_triton.update import Counters
 
 pytestmark = pytest.mark.slow
 
-# How many by default on each backend; SCALER_TRITON_FUZZ asks for others.
-CASES = [
-    pytest.param(backend, chunk, marks=marks, id=f"{backend}-{chunk}")
-    for backend, in_ci, marks in (("torch", 100, ()), ("triton", 5, INTERPRETED))
-    for chunk in chunks(in_ci)
-]
-EACH = pytest.mark.parametrize(("backend", "chunk"), CASES)
+EACH = pytest.mark.parametrize(("backend", "chunk"), cases([("torch", 100, 1.0), ("triton", 5, 1.0)]))
 
 
 @EACH

@@ -1,13 +1,21 @@
 """A scaler with its optimizers, twice: what programs are made of, built in two worlds, which must stay equal."""
 
+import copy
+import itertools
+import pickle
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from grads import parameters_of
 from helpers import bits
-from specification import parameters_of
+from hypothesis import note
+from hypothesis.errors import UnsatisfiedAssumption
+from hypothesis.stateful import RuleBasedStateMachine
+from specification import Refused
 from torch import Tensor
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -76,32 +84,26 @@ class GradientSpec(NamedTuple):
     plant: float | None = None  # this value somewhere
 
     def give(self, parameter: Tensor) -> None:
-        if self.form == "keep" and parameter.grad is not None:
+        old, made = parameter.grad, self.build(parameter)
+        if self.form == "keep" and old is not None:
             return
-        if self.form == "none":
-            parameter.grad = None
-            return
-        made = self.build(parameter)
-        if self.form == "accumulate" and parameter.grad is not None:
-            parameter.grad = made + parameter.grad if parameter.grad.is_sparse else parameter.grad + made
-        elif self.form == "accumulate-inplace" and parameter.grad is not None:
+        if self.form == "accumulate-inplace" and old is not None:
             parameter.grad += made
-        else:
-            parameter.grad = None
+            return
+        parameter.grad = None
+        if self.form == "accumulate" and old is not None:
+            parameter.grad = made + old if old.is_sparse else old + made
+        elif self.form != "none":
             parameter.grad = made
 
     def build(self, parameter: Tensor) -> Tensor:
-        values = self.values(parameter.shape, parameter.dtype)
-        dims, make = FORMS.get(self.form, (0, torch.clone))
-        return make(values) if values.dim() >= dims else values
-
-    def values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(self.seed)
-        values = (torch.randn(shape, generator=generator, device="cpu") * self.magnitude).to(dtype)
-        values = values.to(torch.get_default_device())
+        values = torch.randn(parameter.shape, generator=generator, device="cpu") * self.magnitude
+        values = values.to(torch.get_default_device(), parameter.dtype)
         if self.plant is not None and values.numel():
             values.view(-1)[self.seed % values.numel()] = self.plant
-        return values
+        dims, make = FORMS.get(self.form, (0, torch.clone))
+        return make(values) if values.dim() >= dims else values
 
 
 def _copied(values: Tensor, stride: Sequence[int], offset: int, size: int) -> Tensor:
@@ -221,20 +223,19 @@ def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     owner = getattr(state, "owner", None)
     if owner is not None and owner() is not optimizer:
         state = {}  # of a dead optimizer at the same id, until the new one is used
-    parameters = parameters_of(optimizer)
     return {
         "stage": state["stage"].name if state else "READY",
         "flags": [flag.item() for flag in state["found_inf_per_device"].values()] if state else [],
         "set on it": [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)],
-        "parameters": parameters,
-        "gradients": [parameter.grad for parameter in parameters],
-        "state": [dict(optimizer.state.get(parameter, {})) for parameter in parameters],
+        "parameters": [(p, p.grad, dict(optimizer.state.get(p, {}))) for p in parameters_of(optimizer)],
     }
 
 
 def outcome(call: Callable[[World], Any], world: World) -> Any:
     try:
         return call(world)
+    except UnsatisfiedAssumption:
+        raise
     except Exception as error:
         return error
 
@@ -242,3 +243,60 @@ def outcome(call: Callable[[World], Any], world: World) -> Any:
 def first_line(error: BaseException) -> str:
     """Return an exception's text without C++ stack traces, and without the name of the model's class."""
     return re.sub(r"^'\w+' object has", "the object has", next(iter(str(error).splitlines()), ""))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+
+
+class TwoWorlds(RuleBasedStateMachine):
+    """Makes calls in both worlds."""
+
+    ours: World
+    theirs: World
+
+    def both(self, call: Callable[[World], Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours, theirs = outcome(call, self.ours), outcome(call, self.theirs)
+        if isinstance(theirs, Refused):
+            assert theirs.is_met_by(ours), (ours, theirs)
+        elif isinstance(theirs, BaseException):
+            note(f"raises {theirs!r}")
+            assert type(ours) is type(theirs), (ours, theirs)
+            assert first_line(ours) == first_line(theirs)
+        else:
+            assert_equal(ours, theirs, "result")
+        self.compare()
+
+    def compare(self) -> None:
+        assert_same_worlds(self.ours, self.theirs)
+
+    def at(self, index: int, call: Callable[[World, Any], Any], wrapped: bool = False) -> None:
+        def on_one(world: World) -> Any:
+            optimizer = world.optimizers[index % len(world.optimizers)]
+            return call(world, Wrapper(optimizer) if wrapped else optimizer)
+
+        self.both(on_one)
+
+    def give(self, index: int, gradients: list[GradientSpec]) -> None:
+        def give(_: World, optimizer: Any) -> None:
+            for gradient, parameter in zip(itertools.cycle(gradients), parameters_of(optimizer), strict=False):
+                gradient.give(parameter)
+
+        self.at(index, give)
+
+    def clip_by(self, spec: ClipSpec) -> None:
+        """Clip; the specification takes the last bits of the norm from ours."""
+        measured: list[torch.Tensor] = []
+
+        def call(world: World) -> torch.Tensor:
+            if world is self.theirs:
+                return spec.clip(world, measured=measured)
+            measured.append(spec.clip(world))
+            return measured[0]
+
+        self.both(call)

@@ -1,8 +1,10 @@
-"""What the tests with other packages share: their import, and random runs in which some steps overflow."""
+"""What the tests with other packages share: their import, programs, and random runs in which some steps overflow."""
 
 import importlib
+import json
 import os
 import random
+import subprocess
 import sys
 import warnings
 from types import ModuleType
@@ -31,6 +33,14 @@ def make_importable() -> None:
     except RuntimeError:  # built for another torch
         for name in ("nms", "qnms"):
             OPS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def printed_by(*command: str, **variables: str) -> Any:
+    """Run Python; return what it prints last, which is JSON."""
+    options: Any = {"capture_output": True, "text": True, "timeout": 300, "env": os.environ | variables}
+    done = subprocess.run([sys.executable, *command], check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def trace(draw: random.Random, length: int = 60) -> list[bool]:

@@ -7,7 +7,6 @@ As a program it trains with Composer's Trainer on the CPU, saves a checkpoint an
 import functools
 import json
 import math
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from peer import make_importable
+from peer import make_importable, printed_by
 
 NUMBERS: dict[str, Any] = {"init_scale": 64.0, "growth_interval": 3}
 
@@ -82,10 +81,7 @@ def main(which: str, folder: str, algorithm: str, checkpoint: str | None = None)
 def run(which: str, folder: Path, *options: str) -> tuple[list[Any], dict[str, Any]]:
     """Train an epoch in a process of its own; return scale and weights after every step, and the scaler's state."""
     saved = folder / "1.pt"
-    command = [sys.executable, __file__, which, str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps, home = json.loads(done.stdout.splitlines()[-1])
+    steps, home = printed_by(__file__, which, str(folder), *options)
     assert ("scaler_triton" in home) == (which == "ours")
     assert len({scale for scale, _ in steps}) > 1
     return steps, torch.load(saved, weights_only=False)["state"]["scaler"] if saved.exists() else {}
