@@ -124,14 +124,15 @@ def sgd(grads: Sequence[Tensor | None], device: str = "cpu", **kwargs: Any) -> t
 WAYS = ("step", "unscale_", "clip")
 
 
-def take_step(scaler: Any, optimizer: Any, how: str) -> None:
+def take_step(scaler: Any, optimizer: Any, how: str, *, updates: bool = True) -> None:
     """Take a step in one of WAYS, and update."""
     if how == "unscale_":
         scaler.unscale_(optimizer)
     elif how != "step":
         scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
-    scaler.update()
+    if updates:
+        scaler.update()
 
 
 @contextmanager

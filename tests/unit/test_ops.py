@@ -297,10 +297,7 @@ SCHEMAS = [
     ("unscale_", lambda: ([torch.ones(2), torch.full((3,), math.inf).half()], number(0.5), number(0.0), None)),
     ("check_nonfinite", lambda: ([torch.full((3,), math.inf)], number(0.0), None)),
     ("grad_norm", lambda: ([torch.full((3,), math.inf)], number(0.0), None, 2.0, None)),
-    (
-        "update_scale_",
-        lambda: (number(8.0), torch.ones((), dtype=torch.int32), number(0.0), 2.0, 0.5, 2, None),
-    ),
+    ("update_scale_", lambda: (number(8.0), torch.ones((), dtype=torch.int32), number(0.0), 2.0, 0.5, 2, None)),
 ]
 
 

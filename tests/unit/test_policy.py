@@ -35,10 +35,17 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("max_consecutive_skips", -1, ValueError, r"must be None or an int >= 0 \(updates\)"),
     ("max_consecutive_skips", 2.5, TypeError, "must be an int"),
 ]
+ARGUMENTS = [
+    *(each for each in WRONG if each[0][0] != "_"),
+    ("scale_policy", "measure", ValueError, "must be 'probe' or 'headroom'"),
+    ("headroom_bits", -1, ValueError, r"must be an int in \[0, 30\]"),
+    ("headroom_bits", 1.5, TypeError, "must be an int"),
+    ("headroom_window", 0, ValueError, r"must be an int in \[1, 1024\]"),
+]
 
 
 @pytest.mark.parametrize("cls", SHARED)
-@pytest.mark.parametrize(("field", "value", "error", "text"), [each for each in WRONG if each[0][0] != "_"])
+@pytest.mark.parametrize(("field", "value", "error", "text"), ARGUMENTS)
 def test_2_the_constructor_names_what_is_wrong(cls: Any, field: str, value: Any, error: Any, text: str) -> None:
     name = "init_scale" if field == "scale" else field
     with pytest.raises((error, AssertionError)) as caught:
@@ -47,6 +54,8 @@ def test_2_the_constructor_names_what_is_wrong(cls: Any, field: str, value: Any,
         assert field.endswith("factor")
     else:
         caught.match(f"^{name} {text}.*, got ")
+    with pytest.raises(ValueError, match="init_scale='measured' needs scale_policy='headroom'"):
+        cls("cpu", init_scale="measured")
 
 
 @pytest.mark.parametrize(("field", "value", "error", "text"), WRONG)

@@ -105,30 +105,24 @@ def renew(optimizer: Any, gradient: float = 8.0) -> None:
         parameter.grad = torch.full_like(parameter, gradient)
 
 
-def failing(name: str, *, after: bool = False, error: type[BaseException] = MemoryError) -> Any:
-    """Make a pass or a reduction raise, before or after it has done its work."""
-    target = ranks.Ranks if name == "maximum_" else passes
-    real = getattr(target, name)
+Event = Callable[[Any, Any], Any]
+
+
+def call(
+    method: str, *given: Any, fails: str = "", after: bool = False, error: type[BaseException] = MemoryError
+) -> Event:
+    """Return the event of a call to the scaler; a pass or a reduction may fail in it, even after doing its work."""
+    target = ranks.Ranks if fails == "maximum_" else passes
+    real = getattr(target, fails, None)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         if after:
             real(*args, **kwargs)
         raise error
 
-    return mock.patch.object(target, name, fail)
-
-
-Event = Callable[[Any, Any], Any]
-
-
-def call(
-    method: str, *args: Any, fails: str = "", after: bool = False, error: type[BaseException] = MemoryError
-) -> Event:
-    """Return the event of a call to the scaler, during which something may fail."""
-
     def event(scaler: Any, optimizer: Any) -> None:
-        with failing(fails, after=after, error=error) if fails else nullcontext():
-            getattr(scaler, method)(optimizer, *args)
+        with mock.patch.object(target, fails, fail) if fails else nullcontext():
+            getattr(scaler, method)(optimizer, *given)
 
     return event
 
@@ -249,14 +243,9 @@ def happens(event: str, scaler: Any, optimizer: Any) -> str:
 
 
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
-PHASES = ROWS[0][1:]
+PHASES = [phase.name for phase in Phase]
 CELLS = [(event, phase, cell) for event, *cells in ROWS[1:] for phase, cell in zip(PHASES, cells, strict=True)]
 OLDER = pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
-
-
-def test_the_table_has_each_phase_and_each_event() -> None:
-    assert {named(row[0]) for row in ROWS[1:]} == {*EVENTS}
-    assert [phase.name for phase in Phase] == PHASES
 
 
 @OLDER
@@ -299,7 +288,7 @@ def test_a_second_try_after_an_error_divides_once_or_skips(event: str, phase: st
 
 @OLDER
 @pytest.mark.parametrize(
-    "event", [row[0] for row in ROWS if "optimizer.step" in row[0] or row[0][:12] == "older step f"]
+    "event", [row[0] for row in ROWS if "optimizer.step" in row[0] or row[0].startswith("older step f")]
 )
 @pytest.mark.parametrize("carried", [False, True])
 def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, carried: bool, request: Any) -> None:
@@ -429,40 +418,32 @@ def test_15_a_wrapper_has_the_step_of_the_optimizer_within(wraps: Any) -> None:
     assert values(inner) == [-1.0]
 
 
-def unrelated(optimizer: Any) -> Any:
-    """Another optimizer's wrapper."""
-    return SimpleNamespace(optimizer=optimizer_of(), param_groups=optimizer.param_groups)
-
-
-def circle(optimizer: Any) -> Any:
-    first, second = (SimpleNamespace(param_groups=optimizer.param_groups) for _ in range(2))
+def circle(groups: Any) -> Any:
+    first, second = (SimpleNamespace(param_groups=groups) for _ in range(2))
     first.optimizer, second.optimizer = second, first
     return first
 
 
-class Raising:
-    @property
-    def optimizer(self) -> Any:
-        raise OSError
-
-
-@pytest.mark.parametrize("make", [unrelated, circle, lambda _: Raising(), lambda inner: inner])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda inner: inner,
+        lambda inner: SimpleNamespace(optimizer=optimizer_of(), param_groups=inner.param_groups),  # around another's
+        lambda inner: circle(inner.param_groups),
+        lambda inner: type("Raises", (), {"optimizer": property(lambda self: 1 / 0)})(),
+    ],
+)
 def test_what_is_no_wrapper_is_an_optimizer_of_its_own(make: Any) -> None:
     outer = make(optimizer_of())
     assert unwrap(outer) is outer
 
 
-def test_a_state_that_was_looked_up_by_the_wrapper_first_is_that_of_the_step() -> None:
+def test_a_state_at_the_wrappers_id_is_that_of_the_step_and_one_put_there_resets_it() -> None:
     scaler, wrapper = a_scaler(), Wrapper(optimizer_of())
-    seen = states(scaler)[id(wrapper)]
+    seen = states(scaler)[id(wrapper)]  # before the first call
     scaler.unscale_(wrapper)
     assert seen["stage"] is OptState.UNSCALED
     assert seen is states(scaler)[id(wrapper.optimizer)]
-
-
-def test_a_state_put_at_the_wrappers_id_resets_the_step() -> None:
-    scaler, wrapper = a_scaler(), Wrapper(optimizer_of())
-    scaler.unscale_(wrapper)
     states(scaler)[id(wrapper)] = _refresh_per_optimizer_state()
     scaler.unscale_(wrapper)
     assert grads(wrapper) == [0.5]
@@ -486,19 +467,16 @@ def test_the_step_of_a_wrapper_without_weak_references_may_go_between_steps(chan
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
-def test_parameters_are_freed_with_their_optimizer(kind: str) -> None:
-    scaler, optimizer = a_scaler(), optimizer_of(kind, math.inf)
-    scaler.step(optimizer)
+def test_parameters_and_step_are_freed_with_their_optimizer(kind: str) -> None:
+    scaler, kept, freed = a_scaler(), optimizer_of(kind), optimizer_of(kind, math.inf)
+    for optimizer in (kept, freed):
+        scaler.step(Wrapper(optimizer))
     scaler.update()
     assert scaler.overflow_report().bad
-    parameter = weakref.ref(optimizer.param_groups[0]["params"][0])
-    gc.collect()
-    gc.disable()
-    try:
-        del optimizer
-        assert parameter() is None
-    finally:
-        gc.enable()
+    parameter = weakref.ref(freed.param_groups[0]["params"][0])
+    del optimizer, freed  # no cycle keeps them
+    assert parameter() is None
+    assert [*scaler._ours.steps] == [id(kept)]
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])
@@ -590,15 +568,6 @@ def test_carried_and_ready_steps_look_as_fresh_states_of_torchs() -> None:
     assert states(scaler)[id(optimizer)] == states(scaler)["unknown"] == _refresh_per_optimizer_state()
 
 
-def test_a_step_dies_with_its_optimizer() -> None:
-    scaler, kept, freed = a_scaler(), optimizer_of(), optimizer_of()
-    for optimizer in (kept, freed):
-        scaler.step(Wrapper(optimizer))
-    scaler.update()
-    del optimizer, freed  # no cycle keeps them
-    assert [*scaler._ours.steps] == [id(kept)]
-
-
 @pytest.mark.parametrize("gradient", [8.0, math.inf])
 def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: float) -> None:
     scaler = a_scaler()
@@ -626,21 +595,17 @@ def test_an_optimizer_without_weak_references_is_kept_as_long_as_the_scaler() ->
         assert len(seen) == len(scaler._ours.steps) == count  # no id is taken for another's
 
 
-def add_group(optimizer: Any) -> None:
-    optimizer.add_param_group({"params": optimizer_of(gradient=16.0).param_groups[0]["params"]})
-
-
-def replace(optimizer: Any) -> None:
-    optimizer.param_groups = optimizer_of(gradient=16.0).param_groups
-
-
-@pytest.mark.parametrize("change", [add_group, replace])
-def test_parameters_that_came_or_were_replaced_are_stepped(change: Any) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_parameters_that_came_or_were_replaced_are_stepped(replaced: bool) -> None:
     scaler, optimizer = begin("", "STEPPED", None)
     scaler.update()
-    change(optimizer)
+    (group,) = optimizer_of(gradient=16.0).param_groups
+    if replaced:
+        optimizer.param_groups = [group]
+    else:
+        optimizer.add_param_group({"params": group["params"]})
     scaler.step(optimizer)
-    assert optimizer.param_groups[-1]["params"][0].item() == -2.0
+    assert group["params"][0].item() == -2.0
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -670,29 +635,21 @@ def test_the_outcome_of_a_step_that_asked_for_no_flag_is_that_it_was_not_skipped
     assert scaler.was_skipped(optimizer) is False
 
 
-def write_in_place(scaler: Any, optimizer: Any) -> None:
-    scaler._found_inf_per_device(optimizer)[CPU].fill_(1.0)
-
-
-def pop_and_put_back(scaler: Any, optimizer: Any) -> None:
-    held = states(scaler)[id(optimizer)]["found_inf_per_device"]
-    held[CPU] = held.pop(CPU) + 2.0  # as a sum over ranks
-
-
-def replace_dict(scaler: Any, optimizer: Any) -> None:
-    states(scaler)[id(optimizer)]["found_inf_per_device"] = {CPU: torch.tensor([math.nan])}
-
-
-def add_device(scaler: Any, optimizer: Any) -> None:
-    states(scaler)[id(optimizer)]["found_inf_per_device"]["other"] = torch.tensor(1.0)
+FLAGS = "found_inf_per_device"
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda state: state[FLAGS][CPU].fill_(1.0),
+    "summed over ranks": lambda state: state[FLAGS].update({CPU: state[FLAGS].pop(CPU) + 2.0}),
+    "replaced": lambda state: state.update({FLAGS: {CPU: torch.tensor([math.nan])}}),
+    "of another device": lambda state: state[FLAGS].update(other=torch.tensor(1.0)),
+}
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
-@pytest.mark.parametrize("write", [write_in_place, pop_and_put_back, replace_dict, add_device])
-def test_the_flag_is_what_stands_in_the_state_whoever_wrote_it(kind: str, write: Any) -> None:
+@pytest.mark.parametrize("write", WRITES)
+def test_the_flag_is_what_stands_in_the_state_whoever_wrote_it(kind: str, write: str) -> None:
     scaler, optimizer = a_scaler(), optimizer_of(kind)
     scaler.unscale_(optimizer)
-    write(scaler, optimizer)
+    WRITES[write](states(scaler)[id(optimizer)])
     scaler.step(optimizer)
     assert values(optimizer) == [0.0]
     scaler.update()
