@@ -37,6 +37,8 @@ def places() -> list[Place]:
 
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
+KERNELS = pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PLACES, Place, assert_all_same, assert_same, flags, grads, parameters, places, sgd, started, values
+from helpers import KERNELS, PLACES, Place, assert_all_same, assert_same, flags, grads, parameters, sgd, started, values
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import init_device_mesh
@@ -241,6 +241,7 @@ def test_the_order_of_calls_is_unscale_s() -> None:
         ({"max_norm": None}, TypeError, "^max_norm must be a number, got None$"),
         ({"max_norm": torch.ones(2)}, TypeError, r"^max_norm must be a number, got tensor\(\[1., 1.\]\)$"),
         ({"norm_type": 0.0}, ValueError, "^norm_type must be > 0, got 0.0"),
+        ({"norm_type": -1}, ValueError, "^norm_type must be > 0, got -1"),
         ({"norm_type": "two"}, TypeError, "^norm_type must be a number, got 'two'$"),
         ({"norm_type": nn.Sequential(nn.ReLU())}, TypeError, r"must be a number, got Sequential\( \(0\): ReLU\(\) \)$"),
         ({"model": "net"}, TypeError, "^model must be a module, got str$"),
@@ -453,66 +454,54 @@ def test_a_gradient_may_be_sharded_in_another_way_than_its_parameter(way: str, r
 # Launches
 
 LOOKS = {f"aten::{name}" for name in ("empty", "select", "slice", "view", "unsqueeze", "detach", "expand")}
-
-
-class Launches(TorchDispatchMode):
-    """Notes what is launched: kernels of ours by their names, and ops of torch that are more than a look."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().partition(".")[0]
-        self.seen += [] if name in LOOKS else [name]
-        return func(*args, **(kwargs or {}))
-
-    def of(self, call: Callable[[], Any]) -> list[str]:
-        """Return what a call launches."""
-        from scaler_triton.kernels.launch import Launch
-
-        def noting(launch: Any, *args: Any) -> None:
-            self.seen.append(launch._kernel.fn.__name__)
-            with _disable_current_modes():  # the interpreter is no launch
-                start(launch, *args)
-
-        start = Launch.__call__
-        with mock.patch.object(Launch, "__call__", noting), self:
-            call()
-        return self.seen
-
-
 READ, WRITE = ["_sum_squares_kernel", "_finish_kernel"], ["_clip_kernel"]
 ADD, JOIN = ["aten::stack", "aten::sum"], ["aten::ne"] * 2  # two flags become one
-# Where no kernel adds the scales on its way, an op does.
-ALONE = [
-    ([[torch.float32]], [*READ, *WRITE]),
-    ([[torch.float32, torch.bfloat16]], [*READ, *READ, *ADD, *WRITE, *WRITE]),
-    ([[torch.float32], [torch.float32]], [*READ, *READ, *ADD, *JOIN, *WRITE, *WRITE]),
+REDUCE = ["c10d::allreduce_"]
+BETWEEN = [
+    # The dtypes of each optimizer; what one process launches between its passes, and one of several ranks.
+    ([[torch.float32]], [], REDUCE),
+    # Where no kernel adds the scales on its way, an op does.
+    ([[torch.float32, torch.bfloat16]], ADD, [*ADD, "aten::pow", *REDUCE]),
+    ([[torch.float32], [torch.float32]], [*ADD, *JOIN], [*ADD, "aten::pow", *REDUCE]),
 ]
-TOGETHER = [
-    ([[torch.float32]], [*READ, "c10d::allreduce_", *WRITE]),
-    ([[torch.float32, torch.bfloat16]], [*READ, *READ, *ADD, "aten::pow", "c10d::allreduce_", *WRITE, *WRITE]),
-    ([[torch.float32], [torch.float32]], [*READ, *READ, *ADD, "aten::pow", "c10d::allreduce_", *WRITE, *WRITE]),
-]
+
+
+def launched_by(call: Callable[[], Any]) -> list[str]:
+    """Return what a call launches: kernels of ours by their names, and ops of torch that are more than a look."""
+    from scaler_triton.kernels.launch import Launch
+
+    seen, start = [], Launch.__call__
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.name().partition(".")[0]
+            seen.extend([] if name in LOOKS else [name])
+            return func(*args, **(kwargs or {}))
+
+    def noting(launch: Any, *args: Any) -> None:
+        seen.append(launch._kernel.fn.__name__)
+        with _disable_current_modes():  # the interpreter is no launch
+            start(launch, *args)
+
+    with mock.patch.object(Launch, "__call__", noting), Ops():
+        call()
+    return seen
 
 
 @pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
-@pytest.mark.parametrize(
-    ("cls", "dtypes", "want"),
-    [*((GradScaler, *case) for case in ALONE), *((ShardedGradScaler, *case) for case in TOGETHER)],
-)
+@KERNELS
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize(("dtypes", "alone", "together"), BETWEEN)
 def test_between_the_pass_that_reads_and_the_one_that_writes_only_ranks_add_up(
-    place: Place, cls: Any, dtypes: list[list[torch.dtype]], want: list[str]
+    place: Place, cls: Any, dtypes: list[list[torch.dtype]], alone: list[str], together: list[str]
 ) -> None:
     optimizers = [sgd([torch.ones(5, dtype=dtype) for dtype in each], place.device, fused=True) for each in dtypes]
-    scaler = started(cls, place.device, init_scale=8.0, backend=place.backend)
-    for last in (False, False, True):  # the third is steady
+    scaler, batches = started(cls, place.device, init_scale=8.0, backend=place.backend), sum(map(len, dtypes))
+    for _ in range(3):  # the third is steady
         for parameter in held(*optimizers):
             parameter.grad.fill_(1.0)  # where it is: on a GPU a new address is copied to the device
-        launched = Launches().of(lambda: scaler.clip_grad_norm_(optimizers, 0.5))
-        assert not last or launched == want
+        launched = launched_by(lambda: scaler.clip_grad_norm_(optimizers, 0.5))
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
+    assert launched == READ * batches + (alone if cls is GradScaler else together) + WRITE * batches

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import PLACES, Place, assert_all_same, grads, places, sgd, started
+from helpers import KERNELS, PLACES, Place, assert_all_same, grads, places, sgd, started
 
 from scaler_triton import GradScaler, dispatch, ops
 from scaler_triton.text import one_line
@@ -64,7 +64,7 @@ def test_what_is_asked_for_is_tried_once_and_one_line_says_how_it_went(place: Pl
     ]
 
 
-@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+@KERNELS
 def test_clipping_is_tried_when_it_is_first_wanted(place: Place, monkeypatch: Any) -> None:
     monkeypatch.setattr(dispatch, "_try_clipping", broken(RuntimeError("ptxas fatal")))
     device = torch.zeros(0, device=place.device).device
@@ -73,7 +73,7 @@ def test_clipping_is_tried_when_it_is_first_wanted(place: Place, monkeypatch: An
         dispatch.choose(device, FP32, "triton", task="clipping")
 
 
-@pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+@KERNELS
 @pytest.mark.parametrize("name", ["launch_unscale", "launch_clip"])
 def test_kernels_that_give_wrong_numbers_are_found_out(place: Place, name: str) -> None:
     device, module = torch.zeros(0, device=place.device).device, name.removeprefix("launch_")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PLACES, WAYS, Place, assert_all_same, assert_same, grads, sgd, take_step, values
+from helpers import DTYPES, PLACES, WAYS, Place, assert_all_same, assert_same, grads, sgd, take_step, values
 from torch import Tensor
 
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError, StepGuard
@@ -17,7 +17,6 @@ from scaler_triton.report import Spike
 from scaler_triton.step import Phase
 
 INF, NAN = math.inf, math.nan
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def guard_on(place: Place, **arguments: Any) -> StepGuard:
@@ -369,14 +368,11 @@ def test_checkpoints_go_to_and_from_scalers() -> None:
     assert guard.state_dict()[KEY]["windows"] == [[]]
 
 
-WRONG_WINDOWS = [(5, TypeError), (["ab"], TypeError), ([[1.0, NAN]], ValueError), ([[-1.0]], ValueError)]
-
-
-@pytest.mark.parametrize(("windows", "error"), WRONG_WINDOWS, ids=str)
-def test_a_wrong_window_is_named_and_changes_nothing(windows: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize("windows", [5, ["ab"], [[1.0, NAN]], [[0.0], [INF]], [[-1.0]]], ids=str)
+def test_a_wrong_window_is_named_and_changes_nothing(windows: Any) -> None:
     guard, _held = remembered()
     before = guard.state_dict()
-    with pytest.raises(error, match="windows must"):
+    with pytest.raises((TypeError, ValueError), match="^windows must"):
         guard.load_state_dict({**before, KEY: {**before[KEY], "windows": windows}})
     with pytest.raises(RuntimeError, match="empty"):
         guard.load_state_dict({})
