@@ -91,28 +91,6 @@ def test_the_largest_of_gradients_that_overflow_is_inf_or_nan(value: float) -> N
 
 
 @PLACES
-@WAYS
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("raises", [False, True])
-def test_an_overflow_is_unscaled_not_clipped_and_skips(place: Place, way: str, value: float, raises: bool) -> None:
-    optimizer = sgd([torch.full((3,), 16.0), torch.tensor([value, 8.0])], place.device, fused=way == "at once")
-    scaler, options = scaler_on(place), options_of(way, optimizer)
-    if raises:
-        with pytest.raises(RuntimeError) as ours:
-            scaler.clip_grad_norm_(optimizer, 0.1, error_if_nonfinite=True, **options)
-        with pytest.raises(RuntimeError) as torchs:
-            nn.utils.clip_grad_norm_(held(optimizer), 0.1, options.get("norm_type", 2.0), error_if_nonfinite=True)
-        assert str(ours.value) == str(torchs.value)
-    else:
-        norm = scaler.clip_grad_norm_(optimizer, 0.1, **options)
-        assert math.isnan(norm.item()) if math.isnan(value) else norm.item() == math.inf
-    assert (flags(scaler, optimizer), grads(optimizer)[0]) == ([1.0], 2.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert (values(optimizer), scaler.get_scale()) == ([0.0, 0.0], SCALE / 2)
-
-
-@PLACES
 @pytest.mark.parametrize("norm_type", [2.0, 1.0])
 @pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
 @pytest.mark.usefixtures("two_ranks")
@@ -156,19 +134,6 @@ def test_a_norm_does_not_depend_on_where_gradients_lie() -> None:
 
 
 # Several optimizers, some parameters
-
-
-@PLACES
-@WAYS
-def test_several_optimizers_share_one_norm(place: Place, way: str) -> None:
-    first, second = sgd([torch.full((3,), 24.0)], place.device), sgd([torch.full((1,), 32.0)], place.device, fused=True)
-    scaler = scaler_on(place)
-    norm = scaler.clip_grad_norm_([first, second], 1.0, **options_of(way, first, second))
-    assert norm.item() == pytest.approx(3 * 3 + 4 if way == "norm" else math.sqrt(3 * 9 + 16))
-    for optimizer, value in ((first, 3.0), (second, 4.0)):
-        assert grads(optimizer) == pytest.approx([value / norm.item()], rel=1e-5)
-        scaler.step(optimizer)
-        assert values(optimizer) == pytest.approx([-0.5 * value / norm.item()], rel=1e-5)
 
 
 @PLACES

@@ -82,13 +82,6 @@ def test_a_pages_blocks_run(page: str, capsys: Any) -> None:
     assert eval(AFTER[page], {**names, "out": capsys.readouterr().out})
 
 
-def test_no_block_escapes() -> None:
-    """Such as an indented one, or one that calls its language by another name."""
-    for text in TEXTS.values():
-        fences = re.findall(r"^ *(?:`{3,}|~{3,})[ {]*(?:py|code|sourcecode)", text, re.MULTILINE | re.IGNORECASE)
-        assert len(fences) == len(BLOCK.findall(text))
-
-
 def on_the_page() -> set[str]:
     """Return the names that the API page has; a method's has its class before it."""
     found: set[str] = set()

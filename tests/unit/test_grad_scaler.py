@@ -6,7 +6,6 @@ import pickle
 import threading
 import types
 from collections import defaultdict
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,8 +15,7 @@ from helpers import PLACES, Place, sgd, started, update, values
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, grad_scaler, step
-from scaler_triton.policy import KEY, NO_LIMITS, Limits
-from scaler_triton.step import Phase
+from scaler_triton.policy import KEY, NO_LIMITS
 
 EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
 EXTRAS: dict[str, Any] = {"min_scale": 0.25, "max_scale": 512.0, "hysteresis": 3, "max_consecutive_skips": 50}
@@ -135,25 +133,6 @@ def test_7_what_comes_by_position_is_forwarded_and_a_closure_by_keyword_is_refus
             started(cls, "cpu").step(optimizer, closure=call)
 
 
-@PLACES
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
-def test_was_skipped_is_known_until_the_next_step_begins(place: Place, fused: bool, how: str) -> None:
-    scaler = started(GradScaler, place.device, backend=place.backend)
-    optimizer, other = (sgd([torch.ones(64)], place.device, fused=fused) for _ in range(2))
-    for value in (1.0, math.inf, 1.0, math.nan):
-        optimizer.param_groups[0]["params"][0].grad.fill_(value)
-        if how != "step":
-            getattr(scaler, how)(optimizer, *([1.0] if how == "clip_grad_norm_" else []))
-            with pytest.raises(ValueError, match="^was_skipped: this SGD was not stepped yet, or was unscaled again"):
-                scaler.was_skipped(optimizer)
-        for each in (optimizer, other):
-            scaler.step(each)
-            assert scaler.was_skipped(optimizer) is (value != 1.0)
-            scaler.update()
-            assert scaler.was_skipped(optimizer) is (value != 1.0)
-
-
 def test_unscale_once_unscales_once_in_a_step_and_across_an_update() -> None:
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), sgd([torch.full((1,), 8.0)])
     for between in (None, scaler.update, None):
@@ -210,12 +189,6 @@ def test_state_has_one_more_key_once_an_extra_is_on() -> None:
         assert {*GradScaler("cpu", **{name: value}).state_dict()} == {*theirs, KEY}
 
 
-def test_state_without_the_key_leaves_limits_and_clears_counters() -> None:
-    scaler = trained(**EXTRAS)
-    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict())
-    assert (scaler.get_scale(), scaler.limits, scaler.stats()) == (8.0, Limits(**EXTRAS), ScalerStats())
-
-
 @EACH
 @COPIES
 def test_copies_go_on_where_the_original_stood_and_leave_it_alone(cls: Any, clone: Any) -> None:
@@ -228,16 +201,6 @@ def test_copies_go_on_where_the_original_stood_and_leave_it_alone(cls: Any, clon
     copied._scale.fill_(1.0)
     copied._ours.counters.on_host()[0] += 1
     assert scaler.state_dict() == saved
-
-
-@COPIES
-@pytest.mark.parametrize("phase", list(Phase))
-def test_in_the_middle_of_a_step_a_copy_is_torchs_error(phase: Phase, clone: Any) -> None:
-    scaler, optimizer = started(GradScaler, "cpu"), sgd([torch.ones(1)])
-    scaler._ours.steps.open(optimizer)._enter(phase)
-    text = "may only be pickled at the beginning of an iteration"
-    with nullcontext() if phase in (Phase.READY, Phase.CARRIED) else pytest.raises(AssertionError, match=text):
-        clone(scaler)
 
 
 @COPIES

@@ -85,19 +85,6 @@ def test_the_last_skip_is_reported_and_survives_good_steps(place: Place, fused: 
 
 
 @PLACES
-@pytest.mark.parametrize("new_scale", [None, 8.0])
-def test_before_and_after_its_update_it_is_the_current_step(place: Place, new_scale: float | None) -> None:
-    run = Run(place)
-    run.step(_0_bias=[math.inf])
-    run.give(_1_bias=[math.nan])
-    run.scaler.step(run.optimizer)
-    assert run.found() == [("1.bias", "NaN")]
-    assert str(run.scaler.overflow_report(run.model)).startswith("The last skip: 1 bad gradient on rank 0.\n")
-    run.scaler.update(new_scale)
-    assert (run.found(), run.scaler.overflow_report().update) == ([("1.bias", "NaN")], 2)
-
-
-@PLACES
 @pytest.mark.parametrize("how", ["step", "clip"])
 def test_what_only_unscaling_makes_infinite_is_not_reported(place: Place, how: str) -> None:
     run = Run(place)

@@ -1,11 +1,9 @@
 """The phases of an optimizer's step, event by event, and the registry of the steps."""
 
 import copy
-import gc
 import math
 import pickle
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, grads, places, sgd, started, values
+from helpers import grads, sgd, started, values
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, passes, ranks
@@ -306,24 +304,6 @@ def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, carried: 
 # CARRIED
 
 
-@OLDER
-@pytest.mark.parametrize("place", places(), ids=str)
-@pytest.mark.parametrize("kind", ["plain", "fused", "older"])
-@pytest.mark.parametrize("gradient", [8.0, math.inf])
-def test_18_the_flag_of_a_carried_step_outlives_others_steps(place: Place, kind: str, gradient: float) -> None:
-    late, early = optimizer_of(kind, gradient, place.device), optimizer_of(device=place.device)
-    scaler = started(GradScaler, place.device, init_scale=SCALE, growth_interval=1, backend=place.backend)
-    scaler.unscale_(late)
-    scaler.step(early)
-    scaler.update()
-    renew(early, math.nan)
-    scaler.step(early)
-    scaler.update()
-    scaler.step(late)
-    assert values(late) == [-1.0 if gradient == 8.0 else 0.0]
-    assert scaler.was_skipped(late) is (gradient != 8.0)
-
-
 @pytest.mark.parametrize("checks", [0, 1, 2])
 def test_a_failed_step_that_was_carried_is_skipped_even_if_a_check_finds_nothing(checks: int) -> None:
     scaler, optimizer = begin("", "FAILED", None)
@@ -449,23 +429,6 @@ def test_a_state_at_the_wrappers_id_is_that_of_the_step_and_one_put_there_resets
     assert grads(wrapper) == [0.5]
 
 
-def rewrap(wrapper: Slotted) -> None:
-    wrapper.optimizer = optimizer_of()
-    gc.collect()
-
-
-@pytest.mark.parametrize("change", [lambda wrapper, scaler: states(scaler).clear(), lambda wrapper, _: rewrap(wrapper)])
-def test_the_step_of_a_wrapper_without_weak_references_may_go_between_steps(change: Any) -> None:
-    scaler, wrapper = a_scaler(), Slotted(optimizer_of())
-    scaler.step(wrapper)
-    scaler.update()
-    change(wrapper, scaler)
-    renew(wrapper)
-    before = values(wrapper)
-    scaler.step(wrapper)
-    assert values(wrapper) == [before[0] - 0.5 * 2.0]
-
-
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 def test_parameters_and_step_are_freed_with_their_optimizer(kind: str) -> None:
     scaler, kept, freed = a_scaler(), optimizer_of(kind), optimizer_of(kind, math.inf)
@@ -517,19 +480,6 @@ def test_11_the_state_of_a_freed_optimizer_is_not_that_of_one_at_its_id() -> Non
         scaler.was_skipped(heir)
     scaler.step(heir)
     assert values(heir) == [-1.0]
-
-
-@pytest.mark.parametrize("make", [dict, lambda: defaultdict(_refresh_per_optimizer_state)])
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_new_dict_in_place_of_all_states_makes_every_step_ready_and_keeps_its_plan(make: Any, phase: str) -> None:
-    scaler, optimizer = begin("", phase, None)
-    plan = scaler._ours.steps.open(optimizer).plan
-    scaler._per_optimizer_states = make()
-    step = scaler._ours.steps.open(optimizer)
-    assert (step.phase, step.plan) == (Phase.READY, plan)
-    renew(optimizer)
-    scaler.step(optimizer)
-    assert step.phase is Phase.STEPPED
 
 
 def test_states_that_were_put_aside_and_put_back_go_on() -> None:
@@ -593,19 +543,6 @@ def test_an_optimizer_without_weak_references_is_kept_as_long_as_the_scaler() ->
         assert scaler.was_skipped(bare) is True
         seen.add(id(bare))
         assert len(seen) == len(scaler._ours.steps) == count  # no id is taken for another's
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_parameters_that_came_or_were_replaced_are_stepped(replaced: bool) -> None:
-    scaler, optimizer = begin("", "STEPPED", None)
-    scaler.update()
-    (group,) = optimizer_of(gradient=16.0).param_groups
-    if replaced:
-        optimizer.param_groups = [group]
-    else:
-        optimizer.add_param_group({"params": group["params"]})
-    scaler.step(optimizer)
-    assert group["params"][0].item() == -2.0
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import PLACES, Place, assert_all_same, places, sgd, started
+from helpers import PLACES, Place, places, sgd, started
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -126,26 +126,6 @@ def test_every_path_is_the_rule(
 
 
 @NAMED
-@given(
-    st.floats(2.0**-100, 2.0**127, width=32),
-    st.sampled_from([0.0, 1.0]),
-    st.tuples(st.floats(1.0, 1e3), st.floats(1e-3, 1.0), st.integers(1, 6)),
-    st.integers(0, 5),
-)
-@settings(max_examples=60, deadline=None)
-def test_every_path_is_torchs_op_where_that_is_right(
-    device: str, path: Any, scale: float, flag: float, numbers: Numbers, tracker: int
-) -> None:
-    theirs, ours = (
-        (torch.tensor(scale, device=on), torch.tensor(min(tracker, numbers[2] - 1), dtype=torch.int32, device=on))
-        for on in ("cpu", device)
-    )
-    torch._amp_update_scale_(*theirs, torch.tensor(flag), *numbers)
-    path(*ours, torch.tensor(flag, device=device), (numbers, NO_LIMITS), Counters())
-    assert_all_same([each.cpu() for each in ours], theirs)
-
-
-@NAMED
 @pytest.mark.parametrize(
     ("before", "interval", "after"),
     [
@@ -200,29 +180,13 @@ def test_one_update_takes_the_flags_of_all_optimizers_wherever_they_are(place: P
     assert str(scaler.stats()) == str(want)  # numbers, not tensors
 
 
-@PLACES
-@pytest.mark.parametrize("checks", [False, True])
-def test_an_update_to_a_number_counts_if_gradients_were_checked(place: Place, checks: bool) -> None:
-    scaler = at(place, hysteresis=2, growth_interval=3)
-    scales(scaler, bad=".")
-    if checks:
-        scaler.step(sgd([torch.tensor([math.inf])], place.device))
-    scaler.update(8.0)
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 1)
-    assert (scaler.stats().updates, scaler.stats().skipped, scaler.stats().backoffs) == (1 + checks, checks, 0)
-    assert scales(scaler, bad="x") == [4.0 if checks else 8.0]
-
-
 BAD_SCALES: list[tuple[Any, type[Exception], str]] = [
-    (0.0, ValueError, "new_scale must be a positive finite fp32 number"),
-    (math.nan, ValueError, "new_scale must be a positive finite fp32 number"),
     (10**400, ValueError, "new_scale must be a positive finite fp32 number, got 1000"),
     (1.0, ValueError, r"new_scale must be in \[min_scale, max_scale\], \[2.0, 4096.0\], got 1.0"),
     (torch.tensor(8192.0), ValueError, r"new_scale must be in \[min_scale, max_scale\], .*, got tensor\(8192.\)"),
     ("8", TypeError, "new_scale must be a number, got '8'"),
     (True, TypeError, "new_scale must be a number, got True"),
     (torch.ones(2), AssertionError, "new_scale should be a float or a 1-element"),
-    (torch.ones((), requires_grad=True), AssertionError, "new_scale should be a float"),
 ]
 
 
@@ -277,11 +241,9 @@ def test_a_replaced_scale_is_the_one_that_is_updated(place: Place, dtype: Any, s
     scales(scaler, bad="x")
     scaler._scale = torch.full(shape, 16.0, dtype=dtype, device=place.device)
     scaler._growth_tracker = torch.full(shape, 7, dtype=torch.int32, device=place.device)
-    assert scales(scaler, bad=".x") == [16.0, 8.0]
-    assert scaler._get_growth_tracker() == 0
+    assert (scales(scaler, bad=".x"), scaler._get_growth_tracker()) == ([16.0, 8.0], 0)
     scaler._growth_tracker.data = torch.full(shape, 3, dtype=torch.int32, device=place.device)
-    assert scales(scaler, bad=".") == [8.0]
-    assert scaler._get_growth_tracker() == 4
+    assert (scales(scaler, bad="."), scaler._get_growth_tracker()) == ([8.0], 4)
 
 
 CHANGES = [("growth_factor", 8.0), ("backoff_factor", 0.25), ("growth_interval", 3), ("min_scale", 60.0)]
@@ -497,30 +459,24 @@ def test_lagging_counters_are_those_of_so_many_updates_ago(values: Any) -> None:
     assert seen == [None] * LAG + [*range(10 - LAG)]
 
 
-def raised_at(scaler: Any, bad: str) -> list[int]:
-    """Return the numbers, from 1, of the updates that raised."""
-    numbers = []
+SKIPS = [
+    (2, ".xx.xxxx......", [7 + LAG, 8 + LAG]),  # late, and as long as it lasts
+    (0, "x......", [1 + LAG]),
+    (12, "x" * 12, []),
+    (None, "x" * 12, []),
+]
+
+
+@PLACES
+@pytest.mark.parametrize(("limit", "bad", "want"), SKIPS)
+def test_too_many_skips_in_a_row_raise_a_few_updates_late(place: Place, limit: Any, bad: str, want: Any) -> None:
+    scaler, raised = at(place, init_scale=2.0**40, max_consecutive_skips=limit), []
     for number, each in enumerate(bad, 1):
         try:
             scales(scaler, bad=each)
         except SkipStreakError:
-            numbers.append(number)
-    return numbers
-
-
-@PLACES
-@pytest.mark.parametrize(
-    ("limit", "bad", "want"),
-    [
-        (2, ".xx.xxxx......", [7 + LAG, 8 + LAG]),  # late, and as long as it lasts
-        (0, "x......", [1 + LAG]),
-        (12, "x" * 12, []),
-        (None, "x" * 12, []),
-    ],
-)
-def test_too_many_skips_in_a_row_raise_a_few_updates_late(place: Place, limit: Any, bad: str, want: Any) -> None:
-    scaler = at(place, init_scale=2.0**40, max_consecutive_skips=limit)
-    assert raised_at(scaler, bad) == want
+            raised.append(number)
+    assert raised == want
     assert scaler.stats().updates == len(bad)  # those that raised were done
 
 
@@ -531,19 +487,3 @@ def test_the_error_tells_what_was_counted_and_reports_the_last_overflow() -> Non
     text = "^4 consecutive skips, more than max_consecutive_skips=3; 4 updates later the scale is 0.25. .*last_skip=5"
     with pytest.raises(FloatingPointError, match=f"{text}.*\nThe last skip, at update 9: 1 bad gradient on rank 0."):
         scaler.update()
-
-
-@PLACES
-@pytest.mark.parametrize("ends", ["update", "load", "set_limits"])
-def test_setting_the_scale_loading_or_setting_the_limit_starts_the_lag_anew(place: Place, ends: str) -> None:
-    scaler = at(place, init_scale=2.0**40, max_consecutive_skips=1)
-    saved = scaler.state_dict()
-    assert raised_at(scaler, "x" * (2 + LAG)) == [2 + LAG]
-    if ends == "update":
-        scaler.update(1024.0)
-    elif ends == "load":
-        scaler.load_state_dict(saved)
-    else:
-        scaler.set_limits(max_consecutive_skips=1)
-    assert raised_at(scaler, "." * LAG) == []
-    assert raised_at(scaler, "xx" + "." * LAG) == [2 + LAG]
