@@ -216,14 +216,6 @@ def test_who_reads_the_flag_learns_of_another_ranks_failure_or_scale(read: Any, 
         read(agreed(0.0, other))
 
 
-def test_a_failure_is_told_as_a_status_without_a_scale() -> None:
-    seen: list[list[float]] = []
-    told: Any = SimpleNamespace(maximum_=lambda values: seen.append(values.tolist()))
-    flag.report_failure(told, CPU)
-    assert seen == [[1.0, 1.0, -math.inf, -math.inf]]
-    assert agreed(0.0, seen[0]).status.tolist() == [1.0, 1.0, 4.0, -4.0]
-
-
 # Ranks that compare by sums
 
 
@@ -246,20 +238,15 @@ def reads(made: Flag) -> bool:
     return made.on_host({CPU: made.found_inf}, fresh=True)
 
 
-@pytest.mark.parametrize("scale", [0.0, 2.0**-126, 1e-38, 0.1, 3.0, 65536.0 / 3, MAX_SCALE, math.inf])
-@pytest.mark.parametrize("ranks", [1, 2, 7, 256])
-def test_equal_scales_are_equal_by_their_sums(scale: float, ranks: int) -> None:
-    assert reads(summed([scale] * ranks)) is False
-
-
-def test_scales_that_were_added_up_in_turn_are_equal_still() -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 256, 1000, 65537, 100_000])
+def test_equal_scales_are_equal_by_their_sums(ranks: int) -> None:
     """A ring adds one after the other, which errs most."""
-    for scale in torch.logspace(-37, 38, 50):
+    ends = torch.tensor([0.0, 2.0**-126, 1e-38, 0.1, 3.0, 65536.0 / 3, MAX_SCALE, math.inf])
+    for scale in torch.cat([ends, torch.logspace(-37, 38, 50)]):
         row = torch.zeros(2, dtype=torch.float64)
         flag.write_scales(row, scale)
-        sums = row.expand(100_000, 2).cumsum(0)
-        for ranks in (2, 3, 1000, 65537, 100_000):
-            assert not reads(of_totals([0.0, 0.0, 0.0, *sums[ranks - 1]], ranks))
+        sums = row.expand(ranks, 2).cumsum(0)[-1]
+        assert not reads(of_totals([0.0, 0.0, 0.0, *sums], ranks))
 
 
 @pytest.mark.parametrize(

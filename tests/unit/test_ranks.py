@@ -130,16 +130,6 @@ def test_a_group_that_torch_does_not_know_is_bare(world: Any) -> None:
 # Meshes
 
 
-def test_one_dimension_agrees_by_its_group(world: Any) -> None:
-    world(4)
-    mesh = mesh_of(4)
-    assert mesh_ranks([plain(), on(mesh), on(mesh)]) == Ranks((mesh.get_group(),), (0, 1, 2, 3))
-    part = mesh_of(ranks=[0, 2])
-    assert mesh_ranks([on(part)]) == Ranks((part.get_group(),), (0, 2))
-    row = mesh_of(2, 2)["b"]
-    assert mesh_ranks([on(row)]) == Ranks((row.get_group(),), (0, 1))
-
-
 def test_more_dimensions_agree_by_the_world_or_by_a_group_each(world: Any) -> None:
     world(8)
     whole = mesh_of(2, 4)
