@@ -239,21 +239,15 @@ def test_a_shard_whose_collective_is_in_flight_is_waited_for() -> None:
     assert type(gradients.local_tensor(tensor)) is Tensor
 
 
-def test_a_plain_tensor_is_shared_with_nobody() -> None:
-    plain = torch.ones(3, requires_grad=True)
-    assert gradients.local_tensor(plain) is plain
-    assert (gradients.is_distributed(plain), gradients.is_unreduced(plain)) == (False, False)
-    assert gradients.has_fsdp1([plain]) is False
-    assert gradients.dtensor_spec(plain) is None
-
-
-@pytest.mark.parametrize(("name", "value"), [("_fsdp_flattened", True), ("_st_info", SimpleNamespace())])
-def test_marks_of_fsdp1_and_of_ddp_over_tensor_parallel(name: str, value: Any) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    setattr(parameter, name, value)
-    assert gradients.is_distributed(parameter)
-    assert gradients.has_fsdp1([torch.ones(1), parameter]) is (name == "_fsdp_flattened")
-    assert gradients.dtensor_spec(parameter) is (value if name == "_st_info" else None)
+@pytest.mark.parametrize("mark", ["", "_fsdp_flattened", "_st_info"])
+def test_marks_of_fsdp1_and_of_ddp_over_tensor_parallel(mark: str) -> None:
+    parameter: Any = torch.nn.Parameter(torch.ones(3))
+    if mark:
+        setattr(parameter, mark, SimpleNamespace())
+    assert gradients.local_tensor(parameter) is parameter
+    assert (gradients.is_distributed(parameter), gradients.is_unreduced(parameter)) == (bool(mark), False)
+    assert gradients.has_fsdp1([torch.ones(1), parameter]) is (mark == "_fsdp_flattened")
+    assert gradients.dtensor_spec(parameter) is (parameter._st_info if mark == "_st_info" else None)
 
 
 def test_dtensor_is_not_imported_to_find_out_that_a_tensor_is_none(monkeypatch: Any) -> None:

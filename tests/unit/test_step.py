@@ -506,15 +506,12 @@ def test_states_that_are_assigned_by_id_are_those_of_their_optimizers() -> None:
 
 
 @pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
-def test_a_copy_of_a_state_is_one_of_torchs(copies: Any) -> None:
+def test_a_copy_of_a_state_is_one_of_torchs_and_once_carried_it_looks_fresh(copies: Any) -> None:
     scaler, optimizer = begin("", "UNSCALED", None)
     copied = copies(states(scaler)[id(optimizer)])
     assert type(copied) is dict
     assert copied == {"stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.zeros(())}}
-
-
-def test_carried_and_ready_steps_look_as_fresh_states_of_torchs() -> None:
-    scaler, optimizer = begin("", "CARRIED", None)
+    scaler.update()
     assert states(scaler)[id(optimizer)] == states(scaler)["unknown"] == _refresh_per_optimizer_state()
 
 
@@ -546,18 +543,13 @@ def test_an_optimizer_without_weak_references_is_kept_as_long_as_the_scaler() ->
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_awaiting_are_the_optimizers_that_are_unscaled_and_not_stepped(phase: str) -> None:
-    scaler, optimizer = begin("", phase, None)
-    assert scaler._ours.steps.awaiting() == ([optimizer] if phase in ("UNSCALED", "CARRIED", "FAILED") else [])
-
-
-@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("among", ["all", "these", "others"])
-def test_reset_makes_steps_ready_of_all_or_of_some_parameters(phase: str, among: str) -> None:
+def test_steps_that_await_their_optimizer_are_known_and_reset_by_parameters(phase: str, among: str) -> None:
     scaler, optimizer = begin("", phase, None)
-    given = {"all": None, "these": optimizer.param_groups[0]["params"], "others": [torch.ones(1)]}[among]
-    scaler._ours.steps.reset(given)
-    assert scaler._ours.steps.open(optimizer).phase.name == (phase if among == "others" else "READY")
+    steps, parameters = scaler._ours.steps, optimizer.param_groups[0]["params"]
+    assert steps.awaiting() == ([optimizer] if phase in ("UNSCALED", "CARRIED", "FAILED") else [])
+    steps.reset({"all": None, "these": parameters, "others": [torch.ones(1)]}[among])
+    assert steps.open(optimizer).phase.name == (phase if among == "others" else "READY")
 
 
 @OLDER

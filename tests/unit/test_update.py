@@ -397,10 +397,6 @@ def test_a_wrong_checkpoint_of_the_policy_changes_nothing(fields: Any) -> None:
 # The counters
 
 
-def test_stats_are_the_counters_by_name() -> None:
-    assert ScalerStats.of(range(abi.COUNTERS)) == ScalerStats(0, 1, 2, 3, 4, 5, 7)
-
-
 def test_counters_move_to_where_updates_run_and_back() -> None:
     counters = Counters(range(abi.COUNTERS))
     assert counters.on_host() is counters.on_host()
