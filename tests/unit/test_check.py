@@ -95,15 +95,6 @@ def test_an_override_is_told_no_gradient_that_only_unscaling_makes_infinite() ->
     assert [each.numel for each in scaler.overflow_report().bad] == [2]
 
 
-def test_one_put_on_the_object_may_allow_fp16() -> None:
-    """As many do to a scaler of torch's."""
-    scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0, dtype=torch.float16)])
-    theirs = scaler._unscale_grads_
-    scaler._unscale_grads_ = lambda *args: theirs(*args[:3], True)
-    scaler.step(optimizer)
-    assert values(optimizer) == [-1.0]
-
-
 class AllowsFp16(torch.amp.GradScaler):
     """What four frameworks make of torch's class."""
 

@@ -1,7 +1,9 @@
 """StepGuard on one process: what it skips, what it leaves alone, when a step begins, and what it remembers."""
 
+import copy
 import math
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -108,6 +110,16 @@ def test_update_may_be_left_out(place: Place, how: str, updates: bool) -> None:
     assert guard.stats() == ScalerStats(updates=6 + updates, skipped=2, last_skip=5, spikes=1)
 
 
+def test_what_was_checked_and_not_stepped_is_checked_again() -> None:
+    """Without `scale` nothing says that another batch has begun: its gradients must not be taken for checked."""
+    guard, optimizer = StepGuard("cpu"), sgd([torch.ones(1)])
+    guard.unscale_(optimizer)
+    guard.update()
+    give(optimizer, NAN)
+    guard.step(optimizer)
+    assert guard.was_skipped(optimizer)
+
+
 @PLACES
 @pytest.mark.parametrize("bad", [NAN, 900.0, 3.0])
 def test_what_was_clipped_together_stays_so_over_an_update(place: Place, bad: float) -> None:
@@ -141,24 +153,6 @@ def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
         guard.step(optimizer)
         guard.update()
     assert guard.state_dict()[KEY]["windows"] == [[2.0] * 3]
-
-
-def test_a_clipped_step_lasts_until_it_is_taken_or_checked_again() -> None:
-    guard, one, other = StepGuard("cpu"), sgd([torch.ones(1)]), sgd([torch.tensor([NAN])])
-    guard.clip_grad_norm_(other, 1.0)
-    for _ in range(3):
-        guard.step(one)
-        guard.unscale_(one)  # an update, also of what is checked and not clipped
-    give(other, 1.0)
-    guard.step(other)
-    assert guard.was_skipped(other)
-    guard.clip_grad_norm_(other, 1.0)
-    guard.update()
-    guard.unscale_(other)
-    guard.update()
-    give(other, NAN)
-    guard.step(other)
-    assert guard.was_skipped(other)
 
 
 def test_without_gradients_it_raises_as_a_scaler_and_calls_a_fused_optimizer() -> None:
@@ -273,6 +267,14 @@ def remembered(sigma: float | None = 3.0, window: int = 4) -> tuple[StepGuard, t
     guard, optimizer = StepGuard("cpu", spike_sigma=sigma, window=window), sgd([torch.ones(1)])
     assert skipped(guard, optimizer, [1.0, 1.5, 1.0, NAN, 1.5, 1.25]) == "...x.."
     return guard, optimizer
+
+
+@pytest.mark.parametrize("clone", [copy.copy, lambda guard: pickle.loads(pickle.dumps(guard))], ids=["copy", "pickle"])
+def test_a_copy_goes_on_as_the_first_one(clone: Callable[[StepGuard], StepGuard]) -> None:
+    guard, _held = remembered()
+    other = clone(guard)
+    assert other.state_dict() == guard.state_dict()
+    assert skipped(other, sgd([torch.ones(1)]), [2.2, 1.1, 30.0, 1.1]) == "x.x."
 
 
 @pytest.mark.parametrize(("window", "kept"), [(2, [1.5, 1.25]), (3, [1.0, 1.5, 1.25]), (9, [1.5, 1.0, 1.5, 1.25])])
