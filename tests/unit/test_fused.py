@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers import parameters, sgd, started, values
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ShardedGradScaler, fused, ranks
 from scaler_triton.step import Phase
@@ -243,3 +244,14 @@ def test_1_gradients_may_be_checked_again_where_that_is_no_reduction(
     step._enter(phase)
     step.flag.shared = shared
     assert fused.may_check(scaler, step, optimizer) is want
+
+
+def test_gradients_are_checked_anew_after_a_step_that_followed_an_update() -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.tensor([8.0])])
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY  # as some optimizers do
+    for gradient, found in ((8.0, 0.0), (math.inf, 1.0)):
+        optimizer.param_groups[0]["params"][0].grad = torch.tensor([gradient])
+        assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [found]

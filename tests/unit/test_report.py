@@ -79,7 +79,8 @@ def test_the_last_skip_is_reported_and_survives_good_steps(place: Place, fused: 
         assert run.found() == [("1.weight", "NaN and Inf"), ("1.bias", "NaN")]
         run.step(how)
     last = run.scaler.overflow_report(run.model)
-    assert (last.update, [each.numel for each in last.bad]) == (7, [21, 3])
+    assert str(last).startswith("The last skip, at update 7: 2 bad gradients on rank 0.\n")
+    assert [each.numel for each in last.bad] == [21, 3]
     run.step(how, _0_weight=[math.nan])
     assert run.found() == [("0.weight", "NaN")]
 
@@ -248,6 +249,7 @@ TABLE = """
 rank  parameter      holds  numel
 ----  -------------  -----  -----
    1  up?[2J weight  NaN        3"""
+LONGER = f"{TABLE}\n   0  b              Inf       12"
 READS = [
     (OverflowReport(None, (), True), "No step was skipped."),
     (OverflowReport(None, (), True, ("rank 0 raised",)), "No step was skipped.\nNot told: rank 0 raised."),
@@ -256,10 +258,7 @@ READS = [
     (OverflowReport(3, (), True, spikes=SPIKES), "The last skip, at update 3: spike: norm 41.2, limit 7.9."),
     # The spike is another optimizer's.
     (OverflowReport(3, (BAD,), True, spikes=SPIKES), f"The last skip, at update 3: 1 bad gradient on rank 1.{TABLE}"),
-    (
-        OverflowReport(39, (BAD, OTHER), True),
-        f"The last skip, at update 39: 2 bad gradients on ranks 0-1.{TABLE}\n   0  b              Inf       12",
-    ),
+    (OverflowReport(39, (BAD, OTHER), True), f"The last skip, at update 39: 2 bad gradients on ranks 0-1.{LONGER}"),
 ]
 
 

@@ -89,7 +89,6 @@ def test_a_skipped_step_is_as_if_the_batch_had_not_been(
         assert guard.was_skipped(both[0]) == (step in bad)
         if step not in bad:
             if how == "clip":
-                torch.nn.utils.clip_grad_norm_(both[1].param_groups[0]["params"], 1.0)
                 both[1].param_groups[0]["params"][0].grad = both[0].param_groups[0]["params"][0].grad.clone()
             both[1].step()
         held = [each.param_groups[0]["params"][0] for each in both]
@@ -158,10 +157,10 @@ def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
 def test_without_gradients_it_raises_as_a_scaler_and_calls_a_fused_optimizer() -> None:
     guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([None])
     fused = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
-    for _ in range(3):
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+            guard.update()
         guard.step(fused)
-    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-        guard.update()
     with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         guard.step(optimizer)
     assert guard._ours.steps.open(optimizer).window.norms() == []  # no norm was judged
