@@ -15,7 +15,7 @@ from helpers import PLACES, Place, sgd, started, update, values
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, grad_scaler, step
-from scaler_triton.policy import KEY, NO_LIMITS
+from scaler_triton.policy import KEY, NO_LIMITS, Limits
 
 EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
 EXTRAS: dict[str, Any] = {"min_scale": 0.25, "max_scale": 512.0, "hysteresis": 3, "max_consecutive_skips": 50}
@@ -187,6 +187,12 @@ def test_state_has_one_more_key_once_an_extra_is_on() -> None:
     assert {*GradScaler("cpu", min_scale=2.0**-126, max_scale=torch.finfo(torch.float32).max).state_dict()} == theirs
     for name, value in EXTRAS.items():
         assert {*GradScaler("cpu", **{name: value}).state_dict()} == {*theirs, KEY}
+
+
+def test_state_without_the_key_leaves_limits_and_clears_counters() -> None:
+    scaler = trained(**EXTRAS)
+    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict())
+    assert (scaler.get_scale(), scaler.limits, scaler.stats()) == (8.0, Limits(**EXTRAS), ScalerStats())
 
 
 @EACH

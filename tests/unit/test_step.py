@@ -92,8 +92,8 @@ class Older(torch.optim.SGD):
             super().step()
 
 
-def optimizer_of(kind: str = "plain", gradient: float = 8.0, device: str = "cpu") -> Any:
-    optimizer = sgd([torch.tensor([gradient])], device, fused=kind == "fused")
+def optimizer_of(kind: str = "plain", gradient: float = 8.0) -> Any:
+    optimizer = sgd([torch.tensor([gradient])], fused=kind == "fused")
     return Older(optimizer.param_groups[0]["params"], lr=0.5) if kind == "older" else optimizer
 
 
@@ -376,13 +376,13 @@ def states(scaler: Any) -> Any:
     return scaler._per_optimizer_states
 
 
-def a_scaler(**options: Any) -> Any:
-    return started(GradScaler, "cpu", init_scale=SCALE, **options)
+def a_scaler() -> Any:
+    return started(GradScaler, "cpu", init_scale=SCALE)
 
 
-def state_of(stage: OptState, **flags: float) -> dict[str, Any]:
+def state_of(stage: OptState, flag: float) -> dict[str, Any]:
     """Return a state of torch's."""
-    return {"stage": stage, "found_inf_per_device": {torch.device(on): torch.tensor(f) for on, f in flags.items()}}
+    return {"stage": stage, "found_inf_per_device": {CPU: torch.tensor(flag)}}
 
 
 @pytest.mark.parametrize("wraps", [Wrapper, Slotted, Copies, lambda inner: Wrapper(Slotted(Wrapper(inner)))])
@@ -445,7 +445,7 @@ def test_parameters_and_step_are_freed_with_their_optimizer(kind: str) -> None:
 @pytest.mark.parametrize("flag", [0.0, 1.0])
 def test_a_state_of_torchs_put_into_the_registry_is_followed(flag: float) -> None:
     scaler, optimizer = a_scaler(), optimizer_of()
-    states(scaler)[id(optimizer)] = state_of(OptState.UNSCALED, cpu=flag)
+    states(scaler)[id(optimizer)] = state_of(OptState.UNSCALED, flag)
     scaler.step(optimizer)
     assert values(optimizer) == [0.0 if flag else -4.0]
     scaler.update()
@@ -454,7 +454,7 @@ def test_a_state_of_torchs_put_into_the_registry_is_followed(flag: float) -> Non
 
 def test_a_state_of_an_optimizer_that_never_came_counts_once() -> None:
     scaler = a_scaler()
-    states(scaler)["a name"] = state_of(OptState.STEPPED, cpu=1.0)
+    states(scaler)["a name"] = state_of(OptState.STEPPED, 1.0)
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
     with pytest.raises(AssertionError, match="No inf checks"):
@@ -499,7 +499,7 @@ def test_states_that_were_put_aside_and_put_back_go_on() -> None:
 def test_states_that_are_assigned_by_id_are_those_of_their_optimizers() -> None:
     scaler, bad, good = a_scaler(), optimizer_of(), optimizer_of()
     scaler.unscale_(bad)
-    scaler._per_optimizer_states = {id(bad): state_of(OptState.UNSCALED, cpu=1.0)}
+    scaler._per_optimizer_states = {id(bad): state_of(OptState.UNSCALED, 1.0)}
     for optimizer in (bad, good):
         scaler.step(optimizer)
     assert (values(bad), values(good)) == ([0.0], [-1.0])
