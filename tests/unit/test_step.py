@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
@@ -470,6 +471,18 @@ def test_a_state_that_was_moved_to_another_optimizer_is_that_ones() -> None:
     assert values(new) == [0.0]
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_new_dict_in_place_of_all_states_makes_every_step_ready_and_keeps_its_plan(phase: str) -> None:
+    scaler, optimizer = begin("", phase, None)
+    plan = scaler._ours.steps.open(optimizer).plan
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+    step = scaler._ours.steps.open(optimizer)
+    assert (step.phase, step.plan) == (Phase.READY, plan)
+    renew(optimizer)
+    scaler.step(optimizer)
+    assert step.phase is Phase.STEPPED
+
+
 def test_11_the_state_of_a_freed_optimizer_is_not_that_of_one_at_its_id() -> None:
     scaler, freed, heir = a_scaler(), optimizer_of(), optimizer_of()
     scaler.unscale_(freed)
@@ -540,6 +553,19 @@ def test_an_optimizer_without_weak_references_is_kept_as_long_as_the_scaler() ->
         assert scaler.was_skipped(bare) is True
         seen.add(id(bare))
         assert len(seen) == len(scaler._ours.steps) == count  # no id is taken for another's
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_parameters_that_came_or_were_replaced_are_stepped(replaced: bool) -> None:
+    scaler, optimizer = begin("", "STEPPED", None)
+    scaler.update()
+    (group,) = optimizer_of(gradient=16.0).param_groups
+    if replaced:
+        optimizer.param_groups = [group]
+    else:
+        optimizer.add_param_group({"params": group["params"]})
+    scaler.step(optimizer)
+    assert group["params"][0].item() == -2.0
 
 
 @pytest.mark.parametrize("phase", PHASES)
