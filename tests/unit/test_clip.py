@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import KERNELS, PLACES, Place, assert_all_same, assert_same, flags, grads, parameters, sgd, started
+from helpers import KERNELS, PLACES, Place, assert_all_same, assert_same, flags, grads, parameters, sgd, started, values
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import init_device_mesh
@@ -133,7 +133,23 @@ def test_a_norm_does_not_depend_on_where_gradients_lie() -> None:
         assert len(norms) == 1
 
 
-# Several optimizers, some parameters
+@PLACES
+@WAYS
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_beside_an_overflow_gradients_are_unscaled_not_clipped_and_skipped(
+    place: Place, way: str, value: float, reverse: bool
+) -> None:
+    """The norm says nothing then, so the others could only step unclipped."""
+    good, bad = sgd([torch.full((3,), 24.0)], place.device), sgd([torch.tensor([value])], place.device)
+    optimizers, scaler = [bad, good] if reverse else [good, bad], scaler_on(place)
+    norm = scaler.clip_grad_norm_(optimizers, 1.0, **options_of(way, *optimizers))
+    assert (norm.item(), grads(good)) == (pytest.approx(value, nan_ok=True), [3.0])
+    for optimizer in optimizers:
+        assert flags(scaler, optimizer) == [1.0]
+        assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [1.0]
+        scaler.step(optimizer)
+        assert (scaler.was_skipped(optimizer), values(optimizer)) == (True, [0.0])
 
 
 @pytest.mark.parametrize("how", ["set", "cleared", "replaced"])
