@@ -37,6 +37,8 @@ def places() -> list[Place]:
 
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)
+KERNELS = pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -124,14 +126,15 @@ def sgd(grads: Sequence[Tensor | None], device: str = "cpu", **kwargs: Any) -> t
 WAYS = ("step", "unscale_", "clip")
 
 
-def take_step(scaler: Any, optimizer: Any, how: str) -> None:
+def take_step(scaler: Any, optimizer: Any, how: str, *, updates: bool = True) -> None:
     """Take a step in one of WAYS, and update."""
     if how == "unscale_":
         scaler.unscale_(optimizer)
     elif how != "step":
         scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
-    scaler.update()
+    if updates:
+        scaler.update()
 
 
 @contextmanager

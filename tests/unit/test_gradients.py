@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,14 @@ import pytest
 import torch
 from helpers import PLACES, Place, assert_same, flags, parameters, sgd, started
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaler_triton import GradScaler, ShardedGradScaler, gradients
 
 SCALE = 3.0
+ONE = torch.ones(1)
 EXPANDED = "more than one element of the written-to tensor refers to a single memory location"
 
 
@@ -23,7 +28,7 @@ def dense(dtype: torch.dtype = torch.float32) -> Tensor:
 
 def coo(values: Tensor, *indices: int, **options: Any) -> Tensor:
     with torch.sparse.check_sparse_tensor_invariants(False):
-        return torch.sparse_coo_tensor(torch.tensor([indices]), values, (8,), **options)
+        return torch.sparse_coo_tensor(torch.tensor([indices], device=values.device), values, (8,), **options)
 
 
 def sparse(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,16 +89,8 @@ def test_every_kind_is_unscaled_and_checked_as_by_torch(place: Place, kind: str)
 REFUSED: dict[str, tuple[Callable[[str], Tensor], type[Exception], str]] = {
     "fp16": (lambda device: dense(torch.float16).to(device), ValueError, r"^Attempting to unscale FP16 gradients\.$"),
     "expanded": (lambda device: torch.ones(1, device=device).expand(9), RuntimeError, EXPANDED),
-    "expanded values": (
-        lambda device: coo(torch.ones(1, device=device).expand(2), 0, 1, is_coalesced=True, device=device),
-        RuntimeError,
-        EXPANDED,
-    ),
-    "complex": (
-        lambda device: torch.ones(3, dtype=torch.complex64, device=device),
-        NotImplementedError,
-        "1 has dtype torch.complex64; only",
-    ),
+    "expanded values": (lambda device: coo(ONE.to(device).expand(2), 0, 1, is_coalesced=True), RuntimeError, EXPANDED),
+    "complex": (lambda device: torch.ones(3, device=device) * 1j, NotImplementedError, "1 has dtype torch.complex64;"),
     "meta": (lambda device: torch.ones(3, device="meta"), ValueError, "1 is on device meta, where there is nothing"),
 }
 
@@ -127,18 +124,12 @@ def test_what_is_refused_raises_before_anything_is_written(place: Place, kind: s
         (lambda: torch.eye(2).to_sparse_csr(), NotImplementedError, "x has layout torch.sparse_csr; only strided and"),
         (lambda: torch.nested.nested_tensor([torch.ones(2)]), NotImplementedError, "x is a nested tensor; only"),
         (lambda: torch.ones(3, 1).expand(3, 2), RuntimeError, EXPANDED),
-        (lambda: torch.ones(1).expand(1), None, ""),
-        (lambda: torch.ones(0, 1).expand(0, 9), None, ""),
         (lambda: coo(torch.ones(1).expand(2).half(), 0, 1), None, ""),  # it is going to be replaced
     ],
 )
 def test_one_gradient(make: Callable[[], Tensor], error: Any, text: str) -> None:
-    gradient = make()
-    if error is None:
-        gradients.check_gradient(gradient, "x")
-    else:
-        with pytest.raises(error, match=text):
-            gradients.check_gradient(gradient, "x")
+    with pytest.raises(error, match=text) if error else nullcontext():
+        gradients.check_gradient(make(), "x")
 
 
 # Sparse fp16
@@ -217,21 +208,18 @@ def test_dense_means_one_span_without_gaps_or_overlap(tensor: Tensor, is_dense: 
 
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize(
-    ("names", "shards", "terms"),
+    ("placements", "shards", "terms"),
     [
-        (("Replicate", "Replicate"), 1, 1),
-        (("Shard", "Replicate"), 2, 1),
-        (("Replicate", "Shard"), 1, 1),
-        (("Partial", "Replicate"), 2, 2),
+        ([Replicate(), Replicate()], 1, 1),
+        ([Shard(0), Replicate()], 2, 1),
+        ([Replicate(), Shard(0)], 1, 1),
+        ([Partial(), Replicate()], 2, 2),
     ],
+    ids=str,
 )
-def test_shards_and_terms_are_counted_by_placements(names: tuple[str, str], shards: int, terms: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    each = {"Replicate": Replicate(), "Shard": Shard(0), "Partial": Partial()}
+def test_shards_and_terms_are_counted_by_placements(placements: list[Any], shards: int, terms: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1))
-    tensor = DTensor.from_local(torch.ones(3), mesh, [each[name] for name in names], run_check=False)
+    tensor = DTensor.from_local(torch.ones(3), mesh, placements, run_check=False)
     assert (gradients.num_shards(tensor), gradients.partial_terms(tensor)) == (shards, terms)
     assert gradients.is_unreduced(tensor) is (terms > 1)
     assert gradients.is_dtensor(tensor)
@@ -245,31 +233,21 @@ def test_shards_and_terms_are_counted_by_placements(names: tuple[str, str], shar
 
 @pytest.mark.usefixtures("two_ranks")
 def test_a_shard_whose_collective_is_in_flight_is_waited_for() -> None:
-    import torch.distributed._functional_collectives as functional
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate
-
     mesh = init_device_mesh("cpu", (2,))
     pending = functional.all_reduce(torch.ones(3), "sum", mesh.get_group())
     tensor = DTensor.from_local(pending, mesh, [Replicate()], run_check=False)
     assert type(gradients.local_tensor(tensor)) is Tensor
 
 
-def test_a_plain_tensor_is_shared_with_nobody() -> None:
-    plain = torch.ones(3, requires_grad=True)
-    assert gradients.local_tensor(plain) is plain
-    assert (gradients.is_distributed(plain), gradients.is_unreduced(plain)) == (False, False)
-    assert gradients.has_fsdp1([plain]) is False
-    assert gradients.dtensor_spec(plain) is None
-
-
-@pytest.mark.parametrize(("name", "value"), [("_fsdp_flattened", True), ("_st_info", SimpleNamespace())])
-def test_marks_of_fsdp1_and_of_ddp_over_tensor_parallel(name: str, value: Any) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    setattr(parameter, name, value)
-    assert gradients.is_distributed(parameter)
-    assert gradients.has_fsdp1([torch.ones(1), parameter]) is (name == "_fsdp_flattened")
-    assert gradients.dtensor_spec(parameter) is (value if name == "_st_info" else None)
+@pytest.mark.parametrize("mark", ["", "_fsdp_flattened", "_st_info"])
+def test_marks_of_fsdp1_and_of_ddp_over_tensor_parallel(mark: str) -> None:
+    parameter: Any = torch.nn.Parameter(torch.ones(3))
+    if mark:
+        setattr(parameter, mark, SimpleNamespace())
+    assert gradients.local_tensor(parameter) is parameter
+    assert (gradients.is_distributed(parameter), gradients.is_unreduced(parameter)) == (bool(mark), False)
+    assert gradients.has_fsdp1([torch.ones(1), parameter]) is (mark == "_fsdp_flattened")
+    assert gradients.dtensor_spec(parameter) is (parameter._st_info if mark == "_st_info" else None)
 
 
 def test_dtensor_is_not_imported_to_find_out_that_a_tensor_is_none(monkeypatch: Any) -> None:

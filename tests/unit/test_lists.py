@@ -10,16 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Place, assert_same, places
+from helpers import DTYPES, KERNELS, PLACES, Place, assert_all_same, assert_same
 from tensor_pair import Pair
 from torch import Tensor
 
 from scaler_triton import lists, ops
 from scaler_triton.dispatch import ENV_VARIABLE, kernels
-
-PLACES = pytest.mark.parametrize("place", places(), ids=str)
-WITH_TABLES = pytest.mark.parametrize("place", [each for each in places() if each.backend == "triton"], ids=str)
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +42,8 @@ def assert_right(grads: list[Tensor], place: Place) -> None:
     ops.check_nonfinite(grads, flag, backend=place.backend)
     norm = ops.grad_norm(grads, norm_flag, inv_scale=factor, backend=place.backend)
     largest = ops.grad_norm(grads, inv_scale=factor, norm_type=math.inf, backend=place.backend)
-    for grad, want in zip(grads, before, strict=True):
-        assert_same(grad, want)
+    assert_all_same(grads, before)
+    for want in before:
         torch._amp_foreach_non_finite_check_and_unscale_([want], want_flag, torch.tensor(1 / 3))
     assert flag.item() == norm_flag.item() == want_flag.item()
     torch.testing.assert_close(norm.cpu(), whole.norm(), rtol=1e-6, atol=0, equal_nan=True)
@@ -55,8 +51,7 @@ def assert_right(grads: list[Tensor], place: Place) -> None:
     flag.zero_()
     ops.unscale_(grads, factor, flag, backend=place.backend)
     assert flag.item() == want_flag.item()
-    for grad, want in zip(grads, before, strict=True):
-        assert_same(grad, want)
+    assert_all_same(grads, before)
 
 
 # What is spared
@@ -64,13 +59,12 @@ def assert_right(grads: list[Tensor], place: Place) -> None:
 
 @PLACES
 def test_other_tensors_of_the_same_form_are_not_looked_at(place: Place, monkeypatch: Any) -> None:
-    mixed = [made(place, 5, 0, 600), made(place, 7, dtype=torch.float16), made(place, 12)]
-    for _ in range(3):
+    for special in (math.nan, 1.0, -math.inf):
         for numels in ([5], [5, 0, 600]):
             assert_right(made(place, *numels), place)
-        grads = [tensor.clone() for each in mixed for tensor in each]
-        grads[-1] = grads[-1].view(3, 4).t()[:, ::2]
-        grads[0][2] = math.nan
+        grads = [tensor for dtype in DTYPES for tensor in made(place, 5, 0, 600, dtype=dtype)]
+        grads += [made(place, 12)[0].view(3, 4).t()[:, ::2], made(place, 9)[0][::2], *made(place, 6)]
+        grads[5][2] = special
         assert_right(grads, place)
         monkeypatch.setattr(lists, "_run_unknown", mock.Mock(side_effect=AssertionError("looked at again")))
 
@@ -192,6 +186,7 @@ def test_views_of_a_leaf_stay_out_of_its_graph(place: Place) -> None:
             views = [leaf.view(2, 2), leaf.detach()[:1]]
         ops.unscale_(views, scalar(0.5, place), scalar(0.0, place), backend=place.backend)
         assert (leaf.tolist(), leaf.grad_fn, views[0].grad_fn is None) == ([0.25, 0.5, 0.5, 0.5], None, True)
+        assert not ops.grad_norm([leaf], backend=place.backend).requires_grad
 
 
 # What is kept
@@ -246,7 +241,7 @@ def test_without_torchs_guards_nothing_is_known_and_all_works(known: Any, monkey
 # The kernels' tables
 
 
-@WITH_TABLES
+@KERNELS
 def test_a_call_amid_another_has_its_own_table(place: Place, monkeypatch: Any) -> None:
     """As from another thread, when the first has written its addresses and is about to launch."""
     outer, inner, factor, flag = made(place, 5), made(place, 5), scalar(0.5, place), scalar(0.0, place)
@@ -265,7 +260,7 @@ def test_a_call_amid_another_has_its_own_table(place: Place, monkeypatch: Any) -
         assert_same(grads[0], made(place, 5)[0] / 2)
 
 
-@WITH_TABLES
+@KERNELS
 def test_after_an_error_the_table_is_made_anew(place: Place, known: Any) -> None:
     factor, flag = scalar(0.5, place), scalar(0.0, place)
     ops.unscale_(made(place, 5), factor, flag, backend=place.backend)
@@ -277,7 +272,7 @@ def test_after_an_error_the_table_is_made_anew(place: Place, known: Any) -> None
     assert_right(made(place, 5), place)
 
 
-@WITH_TABLES
+@KERNELS
 def test_streams_and_graphs_have_their_own_tables_but_a_capture_those_of_the_call_before(place: Place) -> None:
     grads, factor, flag = made(place, 5), scalar(0.5, place), scalar(0.0, place)
     ops.unscale_(made(place, 7), factor, flag, backend=place.backend)  # the kernels are tried

@@ -146,10 +146,10 @@ def test_a_wrong_or_missing_field_is_named(state: dict[str, Any], wrong: dict[st
         convert(object())
 
 
-@pytest.mark.parametrize("wrong", [{"growth_interval": 0}, {"hysteresis": 0}, {"min_scale": 0.0}])
-def test_a_wrong_number_of_a_megatron_run_is_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be .*, got 0"):
-        from_megatron(MEGATRON, **NUMBERS | wrong)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_wrong_number_of_a_megatron_run_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got 0"):
+        from_megatron(MEGATRON, **NUMBERS | {name: 0})
 
 
 def test_the_page_on_checkpoints() -> None:

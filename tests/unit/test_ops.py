@@ -1,17 +1,17 @@
 """The public functions on lists of tensors: torch's results, any mix of dtypes, errors that name what is wrong."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from helpers import PLACES, Place, assert_all_same, assert_same, on_device, randn, sum_of_squares
+from helpers import DTYPES, PLACES, Place, assert_all_same, on_device, randn, sum_of_squares
 from torch import Tensor
 
 from scaler_triton import ops
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # A kernel sums rows of 512 squares in fp32: their random roundings stay far below this.
 TOLERANCE = 1e-6
 EXPANDED = "more than one element of the written-to tensor refers to a single memory location"
@@ -45,36 +45,6 @@ def there(tensors: Sequence[Tensor], place: Place) -> list[Tensor]:
 
 
 @PLACES
-@pytest.mark.parametrize("special", [None, math.nan, -math.inf])
-def test_lists_of_any_dtypes_are_unscaled_as_by_torchs_op(place: Place, special: float | None) -> None:
-    for shape in ((), (1,)):
-        ours, wanted, flag, want_flag = (
-            there(some(special), place),
-            some(special),
-            number(0.0, place.device),
-            number(0.0),
-        )
-        ops.unscale_(ours, number(1 / 3, place.device).reshape(shape), flag.reshape(shape), backend=place.backend)
-        for tensor in wanted:
-            torch._amp_foreach_non_finite_check_and_unscale_([tensor], want_flag, number(1 / 3))
-        assert flag.item() == want_flag.item() == float(special is not None)
-        assert_all_same(ours, wanted)
-
-
-@PLACES
-@pytest.mark.parametrize("bad", [None, *range(len(some()))])
-def test_a_bad_element_is_found_in_any_tensor_and_nothing_is_written(place: Place, bad: int | None) -> None:
-    start = some()
-    if bad is not None and start[bad].numel():
-        start[bad][(-1,) * start[bad].dim()] = math.nan if bad % 2 else math.inf
-    for before in (0.0, 1.0):
-        grads, flag = there(start, place), number(before, place.device)
-        ops.check_nonfinite(grads, flag, backend=place.backend)
-        assert flag.item() == max(before, float(bad is not None and start[bad].numel() > 0))
-        assert_all_same(grads, start)
-
-
-@PLACES
 def test_sparse_values_are_taken_as_they_are(place: Place) -> None:
     """Duplicates are not summed."""
     values, flag = torch.tensor([6e4, 6e4]).half().to(place.device), number(0.0, place.device)
@@ -94,13 +64,6 @@ def test_dtensors_are_taken_as_their_shards() -> None:
     assert ops.grad_norm([tensor]).item() == 10.0
     ops.unscale_([tensor], number(0.5), number(0.0))
     assert tensor.to_local().tolist() == [3.0, 4.0]
-
-
-def test_gradients_that_are_part_of_a_graph_are_written_outside_it() -> None:
-    leaf = torch.full((3,), 8.0, requires_grad=True)
-    ops.unscale_([leaf], number(0.25), number(0.0))
-    assert (leaf.tolist(), leaf.grad_fn) == ([2.0] * 3, None)
-    assert not ops.grad_norm([leaf]).requires_grad
 
 
 @pytest.mark.gpu
@@ -152,38 +115,29 @@ def test_an_overflow_shows_in_flag_and_norm(place: Place, order: float, special:
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
-def test_nothing_has_the_norm_0(order: float) -> None:
-    assert [ops.grad_norm(grads, norm_type=order).item() for grads in ([], [torch.zeros(0)])] == [0.0, 0.0]
-
-
-def test_gradients_may_come_one_by_one() -> None:
-    assert ops.grad_norm(torch.tensor([each]) for each in (3.0, 4.0)) == 5  # type: ignore[arg-type]
+def test_nothing_has_the_norm_0_and_gradients_may_come_one_by_one(order: float) -> None:
+    for grads in ([], [torch.zeros(0)], (torch.zeros(1) for _ in range(3))):
+        assert ops.grad_norm(grads, norm_type=order).item() == 0.0  # type: ignore[arg-type]
 
 
 # The scale
 
 
-@pytest.mark.parametrize(
-    ("scale", "tracker", "found", "want"),
-    [
-        (8.0, 0, 0.0, (8.0, 1)),
-        (8.0, 1, 0.0, (16.0, 0)),
-        (8.0, 5, 0.0, (16.0, 0)),  # torch compares with ==
-        (8.0, 1, 2.0, (4.0, 0)),
-        (8.0, 1, math.nan, (4.0, 0)),
-        (2.0**127, 1, 0.0, (2.0**127, 0)),  # it would be infinite
-        (2.0**-126, 0, 1.0, (2.0**-126, 0)),
-    ],
-)
 @PLACES
-def test_one_update(place: Place, scale: float, tracker: int, found: float, want: tuple[float, int]) -> None:
-    state = number(scale, place.device), torch.tensor(tracker, dtype=torch.int32, device=place.device)
-    ops.update_scale_(*state, number(found, place.device), 2.0, 0.5, 2, backend=place.backend)
-    assert tuple(each.item() for each in state) == want
+def test_one_update(place: Place) -> None:
+    for scale, tracker, found, want in (
+        (8.0, 5, 0.0, (16.0, 0)),  # torch compares with ==
+        (8.0, 1, math.nan, (4.0, 0)),
+        (2.0**-126, 0, 1.0, (2.0**-126, 0)),
+    ):
+        state = number(scale, place.device), torch.tensor(tracker, dtype=torch.int32, device=place.device)
+        ops.update_scale_(*state, number(found, place.device), 2.0, 0.5, 2, backend=place.backend)
+        assert tuple(each.item() for each in state) == want
 
 
 # Errors
 
+ON_META = torch.zeros((), device="meta")
 GOOD = {
     ops.unscale_: {"grads": [torch.ones(2)], "inv_scale": number(0.5), "found_inf": number(0.0)},
     ops.check_nonfinite: {"grads": [torch.ones(2)], "found_inf": number(0.0)},
@@ -198,30 +152,18 @@ GOOD = {
     },
 }
 IN_EACH: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"found_inf": number(0.0).double()},
-        ValueError,
-        r"^found_inf must be one torch.float32 element, got shape \(\), ",
-    ),
+    ({"found_inf": number(0.0).double()}, ValueError, "^found_inf must be one torch.float32 element, got shape"),
     ({"found_inf": torch.zeros(2)}, ValueError, r"^found_inf must be one torch.float32 element, got shape \(2,\), "),
     ({"found_inf": 1.0}, TypeError, "^found_inf must be a Tensor, got float$"),
     ({"backend": "cuda"}, ValueError, "^backend must be one of auto, triton, torch, got 'cuda'$"),
 ]
 OF_GRADS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"grads": [torch.ones(2), 3.0]}, TypeError, r"^grads\[1\] must be a Tensor, got float$"),
-    (
-        {"grads": [torch.ones(2), torch.ones(2).int()]},
-        NotImplementedError,
-        r"^grads\[1\] has dtype torch.int32; only float16, ",
-    ),
+    ({"grads": [torch.ones(2), torch.ones(2).int()]}, NotImplementedError, r"^grads\[1\] has dtype torch.int32; only"),
     ({"grads": [torch.ones(2), torch.ones(2, device="meta")]}, ValueError, r"^grads\[1\] is on device meta, where "),
     ({"grads": [torch.ones(2), torch.ones(1).expand(2)]}, RuntimeError, EXPANDED),
     ({"grads": [torch.ones(2), sparse(torch.ones(1).half().expand(2))]}, RuntimeError, EXPANDED),
-    (
-        {"found_inf": torch.zeros((), device="meta")},
-        ValueError,
-        "^found_inf is on device meta, where it cannot be set$",
-    ),
+    ({"found_inf": ON_META}, ValueError, "^found_inf is on device meta, where it cannot be set$"),
 ]
 CASES = [
     *((op, *case) for op in GOOD for case in IN_EACH),
@@ -236,25 +178,17 @@ CASES = [
     (ops.update_scale_, {"growth_factor": 0.5}, ValueError, "^growth_factor .* got 0.5$"),
     (ops.update_scale_, {"backoff_factor": None}, TypeError, "^backoff_factor .* got None$"),
     (ops.update_scale_, {"growth_interval": 0}, ValueError, "^growth_interval .* got 0$"),
-    (
-        ops.update_scale_,
-        {"found_inf": torch.zeros((), device="meta")},
-        ValueError,
-        "^found_inf must be on the scale's device, cpu, got meta$",
-    ),
+    (ops.update_scale_, {"found_inf": ON_META}, ValueError, "^found_inf must be on the scale's device, cpu, got meta$"),
 ]
 
 
 @pytest.mark.parametrize(("op", "wrong", "error", "text"), CASES)
 def test_a_wrong_argument_is_named_and_nothing_is_written(op: Any, wrong: Any, error: Any, text: str) -> None:
-    arguments = {
-        name: each.clone() if isinstance(each, Tensor) else each for name, each in {**GOOD[op], **wrong}.items()
-    }
+    arguments = copy.deepcopy(GOOD[op]) | wrong
     with pytest.raises(error, match=text):
         op(**arguments)
-    for name, each in GOOD[op].items():
-        if isinstance(each, Tensor) and name not in wrong:
-            assert_same(arguments[name], each)
+    for name in GOOD[op].keys() - wrong.keys() - {"grads"}:
+        assert arguments[name] == GOOD[op][name]
     assert all(torch.equal(each, torch.ones(2)) for each in arguments.get("grads", [])[:1])
 
 
@@ -297,10 +231,7 @@ SCHEMAS = [
     ("unscale_", lambda: ([torch.ones(2), torch.full((3,), math.inf).half()], number(0.5), number(0.0), None)),
     ("check_nonfinite", lambda: ([torch.full((3,), math.inf)], number(0.0), None)),
     ("grad_norm", lambda: ([torch.full((3,), math.inf)], number(0.0), None, 2.0, None)),
-    (
-        "update_scale_",
-        lambda: (number(8.0), torch.ones((), dtype=torch.int32), number(0.0), 2.0, 0.5, 2, None),
-    ),
+    ("update_scale_", lambda: (number(8.0), torch.ones((), dtype=torch.int32), number(0.0), 2.0, 0.5, 2, None)),
 ]
 
 

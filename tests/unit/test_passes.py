@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PLACES, Place, assert_same, flags, on_device, parameters, places, randn, started, sum_of_squares
+from helpers import (
+    DTYPES,
+    KERNELS,
+    PLACES,
+    Place,
+    assert_same,
+    flags,
+    on_device,
+    parameters,
+    randn,
+    started,
+    sum_of_squares,
+)
 from tensor_pair import Pair
 from torch import Tensor
 
@@ -17,8 +29,6 @@ from scaler_triton.plan import Batch, GradPlan, choose_backends, group
 from scaler_triton.report import Marks
 from scaler_triton.update import Counters
 
-KERNELS = pytest.mark.parametrize("place", [place for place in places() if place.backend == "triton"], ids=str)
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # A kernel sums rows of 512 squares in fp32: their random roundings stay far below this.
 TOLERANCE = 1e-6
 
@@ -39,16 +49,6 @@ def batch_of(tensors: Sequence[Tensor | None], place: Place) -> Batch:
     (batch,) = batches_of([like[:1] if tensor is None else tensor for tensor in tensors], place)
     kept = [None if tensor is None else there for tensor, there in zip(tensors, batch.tensors, strict=True)]
     return Batch(batch.layout, kept, [tensor for tensor in kept if tensor is not None])
-
-
-def torchs(tensors: Sequence[Tensor], scale: float, coef: float = 1.0) -> tuple[list[Tensor], float]:
-    """Return copies that torch's op unscaled and, by two products, clipped, on the CPU; and its flag."""
-    copies, flag = [tensor.clone() for tensor in tensors], torch.zeros(())
-    inv_scale = torch.tensor(scale).double().reciprocal().float()
-    torch._amp_foreach_non_finite_check_and_unscale_(copies, flag, inv_scale)
-    if coef != 1.0:
-        torch._foreach_mul_(copies, torch.tensor(coef))
-    return copies, flag.item()
 
 
 def with_gaps(dtype: torch.dtype) -> Tensor:
@@ -111,7 +111,9 @@ def test_tensors_with_gaps_are_measured_and_clipped(place: Place, dtype: torch.d
     batch = batch_of([with_gaps(dtype)], place)
     assert measured(batch, place)[0] == pytest.approx(sum_of_squares([with_gaps(dtype)]), rel=TOLERANCE)
     clip(batch, place, 4.0, 0.3)
-    assert_same(batch.present[0], torchs([with_gaps(dtype)], 4.0, coefficient(0.3, 1.0))[0][0])
+    want = [with_gaps(dtype) / 4.0]
+    torch._foreach_mul_(want, torch.tensor(coefficient(0.3, 1.0)))  # which keeps the dtype
+    assert_same(batch.present[0], want[0])
 
 
 @PLACES

@@ -12,6 +12,8 @@ import pytest
 import torch
 from helpers import parameters
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaler_triton import plan
 from scaler_triton.plan import Batch, GradPlan, choose_backends, group, layout_key
@@ -272,27 +274,21 @@ def test_a_plan_is_for_the_parameters_it_was_made_for() -> None:
 # DTensors
 
 
-def placed(local: Tensor, placement: Any, ranks: int = 2) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(local, init_device_mesh("cpu", (ranks,)), [placement], run_check=False)
+def placed(local: Tensor, placement: Any) -> Any:
+    return DTensor.from_local(local, init_device_mesh("cpu", (2,)), [placement], run_check=False)
 
 
-@pytest.fixture
-def kinds(two_ranks: None) -> Any:
-    """The module with DTensor's placements, among two ranks."""
-    import torch.distributed.tensor as module
-
-    return module
-
-
-def test_a_dtensors_shard_is_collected_in_every_step(kinds: Any) -> None:
-    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Shard(0)))
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("private", [True, False])
+def test_a_dtensors_shard_is_collected_in_every_step(private: bool, monkeypatch: Any) -> None:
+    if not private:  # a torch without the names that are looked up
+        monkeypatch.setattr(plan.gradients, "SPEC", "no_such_name")
+        monkeypatch.setattr(plan, "_spec_of", lambda grad: grad.no_such_name)
+    parameter = torch.nn.Parameter(placed(torch.zeros(3), Shard(0)))
     planned = GradPlan([parameter], "torch")
     assert planned.is_distributed
     for _ in range(4):
-        parameter.grad = placed(torch.ones(3), kinds.Shard(0))
+        parameter.grad = placed(torch.ones(3), Shard(0))
         (batch,) = planned.collect()
         assert type(batch.present[0]) is Tensor
         assert batch.present[0].data_ptr() == parameter.grad.to_local().data_ptr()
@@ -301,67 +297,47 @@ def test_a_dtensors_shard_is_collected_in_every_step(kinds: Any) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(steps: int, kinds: Any) -> None:
-    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Replicate()))
+@pytest.mark.usefixtures("two_ranks")
+def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(steps: int) -> None:
+    parameter = torch.nn.Parameter(placed(torch.zeros(3), Replicate()))
     planned = GradPlan([parameter], "torch")
     for _ in range(steps):
-        parameter.grad = placed(torch.ones(3), kinds.Replicate())
+        parameter.grad = placed(torch.ones(3), Replicate())
         assert not any(batch.is_partial for batch in planned.collect())
-    parameter.grad = partial = placed(torch.ones(3), kinds.Partial())
+    parameter.grad = partial = placed(torch.ones(3), Partial())
     batches = planned.collect()
     (batch,) = (batch for batch in batches if batch.is_partial)
     assert batch.present[0].tolist() == [2.0] * 3
     assert parameter.grad is partial
-    parameter.grad = placed(torch.ones(3), kinds.Replicate())
+    parameter.grad = placed(torch.ones(3), Replicate())
     assert not any(batch.is_partial for batch in planned.collect())
 
 
-def test_what_is_not_reduced_is_summed_on_request(kinds: Any) -> None:
-    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Replicate()))
-    parameter.grad = placed(torch.ones(3), kinds.Partial())
+@pytest.mark.usefixtures("two_ranks")
+def test_what_is_not_reduced_is_summed_on_request() -> None:
+    parameter = torch.nn.Parameter(placed(torch.zeros(3), Replicate()))
+    parameter.grad = placed(torch.ones(3), Partial())
     (table,) = parameters([None], "cpu")
     give(table, sparse(3))
     batches = GradPlan([parameter, table], "torch").collect(summed=True)
     assert not any(batch.is_partial for batch in batches)
-    assert parameter.grad.placements == (kinds.Replicate(),)
+    assert parameter.grad.placements == (Replicate(),)
     assert (table.grad.is_coalesced(), table.grad._values().tolist()) == (True, [3.0])
 
 
-def test_a_gradient_may_be_sharded_in_another_way_than_its_parameter(kinds: Any) -> None:
-    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Shard(0)))
-    planned = GradPlan([parameter], "torch")
-    for local, placement, shards in (
-        (torch.ones(3), kinds.Shard(0), {}),
-        (torch.ones(6), kinds.Replicate(), {0: 1}),
-        (torch.ones(3), kinds.Shard(0), {0: 2}),
-    ):
-        parameter.grad = placed(local, placement)
-        planned.collect()
-        assert planned.grad_shards == shards
-
-
-def test_a_dtensor_that_is_swapped_for_one_placed_elsewhere_makes_a_new_plan(kinds: Any) -> None:
+@pytest.mark.usefixtures("two_ranks")
+def test_a_dtensor_that_is_swapped_for_one_placed_elsewhere_makes_a_new_plan() -> None:
     def parameter(placement: Any) -> torch.nn.Parameter:
         return torch.nn.Parameter(placed(torch.zeros(3), placement))
 
-    (plain,), moved = parameters([torch.ones(3)], "cpu"), parameter(kinds.Shard(0))
+    (plain,), moved = parameters([torch.ones(3)], "cpu"), parameter(Shard(0))
     for held in ([moved], [plain, moved]):
         planned = GradPlan(held, "torch")
-        torch.utils.swap_tensors(moved, parameter(kinds.Shard(0)))
+        torch.utils.swap_tensors(moved, parameter(Shard(0)))
         assert planned.matches(held)
-        torch.utils.swap_tensors(moved, parameter(kinds.Replicate()))
+        torch.utils.swap_tensors(moved, parameter(Replicate()))
         assert not planned.matches(held)
-        torch.utils.swap_tensors(moved, parameter(kinds.Shard(0)))
-
-
-def test_dtensors_are_collected_on_a_torch_without_the_private_names(kinds: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(plan.gradients, "SPEC", "no_such_name")
-    monkeypatch.setattr(plan, "_spec_of", lambda grad: grad.no_such_name)
-    parameter = torch.nn.Parameter(placed(torch.zeros(3), kinds.Shard(0)))
-    planned = GradPlan([parameter], "torch")
-    for _ in range(3):
-        parameter.grad = placed(torch.ones(3), kinds.Shard(0))
-        assert [batch.present[0].tolist() for batch in planned.collect()] == [[1.0] * 3]
+        torch.utils.swap_tensors(moved, parameter(Shard(0)))
 
 
 # Batches

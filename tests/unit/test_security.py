@@ -56,30 +56,11 @@ def words(tree: ast.AST) -> Iterator[str]:
             yield node.arg or ""
 
 
-def offences(source: str) -> set[str]:
-    """Return the words that no file here may use, but which this one does."""
-    return {word for word in words(ast.parse(source)) if word in FORBIDDEN or word.startswith(FORBIDDEN_STARTS)}
-
-
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_file_can_run_what_it_reads(path: Path) -> None:
-    assert offences(path.read_text()) - {word for file, word in ALLOWED if file == name_of(path)} == set()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        *("eval('1')", "import os as o\no.popen('ls')", "f(['ls'], shell=True)", "from torch import load as l"),
-        *("e = eval", "from os import *", "os.execv('ls', [])", "import pickle as p"),
-    ],
-)
-def test_the_search_finds_what_it_is_for(source: str) -> None:
-    assert offences(source)
-
-
-def test_what_is_allowed_is_there() -> None:
-    found = {(name_of(path), offence) for path in FILES for offence in offences(path.read_text())}
-    assert found >= ALLOWED
+    used = words(ast.parse(path.read_text()))
+    found = {(name_of(path), word) for word in used if word in FORBIDDEN or word.startswith(FORBIDDEN_STARTS)}
+    assert found <= ALLOWED
 
 
 def test_the_only_file_that_is_loaded_is_loaded_safely() -> None:

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_all_same, assert_same, randn, sum_of_squares
+from helpers import DTYPES, assert_all_same, assert_same, randn, sum_of_squares
 from torch import Tensor
 
 from scaler_triton import torch_ops
 from scaler_triton.kernels.abi import OVERFLOWS
 from scaler_triton.torch_ops import InverseScale, is_plain
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SPECIALS = [None, math.nan, math.inf, -math.inf]
 
 
