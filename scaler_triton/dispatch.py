@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
 
@@ -106,8 +105,10 @@ def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
 @functools.cache
 def kernels() -> Any:
     """Return the kernels' modules, imported on first use: triton is slow to import and may be missing."""
-    names = "clip", "launch", "measure", "norm", "spike", "table", "trial", "unscale", "update_scale"
-    return SimpleNamespace(**{name: import_module(f"scaler_triton.kernels.{name}") for name in names})
+    from scaler_triton.kernels import clip, launch, measure, norm, spike, table, trial, unscale, update_scale
+
+    modules = clip, launch, measure, norm, spike, table, trial, unscale, update_scale
+    return SimpleNamespace(**{module.__name__.rpartition(".")[2]: module for module in modules})
 
 
 def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task, place: str) -> tuple[Backend, str]:

@@ -250,7 +250,7 @@ def numbers(config: LaunchConfig) -> list[int]:
 def gpu_workloads(l2_bytes: int) -> Workloads:
     """Return one span four times as large as the L2 cache, and 2000 tensors from 16 to 262,144 elements."""
     span_bytes = max(4 * l2_bytes, 64 * 2**20)
-    draw = random.Random(0)
+    draw = random.Random(0)  # noqa: S311
     mixed = [int(2 ** draw.uniform(4, 18)) for _ in range(2000)]
     return lambda itemsize: {"span": [span_bytes // itemsize], "mixed": mixed}
 
