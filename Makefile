@@ -64,7 +64,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 fuzz soak faults mutants simulate pretend: $(VENV)/ready
 fuzz:
-	SCALER_TRITON_FUZZ=$(PROGRAMS) $(if $(SEED),SCALER_TRITON_FUZZ_SEED=$(SEED)) $(PYTEST) tests/fuzz -s --durations=5
+	SCALER_TRITON_FUZZ=$(PROGRAMS) $(if $(SEED),SCALER_TRITON_FUZZ_SEED=$(SEED)) $(PYTEST) tests/fuzz --durations=5
 soak faults:
 	$(PYTEST) $(SPREAD) tests/nightly/$@
 pretend:

@@ -26,7 +26,7 @@ STEPS, RANKS = 5, 2
 NUMELS = [1024] * 2000
 PART = f"of a step's scaler, {len(NUMELS)} gradients"
 # Our launch functions: how many kernels each launches, and how often these read or write a gradient's bytes, as
-# tests/nightly/test_traffic.py counts in the compiled ones.
+# tests/nightly/simulator/test_traffic.py counts in the compiled ones.
 KERNELS = {
     ("unscale", "launch_unscale"): (1, 2),
     ("unscale", "launch_check"): (1, 1),

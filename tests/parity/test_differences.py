@@ -195,7 +195,7 @@ def test_9_bf16_gradients_on_the_gpu() -> None:
         assert flags(scaler, optimizer) == [1.0]
 
 
-# Number 9's other half, fp64 in double, is test_gradients.test_fp64_beyond_fp32_is_finite.
+# Number 9's other half, fp64 in double: the kind "fp64" of tests/unit/test_gradients.py.
 
 
 @differs(11, ours=[0.0], torchs=re.compile(r"RuntimeError: unscale_\(\) has already been called"))
