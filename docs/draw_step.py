@@ -1,8 +1,8 @@
 """Draw `step.svg`: what the scaler does in one clipped FSDP2 step, torch's beside ours.
 
 Counted, not timed: torch's ops, those of 2.13, and our launches, for one dtype on one GPU with a plain AdamW.
-`tests/nightly/simulator/test_traffic.py` counts the bytes of our passes. Widths of passes are the bytes they move per fp32
-element; everything else is drawn in the same small width.
+`tests/nightly/simulator/test_traffic.py` counts the bytes of our passes. Widths of passes are the bytes they move per
+fp32 element; everything else is drawn in the same small width.
 """
 
 from dataclasses import dataclass
