@@ -153,3 +153,45 @@ def test_a_check_that_fails_ends_its_step_in_a_loop_without_update(two, name, ho
     assert [bool(error) for error in failed] == is_bad
     assert [error.startswith(TOLD) for error in told] == [bad and name == "adamw" for bad in is_bad]
     assert first == second == [[not bad for bad in is_bad], [[2.0] * WINDOW], ScalerStats(5, 1, 0, 0, 0, bad_step + 1)]
+
+
+def checked_before_a_joint_clip(rank: int) -> list[list[float]]:
+    """A framework has the second optimizer checked before both are clipped, then both, too; the windows after that."""
+    guard, params = new_scaler("guard"), [cases.plain_param(1), cases.plain_param(1)]
+    optimizers = [new_optimizer("sgd", [param]) for param in params]
+    for step in range(4):
+        for param, norm in zip(params, (3.0, 4.0), strict=True):
+            param.grad = torch.full((1,), norm * 2**step)
+        for optimizer in {1: optimizers[1:], 2: optimizers}.get(step, []):
+            guard._check_inf_per_device(optimizer)
+        guard.clip_grad_norm_(optimizers, 1.0)
+        for optimizer in optimizers:
+            guard.step(optimizer)
+        guard.update()
+    return cases.windows(guard)
+
+
+def test_of_checks_before_a_joint_clip_its_own_window_keeps_none(two):
+    assert two.run(checked_before_a_joint_clip) == [[[5.0, 10.0, 20.0, 40.0], [8.0, 16.0]]] * 2
+
+
+def resumed(rank: int, clip: bool) -> list[list[float]]:
+    """In the first step after a checkpoint rank 1 cannot check the first of two optimizers; the windows then."""
+    guard, params = new_scaler("guard"), [cases.plain_param(4), cases.plain_param(4)]
+    saved = guard.state_dict()
+    saved["scaler_triton"]["windows"] = [[2.0] * WINDOW, [8.0] * WINDOW]
+    guard.load_state_dict(saved)
+    optimizers = [new_optimizer("sgd", [param]) for param in params]
+    params[0].grad = torch.ones(1).expand(4) if rank == 1 else torch.ones(4)
+    params[1].grad = torch.full((4,), 4.0)
+    for optimizer in optimizers:
+        if clip:
+            said(guard.clip_grad_norm_, optimizer, 1.0)
+        said(guard.step, optimizer)
+    guard.update()
+    return cases.windows(guard)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_norms_of_a_checkpoint_find_their_optimizers_though_a_check_fails(two, clip):
+    assert two.run(resumed, clip) == [[[2.0] * WINDOW, [8.0] * WINDOW]] * 2
