@@ -204,6 +204,17 @@ def test_optimizers_and_accelerators_can_be_pickled():
     assert other.scaler.stats().skipped == 1
 
 
+@PLAIN_AND_FUSED
+def test_who_asks_only_after_the_next_clipping_is_told_of_the_step_before(options):
+    accelerator, layer, optimizer = ready("AdamW", **options)
+    backward(accelerator, layer, value=INF)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(accelerator, layer)
+    norm_of(accelerator, layer)
+    assert optimizer.step_was_skipped
+
+
 @pytest.mark.parametrize(("norm_type", "norm"), [(2, 5.0), (1.0, 7.0), (INF, 4.0)])
 def test_clips_a_single_tensor_by_any_norm_and_leaves_what_no_optimizer_holds_to_accelerate(norm_type, norm):
     accelerator, layer, _ = ready()

@@ -379,7 +379,7 @@ def a_wrappers_state_under_its_own_id(run: Run, variant: Any) -> None:
 
 
 class Container:
-    """Several optimizers stepped as one, without weak references to itself."""
+    """Several optimizers stepped as one, without weak references to itself; its groups can only be iterated over."""
 
     __slots__ = ("optimizers",)
 
@@ -388,7 +388,7 @@ class Container:
 
     @property
     def param_groups(self) -> Any:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
 
     def step(self) -> None:
         for optimizer in self.optimizers:
