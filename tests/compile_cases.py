@@ -95,12 +95,13 @@ def theirs(place: Place) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(place.device, **SETTINGS)
 
 
-def in_parts(place: Place, name: str, clip: str, new_scaler: Any, **options: Any) -> list[Tensor]:
+def in_parts(place: Place, name: str, clip: str, new_scaler: Any) -> list[Tensor]:
     """Train with the loss and the optimizer's step compiled, and the scaler between."""
     net = fresh_net(place.device)
     optimizer = OPTIMIZERS[name](net.parameters())
-    loss_of = torch.compile(lambda inputs, factor: net(inputs).square().mean() * factor, fullgraph=True, **options)
-    optimizer.step = torch.compile(optimizer.step, **options)  # type: ignore[method-assign]
+    how = {"backend": "aot_eager"}
+    loss_of = torch.compile(lambda inputs, factor: net(inputs).square().mean() * factor, fullgraph=True, **how)
+    optimizer.step = torch.compile(optimizer.step, **how)  # type: ignore[method-assign]
     scaler = new_scaler(place)
     return run(whole_step(net, optimizer, scaler, clip, loss_of), net, scaler)
 

@@ -1,6 +1,7 @@
 """Where we differ from torch: the complete list, by number, each beside what torch does (docs/differences.md).
 
 A row runs with torch's class and with ours, and says what each leaves. The rest are tests with a number in their name.
+Elsewhere are 10 and 17, in tests/ranks/test_patching.py and test_dtensor.py, and 22, in tests/unit/test_patching.py.
 """
 
 import copy
@@ -10,7 +11,6 @@ import pickle
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,15 +27,7 @@ TINY = 2.0**-126
 SCALE = 4.0
 DIVIDED, DIVIDED_TWICE, SCALED = [-1.0], [-0.25], [-4.0]  # what steps make of a gradient of 8 at SCALE
 
-ROOT = Path(__file__).parents[2]
 EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
-# Tests in other folders that show a number without having it in their name.
-ELSEWHERE = {
-    10: "test_otherwise_it_warns_once_at_the_line_that_called_the_scaler_and_strict_refuses_it_then",
-    17: "test_partial_gradients_whose_sum_overflows_spare_the_weights",
-    22: "test_what_is_replaced_on_torchs_class_reaches_ours_under_a_patch",
-}
-
 Row = Callable[..., Any]
 ROWS: dict[str, tuple[Row, Any, Any]] = {}
 
@@ -60,29 +52,6 @@ def assert_ends(row: Row, run: Run, expected: Any) -> None:
         assert expected.match(left)
     else:
         assert left == expected
-
-
-def numbers_told() -> list[int]:
-    page = (ROOT / "docs" / "differences.md").read_text()
-    return [int(number) for number in re.findall(r"^(\d+)\. ", page, re.MULTILINE)]
-
-
-def test_the_readme_says_how_many_there_are() -> None:
-    numbers = numbers_told()
-    assert numbers == sorted(set(numbers))
-    assert f"the {len(numbers)} numbered" in (ROOT / "README.md").read_text()
-
-
-def test_every_number_has_a_test() -> None:
-    names = {
-        name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
-    }
-    assert set(ELSEWHERE.values()) <= names
-    named = {int(found[1]) for name in names if (found := re.match(r"test_(\d\d?)_", name))}
-    rows = {int(name.partition("-")[0]) for name in ROWS}
-    assert sorted(named | rows | set(ELSEWHERE)) == numbers_told()
 
 
 @differs(1, ours=[0.0], torchs=DIVIDED)

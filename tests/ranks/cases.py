@@ -420,15 +420,12 @@ def train(
     return replace(report, step_counts=step_counts(optimizer), finite=finite, windows=windows(scaler))
 
 
-def laid_out(
-    rank: int, kind: str, layout: str, name: str, faults: Iterable[Fault], *, unscale: bool = False, gradless: Any = ()
-) -> Report:
-    """Train parameters in a named layout; `gradless` ranks have no gradients."""
+def laid_out(rank: int, kind: str, layout: str, name: str, faults: Iterable[Fault], *, unscale: bool = False) -> Report:
+    """Train parameters in a named layout."""
     scaler, params = new_scaler(kind), LAYOUTS[layout]()
     # A param group each: fused kernels refuse a DTensor beside a plain parameter.
     optimizer = new_optimizer(name, [{"params": [param]} for param in params])
-    backward = giving(scaler, params, range(len(params)) if rank in gradless else ())
-    return train(rank, scaler, optimizer, backward, faults, unscale=unscale)
+    return train(rank, scaler, optimizer, giving(scaler, params), faults, unscale=unscale)
 
 
 def step_counts(optimizer: torch.optim.Optimizer) -> list[float]:

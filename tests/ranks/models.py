@@ -9,13 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -27,7 +21,7 @@ WIDTH = 8
 BATCH = 8  # over all ranks together
 MAX_NORM = 0.05  # small enough to clip at every step
 
-Wrap = Callable[..., nn.Module]
+Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Net(nn.Module):
@@ -44,26 +38,18 @@ class Net(nn.Module):
 
 
 def _fsdp1(strategy: ShardingStrategy, orig: bool, mesh: Callable[[], Any] = lambda: None) -> Wrap:
-    def wrap(net: nn.Module, half: bool = False) -> nn.Module:
-        return FullyShardedDataParallel(
-            net,
-            sharding_strategy=strategy,
-            use_orig_params=orig,
-            device_id=cases.this_device(),
-            device_mesh=mesh(),
-            mixed_precision=MixedPrecision(param_dtype=torch.float16) if half else None,
-        )
+    def wrap(net: nn.Module) -> nn.Module:
+        options = {"sharding_strategy": strategy, "use_orig_params": orig, "device_mesh": mesh()}
+        return FullyShardedDataParallel(net, device_id=cases.this_device(), **options)
 
     return wrap
 
 
 def _fsdp2(mesh: Callable[[], Any]) -> Wrap:
-    def wrap(net: nn.Module, half: bool = False) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-        options = {"mesh": mesh(), "mp_policy": policy if half else MixedPrecisionPolicy()}
+    def wrap(net: nn.Module) -> nn.Module:
         for layer in net.children():
-            fully_shard(layer, **options)
-        return fully_shard(net, **options)
+            fully_shard(layer, mesh=mesh())
+        return fully_shard(net, mesh=mesh())
 
     return wrap
 
@@ -75,15 +61,15 @@ def _rows() -> Any:
 def _over_tp(wrap: Wrap) -> Wrap:
     """Wrap a net whose linear layers are cut along the second dimension of the square."""
 
-    def wrap_cut(net: nn.Module, half: bool = False) -> nn.Module:
+    def wrap_cut(net: nn.Module) -> nn.Module:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        return wrap(parallelize_module(net, cases.square()["tp"], plan), half)
+        return wrap(parallelize_module(net, cases.square()["tp"], plan))
 
     return wrap_cut
 
 
 def _ddp(mesh: Callable[[], Any] = lambda: None) -> Wrap:
-    return lambda net, half=False: nn.parallel.DistributedDataParallel(net, device_mesh=mesh())
+    return lambda net: nn.parallel.DistributedDataParallel(net, device_mesh=mesh())
 
 
 WRAPPERS: dict[str, Wrap] = {
@@ -164,13 +150,11 @@ class Outcome:
     distance: float
 
 
-def against_one_process(
-    rank: int, kind: str, wrapper: str, name: str, faults: Sequence[Fault], *, half: bool = False, clip: str = ""
-) -> Outcome:
+def against_one_process(rank: int, kind: str, wrapper: str, name: str, faults: Sequence[Fault], clip: str) -> Outcome:
     """Train a wrapped model on this rank's part of each batch, and the bare one on all of it, which torch clips."""
     net = Net()
     bare = copy.deepcopy(net)
-    model = WRAPPERS[wrapper](net, half)
+    model = WRAPPERS[wrapper](net)
     scaler = cases.new_scaler(kind)
     report, norms = train(rank, model, scaler, name, faults, clip=clip, part=part_of(wrapper, rank))
     skipped = [Fault(step, rank) for step in {fault.step for fault in faults}]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from ranks import cases
-from ranks.cases import NAMES, UNSCALE, Fault, assert_agreed, laid_out, new_optimizer, new_scaler, plain_param
+from ranks.cases import UNSCALE, Fault, assert_agreed, laid_out, new_optimizer, new_scaler, plain_param
 
 pytestmark = pytest.mark.distributed
 
@@ -26,19 +26,6 @@ def test_one_overflow_skips_everywhere(ranks, name, value, unscale):
     fault = Fault(1, ranks.world_size - 1, value=value)  # a bug that listens to rank 0 alone must not pass
     reports = ranks.run(laid_out, "sharded", "plain", name, [fault], unscale=unscale)
     assert_agreed(reports, [1])
-
-
-@UNSCALE
-@NAMES
-@pytest.mark.parametrize("gradless", [[0], [1], [0, 1]])
-@pytest.mark.parametrize(
-    ("kind", "layout"), [("sharded", "plain"), ("sharded", "line-shards"), ("grad", "line-shards")]
-)
-def test_a_rank_without_gradients_follows(ranks, kind, layout, name, gradless, unscale):
-    faults = [Fault(1, rank) for rank in {0, 1} - {*gradless}]
-    reports = ranks.run(laid_out, kind, layout, name, faults, unscale=unscale, gradless=gradless)
-    assert_agreed(reports, [1] * len(faults))
-    assert [reports[rank].stepped for rank in gradless] == [[None] * cases.STEPS] * len(gradless)
 
 
 # Ranks that differ from each other.

@@ -44,14 +44,6 @@ def sgd(*params: Tensor) -> torch.optim.Optimizer:
     return cases.new_optimizer("sgd", params)
 
 
-def ddp_ignoring(net: nn.Module) -> nn.Module:
-    """DDP that leaves one parameter to the ranks."""
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["norm.weight"])
-    wrapped = nn.parallel.DistributedDataParallel(net)
-    net.norm.weight.data.fill_(dist.get_rank())
-    return wrapped
-
-
 def trained(rank: int, whose: str, wrapper: str, bad: list[int]) -> AuditReport:
     """Train a wrapped model for four steps, in the third of which some ranks' gradients overflow, then audit."""
     scaler = new_scaler("sharded", cases.TORCHS if whose == "torch" else cases.OURS)
@@ -64,7 +56,7 @@ def trained(rank: int, whose: str, wrapper: str, bad: list[int]) -> AuditReport:
 
 def flipped(rank: int, wrapper: str, bad: int, at: int = -1, with_model: bool = True, **options: Any) -> AuditReport:
     """Audit a wrapped model, in which one bit of one of the bad rank's parameters is flipped."""
-    model = (ddp_ignoring if wrapper == "ddp, but one" else models.WRAPPERS[wrapper])(models.Net())
+    model = models.WRAPPERS[wrapper](models.Net())
     if rank == bad:
         flip(list(model.parameters())[at])
     return audited(sgd(*model.parameters()), None, model if with_model else None, **options)
@@ -95,10 +87,6 @@ def a_rank_fails(rank: int, bad: int, what: str) -> AuditReport:
     if rank == bad and what == "steps":
         optimizer.state[param] = {"step": torch.ones((), device="meta")}
     return audited(optimizer, "none" if rank == bad and what == "scaler" else None)
-
-
-def disabled_on(rank: int, ranks: list[int]) -> AuditReport:
-    return audited(sgd(plain_param(3)), new_scaler("grad", enabled=rank not in ranks))
 
 
 def in_group(rank: int) -> AuditReport | str:
@@ -196,14 +184,6 @@ def test_plain_parameters_that_differ_are_no_split_unless_they_are_replicas(two)
     assert "Plain parameters: 1 of 2 differ: group 0 parameter 0 (3,). Nothing says" in str(unsaid)
     assert [(each.verdict, "Plain" in str(each)) for each in (unsaid, said)] == [("agree", True), ("split", False)]
     assert "6 of 6 are equal" in str(agreed(two.run(flipped, "ddp", NOBODY, with_model=False)))
-    ignored = agreed(two.run(flipped, "ddp, but one", NOBODY))
-    assert (ignored.verdict, "1 of 1 differ: module.norm.weight." in str(ignored)) == ("agree", True)
-
-
-def test_a_scaler_that_is_off_on_one_rank_is_a_split(two):
-    answer = agreed(two.run(disabled_on, [1]))
-    assert list(answer.differences) == ["scale: 8 (unused) on rank 0; disabled on rank 1"]
-    assert agreed(two.run(disabled_on, [0, 1])).verdict == "agree"
 
 
 @pytest.mark.parametrize(("what", "text"), [("steps", "RuntimeError: "), ("scaler", "TypeError: scaler must ")])

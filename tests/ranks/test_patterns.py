@@ -1,7 +1,6 @@
 """What public training code of several ranks does to a scaler ends as with torch's class, to the bit."""
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ranks import cases
 from ranks.models import WRAPPERS, Net
@@ -102,15 +100,6 @@ def look_around(scaler: Any) -> None:
         str(scaler.overflow_report())
 
 
-def whole_parameters_between_unscaling_and_step(run: Run) -> None:
-    model, scaler, optimizer = run.begin(fsdp1())
-    for _ in run.steps(model, scaler, optimizer):
-        scaler.unscale_(optimizer)
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-            assert all(parameter.numel() for parameter in model.parameters())
-        model.clip_grad_norm_(0.5)
-
-
 def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
     """DDP's ranks hold equal gradients, so a scaler needs no other rank, even one that is through."""
     begun = run.begin(nn.parallel.DistributedDataParallel(Net()))
@@ -118,21 +107,9 @@ def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
         deque(run.steps(*begun, STEPS - 2 * run.rank), maxlen=0)
 
 
-def states_split_over_the_ranks(run: Run) -> None:
-    """`ZeroRedundancyOptimizer` under DDP: each rank steps its part of the parameters, and sends it to the others."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # its module scripts other optimizers
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    for fused in (False, True):
-        model, scaler, _ = run.begin(nn.parallel.DistributedDataParallel(Net()))
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.125, fused=fused)
-        deque(run.steps(model, scaler, optimizer), maxlen=0)
-
-
-BOTH = [flags_that_the_loop_reduces, states_split_over_the_ranks]
+BOTH = [flags_that_the_loop_reduces]
 GRAD = [a_scale_from_the_first_rank, inputs_that_end_earlier_on_one_rank]
-SHARDED = [a_first_rank_that_looks_and_saves, whole_parameters_between_unscaling_and_step]
+SHARDED = [a_first_rank_that_looks_and_saves]
 PATTERNS = [*(("grad", each) for each in BOTH + GRAD), *(("sharded", each) for each in BOTH + SHARDED)]
 
 

@@ -1,6 +1,5 @@
-"""Differences 18 and 23 over ranks: steps after `update`, batches after a step that did not return, and new batches."""
+"""Differences 18 and 23 over ranks: steps after `update`, and batches after a step that did not return."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
@@ -73,25 +72,6 @@ def test_postponed_step_divides_once_on_every_rank(two, kind, layout, name, faul
         assert rest == [*outcomes[0][1:]]
 
 
-def skipped_by_hand(rank: int, kind: str, layout: str, name: str, gradless: int) -> Any:
-    """All ranks overflow and go on without a step; one of them never has gradients."""
-    scaler, param = new_scaler(kind), _param(layout)
-    optimizer = new_optimizer(name, [param])
-    _begin(scaler, param, without=rank == gradless)
-    if rank != gradless:
-        cases.values_of(param.grad).fill_(math.inf)
-    scaler.unscale_(optimizer)
-    scaler.update()
-    _begin(scaler, param, without=rank == gradless)
-    return outcome(scaler, optimizer, param)
-
-
-@WAYS
-def test_a_rank_that_never_has_gradients_does_not_repeat_an_old_overflow(two, kind, layout, name):
-    expected = [(values, 1, INIT_SCALE / 2) for values in (stepped(INIT_SCALE / 2), [1.0] * 6)]
-    assert two.run(skipped_by_hand, kind, layout, name, 1) == expected
-
-
 # Difference 23: a step that did not return.
 
 
@@ -119,23 +99,3 @@ def test_23_a_rank_whose_step_failed_joins_the_reduction_of_the_next_batch(two, 
 
 
 # A new batch in the tensors of the last one.
-
-
-def refilled(rank: int, kind: str, layout: str, name: str) -> Any:
-    """One iteration unscales and does not step; in the next new gradients are written into the kept tensors.
-
-    Rank 0 has no loss of its own, as a pipeline's inner stage: it scales a zero.
-    """
-    scaler, param = new_scaler(kind), _param(layout)
-    optimizer = new_optimizer(name, [param])
-    _begin(scaler, param)
-    scaler.unscale_(optimizer)
-    scaler.update()
-    scaler.scale(torch.zeros(()) if rank == 0 else torch.ones(()))
-    cases.values_of(param.grad).data.fill_(GRADIENT)  # which no version counter shows
-    return outcome(scaler, optimizer, param)
-
-
-@WAYS
-def test_gradients_in_the_tensors_of_the_last_ones_are_divided_on_every_rank(two, kind, layout, name):
-    assert two.run(refilled, kind, layout, name) == [(stepped(INIT_SCALE), 1, INIT_SCALE * 2)] * 2

@@ -1,11 +1,9 @@
-"""A rank that raises, dies or is cut off: the others get torch's error in time, and nothing of theirs is touched."""
+"""A rank that raises or is cut off: the others get torch's error in time, and nothing of theirs is touched."""
 
 import os
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -160,32 +158,3 @@ def test_the_reduction_fails_half_way(pool, variant, garbage):
         assert (failed.error, failed.stage, again.error) == ("ConnectionError: link lost", "UNSCALED", "")
         assert failed[3:] == again[3:] == SKIPS
         assert (good.error, good[3:]) == ("", (True, INIT_SCALE / 2, 0, [0.0], False))
-
-
-# A rank is killed in the reduction.
-
-
-def killed(rank: int, variant: Variant, on_its_way: bool) -> list[Outcome]:
-    """Rank 1 dies before it joins the reduction, or with it on its way."""
-    scaler, optimizer = _set_up(variant)
-    limit_collectives(LIMIT)
-    reduce = dist.all_reduce
-
-    def dying(*args: Any, **kwargs: Any) -> None:
-        if on_its_way:
-            reduce(*args, **kwargs, async_op=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with mock.patch.object(dist, "all_reduce", dying) if rank == 1 else nullcontext():
-        return [_attempt(scaler, method, optimizer) for method in (variant.method, "step")]
-
-
-@pytest.mark.parametrize(("variant", "on_its_way"), [(VARIANTS[2], False), (VARIANTS[0], True)], ids=["before", "amid"])
-def test_a_rank_dies_in_the_reduction(pool, variant, on_its_way):
-    survivor, dead = run(pool, killed, variant, on_its_way)
-    assert dead.error == "RankDied: exit code -9"
-    failed, again = survivor.value
-    if on_its_way and not failed.error:  # all had been sent: the step was agreed
-        assert (failed.params_changed, failed.flags) == (True, [0.0])
-    else:
-        assert_untouched(failed, again)
