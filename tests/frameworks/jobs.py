@@ -91,7 +91,7 @@ def batches(part: int = 0, bad: Collection[int] = BAD_STEPS, steps: int = STEPS)
     return [batch * math.inf if step in bad else batch for step, batch in enumerate(made)]
 
 
-def guarded_batches(bad: int | None, factor: float, steps: int = STEPS) -> list[Tensor]:
+def guarded_batches(bad: int, factor: float, steps: int = STEPS) -> list[Tensor]:
     """Return fp32 batches, the bad one times a factor: infinite, or `SPIKE`."""
     made = [batch.float() for batch in batches(bad=(), steps=steps)]
     return [batch * factor if step == bad else batch for step, batch in enumerate(made)]

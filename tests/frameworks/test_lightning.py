@@ -321,10 +321,6 @@ def test_a_plugin_for_a_guard_refuses_what_is_none() -> None:
         lightning.step_guard_precision(cls, GradScaler("cpu"), device="cpu")
     with pytest.raises(TypeError, match="scaler must be a GradScaler or ShardedGradScaler of scaler_triton"):
         lightning.mixed_precision(cls, StepGuard("cpu"), device="cpu")
-    module = module_of("sgd", jobs.guarded_batches(None, 1.0))
-    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        fit(guard_plugin(precision="32-true"), module)
 
 
 # Ranks, one of which overflows.

@@ -39,7 +39,6 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "guard_lightning.py": (0, "lightning", GUARDED, set()),
     "torchtitan_style.py": (RANKS, "torch", GUARDED, set()),
 }
-CHECKPOINT, METRICS = "checkpoint.py", "log_metrics.py"  # have tests of their own
 # Another of the same kind is run each time, these with `make test-frameworks`.
 HEAVY = {"with_fabric.py", "dinov2_style.py", "trainer_metrics.py", "guard.py ddp", "guard_lightning.py"}
 # Beginnings of what others warn of: the Trainer and its data loader, Lightning's advice, torch about both and itself.
@@ -92,7 +91,7 @@ def test_a_recipe_does_what_it_says(recipe: str, folder: Path) -> None:
 
 def test_tensorboard_reads_what_was_logged(folder: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    assert " bits of headroom, " in run(METRICS, folder, 0)
+    assert " bits of headroom, " in run("log_metrics.py", folder, 0)
     read = events.EventAccumulator(str(folder / "runs")).Reload()
     assert [tag.partition("/")[0] for tag in read.Tags()["scalars"]] == ["scaler"] * 11
     assert [(each.step, each.value) for each in read.Scalars("scaler/updates")] == [(n, n) for n in (10, 20, 30, 40)]
@@ -102,16 +101,9 @@ def test_tensorboard_reads_what_was_logged(folder: Path) -> None:
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path) -> None:
     """Two ranks even where there is one GPU; then one, by torchrun's variables."""
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    assert run(CHECKPOINT, folder, 2, str(folder), **on_cpu) == "3 updates, scale 512.0\n" * 2
+    assert run("checkpoint.py", folder, 2, str(folder), **on_cpu) == "3 updates, scale 512.0\n" * 2
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    assert run(CHECKPOINT, folder, 0, str(folder), **on_cpu, **alone) == "6 updates, scale 2048.0\n"
-
-
-def test_every_recipe_is_run_and_shown() -> None:
-    files = {path.name for path in (DOCS / "recipes").glob("*.py")}
-    assert files == {*(recipe.split()[0] for recipe in RECIPES), CHECKPOINT, METRICS}
-    pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
-    assert [name for name in files if f"{{literalinclude}} recipes/{name}\n" not in pages] == []
+    assert run("checkpoint.py", folder, 0, str(folder), **on_cpu, **alone) == "6 updates, scale 2048.0\n"
 
 
 # page -> what it needs, and what holds when its blocks have run

@@ -44,6 +44,14 @@ def sgd(*params: Tensor) -> torch.optim.Optimizer:
     return cases.new_optimizer("sgd", params)
 
 
+def ddp_ignoring(net: nn.Module) -> nn.Module:
+    """DDP that leaves one parameter to the ranks."""
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["norm.weight"])
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    net.norm.weight.data.fill_(dist.get_rank())
+    return wrapped
+
+
 def trained(rank: int, whose: str, wrapper: str, bad: list[int]) -> AuditReport:
     """Train a wrapped model for four steps, in the third of which some ranks' gradients overflow, then audit."""
     scaler = new_scaler("sharded", cases.TORCHS if whose == "torch" else cases.OURS)
@@ -56,7 +64,7 @@ def trained(rank: int, whose: str, wrapper: str, bad: list[int]) -> AuditReport:
 
 def flipped(rank: int, wrapper: str, bad: int, at: int = -1, with_model: bool = True, **options: Any) -> AuditReport:
     """Audit a wrapped model, in which one bit of one of the bad rank's parameters is flipped."""
-    model = models.WRAPPERS[wrapper](models.Net())
+    model = (ddp_ignoring if wrapper == "ddp, but one" else models.WRAPPERS[wrapper])(models.Net())
     if rank == bad:
         flip(list(model.parameters())[at])
     return audited(sgd(*model.parameters()), None, model if with_model else None, **options)
@@ -184,6 +192,8 @@ def test_plain_parameters_that_differ_are_no_split_unless_they_are_replicas(two)
     assert "Plain parameters: 1 of 2 differ: group 0 parameter 0 (3,). Nothing says" in str(unsaid)
     assert [(each.verdict, "Plain" in str(each)) for each in (unsaid, said)] == [("agree", True), ("split", False)]
     assert "6 of 6 are equal" in str(agreed(two.run(flipped, "ddp", NOBODY, with_model=False)))
+    ignored = agreed(two.run(flipped, "ddp, but one", NOBODY))
+    assert (ignored.verdict, "1 of 1 differ: module.norm.weight." in str(ignored)) == ("agree", True)
 
 
 @pytest.mark.parametrize(("what", "text"), [("steps", "RuntimeError: "), ("scaler", "TypeError: scaler must ")])
