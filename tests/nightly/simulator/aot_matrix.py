@@ -6,10 +6,7 @@ Run in a process of its own, without TRITON_INTERPRET: the interpreter does not 
 either interpreted kernels or compiled ones.
 """
 
-import ast
-import inspect
 import json
-import linecache
 import re
 import subprocess
 import sys
@@ -23,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scaler_triton.kernels import abi, config, launch, norm, unscale
+from scaler_triton.kernels import abi, config, launch
 from scaler_triton.kernels.clip import _clip_kernel
 from scaler_triton.kernels.config import CANDIDATES, DEFAULT, MEASURING, WARP_LANES
 from scaler_triton.kernels.measure import _BLOCK, _WARPS, _add_measured_kernel
@@ -80,35 +77,6 @@ def variants():
         yield f"judge-{size}", _judge_kernel, {"BLOCK_SIZE": size}, warps_of(size), False
 
 
-class _Remover(ast.NodeTransformer):
-    """Removes each branch of MEASURE, and all that measures."""
-
-    def visit_ImportFrom(self, node):
-        return None if node.module == "scaler_triton.kernels.measure" else node
-
-    def visit_If(self, node):
-        self.generic_visit(node)
-        return node.orelse if ast.unparse(node.test) == "MEASURE" else node
-
-
-def without_measuring(module):
-    """The names of a module whose source has had everything removed that measures: what it was before it could."""
-    source = ast.unparse(_Remover().visit(ast.parse(inspect.getsource(module))))
-    file = f"<{module.__name__} without measuring>"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton asks for the source
-    names = {"__name__": file}
-    exec(compile(source, file, "exec"), names)
-    return names
-
-
-def variants_before():
-    """As `variants`, for the passes that may measure, of sources without that."""
-    before = without_measuring(norm) | without_measuring(unscale)
-    for name, kernel, constants, num_warps, *_ in variants():
-        if constants.get("MEASURE") is False:
-            yield name, before[kernel.fn.__name__], constants, num_warps
-
-
 def config_variants():
     """As `variants`, for every launch configuration that `tune` may choose or a file of this package holds."""
     for name in config.MODES:
@@ -163,19 +131,8 @@ def report_ptx(compiled):
         "sqrt_rn_f64": len(re.findall(r"\bsqrt\.rn\.f64", ptx)),
         "fuses": "fma." in ptx,
         "mul_f64": len(re.findall(r"\bmul(?:\.rn)?\.f64", ptx)),
-        "instructions": instructions_of(compiled),
         **report_resources(compiled),
     }
-
-
-def instructions_of(compiled):
-    """The instructions; registers get their numbers in the order of their use, parameters and labels none."""
-    if "amdgcn" in compiled.asm:
-        return re.findall(r"^\t([a-z][^;\n]*)", compiled.asm["amdgcn"], re.MULTILINE)
-    ptx, numbers = compiled.asm["ptx"], {}
-    body = re.sub(r"param_\d+|\$L\w+", "", ptx[ptx.index("{") :])
-    body = re.sub(r"%[a-z]+\d+", lambda found: f"%{numbers.setdefault(found[0], len(numbers))}", body)
-    return re.findall(r"^\s+((?:@!?%\d+ )?\s*[a-z][^;\n]*);", body, re.MULTILINE)
 
 
 def report_resources(compiled):
@@ -196,7 +153,6 @@ def report_amdgcn(compiled):
     return {
         "wide_loads": len(re.findall(r"\b(?:buffer|global)_load_dwordx4", code)),
         "wide_stores": len(re.findall(r"\b(?:buffer|global)_store_dwordx4", code)),
-        "instructions": instructions_of(compiled),
         "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
         "spilled": int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
     }
@@ -208,8 +164,6 @@ def jobs():
         report = report_amdgcn if target.backend == "hip" else report_ptx
         for variant in variants():
             yield f"{target_name}-{variant[0]}", target, report, variant
-        for variant in variants_before():
-            yield f"before-{target_name}-{variant[0]}", target, instructions_of, variant
     for variant in config_variants():
         yield f"config-{variant[0]}", TARGETS[CONFIG_TARGET], report_resources, variant
 
