@@ -18,8 +18,7 @@ import torch
 import pretended_gpu
 from perf.__main__ import QUESTIONS
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).parents[3]
 TESTS = ["tests/unit", "tests/parity", "tests/gpu", "tests/nightly/faults"]
 # Timed for minutes where a launch takes milliseconds; and Inductor's own kernels, of which the simulator knows little.
 LEFT_OUT = ["tests/unit/cli/test_tune.py", "tests/parity/test_compile_inductor.py"]

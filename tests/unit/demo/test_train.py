@@ -1,10 +1,8 @@
 """What is trained in one process."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tabulate")
@@ -14,15 +12,6 @@ from scaler_triton.demo.show import judge
 from scaler_triton.demo.train import Config, train_alone, train_rank
 
 SINGLE = Config("ours", "single", "adamw", 24, 1, size=ModelSize(layers=2, width=16, heads=2, context=16))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Have this process sum in the order of a rank."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "sgd"])

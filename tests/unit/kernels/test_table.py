@@ -33,14 +33,6 @@ def test_chunk_map_of_huge_tensors():
     assert table.chunk_tensors[[0, chunks, chunks + 1, chunks + 2, -1]].tolist() == [0, 0, 1, 2, 2]
 
 
-def test_equal_addresses_are_not_copied_again():
-    table = GradTable([1, 1], torch.float32, DEVICE)
-    table.set_addresses([16, 32])
-    table.addresses.fill_(-1)  # would be overwritten by a copy
-    table.set_addresses([16, 32])
-    assert table.addresses.tolist() == [-1, -1]
-
-
 def test_after_an_interrupted_copy_the_addresses_before_are_sent_again():
     """The copy has arrived, but nothing after it has run: Ctrl-C in a notebook, whose next step has the old ones."""
     table = GradTable([1, 1], torch.float32, DEVICE)
