@@ -18,8 +18,7 @@ import torch
 import pretended_gpu
 from perf.__main__ import QUESTIONS
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).parents[3]
 TESTS = ["tests/unit", "tests/parity", "tests/gpu", "tests/nightly/faults"]
 # Timed for minutes where a launch takes milliseconds; and Inductor's own kernels, of which the simulator knows little.
 LEFT_OUT = ["tests/unit/cli/test_tune.py", "tests/parity/test_compile_inductor.py"]
@@ -38,10 +37,10 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return kept | pretended_gpu.environment(tmp_path_factory.mktemp("pretended_gpu"))
 
 
-def run(gpu: dict[str, str], *command: str, timeout: float, fails: bool = False) -> subprocess.CompletedProcess[str]:
+def run(gpu: dict[str, str], *command: str, timeout: float) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, *command]
     done = subprocess.run(words, env=gpu, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    assert (done.returncode != 0) is fails, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done
 
 
@@ -51,31 +50,6 @@ def passed(gpu: dict[str, str], *options: str) -> int:
     left_out = [f"--ignore={name}" for name in LEFT_OUT]
     said = run(gpu, "-m", "pytest", "-q", "-p", "no:cacheprovider", *spread, *left_out, *options, timeout=1800)
     return int(re.search(r"(\d+) passed", said.stdout)[1])
-
-
-def test_it_is_as_strict_as_a_gpu(gpu: dict[str, str]) -> None:
-    assert passed(gpu | TWO, str(HERE / "properties.py")) == 8
-
-
-# A kernel on the first GPU twice as it should be, first through Triton's dispatch, which would refuse; then with
-# a number of the device that is named.
-STRAY = """
-import sys, torch
-from scaler_triton.kernels.table import GradTable
-from scaler_triton.kernels.unscale import launch_unscale
-grad, table = torch.ones(8, device="cuda:0"), GradTable([8], torch.float32, torch.device("cuda", 0))
-table.set_addresses([grad.data_ptr()])
-for device in ("cuda:0", "cuda:0", sys.argv[1]):
-    launch_unscale(table, torch.ones((), device=device), torch.zeros((), device="cuda:0"), inverse=False)
-    print("launched", flush=True)
-"""
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_a_kernel_touches_nothing_but_its_gpus_memory(gpu: dict[str, str], device: str) -> None:
-    done = run(gpu | TWO, "-c", STRAY, device, timeout=60, fails=True)
-    assert done.stdout.splitlines() == ["launched"] * 2
-    assert "belong to no tensor of the launch" in done.stderr
 
 
 def test_what_needs_a_gpu_passes_on_it(gpu: dict[str, str]) -> None:

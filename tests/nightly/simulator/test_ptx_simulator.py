@@ -1,6 +1,5 @@
-"""The simulator finds the faults that it is there for; that it computes what a GPU would, the kernels' tests show."""
+"""The simulator finds the faults that it is there for; that it computes right is what the kernels' tests show."""
 
-import numpy as np
 import pytest
 import torch
 from kernel_cases import as_bits
@@ -12,8 +11,7 @@ pytestmark = pytest.mark.host_only
 THREADS = 64
 FRAME = """
 .visible .entry k(
-	.param .u64 .ptr .global .align 1 k_param_0,
-	.param .u64 k_param_1
+	.param .u64 .ptr .global .align 1 k_param_0
 )
 .reqntid 64
 {
@@ -32,10 +30,10 @@ $L__func_end0:
 """
 
 
-def run(code, tensor, n_programs=1):
+def run(code, tensor, *, n_programs=1):
     """Run `code` with each thread's element of `tensor`, of 4 bytes, at %rd2, and its number in %r1."""
     kernel = Kernel(FRAME.replace("CODE", code), shared_bytes=512)
-    kernel.run(n_programs, [tensor.data_ptr(), 0], [(tensor.data_ptr(), 4 * tensor.numel())])
+    kernel.run(n_programs, [tensor.data_ptr()], [(tensor.data_ptr(), 4 * tensor.numel())])
 
 
 LOAD, STORE = "ld.global.b32 %r2, [%rd2 + {}];", "st.global.b32 [%rd2 + {}], %r1;"
@@ -76,9 +74,3 @@ def test_programs_are_in_no_order():
     code = f"{which}\n{STORE.format(0)}\nbra.uni $L2;\n$L1:\n{LOAD.format(0)}\n$L2:"
     with pytest.raises(Fault, match="another one reads"):
         run(code, torch.zeros(THREADS), n_programs=2)
-
-
-def test_what_nobody_wrote_is_no_zero():
-    data = torch.zeros(THREADS)
-    run("st.global.b32 [%rd2], %r8;", data)
-    assert np.all(data.numpy() != 0)

@@ -1,8 +1,5 @@
 """What compiled kernels move, counted: a gradient's bytes once, and a few numbers for each program."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 from kernel_cases import DTYPES, INF, SIMULATED, Guarded, make_table
@@ -103,11 +100,3 @@ def test_a_judgement_reads_its_window_once_and_writes_one_norm_of_it(moved, leng
     numbers = 4 + 2 + 2  # of the header, the counters and the totals
     stored = 4 + 1  # the norm, the header's three numbers, the spikes
     assert moved() == {"_judge_kernel": {"loaded": 8 * (length - 1 + numbers), "stored": 8 * stored}}
-
-
-def test_the_figure_is_as_wide_as_what_clipping_moves(moved):
-    pytest.importorskip("matplotlib")
-    drawn = runpy.run_path(str(Path(__file__).parents[3] / "docs/draw_step.py"))["OURS"]
-    size, counted = clip(torch.float32), moved()
-    times = [sum(count // size for count in counted[name].values()) for name in ("_sum_squares_kernel", "_clip_kernel")]
-    assert [4 * each for each in times] == [work.moved for work in drawn if work.kind == "pass"]

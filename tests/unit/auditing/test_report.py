@@ -84,11 +84,6 @@ REPORTS: dict[str, tuple[Sequence[RankState], str]] = {
 }
 
 
-def test_of_many_names_the_first_few_are_told() -> None:
-    states = [state(rank, copies=[Copy(name, UNKNOWN, f"{rank}") for name in "abcdefgh"]) for rank in range(2)]
-    assert "\nPlain parameters: 8 of 8 differ: a, b, c, d, e, f and 2 more. " in str(judge(states))
-
-
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_whole_report(name: str) -> None:
     states, text = REPORTS[name]

@@ -25,15 +25,6 @@ def test_wrong_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         assert words[0] in capsys.readouterr().err
 
 
-def test_the_default_is_fsdp2_with_ours(packages: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from scaler_triton.demo import show
-
-    monkeypatch.setattr(show, "show", lambda *asked: shown.append(asked) or 1)
-    shown: list[object] = []
-    assert cli.main(["demo", "--out", str(tmp_path)]) == 1
-    assert shown == [("ours", "fsdp2", "adamw", 48, tmp_path / "demo.png")]
-
-
 @pytest.mark.parametrize("word", ["list", "fused-clip", "all"])
 def test_prove_runs_what_was_named(word: str, packages: None, monkeypatch: Any, capsys: Any) -> None:
     from scaler_triton.demo import proofs
@@ -43,12 +34,6 @@ def test_prove_runs_what_was_named(word: str, packages: None, monkeypatch: Any, 
     assert cli.main(["demo", "--prove", word]) == (0 if word == "list" else 1)
     assert asked == {"list": [], "all": list(proofs.CASES)}.get(word, [word])
     assert ("fused-then-plain" in capsys.readouterr().out) is (word == "list")
-
-
-@pytest.mark.parametrize("words", [["--fsdp1"], ["--optimizer", "sgd"], ["--steps", "7"]])
-def test_prove_refuses_what_it_would_ignore(words: list[str], packages: None, capsys: Any) -> None:
-    assert cli.main(["demo", "--prove", "list", *words]) == 2
-    assert capsys.readouterr().err == f"scaler_triton: --prove takes no other option, got {words[0]}\n"
 
 
 @pytest.mark.parametrize(("words", "absent"), [([], "matplotlib"), (["--prove", "list"], "tabulate")])

@@ -8,7 +8,7 @@ from kernel_cases import DEVICE, NATIVE, SMALL
 
 from scaler_triton.kernels import table as table_module
 from scaler_triton.kernels.config import DEFAULT
-from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
+from scaler_triton.kernels.table import GradTable
 
 
 @pytest.mark.parametrize("numels", [[], [0], [1], [512], [513], [0, 1, 0, 1536, 511, 0], [5000, 0, 0, 1], [512] * 7])
@@ -33,14 +33,6 @@ def test_chunk_map_of_huge_tensors():
     assert table.chunk_tensors[[0, chunks, chunks + 1, chunks + 2, -1]].tolist() == [0, 0, 1, 2, 2]
 
 
-def test_equal_addresses_are_not_copied_again():
-    table = GradTable([1, 1], torch.float32, DEVICE)
-    table.set_addresses([16, 32])
-    table.addresses.fill_(-1)  # would be overwritten by a copy
-    table.set_addresses([16, 32])
-    assert table.addresses.tolist() == [-1, -1]
-
-
 def test_after_an_interrupted_copy_the_addresses_before_are_sent_again():
     """The copy has arrived, but nothing after it has run: Ctrl-C in a notebook, whose next step has the old ones."""
     table = GradTable([1, 1], torch.float32, DEVICE)
@@ -55,14 +47,6 @@ def test_after_an_interrupted_copy_the_addresses_before_are_sent_again():
         table.set_addresses([48, 64])
     table.set_addresses([16, 32])
     assert table.addresses.tolist() == [16, 32]
-
-
-@pytest.mark.parametrize("addresses", [[], [16], [16, 32, 48]])
-def test_a_wrong_number_of_addresses_is_refused(addresses):
-    table = GradTable([1, 1], torch.float32, DEVICE)
-    with pytest.raises(ValueError, match=rf"addresses: expected 2 of them, got {len(addresses)}"):
-        table.set_addresses(addresses)
-    assert table.addresses.tolist() == [0, 0]
 
 
 class LateEvent:
@@ -135,13 +119,6 @@ def test_addresses_that_are_there_already_are_sent_in_a_capture_and_ever_after()
     assert sent == [[16, 32]] * 3
     assert table.is_in_a_graph
     assert table_module._captured.pop() is table
-
-
-def test_a_table_that_measures_no_norm_holds_no_sums_and_no_weights():
-    table = GradTable([1, 2], torch.float32, DEVICE, SMALL)
-    assert all(held.dtype is not torch.float64 for held in vars(table).values() if isinstance(held, torch.Tensor))
-    assert table.weights.tolist() == [1.0, 1.0]
-    assert table.partials.tolist() == [0.0] * PARTIALS_BLOCK
 
 
 @pytest.mark.gpu
