@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 from scaler_triton.kernels import launch
 from scaler_triton.ranks import Membership, Ranks
 
@@ -205,6 +205,26 @@ def test_a_rank_that_fails_reduces_as_often_as_others(way: str, good_steps: int,
             assert scaler._ours.steps.open(optimizer).phase.name in ("FAILED", "UNSCALED", "CARRIED")
     assert 1 < len(made) < MOST
     assert set(made) == {made[-1]}, [number for number, count in enumerate(made) if count != made[-1]]
+
+
+@FUSED
+@pytest.mark.parametrize("sigma", [None, 6.0])
+@pytest.mark.parametrize("way", ["step", "unscale_", "clip", "largest"])
+@pytest.mark.usefixtures("two_pretended_ranks")
+def test_a_rank_whose_guard_fails_does_too(way: str, sigma: float | None, fused: bool) -> None:
+    """Also in the update of the step before, which a guard makes by itself."""
+    made = []
+    for number in range(MOST):
+        optimizer, guard = sgd([torch.ones(5), torch.ones(3, 2)], fused=fused), StepGuard("cpu", spike_sigma=sigma)
+        for _ in range(2):
+            guard.step(optimizer)
+        with failing(number, optimizer) as mode, mock.patch.object(Ranks, "_all_reduce_", mode.reduce):
+            WAYS[way](guard, optimizer)
+        made.append(mode.reductions)
+        if not mode.raised:
+            break
+    assert 1 < len(made) < MOST
+    assert set(made) == {made[-1]}, made
 
 
 @pytest.mark.usefixtures("two_pretended_ranks")
