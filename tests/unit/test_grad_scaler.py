@@ -155,22 +155,6 @@ def test_a_carried_step_begins_anew_where_only_one_of_the_two_is_captured(captur
     assert values(optimizer) == [-0.25]
 
 
-def test_a_subclass_may_have_an_attribute_limits() -> None:
-    class Subclass(GradScaler):
-        def __init__(self, device: str) -> None:
-            super().__init__(device, 8.0, min_scale=4.0)
-            self.limits = (1.0, 2.0)
-
-    scaler = started(Subclass, "cpu")
-    assert [update(scaler, bad=True) for _ in range(2)] == [4.0, 4.0]
-    assert scaler.limits == (1.0, 2.0)
-
-
-def test_the_first_scale_is_brought_within_the_bounds() -> None:
-    assert GradScaler("cpu", 1.0, min_scale=2).get_scale() == 2.0
-    assert GradScaler("cpu", max_scale=64).get_scale() == 64.0
-
-
 def test_6_the_first_loss_may_be_scaled_in_inference_mode() -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
     with torch.inference_mode():

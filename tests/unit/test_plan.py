@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaler_triton import plan
-from scaler_triton.plan import Batch, GradPlan, choose_backends, group, layout_key
+from scaler_triton.plan import Batch, GradPlan, group, layout_key
 
 
 def made(*grads: Tensor | None) -> tuple[GradPlan, list[Any]]:
@@ -313,33 +313,6 @@ def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(step
     assert not any(batch.is_partial for batch in planned.collect())
 
 
-@pytest.mark.usefixtures("two_ranks")
-def test_what_is_not_reduced_is_summed_on_request() -> None:
-    parameter = torch.nn.Parameter(placed(torch.zeros(3), Replicate()))
-    parameter.grad = placed(torch.ones(3), Partial())
-    (table,) = parameters([None], "cpu")
-    give(table, sparse(3))
-    batches = GradPlan([parameter, table], "torch").collect(summed=True)
-    assert not any(batch.is_partial for batch in batches)
-    assert parameter.grad.placements == (Replicate(),)
-    assert (table.grad.is_coalesced(), table.grad._values().tolist()) == (True, [3.0])
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_a_dtensor_that_is_swapped_for_one_placed_elsewhere_makes_a_new_plan() -> None:
-    def parameter(placement: Any) -> torch.nn.Parameter:
-        return torch.nn.Parameter(placed(torch.zeros(3), placement))
-
-    (plain,), moved = parameters([torch.ones(3)], "cpu"), parameter(Shard(0))
-    for held in ([moved], [plain, moved]):
-        planned = GradPlan(held, "torch")
-        torch.utils.swap_tensors(moved, parameter(Shard(0)))
-        assert planned.matches(held)
-        torch.utils.swap_tensors(moved, parameter(Replicate()))
-        assert not planned.matches(held)
-        torch.utils.swap_tensors(moved, parameter(Shard(0)))
-
-
 # Batches
 
 
@@ -352,20 +325,3 @@ def test_tensors_are_grouped_by_what_they_share_in_order() -> None:
     assert [(b.layout.key.dense, b.layout.key.plain) for b in batches] == [(1, 1), (1, 1), (0, 1), (0, 0)]
     assert all(batch.present is batch.tensors for batch in batches)
     assert layout_key(tensors[0]) == batches[0].layout.key
-
-
-def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses(monkeypatch: Any) -> None:
-    asked = []
-
-    def choose(device: Any, dtype: Any, requested: str, task: str = "unscaling") -> str:
-        asked.append((dtype, requested, task))
-        return "triton"
-
-    monkeypatch.setattr(plan, "choose", choose)
-    batches = group([torch.ones(3), torch.ones(3).as_subclass(Own)], [0, 1])
-    for _ in range(2):
-        choose_backends(batches, "triton")
-    assert [(batch.layout.backend, batch.layout.clips) for batch in batches] == [("triton", None), ("torch", None)]
-    choose_backends(batches, "triton", clips=True)
-    assert [batch.layout.clips for batch in batches] == ["triton", "torch"]
-    assert asked == [(torch.float32, "triton", "unscaling"), (torch.float32, "triton", "clipping")]

@@ -1,7 +1,6 @@
 """Who must agree: by process group or by the parameters' meshes; and where what they reduce or gather travels."""
 
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -113,20 +112,6 @@ def test_a_bare_group_is_taken_as_it_is(world: Any) -> None:
     assert not ranks.is_bare(None)
 
 
-def test_a_group_that_torch_does_not_know_is_bare(world: Any) -> None:
-    """A destroyed one, and one of somebody's own that torch knows under this rank alone."""
-    world(2)
-    gone, own = dist.new_group([0, 1]), dist.new_group([0])
-    dist.destroy_process_group(gone)
-    assert ranks.is_bare(gone)
-    kind = type("Own", (dist.ProcessGroup,), {"size": lambda self: 2})
-    spans: Any = kind(0, 2)
-    dist.distributed_c10d._world.pg_group_ranks[spans] = {0: 0}
-    dist.distributed_c10d._world.pg_map[spans] = ("own", None)
-    assert ranks.is_bare(spans)
-    assert not ranks.is_bare(own)
-
-
 # Meshes
 
 
@@ -166,16 +151,6 @@ def test_where_this_torch_does_not_tell_a_root_the_whole_world_agrees(world: Any
 
 
 # Membership
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_fsdp1_parameters_are_warned_of_once_where_there_are_other_ranks(size: int, world: Any) -> None:
-    world(size)
-    membership = Membership(sharded=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert [membership.find([fsdp1()], None) for _ in range(2)] == [None, None]
-    assert [each.filename for each in caught] == [__file__] * (size - 1)
 
 
 def test_strictly_fsdp1_parameters_are_refused(world: Any, monkeypatch: Any) -> None:
