@@ -196,12 +196,6 @@ def agreed(mine: float, *others: list[float]) -> Flag:
     return made
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)])
-def test_the_flag_of_any_rank_is_that_of_all(mine: float, theirs: float) -> None:
-    made = agreed(mine, [theirs, 0.0, 4.0, -4.0])
-    assert made.on_host({CPU: made.found_inf}, fresh=True) is bool(mine or theirs)
-
-
 @pytest.mark.parametrize("read", [lambda made: made.on_host(NO_FLAGS, fresh=True), Flag.last])
 @pytest.mark.parametrize(
     ("other", "error"),

@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -195,16 +194,6 @@ def test_frozen_and_lazy_parameters_have_no_slot_until_they_have_a_gradient() ->
     assert [layout.numels for layout in planned.layouts] == [[3, 3, 3]]
 
 
-def test_sparse_gradients_may_have_another_size_in_every_step() -> None:
-    planned, params = made(torch.ones(4))
-    before = planned.layouts
-    for n in (1, 3, 2):
-        params[0].grad = sparse(n)
-        (batch,) = planned.collect()
-        assert (batch.layout.numels, batch.layout.positions) == ([n], [0])
-    assert planned.layouts is before
-
-
 def test_a_sparse_fp16_gradient_with_duplicates_is_replaced_by_its_sum_once_all_are_checked() -> None:
     planned, params = made(sparse(3, torch.float16).coalesce(), sparse(3, torch.float16), torch.ones(4))
     params[2].grad = torch.ones(1).expand(4)
@@ -233,21 +222,6 @@ def test_fp16_is_refused_however_well_it_is_known_and_before_other_errors(steps:
         params[1].grad = torch.ones(3)
     params[0].grad = None
     assert len(planned.collect(allow_fp16=False)) == 1
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_layout_whose_backend_could_not_be_chosen_is_asked_about_again(steps: int, monkeypatch: Any) -> None:
-    """A trial that ran out of memory decides nothing, and no pass may meet a layout without a backend."""
-    planned, params = made(torch.ones(3))
-    for _ in range(steps):
-        planned.collect()
-    give(params[0], torch.ones(3).double())
-    with monkeypatch.context() as patch:
-        patch.setattr(plan, "choose", mock.Mock(side_effect=torch.OutOfMemoryError))
-        for _ in range(3):
-            with pytest.raises(torch.OutOfMemoryError):
-                planned.collect()
-    assert [batch.layout.backend for batch in planned.collect()] == ["torch"]
 
 
 def test_a_parameter_that_is_no_tensor_is_refused_in_torchs_words() -> None:

@@ -112,6 +112,20 @@ def test_a_bare_group_is_taken_as_it_is(world: Any) -> None:
     assert not ranks.is_bare(None)
 
 
+def test_a_group_that_torch_does_not_know_is_bare(world: Any) -> None:
+    """A destroyed one, and one of somebody's own that torch knows under this rank alone."""
+    world(2)
+    gone, own = dist.new_group([0, 1]), dist.new_group([0])
+    dist.destroy_process_group(gone)
+    assert ranks.is_bare(gone)
+    kind = type("Own", (dist.ProcessGroup,), {"size": lambda self: 2})
+    spans: Any = kind(0, 2)
+    dist.distributed_c10d._world.pg_group_ranks[spans] = {0: 0}
+    dist.distributed_c10d._world.pg_map[spans] = ("own", None)
+    assert ranks.is_bare(spans)
+    assert not ranks.is_bare(own)
+
+
 # Meshes
 
 

@@ -382,15 +382,6 @@ def test_a_wrong_checkpoint_of_the_policy_changes_nothing(fields: Any) -> None:
 # The counters
 
 
-def test_counters_move_to_where_updates_run_and_back() -> None:
-    counters = Counters(range(abi.COUNTERS))
-    assert counters.on_host() is counters.on_host()
-    tensor = counters.on(CPU)
-    assert tensor is counters.on(CPU)
-    tensor += 1
-    assert counters.on_host() == counters.read() == counters.newest() == [*range(1, abi.COUNTERS + 1)]
-
-
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether a copy has arrived, question by question."""
@@ -464,3 +455,19 @@ def test_the_error_tells_what_was_counted_and_reports_the_last_overflow() -> Non
     text = "^4 consecutive skips, more than max_consecutive_skips=3; 4 updates later the scale is 0.25. .*last_skip=5"
     with pytest.raises(FloatingPointError, match=f"{text}.*\nThe last skip, at update 9: 1 bad gradient on rank 0."):
         scaler.update()
+
+
+@PLACES
+@pytest.mark.parametrize("ends", ["update", "load", "set_limits"])
+def test_setting_the_scale_loading_or_setting_the_limit_starts_the_lag_anew(place: Place, ends: str) -> None:
+    scaler = at(place, init_scale=2.0**40, max_consecutive_skips=1)
+    saved = scaler.state_dict()
+    assert raised_at(scaler, "x" * (2 + LAG)) == [2 + LAG]
+    if ends == "update":
+        scaler.update(1024.0)
+    elif ends == "load":
+        scaler.load_state_dict(saved)
+    else:
+        scaler.set_limits(max_consecutive_skips=1)
+    assert raised_at(scaler, "." * LAG) == []
+    assert raised_at(scaler, "xx" + "." * LAG) == [2 + LAG]
