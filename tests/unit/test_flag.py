@@ -272,13 +272,6 @@ def test_a_flag_of_any_kind_becomes_fp32_without_dimensions(made: Tensor) -> Non
     assert flag.any_flag([], CPU).item() == flag.any_flag([torch.zeros(())], CPU).item() == 0.0
 
 
-def test_a_number_of_fp32_at_home_is_not_copied_and_others_are() -> None:
-    number = torch.tensor(3.0)
-    assert flag.fp32_on(CPU, number) is number
-    assert flag.fp32_on(CPU, number.double()).dtype is torch.float32
-    assert flag.fp32_on(META, number).is_meta
-
-
 def test_a_host_copy_has_the_value_of_its_last_start() -> None:
     source = torch.tensor([1, 2])
     held = HostCopy(source)

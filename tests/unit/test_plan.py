@@ -171,17 +171,6 @@ def test_nothing_keeps_a_gradient_alive() -> None:
     assert [reference() for reference in references] == [None] * 4
 
 
-def test_a_new_form_rebuilds_once_and_is_remembered_while_it_is_away() -> None:
-    planned, params = made(torch.ones(4, 6), None)
-    layouts = [planned.layouts]
-    for grad in (torch.ones(6, 4).t(), None, torch.ones(6, 4).t()):
-        params[0].grad = grad
-        for _ in range(3):
-            assert collected(planned) == addresses(params)
-            layouts.append(planned.layouts)
-    assert len(set(map(id, layouts))) == 2
-
-
 def test_frozen_and_lazy_parameters_have_no_slot_until_they_have_a_gradient() -> None:
     params: list[Any] = [*parameters([None, None], "cpu"), torch.nn.UninitializedParameter()]
     params[1].requires_grad_(False)

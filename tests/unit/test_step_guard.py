@@ -154,6 +154,13 @@ def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
     assert guard.state_dict()[KEY]["windows"] == [[2.0] * 3]
 
 
+def test_a_fused_step_without_gradients_is_over_too_and_counts_nothing() -> None:
+    guard, optimizer = StepGuard("cpu"), torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
+    for _ in range(2):
+        guard.step(optimizer)
+    assert guard.stats().updates == 0
+
+
 # Spikes
 
 

@@ -400,22 +400,21 @@ def test_without_a_wait_stats_are_what_had_arrived(answers: list[bool]) -> None:
     assert seen == [0, 0, 1, 3]  # copies were started by the first call and by the third
 
 
-def test_older_counters_that_arrive_late_are_not_taken(answers: list[bool]) -> None:
+@pytest.mark.parametrize(("how", "copied"), [("counted", 0), ("set", 9)])
+def test_what_was_copied_before_does_not_overtake_what_was_read_or_set(
+    how: str, copied: int, answers: list[bool]
+) -> None:
     answers += [False, True, False]
     counters = Counters()
     tensor = counters.on(CPU)
+    tensor[abi.UPDATES] = copied
     assert counters.newest()[abi.UPDATES] == 0
-    tensor[abi.UPDATES] = 5
-    assert counters.read()[abi.UPDATES] == counters.newest()[abi.UPDATES] == 5
-
-
-def test_what_was_set_is_not_overtaken_by_a_copy_of_what_was_before(answers: list[bool]) -> None:
-    answers += [False, True, False]
-    counters = Counters()
-    counters.on(CPU)[abi.UPDATES] = 9
-    counters.newest()
-    counters.set([1] * abi.COUNTERS)
-    assert counters.newest() == counters.read() == [1] * abi.COUNTERS
+    if how == "counted":
+        tensor[abi.UPDATES] = 5
+        counters.read()
+    else:
+        counters.set([5] * abi.COUNTERS)
+    assert counters.newest()[abi.UPDATES] == counters.read()[abi.UPDATES] == 5
 
 
 # Too many skips in a row
