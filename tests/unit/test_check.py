@@ -2,7 +2,7 @@
 
 import copy
 import math
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import PLACES, Place, flags, grads, sgd, started, values
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, check, flag, passes, ranks
 from scaler_triton.flag import PACKED
@@ -187,17 +186,6 @@ def test_an_error_is_told_to_the_others_and_an_interrupt_is_not(error: Any, redu
     assert reductions == ([TOLD] if error is MemoryError else [])
 
 
-def test_the_others_are_told_even_if_this_rank_has_no_room_for_a_flag(reductions: Any) -> None:
-    scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.ones(1)])
-    with (
-        mock.patch.object(passes, "check", side_effect=KeyError),
-        mock.patch.object(torch, "ones", side_effect=MemoryError),
-        pytest.raises(MemoryError),
-    ):
-        scaler.unscale_(optimizer)
-    assert reductions == [TOLD]
-
-
 def test_a_guards_ranks_agree_whatever_its_parameters_are(reductions: Any) -> None:
     StepGuard("cpu").unscale_(sgd([torch.ones(1)]))
     assert reductions == [[0.0, 0.0, 1.0, -1.0]]
@@ -251,30 +239,6 @@ def test_a_flag_is_reused_from_step_to_step_unless_it_still_counts() -> None:
     assert check.new_flag(scaler, step) is first
 
 
-@pytest.mark.parametrize("scales", [False, True])
-@pytest.mark.parametrize("sigma", [None, 6.0])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
-def test_after_a_step_that_raised_a_guard_checks_the_next_batch(
-    how: str, fused: bool, sigma: float | None, scales: bool
-) -> None:
-    """Also in a loop that leaves out `scale`, by which a scaler knows of another batch."""
-    guard, optimizer = StepGuard("cpu", spike_sigma=sigma), sgd([torch.ones(2)], fused=fused)
-    own_step, (parameter,) = optimizer.step, optimizer.param_groups[0]["params"]
-    raising = mock.Mock(wraps=own_step, side_effect=MemoryError)
-    for value, step in ((1.0, own_step), (1.0, raising), (math.nan, own_step)):
-        optimizer.step, before = step, parameter.detach().clone()
-        parameter.grad.fill_(value)
-        if scales:
-            guard.scale(torch.ones(()))
-        with pytest.raises(MemoryError) if step is raising else nullcontext():
-            if how != "step":
-                call(guard, how, optimizer)
-            guard.step(optimizer)
-    assert torch.equal(parameter, before)
-    assert guard.was_skipped(optimizer)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
 def test_a_copy_to_the_host_is_started_only_for_who_reads_it(how: str, fused: bool) -> None:
@@ -303,23 +267,3 @@ def test_without_a_scale_a_rank_tells_the_others_and_backs_off_with_them(
     scaler.step(optimizer)
     scaler.update()
     assert (values(optimizer), scaler.get_scale()) == ([0.0], SCALE / 2)
-
-
-@pytest.mark.parametrize(
-    ("devices", "home"), [(["cpu", "cuda:1"], "cuda:1"), (["cuda:1", "cpu"], "cuda:1"), (["cpu"], "cuda"), ([], "cuda")]
-)
-def test_it_meets_the_others_where_their_scale_is(devices: list[str], home: str) -> None:
-    """Offloaded parameters lie elsewhere, and another backend may serve that place."""
-    scaler, met = ShardedGradScaler("cpu"), mock.Mock()
-    scaler._device = "cuda"
-    with FakeTensorMode():
-        params = [torch.ones(1, device=device) for device in devices]
-    optimizer: Any = SimpleNamespace(param_groups=[{"params": params}])
-    with (
-        mock.patch.object(scaler, "_lazy_init_scale_growth_tracker") as made,
-        mock.patch.object(scaler._ours.membership, "find", return_value=object()),
-        pytest.raises(AssertionError),
-    ):
-        check.require_scale(scaler, "unscale_", [optimizer], lambda *args: met())
-    made.assert_called_once_with(torch.device(home))
-    assert met.called

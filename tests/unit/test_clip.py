@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from scaler_triton import GradScaler, ShardedGradScaler
-from scaler_triton.step import FAILED, READY, UNSCALED
+from scaler_triton.step import FAILED, UNSCALED
 
 # Whether one pass clips, or several: with another norm, or for some parameters only.
 WAYS = pytest.mark.parametrize("way", ["at once", "norm", "parameters"])
@@ -152,19 +152,15 @@ def test_beside_an_overflow_gradients_are_unscaled_not_clipped_and_skipped(
         assert (scaler.was_skipped(optimizer), values(optimizer)) == (True, [0.0])
 
 
-@pytest.mark.parametrize("how", ["set", "cleared", "replaced"])
-def test_flags_that_others_wrote_are_shared_and_stay_each_optimizers_own(how: str) -> None:
-    optimizers = [sgd([torch.ones(3)]), sgd([torch.full((5,), 1.0 if how == "set" else math.inf)])]
-    scaler, cpu, written = scaler_on(), torch.device("cpu"), [torch.tensor(float(how == "set")), torch.tensor(1.0)]
-    for optimizer, flag in zip(optimizers[: 2 if how == "replaced" else 1], written, strict=False):
+def test_flags_that_others_put_there_give_way_to_copies_of_the_shared_one() -> None:
+    optimizers, scaler = [sgd([torch.ones(3)]), sgd([torch.full((5,), math.inf)])], scaler_on()
+    written, cpu = [torch.tensor(0.0), torch.tensor(1.0)], torch.device("cpu")
+    for optimizer, flag in zip(optimizers, written, strict=True):
         scaler.unscale_(optimizer)
-        if how == "replaced":
-            scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {cpu: flag}
-        else:
-            scaler._found_inf_per_device(optimizer)[cpu].copy_(flag)
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {cpu: flag}
     scaler.clip_grad_norm_(optimizers, 1.0, parameters=[])
     assert [flags(scaler, optimizer) for optimizer in optimizers] == [[1.0], [1.0]]
-    assert [flag.item() for flag in written] == [float(how == "set"), 1.0]
+    assert [flag.item() for flag in written] == [0.0, 1.0]
     scaler._found_inf_per_device(optimizers[0])[cpu].fill_(0.0)
     for optimizer in optimizers:
         scaler.step(optimizer)
@@ -193,19 +189,15 @@ def test_calls_out_of_order_are_told_what_to_do_instead() -> None:
         ({"max_norm": math.nan}, ValueError, "^max_norm must be a number >= 0, got nan$"),
         ({"max_norm": 10**400}, OverflowError, "int too large to convert to float"),
         ({"max_norm": "1"}, TypeError, "^max_norm must be a number, got '1'$"),
-        ({"max_norm": None}, TypeError, "^max_norm must be a number, got None$"),
-        ({"max_norm": torch.ones(2)}, TypeError, r"^max_norm must be a number, got tensor\(\[1., 1.\]\)$"),
         ({"norm_type": 0.0}, ValueError, "^norm_type must be > 0, got 0.0"),
         ({"norm_type": -1}, ValueError, "^norm_type must be > 0, got -1"),
         ({"norm_type": "two"}, TypeError, "^norm_type must be a number, got 'two'$"),
-        ({"norm_type": nn.Sequential(nn.ReLU())}, TypeError, r"must be a number, got Sequential\( \(0\): ReLU\(\) \)$"),
         ({"model": "net"}, TypeError, "^model must be a module, got str$"),
         ({"parameters": [("weight", torch.ones(3))]}, TypeError, "^parameters must be tensors, got tuple$"),
         ({"parameters": 2.0}, TypeError, "^parameters must be tensors, got float$"),
         ({"parameters": nn.ReLU()}, TypeError, r"parameters must be tensors, such as those of ReLU.parameters\(\)$"),
         ({"optimizers": []}, ValueError, "^optimizers must be one or more, none of them twice, got 0$"),
         ({"optimizers": None}, TypeError, "^optimizers must be an optimizer or several of them, got NoneType$"),
-        ({"optimizers": nn.ReLU()}, TypeError, "^optimizers must be an optimizer or several of them, got ReLU$"),
         ({"optimizers": [torch.ones(3)]}, TypeError, "got Tensor; to clip some parameters only, pass parameters=$"),
     ],
 )
@@ -284,27 +276,6 @@ def test_a_disabled_scalers_norm_is_that_of_all_ranks(norm_type: float, value: f
 EXPANDED = torch.ones(1).expand(2)  # a gradient that is refused when it is looked at
 
 
-# Several passes have written the first optimizer's gradients by then, if the bad one is in another.
-@pytest.mark.parametrize(
-    ("way", "reverse"), [("at once", True), ("at once", False), ("norm", False), ("parameters", False)]
-)
-def test_after_a_bad_gradient_nothing_is_written_or_remembered(way: str, reverse: bool) -> None:
-    bad, good = optimizers = sgd([torch.ones(2)]), sgd([torch.full((3,), 24.0)])
-    scaler = scaler_on()
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    held(bad)[0].grad, held(good)[0].grad = EXPANDED, torch.full((3,), 24.0)
-    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
-        scaler.clip_grad_norm_(optimizers[::-1] if reverse else optimizers, 1.0, **options_of(way, *optimizers))
-    assert (phases(scaler, *optimizers), grads(good)) == ([READY, READY], [24.0])
-    with pytest.raises(ValueError, match="was not stepped yet, or was unscaled again"):
-        scaler.was_skipped(bad)
-    held(bad)[0].grad = torch.full((2,), 8.0)
-    scaler.clip_grad_norm_(optimizers, 1e3, **options_of(way, *optimizers))
-    assert (grads(bad), grads(good)) == ([1.0], [3.0])
-
-
 WRITING = [("at once", "passes.clip_batch_"), ("norm", "clip._norm_of_terms"), ("norm", "clip._multiply_")]
 
 
@@ -355,43 +326,6 @@ def test_one_reduction_is_the_norms_each_gradient_counted_once(way: str, want: A
     scaler = started(ShardedGradScaler, "cpu", init_scale=SCALE)
     scaler.clip_grad_norm_(optimizer, 1.0, **options_of(way, optimizer))
     assert reduced == [pytest.approx(each) for each in want]
-
-
-@WAYS
-@pytest.mark.parametrize("fault", ["gradient", "parameter", "no scale"])
-def test_a_rank_that_fails_joins_the_reductions_of_the_others_first(way: str, fault: str, reduced: list[Any]) -> None:
-    """With the flag set, and a norm that is NaN: all ranks skip the steps of both optimizers."""
-    good, bad = sgd([torch.full((3,), 24.0)]), sgd([torch.ones(2)])
-    options = options_of(way, good, bad)
-    scaler = ShardedGradScaler("cpu", init_scale=SCALE)
-    if fault != "no scale":
-        scaler.scale(torch.ones(()))
-    if fault == "parameter":
-        bad.param_groups[0]["params"].append(3)
-    elif fault == "gradient":
-        held(bad)[0].grad = EXPANDED
-    with pytest.raises((RuntimeError, AssertionError)):
-        scaler.clip_grad_norm_([good, bad], 1.0, **options)
-    sums = [each for each in reduced if each[0]]
-    assert len(reduced) == (1 if way == "at once" else 3)
-    assert [math.isnan(each[1]) for each in sums] == [True]
-    assert all(math.inf not in each and 1.0 in each for each in reduced if each[0])
-    assert scaler._scale is not None
-    assert phases(scaler, good, bad)[1] is FAILED
-    assert flags(scaler, good) == flags(scaler, bad) == [1.0]
-
-
-@pytest.mark.parametrize("way", ["at once", "norm"])
-@pytest.mark.parametrize(
-    ("model", "text"), [(None, "^model must be .* parameter 1 is .* NoneType$"), (nn.ReLU(), "^model must be .* ReLU$")]
-)
-def test_without_fsdp1s_module_the_norm_is_refused(way: str, model: Any, text: str, reduced: list[Any]) -> None:
-    optimizer = sgd([torch.ones(2), torch.ones(2)])
-    held(optimizer)[1]._fsdp_flattened = True
-    scaler = started(ShardedGradScaler, "cpu")
-    with pytest.raises(ValueError, match=text):
-        scaler.clip_grad_norm_(optimizer, 1.0, model=model, **options_of(way))
-    assert (phases(scaler, optimizer), reduced) == ([READY], [])
 
 
 @WAYS

@@ -196,12 +196,6 @@ def agreed(mine: float, *others: list[float]) -> Flag:
     return made
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)])
-def test_the_flag_of_any_rank_is_that_of_all(mine: float, theirs: float) -> None:
-    made = agreed(mine, [theirs, 0.0, 4.0, -4.0])
-    assert made.on_host({CPU: made.found_inf}, fresh=True) is bool(mine or theirs)
-
-
 @pytest.mark.parametrize("read", [lambda made: made.on_host(NO_FLAGS, fresh=True), Flag.last])
 @pytest.mark.parametrize(
     ("other", "error"),
@@ -224,14 +218,6 @@ def of_totals(totals: Sequence[Any], ranks: int) -> Flag:
     made.agreed_by_sums(ranks)
     made.read_sums(torch.tensor(totals, dtype=torch.float64))
     return made
-
-
-def summed(scales: list[float], flags: Sequence[float] = (0.0,)) -> Flag:
-    """Return the flag of ranks with these scales and flags."""
-    rows = torch.zeros(len(scales), 2, dtype=torch.float64)
-    for row, scale in zip(rows, scales, strict=True):
-        flag.write_scales(row, torch.tensor(scale))
-    return of_totals([0.0, sum(flags), 0.0, *rows.sum(0)], len(scales))
 
 
 def reads(made: Flag) -> bool:
@@ -260,23 +246,6 @@ def test_one_scale_apart_is_found_by_the_sums(ranks: int, factor: float) -> None
         reads(of_totals([0.0, 0.0, 0.0, *sums], ranks))
 
 
-APART = [
-    ([8.0, 64.0], "some below 14.2222, some above 36"),
-    ([8.0, 8.008], "some below 8.003998, some above 8.004"),
-    ([8.0, 8.00008], "some below 8.0000400541, some above 8.0000400543"),
-    ([8.0, 8.000001], "some below 7.99999999999997, some above 8"),  # the sum is rounded to fp32
-    ([2.0**-126, 2.0**127], "some below 0.25, some above 8.50706e+37"),
-    ([3.0, math.nan], "some below nan, some above nan"),
-]
-
-
-@pytest.mark.parametrize(("scales", "means"), APART)
-def test_both_means_have_digits_enough_to_differ(scales: list[float], means: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        reads(summed(scales))
-    assert f"The ranks hold different scales, {means}: they" in str(caught.value)
-
-
 @pytest.mark.parametrize(("failures", "error"), [(0.0, None), (2.0, "^Another rank failed")])
 def test_sums_of_flags_and_failures_are_one_flag_and_one_failure(failures: float, error: str | None) -> None:
     made = of_totals([0.0, 2.0, failures, 6.0, 2 / 3], 2)
@@ -301,13 +270,6 @@ def test_a_flag_of_any_kind_becomes_fp32_without_dimensions(made: Tensor) -> Non
     for result in (flag.as_flag(made, CPU), flag.any_flag([torch.zeros(1), made], CPU)):
         assert (result.item(), result.dtype, result.shape) == (1.0, torch.float32, ())
     assert flag.any_flag([], CPU).item() == flag.any_flag([torch.zeros(())], CPU).item() == 0.0
-
-
-def test_a_number_of_fp32_at_home_is_not_copied_and_others_are() -> None:
-    number = torch.tensor(3.0)
-    assert flag.fp32_on(CPU, number) is number
-    assert flag.fp32_on(CPU, number.double()).dtype is torch.float32
-    assert flag.fp32_on(META, number).is_meta
 
 
 def test_a_host_copy_has_the_value_of_its_last_start() -> None:

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-import threading
 import types
 from collections import defaultdict
 from typing import Any
@@ -155,22 +154,6 @@ def test_a_carried_step_begins_anew_where_only_one_of_the_two_is_captured(captur
     assert values(optimizer) == [-0.25]
 
 
-def test_a_subclass_may_have_an_attribute_limits() -> None:
-    class Subclass(GradScaler):
-        def __init__(self, device: str) -> None:
-            super().__init__(device, 8.0, min_scale=4.0)
-            self.limits = (1.0, 2.0)
-
-    scaler = started(Subclass, "cpu")
-    assert [update(scaler, bad=True) for _ in range(2)] == [4.0, 4.0]
-    assert scaler.limits == (1.0, 2.0)
-
-
-def test_the_first_scale_is_brought_within_the_bounds() -> None:
-    assert GradScaler("cpu", 1.0, min_scale=2).get_scale() == 2.0
-    assert GradScaler("cpu", max_scale=64).get_scale() == 64.0
-
-
 def test_6_the_first_loss_may_be_scaled_in_inference_mode() -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
     with torch.inference_mode():
@@ -232,30 +215,6 @@ def test_a_scaler_that_holds_itself_is_copied_with_what_it_holds() -> None:
     scaler.update = types.MethodType(GradScaler.update, scaler)  # type: ignore[method-assign]
     copied: Any = copy.deepcopy(scaler)
     assert copied.update.__self__ is copied is not scaler
-
-
-class Locked(GradScaler):
-    """Has something that cannot be copied, and leaves it out by hand."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu", init_scale=64.0)
-        self.lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.lock = threading.Lock()
-
-
-@COPIES
-def test_a_copy_is_made_of_what_a_subclass_says_is_its_state(clone: Any) -> None:
-    scaler = Locked()
-    copied = clone(scaler)
-    assert copied.get_scale() == 64.0
-    assert copied.lock is not scaler.lock
-    assert update(started(lambda _: copied, "cpu"), bad=True) == 32.0
 
 
 # Subclasses

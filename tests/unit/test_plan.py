@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaler_triton import plan
-from scaler_triton.plan import Batch, GradPlan, choose_backends, group, layout_key
+from scaler_triton.plan import Batch, GradPlan, group, layout_key
 
 
 def made(*grads: Tensor | None) -> tuple[GradPlan, list[Any]]:
@@ -172,17 +171,6 @@ def test_nothing_keeps_a_gradient_alive() -> None:
     assert [reference() for reference in references] == [None] * 4
 
 
-def test_a_new_form_rebuilds_once_and_is_remembered_while_it_is_away() -> None:
-    planned, params = made(torch.ones(4, 6), None)
-    layouts = [planned.layouts]
-    for grad in (torch.ones(6, 4).t(), None, torch.ones(6, 4).t()):
-        params[0].grad = grad
-        for _ in range(3):
-            assert collected(planned) == addresses(params)
-            layouts.append(planned.layouts)
-    assert len(set(map(id, layouts))) == 2
-
-
 def test_frozen_and_lazy_parameters_have_no_slot_until_they_have_a_gradient() -> None:
     params: list[Any] = [*parameters([None, None], "cpu"), torch.nn.UninitializedParameter()]
     params[1].requires_grad_(False)
@@ -193,16 +181,6 @@ def test_frozen_and_lazy_parameters_have_no_slot_until_they_have_a_gradient() ->
         parameter.grad = torch.ones(3)
         assert collected(planned) == addresses(params)
     assert [layout.numels for layout in planned.layouts] == [[3, 3, 3]]
-
-
-def test_sparse_gradients_may_have_another_size_in_every_step() -> None:
-    planned, params = made(torch.ones(4))
-    before = planned.layouts
-    for n in (1, 3, 2):
-        params[0].grad = sparse(n)
-        (batch,) = planned.collect()
-        assert (batch.layout.numels, batch.layout.positions) == ([n], [0])
-    assert planned.layouts is before
 
 
 def test_a_sparse_fp16_gradient_with_duplicates_is_replaced_by_its_sum_once_all_are_checked() -> None:
@@ -233,21 +211,6 @@ def test_fp16_is_refused_however_well_it_is_known_and_before_other_errors(steps:
         params[1].grad = torch.ones(3)
     params[0].grad = None
     assert len(planned.collect(allow_fp16=False)) == 1
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_layout_whose_backend_could_not_be_chosen_is_asked_about_again(steps: int, monkeypatch: Any) -> None:
-    """A trial that ran out of memory decides nothing, and no pass may meet a layout without a backend."""
-    planned, params = made(torch.ones(3))
-    for _ in range(steps):
-        planned.collect()
-    give(params[0], torch.ones(3).double())
-    with monkeypatch.context() as patch:
-        patch.setattr(plan, "choose", mock.Mock(side_effect=torch.OutOfMemoryError))
-        for _ in range(3):
-            with pytest.raises(torch.OutOfMemoryError):
-                planned.collect()
-    assert [batch.layout.backend for batch in planned.collect()] == ["torch"]
 
 
 def test_a_parameter_that_is_no_tensor_is_refused_in_torchs_words() -> None:
@@ -313,33 +276,6 @@ def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(step
     assert not any(batch.is_partial for batch in planned.collect())
 
 
-@pytest.mark.usefixtures("two_ranks")
-def test_what_is_not_reduced_is_summed_on_request() -> None:
-    parameter = torch.nn.Parameter(placed(torch.zeros(3), Replicate()))
-    parameter.grad = placed(torch.ones(3), Partial())
-    (table,) = parameters([None], "cpu")
-    give(table, sparse(3))
-    batches = GradPlan([parameter, table], "torch").collect(summed=True)
-    assert not any(batch.is_partial for batch in batches)
-    assert parameter.grad.placements == (Replicate(),)
-    assert (table.grad.is_coalesced(), table.grad._values().tolist()) == (True, [3.0])
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_a_dtensor_that_is_swapped_for_one_placed_elsewhere_makes_a_new_plan() -> None:
-    def parameter(placement: Any) -> torch.nn.Parameter:
-        return torch.nn.Parameter(placed(torch.zeros(3), placement))
-
-    (plain,), moved = parameters([torch.ones(3)], "cpu"), parameter(Shard(0))
-    for held in ([moved], [plain, moved]):
-        planned = GradPlan(held, "torch")
-        torch.utils.swap_tensors(moved, parameter(Shard(0)))
-        assert planned.matches(held)
-        torch.utils.swap_tensors(moved, parameter(Replicate()))
-        assert not planned.matches(held)
-        torch.utils.swap_tensors(moved, parameter(Shard(0)))
-
-
 # Batches
 
 
@@ -352,20 +288,3 @@ def test_tensors_are_grouped_by_what_they_share_in_order() -> None:
     assert [(b.layout.key.dense, b.layout.key.plain) for b in batches] == [(1, 1), (1, 1), (0, 1), (0, 0)]
     assert all(batch.present is batch.tensors for batch in batches)
     assert layout_key(tensors[0]) == batches[0].layout.key
-
-
-def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses(monkeypatch: Any) -> None:
-    asked = []
-
-    def choose(device: Any, dtype: Any, requested: str, task: str = "unscaling") -> str:
-        asked.append((dtype, requested, task))
-        return "triton"
-
-    monkeypatch.setattr(plan, "choose", choose)
-    batches = group([torch.ones(3), torch.ones(3).as_subclass(Own)], [0, 1])
-    for _ in range(2):
-        choose_backends(batches, "triton")
-    assert [(batch.layout.backend, batch.layout.clips) for batch in batches] == [("triton", None), ("torch", None)]
-    choose_backends(batches, "triton", clips=True)
-    assert [batch.layout.clips for batch in batches] == ["triton", "torch"]
-    assert asked == [(torch.float32, "triton", "unscaling"), (torch.float32, "triton", "clipping")]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from helpers import Place, parameters, places, started
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from scaler_triton import GradScaler, ranks, report
@@ -218,19 +217,6 @@ def test_what_gives_no_names_is_refused(model: Any, got: str) -> None:
 
 
 @pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("has_private", [True, False])
-def test_fsdp2s_modules_may_hold_other_parameters_than_the_optimizer(has_private: bool, monkeypatch: Any) -> None:
-    model = nn.Sequential(nn.Linear(2, 4))
-    fully_shard(model)
-    shards = dict(model.named_parameters())
-    model.unshard()
-    if not has_private:
-        monkeypatch.delattr("torch.distributed._composable_state._get_module_state")
-    named = dict(report.named_parameters(model))
-    assert {name: each is named[name] for name, each in shards.items()} == dict.fromkeys(shards, has_private)
-
-
-@pytest.mark.usefixtures("two_ranks")
 def test_ddp_over_tensor_parallel_leaves_dtensors_in_modules() -> None:
     model, shard = nn.Sequential(nn.Linear(2, 4, bias=False)), nn.Parameter(torch.ones(2, 2))
     held = DTensor.from_local(shard.detach(), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
@@ -312,22 +298,3 @@ def test_a_rank_that_raises_joins_the_others_first(peer: list[Any]) -> None:
 def test_one_rank_alone_gathers_nothing() -> None:
     last = GradScaler("cpu").overflow_report(gather=True)
     assert (last.gathered, last.bad) == (True, ())
-
-
-@pytest.mark.parametrize(
-    ("enabled", "used", "where"), [(True, False, "meta"), (True, True, "meta"), (False, False, "cpu")]
-)
-def test_a_bare_group_gathers_where_it_reduces(enabled: bool, used: bool, where: str, monkeypatch: Any) -> None:
-    """torchft's NCCL groups take no host tensors."""
-    gathered = mock.Mock(side_effect=ConnectionError)
-    monkeypatch.setattr(dist, "all_gather", gathered)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    group: Any = SimpleNamespace(allreduce=None, rank=lambda: 0)
-    scaler = GradScaler("cpu", enabled=enabled, process_group=group)
-    scaler._device = "meta"  # stands for a GPU
-    if used:
-        scaler._scale = torch.ones((), device="meta")
-    with pytest.raises(ConnectionError):
-        scaler.overflow_report(gather=True)
-    parts, mine = gathered.call_args.args
-    assert {each.device.type for each in (*parts, mine)} == {where}

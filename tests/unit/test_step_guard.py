@@ -154,16 +154,11 @@ def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
     assert guard.state_dict()[KEY]["windows"] == [[2.0] * 3]
 
 
-def test_without_gradients_it_raises_as_a_scaler_and_calls_a_fused_optimizer() -> None:
-    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([None])
-    fused = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
+def test_a_fused_step_without_gradients_is_over_too_and_counts_nothing() -> None:
+    guard, optimizer = StepGuard("cpu"), torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
     for _ in range(2):
-        with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-            guard.update()
-        guard.step(fused)
-    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         guard.step(optimizer)
-    assert guard._ours.steps.open(optimizer).window.norms() == []  # no norm was judged
+    assert guard.stats().updates == 0
 
 
 # Spikes
@@ -211,14 +206,6 @@ def test_a_report_says_which_it_was(place: Place) -> None:
     guard.update()
     report = guard.overflow_report(model)
     assert (report.update, [each.name for each in report.bad], report.spikes) == (4, ["b"], ())
-
-
-@pytest.mark.parametrize("large", [1e200, 1e308])
-def test_a_norm_beyond_fp64_skips(large: float) -> None:
-    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([torch.tensor([large], dtype=torch.float64)])
-    guard.step(optimizer)
-    assert guard.was_skipped(optimizer)
-    assert guard.stats().spikes == 0
 
 
 # Limits, states, copies
