@@ -186,6 +186,17 @@ def test_an_error_is_told_to_the_others_and_an_interrupt_is_not(error: Any, redu
     assert reductions == ([TOLD] if error is MemoryError else [])
 
 
+def test_the_others_are_told_even_if_this_rank_has_no_room_for_a_flag(reductions: Any) -> None:
+    scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.ones(1)])
+    with (
+        mock.patch.object(passes, "check", side_effect=KeyError),
+        mock.patch.object(torch, "ones", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        scaler.unscale_(optimizer)
+    assert reductions == [TOLD]
+
+
 def test_a_guards_ranks_agree_whatever_its_parameters_are(reductions: Any) -> None:
     StepGuard("cpu").unscale_(sgd([torch.ones(1)]))
     assert reductions == [[0.0, 0.0, 1.0, -1.0]]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from scaler_triton import GradScaler, ShardedGradScaler
-from scaler_triton.step import FAILED, UNSCALED
+from scaler_triton.step import FAILED, READY, UNSCALED
 
 # Whether one pass clips, or several: with another norm, or for some parameters only.
 WAYS = pytest.mark.parametrize("way", ["at once", "norm", "parameters"])
@@ -326,6 +326,19 @@ def test_one_reduction_is_the_norms_each_gradient_counted_once(way: str, want: A
     scaler = started(ShardedGradScaler, "cpu", init_scale=SCALE)
     scaler.clip_grad_norm_(optimizer, 1.0, **options_of(way, optimizer))
     assert reduced == [pytest.approx(each) for each in want]
+
+
+@pytest.mark.parametrize("way", ["at once", "norm"])
+@pytest.mark.parametrize(
+    ("model", "text"), [(None, "^model must be .* parameter 1 is .* NoneType$"), (nn.ReLU(), "^model must be .* ReLU$")]
+)
+def test_without_fsdp1s_module_the_norm_is_refused(way: str, model: Any, text: str, reduced: list[Any]) -> None:
+    optimizer = sgd([torch.ones(2), torch.ones(2)])
+    held(optimizer)[1]._fsdp_flattened = True
+    scaler = started(ShardedGradScaler, "cpu")
+    with pytest.raises(ValueError, match=text):
+        scaler.clip_grad_norm_(optimizer, 1.0, model=model, **options_of(way))
+    assert (phases(scaler, optimizer), reduced) == ([READY], [])
 
 
 @WAYS

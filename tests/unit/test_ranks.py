@@ -1,6 +1,7 @@
 """Who must agree: by process group or by the parameters' meshes; and where what they reduce or gather travels."""
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -165,6 +166,16 @@ def test_where_this_torch_does_not_tell_a_root_the_whole_world_agrees(world: Any
 
 
 # Membership
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fsdp1_parameters_are_warned_of_once_where_there_are_other_ranks(size: int, world: Any) -> None:
+    world(size)
+    membership = Membership(sharded=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [membership.find([fsdp1()], None) for _ in range(2)] == [None, None]
+    assert [each.filename for each in caught] == [__file__] * (size - 1)
 
 
 def test_strictly_fsdp1_parameters_are_refused(world: Any, monkeypatch: Any) -> None:
