@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import WAYS, assert_all_same, flags, parameters, started, take_step, waits_raise
+from helpers import WAYS, flags, parameters, started, take_step, waits_raise
 
 from scaler_triton import GradScaler, ScalerStats, dispatch, ops
 from scaler_triton.update import LaggingCounters
@@ -227,36 +227,6 @@ def test_a_setter_leaves_alone_an_update_that_waits_on_another_stream(first: boo
     for _ in range(3):
         take_step(scaler, optimizer, "step")
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 3)
-
-
-def train_on_streams(backward: Any, scaling: Any, backend: str) -> list[torch.Tensor]:
-    """Train with backward on one stream and the scaler on another, each waiting for the other's work alone."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    scaler = GradScaler("cuda", init_scale=2.0**12, growth_interval=3, backend=backend)
-    batches, seen = torch.randn(20, 64, 256, device="cuda"), []
-    torch.cuda.synchronize()
-    for step, batch in enumerate(batches):
-        with torch.cuda.stream(backward):
-            backward.wait_stream(scaling)
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            loss = model(batch).square().mean() * (torch.inf if step % 7 == 3 else 1.0)
-            scaler.scale(loss).backward()
-        with torch.cuda.stream(scaling):
-            scaling.wait_stream(backward)
-            take_step(scaler, optimizer, "unscale_")
-            seen.append(scaler._scale.clone())
-    torch.cuda.synchronize()
-    return [*seen, *(parameter.detach() for parameter in model.parameters())]
-
-
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_backward_on_one_stream_and_the_scaler_on_another(backend: str) -> None:
-    current, side, other = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    expected = train_on_streams(current, current, backend)
-    for streams in ((side, current), (current, side), (side, other)):
-        assert_all_same(train_on_streams(*streams, backend), expected)
 
 
 def seen_on_gpu(step: Callable[[], object]) -> Counter[str]:
