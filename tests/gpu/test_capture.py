@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -281,6 +282,19 @@ def test_the_flag_that_a_replay_writes_never_becomes_another_optimizers() -> Non
     it.scaler.update()
     assert [values(each) for each in later] == [[-8.0 / scale]] * 3
     assert weight[0].item() == -1.0
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it(explicit: bool) -> None:
+    it = Static()
+    it.step("step")
+    before = it.value()
+    it.weight.grad.fill_(8.0)
+    refusing = mock.patch.object(it.optimizer, "step", side_effect=RuntimeError("not capturable"))
+    with pytest.raises(RuntimeError, match="not capturable"), refusing:
+        it.capture(lambda: it.step("unscale_" if explicit else "step"))
+    it.step("step")
+    assert it.value() == before - 1.0
 
 
 def test_the_rules_numbers_stay_where_a_graph_reads_them() -> None:

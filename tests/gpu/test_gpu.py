@@ -1,13 +1,15 @@
-"""What only a GPU can show: no host waits, offloaded gradients that wait for the GPU, other streams."""
+"""What only a GPU can show: no host waits, few launches, offloaded gradients that wait for the GPU, other streams."""
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import WAYS, flags, parameters, started, take_step, waits_raise
+from helpers import WAYS, assert_all_same, flags, parameters, started, take_step, waits_raise
 
 from scaler_triton import GradScaler, ScalerStats, dispatch, ops
 from scaler_triton.update import LaggingCounters
@@ -225,3 +227,63 @@ def test_a_setter_leaves_alone_an_update_that_waits_on_another_stream(first: boo
     for _ in range(3):
         take_step(scaler, optimizer, "step")
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 3)
+
+
+def train_on_streams(backward: Any, scaling: Any, backend: str) -> list[torch.Tensor]:
+    """Train with backward on one stream and the scaler on another, each waiting for the other's work alone."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = GradScaler("cuda", init_scale=2.0**12, growth_interval=3, backend=backend)
+    batches, seen = torch.randn(20, 64, 256, device="cuda"), []
+    torch.cuda.synchronize()
+    for step, batch in enumerate(batches):
+        with torch.cuda.stream(backward):
+            backward.wait_stream(scaling)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            loss = model(batch).square().mean() * (torch.inf if step % 7 == 3 else 1.0)
+            scaler.scale(loss).backward()
+        with torch.cuda.stream(scaling):
+            scaling.wait_stream(backward)
+            take_step(scaler, optimizer, "unscale_")
+            seen.append(scaler._scale.clone())
+    torch.cuda.synchronize()
+    return [*seen, *(parameter.detach() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_backward_on_one_stream_and_the_scaler_on_another(backend: str) -> None:
+    current, side, other = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    expected = train_on_streams(current, current, backend)
+    for streams in ((side, current), (current, side), (side, other)):
+        assert_all_same(train_on_streams(*streams, backend), expected)
+
+
+def seen_on_gpu(step: Callable[[], object]) -> Counter[str]:
+    """Count the kernels, copies and fills that the profiler sees on the GPU."""
+    # torch 2.11 warns of events that go with their cycle, unless they are accumulated.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        step()
+        torch.cuda.synchronize()
+    events = [each for each in profile.events() or [] if each.device_type == torch.autograd.DeviceType.CUDA]
+    work = [each.name for each in events if not each.name.endswith((" Sync", " Wait Event"))]  # the host's, a stream's
+    return Counter("copy" if "Memcpy" in name else "fill" if "Memset" in name else "kernel" for name in work)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("how", "kernels"), [("step", 2), ("clip", 4)])
+def test_a_step_launches_check_and_update_and_nothing_more(how: str, kernels: int, fused: bool) -> None:
+    """Scaling the loss is the third launch; a plain step reads its flag on the host: one copy.
+
+    Clipping has in place of the check: squares, their sum, and a pass that clips.
+    """
+    if not seen_on_gpu(lambda: torch.ones(1, device="cuda")):
+        pytest.skip("the profiler sees nothing of the GPU, as in a container without CUPTI")
+    model, optimizer = network(fused)
+    optimizer.step = lambda: None  # only what is ours is counted
+    scaler = GradScaler("cuda", init_scale=4.0)
+    scaler.scale(model(torch.randn(4, 64, device="cuda")).square().mean()).backward()
+    for _ in range(3):
+        take_step(scaler, optimizer, how)
+    copies = {} if fused else {"copy": 1}
+    assert seen_on_gpu(lambda: take_step(scaler, optimizer, how)) == Counter(kernel=kernels, **copies)
