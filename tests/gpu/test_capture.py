@@ -253,23 +253,6 @@ def test_limits_and_checkpoints_take_effect_under_replay_and_replays_are_counted
     assert graphed.scaler.state_dict() == eager.scaler.state_dict()
 
 
-def test_flags_of_replays_and_of_steps_between_them_do_not_mix() -> None:
-    """Each of them clears what the other may have left, and knows whether it was skipped."""
-    it = Static()
-    replay = it.capture(it.step)
-    for value, act in (
-        (8.0, it.eager), (math.inf, it.eager), (8.0, replay), (math.inf, replay), (8.0, it.eager),
-        (math.nan, replay), (8.0, replay), (math.nan, it.eager), (8.0, it.eager),
-    ):  # fmt: skip
-        before, scale = it.value(), it.scaler.get_scale()
-        act(value)
-        bad = value != 8.0
-        assert it.scaler.was_skipped(it.optimizer) is bad
-        assert it.scaler.get_scale() == (scale / 2 if bad else scale)
-        assert it.value() == (before if bad else before - 8.0 / scale)
-    assert it.scaler.stats().skipped == 4
-
-
 def test_an_update_outside_the_graph_of_its_step_and_one_in_a_graph_alone_clear_the_flag() -> None:
     it = Static()
     it.step("step")
@@ -365,12 +348,3 @@ def test_the_ops_on_lists_can_be_captured_after_one_call() -> None:
         assert norm.item() == pytest.approx(value / 4 * 4005**0.5, rel=1e-6)
         for grad in [*grads, *others]:
             assert_same(grad, torch.full_like(grad, value / 4))
-
-
-@MAY_BE_EMPTY
-def test_a_list_that_no_call_has_seen_is_refused_in_a_capture() -> None:
-    grads, flag = [torch.full((n,), 8.0, device="cuda") for n in (3, 1, 77)], torch.zeros((), device="cuda")
-    ops.check_nonfinite(grads[:2], flag)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="take one step like it before"):
-        ops.check_nonfinite(grads, flag)
-    assert flag.item() == 0.0

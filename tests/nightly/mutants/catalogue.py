@@ -356,7 +356,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("slot = count % window", "slot = count % BLOCK_SIZE"),
         ("(count - n + place) % window", "place", _BITS),
         ("old = place < n - enters.to(tl.int64)", "old = place < n - 2 * enters.to(tl.int64)"),
-        ("norms = tl.where((place == n - 1) & enters, before, norms)", "pass"),
+        ("norms = tl.where((place == n - 1) & enters, before, norms)", "pass", "unit/spikes"),
         ("apart = tl.where(place < n, norms - mean, 0.0)", "apart = norms - mean"),
         ("/ (n - 1).to(tl.float64)", "/ n.to(tl.float64)"),
         ("thousandth = tl.full((), 1e-3, tl.float64)", "thousandth = 1e-3", _BITS),

@@ -4,14 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import scaler_triton
 from scaler_triton import cli
 from scaler_triton.cli import audit
-from scaler_triton.cli.console import NoBar, fitted, missing_packages, new_bar
+from scaler_triton.cli.console import NoBar, missing_packages, new_bar
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,14 +70,6 @@ def test_the_module_runs_as_a_program_and_explains_each_command(command: str) ->
     done = started("-m", "scaler_triton", command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: python -m scaler_triton {command} ")
-
-
-def test_lines_break_between_words_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "24")
-    text = "one line, short\n\n  a long line, some/long/path/of-a/checkpoint, its end"
-    broken = "one line, short\n\n  a long line,\n    some/long/path/of-a/checkpoint,\n    its end"
-    for is_terminal, shown in ((False, text), (True, broken)):
-        assert fitted(text, SimpleNamespace(isatty=lambda answer=is_terminal: answer)) == shown  # type: ignore[arg-type]
 
 
 def test_without_tqdm_there_is_a_bar_that_shows_nothing(

@@ -13,7 +13,7 @@ from scaler_triton import cli
 from scaler_triton.cli import tune
 from scaler_triton.cli.console import NoBar
 from scaler_triton.kernels import config, launch, norm, unscale
-from scaler_triton.kernels.config import CANDIDATES, DEFAULT, ITEMSIZES, MODES, LaunchConfig
+from scaler_triton.kernels.config import DEFAULT, ITEMSIZES, MODES, LaunchConfig
 
 pytestmark = pytest.mark.native
 
@@ -154,14 +154,6 @@ def test_a_wrong_candidate_is_dropped_and_a_wrong_default_ends_it(
     assert tune.tune(DEVICE, "Some GPU", tmp_path / "gpu.json", tiny, quick) == 1
     assert "nothing is written: the default fails in unscale of 2 bytes: wrong values" in capsys.readouterr().err
     assert not (tmp_path / "gpu.json").exists()
-
-
-@pytest.mark.parametrize("shape", CANDIDATES, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-def test_every_candidate_is_right(mode: str, shape: LaunchConfig) -> None:
-    for dtype in (torch.float16, torch.float64):
-        chunk = shape.chunk_elements(dtype.itemsize)  # and ends that are no whole vectors
-        assert tune.Scratch([1, chunk + 1, 7, 0, 3], dtype, DEVICE).problem(mode, shape) == ""
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from kernel_cases import DEVICE, DTYPES, INF, NAN, SMALL, Guarded, assert_same, 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.clip import launch_clip
 from scaler_triton.kernels.config import DEFAULT
-from scaler_triton.kernels.table import GradTable
 
 # Scale and max_norm, which is about the coefficient of a norm of 1; in fp64 a third is not the fp32 one.
 FACTORS = [(65536.0, 0.3), (65536.0, 1.0), (3.0, 1 / 3), (1.0, 2.0**-20), (2.0**-24, 1e-30)]
@@ -141,11 +140,6 @@ def test_other_configurations_give_the_same(config):
     for dtype in DTYPES:
         grads = [Guarded(finite_values(config.chunk_elements(dtype.itemsize) + 13, dtype, 0), 1)]
         check_clip(grads, 3.0, 0.3, config=config)
-
-
-@pytest.mark.parametrize("numels", [[], [0], [0, 0]])
-def test_nothing_is_launched_for_no_elements(numels):
-    run_clip(GradTable(numels, torch.float16, DEVICE), 2.0, 0.5)
 
 
 def test_a_tensor_past_int32_elements():

@@ -9,7 +9,6 @@ import torch
 from kernel_cases import DEVICE, DTYPES, INF, NAN, SMALL, Guarded, assert_same, assert_untouched, finite_values
 
 from scaler_triton.kernels.config import DEFAULT, LaunchConfig
-from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import launch_check, launch_unscale
 
 SCALES = [65536.0, 1.0, 3.0, 1 / 3, 2.0**-24, 1e30]
@@ -141,12 +140,6 @@ def test_other_configurations_give_the_same(config):
         values = [finite_values(config.chunk_elements(dtype.itemsize) + 13, dtype, seed) for seed in range(2)]
         values[1][-3] = INF
         check_unscale([Guarded(each, offset) for offset, each in enumerate(values)], 3.0, config=config)
-
-
-@pytest.mark.parametrize("numels", [[], [0], [0, 0]])
-def test_nothing_is_launched_for_no_elements(numels):
-    table = GradTable(numels, torch.float16, DEVICE)
-    assert (table.n_chunks, run_unscale(table, 2.0), run_check(table)) == (0, 0, 0)
 
 
 def test_a_tensor_past_int32_elements():

@@ -96,9 +96,3 @@ def test_a_ring_of_exponents_that_goes_round(window):
     draw, run = random.Random(window), Run(64.0, headroom=HeadroomRule(2, window))
     for _ in range(50 if window > 17 else 3 * window + 3):
         run.step(0.0, math.ldexp(draw.uniform(1, 2), draw.randint(-60, 10)))
-
-
-@pytest.mark.parametrize("scale", [NAN, 4.0, 2.0**30, INF])
-def test_a_scale_by_headroom_is_within_the_limits(scale):
-    for largest in (0.0, 1e-30, 2.0**-1074, 1e30, 1e300):
-        Run(scale, limits=Limits(16.0, 2.0**20), headroom=HeadroomRule(2, 3)).step(0.0, largest)
