@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import PLACES, Place, flags, grads, sgd, started, values
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, check, flag, passes, ranks
 from scaler_triton.flag import PACKED
@@ -278,3 +279,23 @@ def test_without_a_scale_a_rank_tells_the_others_and_backs_off_with_them(
     scaler.step(optimizer)
     scaler.update()
     assert (values(optimizer), scaler.get_scale()) == ([0.0], SCALE / 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "home"), [(["cpu", "cuda:1"], "cuda:1"), (["cuda:1", "cpu"], "cuda:1"), (["cpu"], "cuda"), ([], "cuda")]
+)
+def test_it_meets_the_others_where_their_scale_is(devices: list[str], home: str) -> None:
+    """Offloaded parameters lie elsewhere, and another backend may serve that place."""
+    scaler, met = ShardedGradScaler("cpu"), mock.Mock()
+    scaler._device = "cuda"
+    with FakeTensorMode():
+        params = [torch.ones(1, device=device) for device in devices]
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": params}])
+    with (
+        mock.patch.object(scaler, "_lazy_init_scale_growth_tracker") as made,
+        mock.patch.object(scaler._ours.membership, "find", return_value=object()),
+        pytest.raises(AssertionError),
+    ):
+        check.require_scale(scaler, "unscale_", [optimizer], lambda *args: met())
+    made.assert_called_once_with(torch.device(home))
+    assert met.called

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import threading
 import types
 from collections import defaultdict
 from typing import Any
@@ -218,6 +219,30 @@ def test_a_scaler_that_holds_itself_is_copied_with_what_it_holds() -> None:
 
 
 # Subclasses
+
+
+class Locked(GradScaler):
+    """Has something that cannot be copied, and leaves it out by hand."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", init_scale=64.0)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+@COPIES
+def test_a_copy_is_made_of_what_a_subclass_says_is_its_state(clone: Any) -> None:
+    scaler = Locked()
+    copied = clone(scaler)
+    assert copied.get_scale() == 64.0
+    assert copied.lock is not scaler.lock
+    assert update(started(lambda _: copied, "cpu"), bad=True) == 32.0
 
 
 def own_init(base: Any) -> Any:

@@ -279,6 +279,21 @@ def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(step
 # Batches
 
 
+@pytest.mark.usefixtures("two_ranks")
+def test_a_dtensor_that_is_swapped_for_one_placed_elsewhere_makes_a_new_plan() -> None:
+    def parameter(placement: Any) -> torch.nn.Parameter:
+        return torch.nn.Parameter(placed(torch.zeros(3), placement))
+
+    (plain,), moved = parameters([torch.ones(3)], "cpu"), parameter(Shard(0))
+    for held in ([moved], [plain, moved]):
+        planned = GradPlan(held, "torch")
+        torch.utils.swap_tensors(moved, parameter(Shard(0)))
+        assert planned.matches(held)
+        torch.utils.swap_tensors(moved, parameter(Replicate()))
+        assert not planned.matches(held)
+        torch.utils.swap_tensors(moved, parameter(Shard(0)))
+
+
 def test_tensors_are_grouped_by_what_they_share_in_order() -> None:
     tensors = [torch.ones(3), torch.ones(2).double(), torch.ones(9)[::3], torch.ones(4, 2).t(), torch.ones(0)]
     tensors.append(torch.ones(3).as_subclass(Own))

@@ -298,3 +298,22 @@ def test_a_rank_that_raises_joins_the_others_first(peer: list[Any]) -> None:
 def test_one_rank_alone_gathers_nothing() -> None:
     last = GradScaler("cpu").overflow_report(gather=True)
     assert (last.gathered, last.bad) == (True, ())
+
+
+@pytest.mark.parametrize(
+    ("enabled", "used", "where"), [(True, False, "meta"), (True, True, "meta"), (False, False, "cpu")]
+)
+def test_a_bare_group_gathers_where_it_reduces(enabled: bool, used: bool, where: str, monkeypatch: Any) -> None:
+    """torchft's NCCL groups take no host tensors."""
+    gathered = mock.Mock(side_effect=ConnectionError)
+    monkeypatch.setattr(dist, "all_gather", gathered)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    group: Any = SimpleNamespace(allreduce=None, rank=lambda: 0)
+    scaler = GradScaler("cpu", enabled=enabled, process_group=group)
+    scaler._device = "meta"  # stands for a GPU
+    if used:
+        scaler._scale = torch.ones((), device="meta")
+    with pytest.raises(ConnectionError):
+        scaler.overflow_report(gather=True)
+    parts, mine = gathered.call_args.args
+    assert {each.device.type for each in (*parts, mine)} == {where}

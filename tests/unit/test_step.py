@@ -537,6 +537,24 @@ def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: f
     assert not scaler._ours.steps
 
 
+def test_an_optimizer_without_weak_references_is_kept_as_long_as_the_scaler() -> None:
+    class Bare:
+        __slots__ = ("param_groups",)
+
+        def step(self) -> None:
+            pass
+
+    scaler, seen = a_scaler(), set()
+    for count in range(1, 4):
+        bare = Bare()
+        bare.param_groups = optimizer_of(gradient=math.inf).param_groups
+        scaler.step(bare)
+        scaler.update()
+        assert scaler.was_skipped(bare) is True
+        seen.add(id(bare))
+        assert len(seen) == len(scaler._ours.steps) == count  # no id is taken for another's
+
+
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("among", ["all", "these", "others"])
 def test_steps_that_await_their_optimizer_are_known_and_reset_by_parameters(phase: str, among: str) -> None:
