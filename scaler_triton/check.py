@@ -317,7 +317,7 @@ def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False
 
 
 def require_scale(
-    scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Callable[[Any, Ranks], None] | None = None
+    scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Callable[[Ranks], None] | None = None
 ) -> None:
     """Report to the other ranks that a method was called before `scale`, then raise torch's error.
 
@@ -341,7 +341,7 @@ def require_scale(
                 home = _home_of(scaler, held)
                 scaler._lazy_init_scale_growth_tracker(home)  # the others back off in `update`, and so must this rank
                 if report is not None:
-                    report(optimizers, together)
+                    report(together)
                 else:
                     for optimizer in optimizers:
                         step = scaler._ours.steps.open(optimizer)

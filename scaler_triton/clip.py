@@ -107,20 +107,20 @@ def _open(
 ) -> tuple[list[Part], Ranks | None]:
     """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
 
-    def report(_: Sequence[Any], ranks: Ranks) -> None:
+    def report(ranks: Ranks) -> None:
         _fail_together(scaler, optimizers, ranks, request, checked=request.at_once)
 
-    def report_to_ranks(_: Exception) -> None:
+    def find_and_report(_: Exception) -> None:
         with suppress(Exception):  # the first error matters more
             ranks = scaler._ours.membership.find(_all_parameters(optimizers), scaler.process_group)
             if ranks is not None:
-                report(optimizers, ranks)
+                report(ranks)
 
     if scaler._scale is None or scaler._growth_tracker is None:
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     if scaler._ours.guard is not None:
-        begin_anew(scaler, steps, report_to_ranks, by_check=request.chosen is None)
+        begin_anew(scaler, steps, find_and_report, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
@@ -132,7 +132,7 @@ def _open(
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception as error:
-        report_to_ranks(error)
+        find_and_report(error)
         raise
     return list(map(Part, optimizers, steps, plans, replicas)), ranks
 

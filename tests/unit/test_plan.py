@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaler_triton import plan
-from scaler_triton.plan import Batch, GradPlan, group, layout_key
+from scaler_triton.plan import Batch, GradPlan, choose_backends, group, layout_key
 
 
 def made(*grads: Tensor | None) -> tuple[GradPlan, list[Any]]:
@@ -303,3 +303,20 @@ def test_tensors_are_grouped_by_what_they_share_in_order() -> None:
     assert [(b.layout.key.dense, b.layout.key.plain) for b in batches] == [(1, 1), (1, 1), (0, 1), (0, 0)]
     assert all(batch.present is batch.tensors for batch in batches)
     assert layout_key(tensors[0]) == batches[0].layout.key
+
+
+def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses(monkeypatch: Any) -> None:
+    asked = []
+
+    def choose(device: Any, dtype: Any, requested: str, task: str = "unscaling") -> str:
+        asked.append((dtype, requested, task))
+        return "triton"
+
+    monkeypatch.setattr(plan, "choose", choose)
+    batches = group([torch.ones(3), torch.ones(3).as_subclass(Own)], [0, 1])
+    for _ in range(2):
+        choose_backends(batches, "triton")
+    assert [(batch.layout.backend, batch.layout.clips) for batch in batches] == [("triton", None), ("torch", None)]
+    choose_backends(batches, "triton", clips=True)
+    assert [batch.layout.clips for batch in batches] == ["triton", "torch"]
+    assert asked == [(torch.float32, "triton", "unscaling"), (torch.float32, "triton", "clipping")]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from helpers import Place, parameters, places, started
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from scaler_triton import GradScaler, ranks, report
@@ -214,6 +215,19 @@ def test_names_are_a_models_without_what_wrappers_add() -> None:
 def test_what_gives_no_names_is_refused(model: Any, got: str) -> None:
     with pytest.raises(TypeError, match=rf"^model must be a module or what its named_parameters\(\) gives, got {got}$"):
         GradScaler("cpu").overflow_report(model)
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("has_private", [True, False])
+def test_fsdp2s_modules_may_hold_other_parameters_than_the_optimizer(has_private: bool, monkeypatch: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 4))
+    fully_shard(model)
+    shards = dict(model.named_parameters())
+    model.unshard()
+    if not has_private:
+        monkeypatch.delattr("torch.distributed._composable_state._get_module_state")
+    named = dict(report.named_parameters(model))
+    assert {name: each is named[name] for name, each in shards.items()} == dict.fromkeys(shards, has_private)
 
 
 @pytest.mark.usefixtures("two_ranks")

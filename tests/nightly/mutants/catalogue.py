@@ -189,7 +189,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("weights.append(1.0 / count)", "weights.append(1.0)"),
         ("return (terms[0] ** (1.0 / order)).float()", "return terms[0].float()"),
         ("if len({id(unwrap(each)) for each in several}) != len(several) or not several:", "if not several:"),
-        ("begin_anew(scaler, steps, report_to_ranks, by_check=request.chosen is None)", "pass", _GUARD),
+        ("begin_anew(scaler, steps, find_and_report, by_check=request.chosen is None)", "pass", _GUARD),
         ("                part.step.clipped = True\n", "                pass\n", _GUARD),
         ("        agree_on_norm(", "        ranks and agree_on_norm(", _GUARD),
     ],
