@@ -199,13 +199,14 @@ def test_a_report_says_which_it_was(place: Place) -> None:
     assert pending.pending
     report = guard.overflow_report(model)
     assert report.spikes == pending.spikes == (Spike(pytest.approx(50.0), pytest.approx(5.015)),)
-    # On a GPU that torch's ops serve it adds that they leave no marks.
+    by_torch_on_gpu = place.device == "cuda" and place.backend == "torch"  # leaves no marks
     assert str(report).startswith("The last skip, at update 3: spike: norm 50, limit 5.01.")
     give(optimizer, 3.0, NAN)
     guard.step(optimizer)
     guard.update()
     report = guard.overflow_report(model)
-    assert (report.update, [each.name for each in report.bad], report.spikes) == (4, ["b"], ())
+    bad = [] if by_torch_on_gpu else ["b"]
+    assert (report.update, [each.name for each in report.bad], report.spikes) == (4, bad, ())
 
 
 # Limits, states, copies
