@@ -119,10 +119,6 @@ def launch_clip(
     launch = table.launches.get("clip") or table.add_launch("clip", _clip_kernel)
     launch(
         table.n_chunks,
-        table.addresses,
-        table.numels,
-        table.chunk_tensors,
-        table.chunk_indices,
         scale,
         totals,
         norm,

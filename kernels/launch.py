@@ -86,16 +86,30 @@ class Launch:
     Args:
         kernel: a `@triton.jit` function: pointers, then numbers, which it does not specialise on, then constexprs.
         device: where all its tensors lie, with its index.
+        fixed: its first arguments, which are the same tensors, at the same addresses, in every call.
         num_warps: warps of 32 lanes in a program.
         enable_fp_fusion: whether a product and a sum may be rounded once.
         constants: its constexprs, by name, in its own order.
     """
 
+    __slots__ = (
+        "_compiled", "_current_device", "_device", "_fixed", "_index", "_is_first", "_kernel", "_n_tensors",
+        "_options", "_placeholders", "_pointers", "_streams",
+    )  # fmt: skip
+
     def __init__(
-        self, kernel: Any, device: torch.device, *, num_warps: int, enable_fp_fusion: bool = True, **constants: Any
+        self,
+        kernel: Any,
+        device: torch.device,
+        *,
+        fixed: Sequence[Tensor] = (),
+        num_warps: int,
+        enable_fp_fusion: bool = True,
+        **constants: Any,
     ) -> None:
         check_device(device)
         self._kernel = kernel
+        self._fixed, self._pointers = fixed, tuple(map(_data_ptr, fixed))
         self._device, self._index = device, device.index
         self._current_device = _current_device_query(device)
         # Triton 3.9 warns where fusion is not given, and 3.10 flips its default.
@@ -104,14 +118,14 @@ class Launch:
         self._placeholders = (None,) * len(constants)  # ignored: constants are compiled in
         self._compiled: tuple[Any, ...] | None = None  # what `_handles` returned; None: use Triton's dispatch
         self._is_first = True
-        self._n_tensors = 0  # of the arguments, before the numbers
+        self._n_tensors = 0  # of a call's arguments, before the numbers
         self._streams: set[int] = set()  # those that the allocator knows to use the tensors
 
     def __call__(self, n_programs: int, *args: Tensor | float) -> None:
         """Run `n_programs` programs, at least one.
 
         Args:
-            args: the kernel's tensors and numbers, in its own order; a float arrives as the kernel's fp32.
+            args: the kernel's other tensors and its numbers, in its own order; a float arrives as the kernel's fp32.
         """
         compiled = self._compiled
         try:  # a profiler has installed hooks, which the dispatch calls
@@ -130,7 +144,8 @@ class Launch:
         if stream not in self._streams and self._tell_allocator(args):
             self._streams.add(stream)
         count = self._n_tensors
-        params = (*map(_data_ptr, args[:count]), *args[count:], *self._placeholders)  # type: ignore[arg-type]
+        pointers = map(_data_ptr, args[:count])  # type: ignore[arg-type]
+        params = (*self._pointers, *pointers, *args[count:], *self._placeholders)
         try:
             if inner is None:
                 run(n_programs, 1, 1, stream, function, metadata, None, None, None, *params)
@@ -148,7 +163,7 @@ class Launch:
         if self._is_first:
             refuse_first_in_capture(self._device)
         with _on(self._device):
-            compiled = self._kernel[(n_programs,)](*args, **self._options)
+            compiled = self._kernel[(n_programs,)](*self._fixed, *args, **self._options)
         self._tell_allocator(args)
         if self._is_first:
             self._n_tensors = sum(isinstance(arg, Tensor) for arg in args)
@@ -167,7 +182,7 @@ class Launch:
             return False
         if self._device.type != "cpu":
             stream = torch.cuda.current_stream(self._device)
-            for arg in args:
+            for arg in (*self._fixed, *args):
                 if isinstance(arg, Tensor):
                     arg.record_stream(stream)
         return True

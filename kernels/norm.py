@@ -166,10 +166,6 @@ def launch_sum_of_squares(
         launch = table.launches.get(key) or table.add_launch(key, _sum_squares_kernel, MEASURE=measures)
         launch(
             table.n_chunks,
-            table.addresses,
-            table.numels,
-            table.chunk_tensors,
-            table.chunk_indices,
             table.bits,
             found_inf,
             table.weights,

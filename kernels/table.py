@@ -31,7 +31,7 @@ class GradTable:
         bits: the marks, int32 `[N, GENERATIONS]`, on the device, see `abi`. The first mark of a later generation
             replaces an earlier one in its place.
         generation: the current one (int32, one element, on the device); 0 unless replaced by another tensor.
-        n_chunks: programs in a launch over this table; 0 where no tensor has elements.
+        n_tensors, n_chunks: N, and the programs in a launch over this table; 0 where no tensor has elements.
         launches: what was launched over this table, by the launch function's own key.
     """
 
@@ -51,7 +51,7 @@ class GradTable:
         device = launch.indexed(device)
         self.dtype, self.device, self.config = dtype, device, config
         tensors, indices = _chunk_map(numels, config.chunk_elements(dtype.itemsize))
-        self.n_chunks = len(tensors)
+        self.n_tensors, self.n_chunks = len(numels), len(tensors)
         self.chunk_tensors, self.chunk_indices = _sent(tensors, device), _sent(indices, device)
         self.numels = _sent(np.asarray(numels, dtype=np.int64), device)
         self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
@@ -76,8 +76,8 @@ class GradTable:
         # What a graph writes, or will write, at each replay is not known here.
         if addresses == self._last and (staging is None or not (staging.captured or staging.is_capturing())):
             return
-        if len(addresses) != len(self.bits):
-            raise ValueError(f"addresses: expected {len(self.bits)} of them, got {len(addresses)}")
+        if len(addresses) != self.n_tensors:
+            raise ValueError(f"addresses: expected {self.n_tensors} of them, got {len(addresses)}")
         self._last = []  # an interrupted copy may have arrived or not
         if staging is None:
             self._on_host[:] = addresses
@@ -105,7 +105,7 @@ class GradTable:
     @cached_property
     def weights(self) -> Tensor:
         """What the sum of squares of each tensor is multiplied by: fp64 `[N]`, on the device, 1 at first."""
-        return self._filled(1.0, len(self.bits))
+        return self._filled(1.0, self.n_tensors)
 
     def set_weights(self, weights: list[float] | None) -> None:
         """Set the weights, one per tensor or None for 1; nothing is copied if they are the same.
@@ -114,19 +114,24 @@ class GradTable:
         """
         if weights == self._last_weights:
             return
-        if weights is not None and len(weights) != len(self.bits):
-            raise ValueError(f"weights: expected {len(self.bits)} of them, got {len(weights)}")
+        if weights is not None and len(weights) != self.n_tensors:
+            raise ValueError(f"weights: expected {self.n_tensors} of them, got {len(weights)}")
         launch.refuse_first_in_capture(self.device)
-        wanted = [1.0] * len(self.bits) if weights is None else weights
+        wanted = [1.0] * self.n_tensors if weights is None else weights
         self._last_weights = []  # an interrupted copy may have arrived or not
         self.weights.copy_(torch.tensor(wanted, dtype=torch.float64, device="cpu"))
         self._last_weights = weights and list(weights)
 
     def add_launch(self, key: Hashable, kernel: Any, **constants: Any) -> launch.Launch:
-        """Return a new Launch of a pass over this table, and keep it under `key`."""
+        """Return a new Launch of a pass over this table, and keep it under `key`.
+
+        Args:
+            kernel: its first arguments are those of `read_table`.
+        """
         self.launches[key] = made = launch.Launch(
             kernel,
             self.device,
+            fixed=(self.addresses, self.numels, self.chunk_tensors, self.chunk_indices),
             num_warps=self.config.num_warps,
             DTYPE=launch.TRITON_DTYPES[self.dtype],
             BLOCK_SIZE=self.config.block_elements(self.dtype.itemsize),

@@ -148,10 +148,6 @@ def _launch(table: GradTable, found_inf: Tensor, scale: Tensor | None, inverse: 
         launch = table.add_launch(key, _unscale_kernel, WRITE=writes, INVERSE=inverse, MEASURE=measures)
     launch(
         table.n_chunks,
-        table.addresses,
-        table.numels,
-        table.chunk_tensors,
-        table.chunk_indices,
         table.bits,
         found_inf,
         found_inf if scale is None else scale,  # a check reads none

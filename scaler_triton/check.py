@@ -79,7 +79,7 @@ class Ours:
 
 
 def check(
-    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False, copy: bool = True
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False, copy: bool = False
 ) -> None:
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
@@ -87,7 +87,7 @@ def check(
 
     Args:
         by_step: whether `scaler.step` calls, and uses the flag at once.
-        copy: start a copy of the flag to the host, where `scaler.step` will read it.
+        copy: start a copy of the flag to the host, where a later `scaler.step` will read it.
     """
     ours, scale = scaler._ours, scaler._scale
     step.outcome = None

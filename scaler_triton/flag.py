@@ -173,8 +173,10 @@ class Flag:
         """
         if self._memory is not None:
             values: Sequence[float] = self._memory
+        elif fresh and self._copied and self._copy:
+            values = self._copy.read()
         else:
-            values = self._copy.read() if fresh and self._copied and self._copy else self.status.tolist()
+            values = self.status.tolist() if self._with_scales else [self.found_inf.item()]
         if self._with_scales:
             self._raise_if_apart(values)
         if fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf):

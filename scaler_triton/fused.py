@@ -35,7 +35,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         if is_replaced(scaler, "_check_inf_per_device"):
             scaler._check_inf_per_device(optimizer)
         else:  # a guard's gradients are unscaled: the optimizer need not divide them by 1
-            check(scaler, step, optimizer, divide=scaler._ours.guard is not None, by_step=True, copy=False)
+            check(scaler, step, optimizer, divide=scaler._ours.guard is not None, by_step=True)
     divides = step.phase is not UNSCALED  # by its own kernels
     scale: Any = scaler._get_scale_async()
     exposed = scaler._ours.steps.exposed and not step.fresh

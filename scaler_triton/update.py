@@ -36,6 +36,7 @@ from scaler_triton.text import count_of
 from scaler_triton.torch_ops import host_memory
 
 if TYPE_CHECKING:
+    from scaler_triton.check import Ours
     from scaler_triton.grad_scaler import GradScaler
 
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the smallest double that fp32 rounds to infinity
@@ -234,17 +235,18 @@ class DevicePolicy:
         refuse_capture(device, "a scaler's first update")
         with torch.inference_mode(False):  # later updates write it outside that mode
             self.values = torch.zeros(6, dtype=torch.float64, device=device)
-        self._held: tuple[float, ...] = ()
+        self._held: tuple[Any, ...] = ()
 
     def hold(self, numbers: Numbers, limits: Limits) -> Tensor:
         """Set the values, if they differ, and return their tensor."""
-        asked = (*numbers, limits.min_scale, limits.max_scale, limits.hysteresis)
+        asked = (*numbers, limits)
         if asked != self._held:
             self._held = ()  # unknown if the copy is interrupted
+            values = [*numbers, limits.min_scale, limits.max_scale, limits.hysteresis]
             with sync_allowed(self.values.device):
                 if self.values.is_cuda:  # updates and replays that are queued, on any stream, use the old values
                     torch.cuda.synchronize(self.values.device)
-                self.values.copy_(torch.tensor(asked, dtype=torch.float64, device="cpu"))
+                self.values.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
             self._held = asked
         return self.values
 
@@ -252,9 +254,11 @@ class DevicePolicy:
 class Home:
     """How a scale and its tracker are updated: by a kernel, by Python (`on_host`) or by torch's ops."""
 
-    def __init__(self, scale: Any, growth_tracker: Any, rows: FlagRows, requested: str) -> None:
-        self.scale, self.growth_tracker, self.rows, self.device = scale, growth_tracker, rows, scale.device
-        self.by_kernel = choose_for_scale(scale, requested) == "triton"
+    def __init__(self, scale: Any, growth_tracker: Any, ours: Ours) -> None:
+        self.scale, self.growth_tracker, self.device = scale, growth_tracker, scale.device
+        self.rows: FlagRows = ours.rows_on(scale.device)
+        self.by_kernel = choose_for_scale(scale, ours.steps.requested) == "triton"
+        self.policy: Any = ours.policy_on(scale.device) if self.by_kernel else None
         # Fake tensors cannot be read.
         self.on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
         if self.on_host:
@@ -273,14 +277,16 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         or (home.on_host and home.address != tracker.data_ptr())
     ):
         _check_numbers(scale, tracker)
-        home = ours.home = Home(scale, tracker, ours.rows_on(scale.device), ours.steps.requested)
+        home = ours.home = Home(scale, tracker, ours)
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
     own: list[Any] = []
-    found_inf = False
+    mask, found_inf = 0, False
     for step in checked:  # other code may have put plain dicts there, or written flags
         flag = step.flag if not exposed else None if type(step) is dict else step.own_flag(True)
         if not home.on_host:
-            own.append(flag)
+            if flag is not None and flag.rows is home.rows:
+                own.append(flag)
+                mask |= 1 << flag.row
         elif flag is not None:
             found_inf |= flag.is_set()
         else:
@@ -294,22 +300,19 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         update_on_host_(scale, home.tracker, found_inf, numbers, limits, counted, headroom, unscaled)
         return
     counters = ours.counters.on(home.device)
-    is_own = all(flag is not None and flag.rows is home.rows for flag in own)
-    if not (home.by_kernel and is_own):
+    is_own = home.by_kernel and len(own) == len(checked)
+    if not is_own:
         found_inf_ = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
     if not home.by_kernel:
         update_by_ops_(scale, tracker, found_inf_, numbers, limits, counters, headroom, unscaled)
         return
-    policy, launch = ours.policy_on(home.device).hold(numbers, limits), kernels().update_scale.launch_update
+    policy, launch = home.policy.hold(numbers, limits), kernels().update_scale.launch_update
     if not is_own:
         options = {} if headroom is None else headroom_options(headroom, home.device, row_of(checked, home.device))
         launch(scale, tracker, found_inf_, home.rows.last_flags, policy, counters, 1, clear=False, **options)
         return
     if not captured:
         _wait_for_readers(home.device, checked)
-    mask = 0
-    for flag in own:
-        mask |= 1 << flag.row
     options = {} if headroom is None else headroom_options(headroom, home.device, home.rows.measured)
     launch(scale, tracker, home.rows.status, home.rows.last_flags, policy, counters, mask, clear=True, **options)
     for flag in own:
@@ -379,11 +382,13 @@ def numbers_changed(scaler: GradScaler) -> None:
 
 def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
     """Make the current stream wait for fused steps on other streams, whose flags the update is going to clear."""
-    readers = {step.reader for step in checked if step.reader is not None}
-    if readers:
-        launch = kernels().launch
-        for reader in readers - {launch.current_stream(device)}:
-            torch.cuda.current_stream(device).wait_stream(launch.stream(device, reader))
+    here = None
+    for step in checked:
+        if step.reader is not None:
+            launch = kernels().launch
+            here = launch.current_stream(device) if here is None else here
+            if step.reader != here:
+                torch.cuda.current_stream(device).wait_stream(launch.stream(device, step.reader))
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:
