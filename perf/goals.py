@@ -13,6 +13,7 @@ from perf.rows import Entry
 ABSENT = "not measured on this version"
 LOOP, FSDP2, STUB = "in a training loop", "under FSDP2", "GPU path .*"
 GPU, CPU = "(?!cpu).*", "cpu.*"
+HOST = "by lists|on the host"  # where there is a GPU, its own time is another part
 PLAIN, FUSED, UNSCALE, CLIP = ".*plain", ".*fused", "unscale_", "unscale + clip"
 UPDATE = "`update` is Python where torch has one op; with thousands of new gradients both wait for memory"
 NORM = "torch takes norms in the gradients' dtype, ours converts 16-bit ones; with few gradients our Python counts"
@@ -93,8 +94,8 @@ HEADLINES = (
     Goal("a step's scaler in a training loop, fused optimizer", "host", LOOP, FUSED, ALL, 1),
     Goal("500 parameters under FSDP2, `unscale_`", "host", FSDP2, ".*", UNSCALE, 1),
     Goal("500 parameters under FSDP2, unscale and clip", "host", FSDP2, ".*", CLIP, 1),
-    Goal("unscale and clip, fp32", "clip", ".*", ".*fp32", CLIP, 1),
-    Goal("unscale and clip, bf16", "clip", ".*", ".*bf16", CLIP, 1),
+    Goal("unscale and clip, fp32", "clip", HOST, ".*fp32", CLIP, 1),
+    Goal("unscale and clip, bf16", "clip", HOST, ".*bf16", CLIP, 1),
     Goal("clipping and skipping what is not finite in bf16, `StepGuard`", "guard", ".*", ".*", NOT_FINITE, 1),
     Goal("the same, and spikes", "guard", ".*", ".*", SPIKES, 1),
     Goal("`scaler_triton.ops.unscale_` on a list of tensors", "passes", OPS, ".*", "unscale", 1),

@@ -85,12 +85,13 @@ def missed(found: Sequence[Answer]) -> str:
 
 def gains(found: Sequence[Answer]) -> str:
     """Return what costs less than with torch's scaler, as much, and more."""
-    kinds: dict[str, list[str]] = {"Less": [], "Less or more, by size": [], "As much, or more": []}
+    kinds: dict[str, dict[str, list[str]]] = {"Less": {}, "Less or more, by size": {}, "As much, or more": {}}
     measured = [answer for answer in found if answer.row]
     for goal, best, worst, machine in measured:
         kind = [*kinds][(worst.p50 >= EVEN) + (best.p50 >= EVEN)]
-        kinds[kind].append(f"{goal.text} {_range(best, worst)} ({machine.device})")
-    lines = [f"- **{kind}**: {'; '.join(texts)}." for kind, texts in kinds.items() if texts]
+        kinds[kind].setdefault(goal.text, []).append(f"{_range(best, worst)} ({machine.device})")
+    texts = {kind: "; ".join(f"{text} {', '.join(each)}" for text, each in of.items()) for kind, of in kinds.items()}
+    lines = [f"- **{kind}**: {text}." for kind, text in texts.items() if text]
     if all(answer.machine.device.startswith("cpu") for answer in measured):
         lines.append(f"- On a GPU: {ABSENT}.")
     return "\n".join(lines)
@@ -100,17 +101,27 @@ def _range(*rows: Row) -> str:
     return " to ".join(dict.fromkeys(f"{row.p50:.2f}" for row in rows))
 
 
+def headline_table(found: Sequence[Answer]) -> str:
+    """Return a line for each headline, a column for each machine: from its best case to its worst."""
+    cells: dict[str, dict[str, str]] = {}
+    for goal, best, worst, machine in found:
+        if worst:
+            cells.setdefault(goal.text, {})[machine.device] = _range(best, worst)
+    machines = sorted({machine for of in cells.values() for machine in of})
+    lines = [[text, *(of.get(machine, "") for machine in machines)] for text, of in cells.items()]
+    return table(lines, ("host time, ours / torch, best to worst case", *machines))
+
+
 def blocks(questions: Sequence[str], results: Path = RESULTS) -> list[tuple[Path, str, str]]:
     """Return the page, the name and the text of everything that is written from the CSVs."""
     entries = entries_in(results)
     found, headlines = answers(entries), answers(entries, HEADLINES)
-    front = [[goal.text, _range(best, worst), machine.device] for goal, best, worst, machine in headlines if worst]
     return [
         (README, "gains", gains(headlines)),
         (README, "goals", goals_table(found)),
         (README, "missed", missed(found)),
         *((README, question, question_tables(entries, question)) for question in questions),
-        (FRONT, "costs", table(front, ("host time, ours / torch", "best to worst case", "measured on"))),
+        (FRONT, "costs", headline_table(headlines)),
     ]
 
 
