@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from scaler_triton._version import __version__
-
 if TYPE_CHECKING:
     from scaler_triton import ops
     from scaler_triton.auditing.running import audit
@@ -14,6 +12,7 @@ if TYPE_CHECKING:
     from scaler_triton.step_guard import StepGuard
     from scaler_triton.update import ScalerStats, SkipStreakError
 
+__version__ = "0.2.0"
 __all__ = [
     "GradScaler",
     "ScalerStats",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, usual_backend
-from scaler_triton.flag import Flag, FlagRows, Flags, failed_sums, fp32_on, report_failure, sum_totals_, write_scales
+from scaler_triton.flag import Flag, FlagRows, Flags, failed_sums, report_failure, sum_totals_, write_scales
 from scaler_triton.headroom import Reader
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
@@ -29,7 +29,7 @@ from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import OptimizerStep, Steps, parameters_of
-from scaler_triton.torch_ops import combine_, inverse
+from scaler_triton.torch_ops import inverse
 from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, SkipStreakError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def check(
 ) -> None:
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
-    A guard's are never divided, as its scale is 1; if it looks for spikes, the check is by their norm.
+    A guard's are never divided, as its scale is 1.
 
     Args:
         by_step: whether `scaler.step` calls, and uses the flag at once.
@@ -91,20 +91,16 @@ def check(
     """
     ours, scale = scaler._ours, scaler._scale
     step.outcome = None
+    if ours.guard is not None and ours.guard.sigma is not None:
+        _check_by_norm(scaler, step, optimizer, divide=divide, by_step=by_step, copy=copy)
+        return
     together: Ranks | None = None
-    by_norm = ours.guard is not None and ours.guard.sigma is not None
     try:
-        if by_norm:
-            open_window(scaler, step)
         plan = ours.steps.plan(step, optimizer)
         plan.written, plan.marks.resumed = False, {}
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
             together = ranks_of(scaler, plan)
-        if by_norm:
-            part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
-            totals = measure(scaler, [part], together)
-            flag, flags = part.flag, part.flags
-        elif is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
+        if is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
             flag, plan.written = new_flag(scaler, step), divide
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, ours.allow_fp16 or not divide)
@@ -115,28 +111,49 @@ def check(
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if together is not None and not by_norm:
+        if together is not None:
             flag.write_scale(scale)
     except BaseException as error:
         fail(scaler, step, optimizer, error, together)
         raise
     try:
-        if by_norm:
-            agree_on_norm(scaler, [part], totals, together)
-        elif together is not None:
+        if together is not None:
             flag.agree(together)
         usual = only_here and plan.devices == [flag.device]
         agreed = flags if usual else flags_on(scaler, flag, flags, plan, together)
         if divide:
-            step.unscaled(flag, agreed)
+            step.unscaled(flag, agreed, by_step=by_step)
         else:
-            step.checked(flag, agreed)
+            step.checked(flag, agreed, by_step=by_step)
         if copy and not flag.is_on_host and not step.captured:
             flag.start_copy()
-        step.fresh = by_step
-        if divide:
-            step.began &= by_step  # another attempt
         plan.written = False
+    except BaseException:
+        step_failed(scaler, step)
+        raise
+
+
+def _check_by_norm(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool, copy: bool
+) -> None:
+    """Do the same for a guard that looks for spikes: the pass that checks gives the norm, which the guard judges."""
+    together: Ranks | None = None
+    try:
+        open_window(scaler, step)
+        plan = scaler._ours.steps.plan(step, optimizer)
+        plan.written = False
+        together = ranks_of(scaler, plan)
+        part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
+        totals = measure(scaler, [part], together)
+    except BaseException as error:
+        fail(scaler, step, optimizer, error, together)
+        raise
+    try:
+        agree_on_norm(scaler, [part], totals, together)
+        agreed = flags_on(scaler, part.flag, part.flags, plan, together)
+        (step.unscaled if divide else step.checked)(part.flag, agreed, by_step=by_step)
+        if copy and not part.flag.is_on_host and not step.captured:
+            part.flag.start_copy()
     except BaseException:
         step_failed(scaler, step)
         raise
@@ -173,31 +190,15 @@ def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> T
 
 def _measure_one(scaler: GradScaler, part: Part) -> list[Tensor]:
     """Check one optimizer's gradients, and return each batch's totals, each gradient divided by its replicas."""
-    plan, flags = part.plan, part.flags
+    plan = part.plan
     plan.marks.resumed = {}
     flag = part.flag = new_flag(scaler, part.step)
     part.batches = plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
     choose_backends(part.batches, plan.requested, clips=True)
     replicas = _replicas_of_gradients(plan, part.replicas)
-    totals: list[Tensor] = []
-    for batch in part.batches:
-        layout, device = batch.layout, batch.layout.key.device
-        if device not in flags:
-            here = device == flag.device
-            flags[device] = flag.found_inf if here else torch.zeros_like(flag.found_inf, device=device)
-        found_inf = flags[device]
-        if layout.clips != "torch":
-            plan.marks.follow(layout, flag.device)
-        scale, row = fp32_on(device, scaler._scale), flag.measured
-        if row is not None and device != flag.device:
-            row = torch.zeros_like(row, device=device)
-        total = passes.norm_batch(batch, scale, found_inf, _weights(batch, replicas), row, inverse=False)
-        if row is not None and device != flag.device:
-            combine_(flag.measured, row.to(flag.device))
-        if layout.clips == "torch" and found_inf.is_cpu and layout.key.plain and found_inf.item():
-            plan.marks.mark_on_host(batch)
-        totals.append(total.to(flag.device))
-    flag.add(flags.values())
+    weights = [_weights(batch, replicas) for batch in part.batches]
+    part.flags, totals = passes.norm(plan, part.batches, scaler._scale, flag, weights)
+    flag.add(part.flags.values())
     return totals
 
 

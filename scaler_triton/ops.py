@@ -1,18 +1,22 @@
-"""The public functions on lists of tensors, and the custom ops by which compiled callers reach them."""
+"""The public functions on lists of tensors: lists of one form are looked at once; custom ops for compiled callers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import count
+from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaler_triton import passes, policy, torch_ops
-from scaler_triton.dispatch import check_backend
-from scaler_triton.gradients import local_tensor
+from scaler_triton.dispatch import check_backend, kernels
+from scaler_triton.gradients import check_gradient, check_overlap, local_tensor, sparse_values
 from scaler_triton.kernels.abi import SQUARES
-from scaler_triton.lists import check_scalar, recall, run
-from scaler_triton.plan import Batch
+from scaler_triton.plan import Batch, Layout, choose_backends, form_guard, group
+from scaler_triton.torch_ops import is_plain
 from scaler_triton.update import update_scale_ as _update_scale_
 
 __all__ = ["check_nonfinite", "grad_norm", "unscale_", "update_scale_"]
@@ -39,7 +43,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         _unscale_op(_shards(grads), inv_scale, found_inf, backend)
         return
     grads = list(grads)
-    key, known = recall("unscale", grads, backend, inv_scale, found_inf)
+    key, known = _recall("unscale", grads, backend, inv_scale, found_inf)
     if known is not None and known.on_cpu:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
     else:
@@ -47,7 +51,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         def unscale_one(batch: Batch, flag: Tensor) -> None:
             passes.unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, inverse=True)
 
-        run(key, known, unscale_one, grads, inv_scale=inv_scale, found_inf=found_inf)
+        _run(key, known, unscale_one, grads, inv_scale=inv_scale, found_inf=found_inf)
 
 
 def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str | None = None) -> None:
@@ -61,11 +65,11 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
         _check_op(_shards(grads), found_inf, backend)
         return
     grads = list(grads)
-    key, known = recall("check", grads, backend, found_inf)
+    key, known = _recall("check", grads, backend, found_inf)
     if known is not None and known.on_cpu:
         torch_ops.check(grads, found_inf)
     else:
-        run(key, known, passes.check_batch, grads, found_inf=found_inf)
+        _run(key, known, passes.check_batch, grads, found_inf=found_inf)
 
 
 def grad_norm(
@@ -106,7 +110,7 @@ def grad_norm(
     home = _first_device(grads)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
-    key, known = recall("norm" if order == 2 else "other norm", grads, backend, factor, flag)
+    key, known = _recall("norm" if order == 2 else "other norm", grads, backend, factor, flag)
     if known is not None and known.on_cpu and order == 2:
         factor = factor.double().reshape(())
         return (torch_ops.sum_of_squares(grads, flag, None) * factor * factor).sqrt()
@@ -122,7 +126,7 @@ def grad_norm(
         if any(tensor.numel() for tensor in batch.present):
             parts.append((torch_ops.norm(batch.present, order) * local.double().reshape(())).to(home))
 
-    run(key, known, add, grads, inv_scale=factor, found_inf=flag)
+    _run(key, known, add, grads, inv_scale=factor, found_inf=flag)
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=home)
     stacked = torch.stack(parts)
@@ -160,9 +164,9 @@ def update_scale_(
     if torch.compiler.is_compiling():
         _update_op(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, backend)
         return
-    check_scalar(scale, "scale")
-    check_scalar(growth_tracker, "growth_tracker", torch.int32)
-    check_scalar(found_inf, "found_inf")
+    _check_scalar(scale, "scale")
+    _check_scalar(growth_tracker, "growth_tracker", torch.int32)
+    _check_scalar(found_inf, "found_inf")
     for name, other in (("growth_tracker", growth_tracker), ("found_inf", found_inf)):
         if other.device != scale.device:
             raise ValueError(f"{name} must be on the scale's device, {scale.device}, got {other.device}")
@@ -171,6 +175,130 @@ def update_scale_(
     growth_interval = policy.check_growth_interval(growth_interval)
     numbers = growth_factor, backoff_factor, growth_interval
     _update_scale_(scale, growth_tracker, found_inf, numbers, check_backend(backend))
+
+
+# Lists that callers pass again and again are checked and grouped once. A later call with a list of the same form
+# (types, dtypes, devices, shapes, strides) finds the layouts of its batches, with the kernels' tables, without a look
+# at each tensor in Python. Nothing here keeps a tensor alive, and none is taken for another: each call compares the
+# forms of its own tensors, and writes their addresses into the tables.
+
+_Key = tuple[str, str, int, int | None]  # the op and its backend; of the list only what is quickly found
+_Op = Callable[[Batch, Tensor], None]  # on a batch, with a flag on its device
+
+
+class _Known(NamedTuple):
+    """What calls of one op use of a list that was seen before."""
+
+    guard: Callable[..., bool]  # of the form of the scalars and the gradients
+    layouts: list[Layout]
+    streams: list[int]  # for each layout that of its kernels
+    on_cpu: bool  # whether the list is one batch for an op of torch's on the CPU
+
+
+_MOST = 64
+_NO_STREAM = -1
+_known: OrderedDict[_Key, _Known] = OrderedDict()
+
+
+def _recall(op: str, grads: list[Tensor], backend: str | None, *scalars: Tensor) -> tuple[_Key, _Known | None]:
+    """Return the key of a call of `op`, and what is known of its list; None if it has to be looked at."""
+    first = grads[0].numel() if grads and type(grads[0]) is Tensor else None
+    key = op, check_backend(backend), len(grads), first
+    known = _known.get(key)
+    return key, known if known is not None and known.guard(*scalars, *grads) else None
+
+
+def _run(key: _Key, known: _Known | None, op: _Op, grads: list[Tensor], **scalars: Tensor) -> None:
+    """Run `op` on each batch of `grads`, and combine the flags in `found_inf`, one of the `scalars`."""
+    # Taken out for as long as its tables are used: another thread makes its own.
+    if known is not None and _known.pop(key, None) is known and _is_free(known):
+        for layout in known.layouts:
+            every = len(layout.positions) == len(grads)
+            tensors = grads if every else [grads[index] for index in layout.positions]
+            _run_one(op, Batch(layout, tensors, tensors), scalars["found_inf"])
+    else:
+        known = _run_unknown(key, op, grads, scalars)
+    if known is not None:
+        _known[key] = known
+        if len(_known) > _MOST:
+            _known.popitem(last=False)
+
+
+def _run_unknown(key: _Key, op: _Op, grads: list[Tensor], scalars: dict[str, Tensor]) -> _Known | None:
+    """Check everything, run `op`, and return what later calls use, None if they have to look at each tensor, too."""
+    for name, scalar in scalars.items():
+        _check_scalar(scalar, name)
+    found_inf = scalars["found_inf"]
+    if found_inf.is_meta:
+        raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
+    with torch.no_grad():
+        locals_ = _checked(grads)
+        batches = group(locals_, count())
+        choose_backends(batches, key[1], clips=key[0] == "norm")
+        for batch in batches:
+            _run_one(op, batch, found_inf)
+    every = [*scalars.values(), *grads]
+    # A guard does not look into DTensors and sparse tensors, and a known list is used without `no_grad`.
+    simple = all(map(is_, locals_, grads)) and all(is_plain(each) and not each.requires_grad for each in every)
+    guard = form_guard(every) if simple else None
+    if guard is None:
+        return None
+    layouts = [batch.layout for batch in batches]
+    on_cpu = all(each.is_cpu for each in every) and [layout.backend for layout in layouts] == ["torch"]
+    return _Known(guard, layouts, [_stream(layout) for layout in layouts], on_cpu)
+
+
+def _run_one(op: _Op, batch: Batch, found_inf: Tensor) -> None:
+    device = batch.layout.key.device
+    if device == found_inf.device:
+        op(batch, found_inf)
+        return
+    flag = torch.zeros((), dtype=torch.float32, device=device)
+    op(batch, flag)
+    found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+
+
+def _is_free(known: _Known) -> bool:
+    """Return whether a call may write the tables: no graph does, nor may another stream still read them.
+
+    A capture writes those of the call before it, and of earlier captures.
+    """
+    for layout, stream in zip(known.layouts, known.streams, strict=True):
+        if stream == _NO_STREAM or kernels().launch.capture_query(layout.key.device)():
+            continue
+        if stream != _stream(layout) or any(table.is_in_a_graph for table in layout.tables.values()):
+            return False
+    return True
+
+
+def _stream(layout: Layout) -> int:
+    """Return the current stream of a layout's kernels; `_NO_STREAM` if torch's ops or the interpreter serve it."""
+    if layout.backend != "triton" or layout.key.device.type == "cpu":
+        return _NO_STREAM
+    stream: int = kernels().launch.current_stream(layout.key.device)
+    return stream
+
+
+def _checked(grads: list[Tensor]) -> list[Tensor]:
+    locals_ = []
+    for index, grad in enumerate(grads):
+        if not isinstance(grad, Tensor):
+            raise TypeError(f"grads[{index}] must be a Tensor, got {type(grad).__name__}")
+        local = local_tensor(grad)
+        check_gradient(local, f"grads[{index}]")
+        if local.layout is torch.sparse_coo:
+            local = sparse_values(local)
+            check_overlap(local)  # of fp16, too, which only a plan coalesces
+        locals_.append(local)
+    return locals_
+
+
+def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32) -> None:
+    """Raise if `tensor` is not one element of `dtype`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.numel() != 1 or tensor.dtype is not dtype:
+        raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")
 
 
 def _shards(grads: Sequence[Tensor]) -> list[Tensor]:

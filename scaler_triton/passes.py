@@ -75,6 +75,40 @@ def check(
     return flags
 
 
+def norm(
+    plan: GradPlan, batches: Sequence[Batch], scale: Tensor, flag: Flag, weights: Sequence[list[float] | None]
+) -> tuple[Flags, list[Tensor]]:
+    """Check every gradient, and sum the squares of what it is divided by the scale: one pass, which only reads.
+
+    Args:
+        batches: what `plan.collect` returned, their backends for norms chosen.
+        scale: one element, any device.
+        weights: for each batch, as `norm_batch` takes them.
+
+    Returns: the flag of each device, as `check` does; each batch's totals, on the device of `flag`.
+    """
+    flags: Flags = {}
+    totals: list[Tensor] = []
+    for batch, each in zip(batches, weights, strict=True):
+        layout, device = batch.layout, batch.layout.key.device
+        at_home = device == flag.device
+        found_inf = flags.get(device)
+        if found_inf is None:
+            found_inf = flags[device] = flag.found_inf if at_home else torch.zeros_like(flag.found_inf, device=device)
+        measured = flag.measured
+        if measured is not None and not at_home:
+            measured = torch.zeros_like(measured, device=device)
+        if layout.clips != "torch":
+            plan.marks.follow(layout, flag.device)
+        total = norm_batch(batch, fp32_on(device, scale), found_inf, each, measured, inverse=False)
+        if measured is not None and not at_home:
+            torch_ops.combine_(flag.measured, measured.to(flag.device))
+        if layout.clips == "torch" and found_inf.is_cpu and layout.key.plain and found_inf.item():
+            plan.marks.mark_on_host(batch)
+        totals.append(total.to(flag.device))
+    return flags, totals
+
+
 def unscale_batch_(
     batch: Batch, scale: Tensor, found_inf: Tensor, measured: Tensor | None = None, *, inverse: bool
 ) -> None:

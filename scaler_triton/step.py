@@ -131,22 +131,23 @@ class OptimizerStep(dict[str, Any]):
             return by_check or self.began
         return self.phase is STEPPED or (self.phase is UNSCALED and self.began)
 
-    def checked(self, flag: Flag | None, flags: Flags) -> None:
-        """Store the flag that the ranks agreed on; the gradients were only read."""
+    def checked(self, flag: Flag | None, flags: Flags, *, by_step: bool = False) -> None:
+        """Store the flag that the ranks agreed on after a check that only read, the running `step`'s if `by_step`."""
         if flag is not self.flag:
             self.earlier.append(self.flag)
-        self.flag, self[_FLAGS] = flag, flags
+        self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
         if self.phase is CARRIED:  # an overflow that was found before the division still counts
             for device, found in flags.items():
                 self.kept[device] = torch.maximum(found, self.kept.get(device, found))
         elif self.phase is READY:
             self.phase = CHECKED
 
-    def unscaled(self, flag: Flag, flags: Flags) -> None:
-        """Store the flag that the ranks agreed on; the gradients are divided."""
+    def unscaled(self, flag: Flag, flags: Flags, *, by_step: bool = False) -> None:
+        """Store the flag that the ranks agreed on after a check that divided, the running `step`'s if `by_step`."""
         if flag is not self.flag:
             self.earlier.append(self.flag)
-        self.flag, self[_FLAGS] = flag, flags
+        self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
+        self.began &= by_step  # else it is another attempt
         self.phase = UNSCALED
         self["stage"] = self.stage = UNSCALED_STAGE
 

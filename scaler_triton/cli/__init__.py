@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from scaler_triton._version import __version__
+from scaler_triton import __version__
 
 COMMANDS = {
     "demo": "scaler_triton.demo.command",

@@ -9,7 +9,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
-from scaler_triton._version import __version__
+from scaler_triton import __version__
 from scaler_triton.cli.console import complain, driver_version
 from scaler_triton.text import count_of, error_line, one_line
 

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scaler_triton._version import __version__
+from scaler_triton import __version__
 from scaler_triton.cli.console import complain, driver_version, missing_packages, new_bar
 from scaler_triton.text import one_line, table
 

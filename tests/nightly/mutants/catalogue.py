@@ -22,6 +22,7 @@ class Mutant(NamedTuple):
         return f"tests/{folder}/test_{name}.py"
 
 
+_LISTS = "unit/ops_lists"
 _GUARD = "unit/step_guard"
 _BY_MEASURING = "unit/kernels/measure"
 _HEADROOM, _HEADROOM_RANKS = "unit/headroom", "ranks/headroom"
@@ -29,6 +30,7 @@ _BITS = "unit/kernels/spike"  # of the kernel and of torch's ops
 
 _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/step.py": [
+        ("        self.began &= by_step  # else it is another attempt\n", ""),
         ("FAILED: UNSCALED_STAGE}", "FAILED: READY_STAGE}"),
         ("CARRIED: READY_STAGE,", "CARRIED: UNSCALED_STAGE,"),
         ("if self.phase in (UNSCALED, FAILED) and not again:", "if self.phase is UNSCALED and not again:"),
@@ -48,7 +50,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/check.py": [
         ("batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)", "batches = plan.collect(allow_fp16=True)"),
         ("        if not only_here:\n            flag.add(flags.values())\n", ""),
-        ("        if together is not None and not by_norm:\n            flag.write_scale(scale)\n", ""),
+        ("        if together is not None:\n            flag.write_scale(scale)\n", ""),
         ("if copy and not flag.is_on_host and not step.captured:", "if copy and not flag.is_on_host:", "gpu/capture"),
         ("or step[\"found_inf_per_device\"]:\n        flag =", "or False:\n        flag ="),
         ("flag.rows.captured.add(flag)", "pass", "gpu/capture"),
@@ -59,7 +61,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("weights = [1.0 / replicas[position] for", "weights = [1.0 for", "unit/clip"),
         ("self.allow_fp16 = guard, True, True", "self.allow_fp16 = guard, False, True"),
         ("self.membership = Membership(True, alone=True)", "self.membership = Membership(True)", _GUARD),
-        ("by_norm = ours.guard is not None and ours.guard.sigma is not None", "by_norm = False", _GUARD),
+        ("ours.guard is not None and ours.guard.sigma is not None:\n        _check", "False:\n        _check", _GUARD),
+        ("(step.unscaled if divide else step.checked)(part.flag,", "step.checked(part.flag,", _GUARD),
         ("by_sums=failed_sums(measures) if by_norm or measures", "by_sums=failed_sums(measures) if by_norm"),
         ("by_sums=failed_sums(measures) if by_norm or measures", "by_sums=failed_sums(measures) if measures"),
         ("[MEASURED_AT].copy_(scaler._scale.reshape(()))", "[MEASURED_AT].fill_(1.0)", _HEADROOM),
@@ -72,6 +75,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("again = bool(first.step[\"found_inf_per_device\"])", "again = False", _GUARD),
     ],
     "scaler_triton/flag.py": [
+        ("            values = self.status.tolist() if self._with_scales else", "            values =", "gpu/gpu"),
         ("(row[abi.LARGEST] / row[abi.MEASURED_AT]) + _exponent_of(row[abi.MEASURED_AT])", "(row[abi.LARGEST])"),
         ("& (row[abi.LARGEST] > 0)", ""),
         (".amax() - _exponent_of(row[abi.MEASURED_AT])", ".amax()"),
@@ -263,23 +267,21 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if not 0.0 <= norm < math.inf:", "if not 0.0 <= norm:", _GUARD),
         ("    counters = {\"spikes\": 0, **counters}", "    counters = {**counters}"),
     ],
-    "scaler_triton/lists.py": [
-        ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
-        ("            check_overlap(local)  # of fp16", "            pass  # of fp16", "unit/ops"),
-        ("known is not None and known.guard(*scalars, *grads) else", "known is not None else"),
-        ("key = op, check_backend(backend), len(grads), first", "key = op, \"auto\", len(grads), first"),
-        ("known is not None and _known.pop(key, None) is known and", "known is not None and"),
-        (" and _is_free(known):", ":"),
-        ("for index in layout.positions]", "for index in range(len(layout.positions))]"),
-        ("            _known.popitem(last=False)", "            pass"),
-        ("simple = all(map(is_, locals_, grads)) and", "simple ="),
-        (" and not each.requires_grad for each in every)", " for each in every)"),
-        ("if stream == _NO_STREAM or kernels().launch.capture_query(layout.key.device)():", "if stream == _NO_STREAM:"),
-        ("any(table.is_in_a_graph for table in layout.tables.values())", "False"),
-    ],
     "scaler_triton/ops.py": [
         ("return stacked.sum().sqrt() if order == 2", "return stacked.sum() if order == 2"),
         ("        if other.device != scale.device:", "        if False:"),
+        ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
+        ("            check_overlap(local)  # of fp16", "            pass  # of fp16"),
+        ("known is not None and known.guard(*scalars, *grads) else", "known is not None else", _LISTS),
+        ("key = op, check_backend(backend), len(grads), first", "key = op, \"auto\", len(grads), first", _LISTS),
+        ("known is not None and _known.pop(key, None) is known and", "known is not None and", _LISTS),
+        (" and _is_free(known):", ":", _LISTS),
+        ("for index in layout.positions]", "for index in range(len(layout.positions))]", _LISTS),
+        ("            _known.popitem(last=False)", "            pass", _LISTS),
+        ("simple = all(map(is_, locals_, grads)) and", "simple =", _LISTS),
+        (" and not each.requires_grad for each in every)", " for each in every)", _LISTS),
+        (" or kernels().launch.capture_query(layout.key.device)():", ":", _LISTS),
+        ("any(table.is_in_a_graph for table in layout.tables.values())", "False", _LISTS),
     ],
     "scaler_triton/grad_scaler.py": [
         ("        if ours.steps.unfinished:\n            ours.steps.loss_scaled()\n", "", "unit/step"),

@@ -14,15 +14,15 @@ from helpers import DTYPES, KERNELS, PLACES, Place, assert_all_same, assert_same
 from tensor_pair import Pair
 from torch import Tensor
 
-from scaler_triton import lists, ops
+from scaler_triton import ops
 from scaler_triton.dispatch import ENV_VARIABLE, kernels
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Nothing at first."""
-    monkeypatch.setattr(lists, "_known", OrderedDict())
-    return lists._known
+    monkeypatch.setattr(ops, "_known", OrderedDict())
+    return ops._known
 
 
 def made(place: Place, *numels: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -66,7 +66,7 @@ def test_other_tensors_of_the_same_form_are_not_looked_at(place: Place, monkeypa
         grads += [made(place, 12)[0].view(3, 4).t()[:, ::2], made(place, 9)[0][::2], *made(place, 6)]
         grads[5][2] = special
         assert_right(grads, place)
-        monkeypatch.setattr(lists, "_run_unknown", mock.Mock(side_effect=AssertionError("looked at again")))
+        monkeypatch.setattr(ops, "_run_unknown", mock.Mock(side_effect=AssertionError("looked at again")))
 
 
 @PLACES
@@ -194,8 +194,8 @@ def test_views_of_a_leaf_stay_out_of_its_graph(place: Place) -> None:
 
 @PLACES
 def test_only_so_many_lists_are_known(place: Place, known: Any, monkeypatch: Any) -> None:
-    assert lists._MOST == 64
-    monkeypatch.setattr(lists, "_MOST", 5)
+    assert ops._MOST == 64
+    monkeypatch.setattr(ops, "_MOST", 5)
     for count in [*range(1, 9), 1, 8]:
         grads, flag = made(place, *[3] * count), scalar(0.0, place)
         ops.unscale_(grads, scalar(0.5, place), flag, backend=place.backend)
@@ -232,7 +232,7 @@ def test_what_a_guard_does_not_see_into_is_looked_at_each_time(known: Any) -> No
 
 
 def test_without_torchs_guards_nothing_is_known_and_all_works(known: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(lists, "form_guard", lambda tensors: None)
+    monkeypatch.setattr(ops, "form_guard", lambda tensors: None)
     for _ in range(2):
         assert_right(made(Place("cpu", "torch"), 5, 6), Place("cpu", "torch"))
     assert not known
@@ -284,7 +284,7 @@ def test_streams_and_graphs_have_their_own_tables_but_a_capture_those_of_the_cal
             captured.append(table)
 
     with (
-        mock.patch.object(lists, "_stream", side_effect=lambda layout: here["stream"]),
+        mock.patch.object(ops, "_stream", side_effect=lambda layout: here["stream"]),
         mock.patch.object(kernels().launch, "capture_query", return_value=lambda: here["capturing"]),
         mock.patch.object(kernels().table.GradTable, "is_in_a_graph", property(lambda table: table in captured)),
         mock.patch.object(kernels().unscale, "launch_unscale", launch),
