@@ -284,6 +284,7 @@ class GradScaler(torch.amp.GradScaler):
             if step.phase is not UNSCALED:
                 if is_replaced(self, "unscale_"):
                     self.unscale_(optimizer)
+                    step.began = True  # ours takes a call from within `step` for another attempt
                 else:
                     check(self, step, optimizer, divide=True, by_step=True)
             if not step["found_inf_per_device"]:

@@ -285,6 +285,35 @@ def test_a_second_try_after_an_error_divides_once_or_skips(event: str, phase: st
     assert scaler.was_skipped(optimizer) is failed
 
 
+class Unscales(GradScaler):
+    """As those of frameworks do."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        super().unscale_(optimizer)
+
+
+@pytest.mark.parametrize("cls", [GradScaler, Unscales])
+def test_after_a_step_that_failed_the_next_loss_has_gradients_of_its_own(cls: type) -> None:
+    scaler, optimizer = started(cls, "cpu", init_scale=SCALE), optimizer_of()
+    with pytest.raises(MemoryError):
+        step_that_fails()(scaler, optimizer)
+    scale(scaler)
+    renew(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+def test_gradients_that_were_unscaled_after_a_step_that_failed_stay_so_whatever_is_scaled() -> None:
+    """The step has checked nothing, and what is scaled later may be the loss of another optimizer."""
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    with pytest.raises(MemoryError):
+        call("step", fails="check")(scaler, optimizer)
+    scaler.unscale_(optimizer)
+    scale(scaler)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
 @OLDER
 @pytest.mark.parametrize(
     "event", [row[0] for row in ROWS if "optimizer.step" in row[0] or row[0].startswith("older step f")]

@@ -284,6 +284,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("any(table.is_in_a_graph for table in layout.tables.values())", "False", _LISTS),
     ],
     "scaler_triton/grad_scaler.py": [
+        ("                    self.unscale_(optimizer)\n                    step.began = True", "                    self.unscale_(optimizer)", "unit/step"),
         ("        if ours.steps.unfinished:\n            ours.steps.loss_scaled()\n", "", "unit/step"),
         ("if type(step) is not OptimizerStep:  # of a caller's", "if False:  # of a caller's"),
         ("            ours.steps.keep_unstepped(only_clipped=ours.guard is not None)\n", "            pass\n"),
