@@ -196,6 +196,7 @@ def agreed(mine: float, *others: list[float]) -> Flag:
     return made
 
 
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("read", [lambda made: made.on_host(NO_FLAGS, fresh=True), Flag.last])
 @pytest.mark.parametrize(
     ("other", "error"),
@@ -205,7 +206,11 @@ def agreed(mine: float, *others: list[float]) -> Flag:
         ([0.0, 0.0, 2.0, -2.0], "^The ranks hold different scales, from 2.0 to 4.0: .* with update"),
     ],
 )
-def test_who_reads_the_flag_learns_of_another_ranks_failure_or_scale(read: Any, other: Any, error: str) -> None:
+def test_who_reads_the_flag_learns_of_another_ranks_failure_or_scale(
+    read: Any, other: Any, error: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_host:  # as on a GPU
+        monkeypatch.setattr(flag, "host_memory", lambda tensor: None)
     with pytest.raises(RuntimeError, match=error):
         read(agreed(0.0, other))
 
