@@ -38,6 +38,40 @@ GETTERS = ["is_enabled", "get_scale", "_get_growth_tracker"]
 GETTERS += ["get_growth_factor", "get_backoff_factor", "get_growth_interval"]
 
 
+# Subclasses as frameworks have them, which call what they override.
+
+
+class Unscales(GradScaler):
+    def unscale_(self, optimizer: Any) -> None:
+        super().unscale_(optimizer)
+
+
+class Checks(GradScaler):
+    def _check_inf_per_device(self, optimizer: Any) -> Any:
+        return super()._check_inf_per_device(optimizer)
+
+
+class Both(Unscales, Checks):
+    pass
+
+
+class UnscalesShards(ShardedGradScaler):
+    def unscale_(self, optimizer: Any) -> None:
+        super().unscale_(optimizer)
+
+
+class ChecksShards(ShardedGradScaler):
+    def _check_inf_per_device(self, optimizer: Any) -> Any:
+        return super()._check_inf_per_device(optimizer)
+
+
+class BothShards(UnscalesShards, ChecksShards):
+    pass
+
+
+SUBCLASSES = {GradScaler: [Unscales, Checks, Both], ShardedGradScaler: [UnscalesShards, ChecksShards, BothShards]}
+
+
 class Programs(TwoWorlds):
     ours_class: type = GradScaler
     theirs_class: type = Specification
@@ -50,9 +84,13 @@ class Programs(TwoWorlds):
         options=draw.constructions,
         started=draw.rarely.map(lambda not_yet: not not_yet),
         limits=st.none() | st.none() | draw.limits,
+        overrides=st.just(0) | st.integers(0, 3),
     )
-    def start(self, specs: list[Any], options: dict[str, Any], started: bool, limits: dict[str, Any] | None) -> None:
-        ours = self.ours_class(device=self.device, **options, backend=self.backend, **(limits or {}))
+    def start(
+        self, specs: list[Any], options: dict[str, Any], started: bool, limits: dict[str, Any] | None, overrides: int
+    ) -> None:
+        ours_class = [self.ours_class, *SUBCLASSES[self.ours_class]][overrides]
+        ours = ours_class(device=self.device, **options, backend=self.backend, **(limits or {}))
         theirs = self.theirs_class(device=self.device, **options, limits=limits)
         self.ours = World(ours, [spec.build(self.half) for spec in specs])
         self.theirs = World(theirs, [spec.build(self.half) for spec in specs], buried=[])
