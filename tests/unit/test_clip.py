@@ -328,6 +328,24 @@ def test_one_reduction_is_the_norms_each_gradient_counted_once(way: str, want: A
     assert reduced == [pytest.approx(each) for each in want]
 
 
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        # NaN for the norm, the flag, and where that is reduced with it the failure.
+        ({}, [True, math.nan, 1.0, 1.0, 0.0, 0.0]),
+        ({"norm_type": 1.0}, [True, math.nan, 1.0]),
+        ({"norm_type": math.inf}, [False, 0.0, 1.0, 1.0]),
+    ],
+)
+def test_a_rank_that_fails_makes_the_norm_of_all_nan(options: Any, want: Any, reduced: list[Any]) -> None:
+    optimizer = sgd([EXPANDED])
+    scaler = started(ShardedGradScaler, "cpu", init_scale=SCALE)
+    with pytest.raises(RuntimeError, match="more than one element"):
+        scaler.clip_grad_norm_(optimizer, 1.0, **options)
+    assert reduced[-1] == pytest.approx(want, nan_ok=True)
+    assert len(reduced) == 1 + bool(options)  # a check of its own came before
+
+
 @pytest.mark.parametrize("way", ["at once", "norm"])
 @pytest.mark.parametrize(
     ("model", "text"), [(None, "^model must be .* parameter 1 is .* NoneType$"), (nn.ReLU(), "^model must be .* ReLU$")]

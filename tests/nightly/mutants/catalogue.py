@@ -186,6 +186,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
          "gpu/gpu"),
     ],
     "scaler_triton/clip.py": [
+        ("else [math.nan, 1.0]", "else [0.0, 1.0]"),
+        ("numbers = [0.0, 1.0, 1.0] if takes_maximum", "numbers = [0.0, 0.0, 1.0] if takes_maximum"),
         ("flag.share(totals[OVERFLOWS])", "flag.shared = True"),
         ("        step[\"found_inf_per_device\"] = flag.on_devices([*flags])\n", "        pass\n", "gpu/mixed_devices"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
