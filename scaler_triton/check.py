@@ -276,12 +276,17 @@ def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
 
 
 def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, together: Ranks | None) -> Flags:
-    """Return the agreed flag on every device that needs it; none if nothing was checked: step and update then raise."""
-    if not checked and together is None and not (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group)):
+    """Return the agreed flag on every device that needs it; none if there is none: step and update then raise."""
+    if not has_flag(scaler, checked, together):
         return {}
     if checked.keys() == {flag.device} == {*plan.devices}:
         return {flag.device: flag.found_inf}
     return flag.on_devices((*checked, *plan.devices) or (flag.device,))
+
+
+def has_flag(scaler: GradScaler, checked: Flags, together: Ranks | None) -> bool:
+    """Return whether a check gives a flag: here, or where other ranks may have gradients, something was checked."""
+    return bool(checked or together) or (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))
 
 
 def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseException, together: Ranks | None) -> None:

@@ -28,6 +28,7 @@ from scaler_triton.check import (
     begin_anew,
     fail,
     flags_on,
+    has_flag,
     is_replaced,
     measure,
     open_window,
@@ -151,7 +152,7 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
             if ranks is not None:
                 if refused:
                     part.flag.read_sums(totals)
-            elif len(parts) > 1 and (part.flags or scaler._ours.sharded):
+            elif len(parts) > 1 and has_flag(scaler, part.flags, ranks):
                 part.flag.share(totals[OVERFLOWS])
         if refused:
             totals[OVERFLOWS] = 1.0  # nothing is clipped then

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 from scaler_triton.step import FAILED, READY, UNSCALED
 
 # Whether one pass clips, or several: with another norm, or for some parameters only.
@@ -268,6 +268,18 @@ def test_a_disabled_scalers_norm_is_that_of_all_ranks(norm_type: float, value: f
         return
     assert scaler.clip_grad_norm_(optimizer, 1.0, norm_type).item() == pytest.approx(value)
     assert grads(optimizer) == pytest.approx([1.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+@pytest.mark.parametrize("made", [lambda: started(GradScaler, "cpu"), lambda: StepGuard("cpu")])
+def test_of_optimizers_clipped_together_one_without_gradients_has_nothing_to_skip(made: Any, looked_at: bool) -> None:
+    scaler, bad, empty = made(), sgd([torch.tensor([math.inf])], fused=True), sgd([None], fused=True)
+    scaler.clip_grad_norm_([bad, empty], 1.0)
+    if looked_at:
+        assert scaler._per_optimizer_states
+    for each in (bad, empty):
+        scaler.step(each)
+    assert (scaler.was_skipped(bad), scaler.was_skipped(empty)) == (True, False)
 
 
 # Failures

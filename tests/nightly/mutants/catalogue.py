@@ -56,7 +56,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("flag.rows.captured.add(flag)", "pass", "gpu/capture"),
         ("if told is not None or (plan is not None and plan.written):", "if told is not None:"),
         ("        if told is not None:\n            _report", "        if False:\n            _report"),
-        ("if not checked and together is None and not (", "if False and not ("),
+        ("if not has_flag(scaler, checked, together):", "if False:"),
+        ("(scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))", "scaler._ours.sharded", _GUARD),
         ("    elif step.captured:\n        step.reset()\n", "", "gpu/capture"),
         ("weights = [1.0 / replicas[position] for", "weights = [1.0 for", "unit/clip"),
         ("self.allow_fp16 = guard, True, True", "self.allow_fp16 = guard, False, True"),
@@ -186,6 +187,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
          "gpu/gpu"),
     ],
     "scaler_triton/clip.py": [
+        ("len(parts) > 1 and has_flag(scaler, part.flags, ranks):", "len(parts) > 1:"),
         ("else [math.nan, 1.0]", "else [0.0, 1.0]"),
         ("numbers = [0.0, 1.0, 1.0] if takes_maximum", "numbers = [0.0, 0.0, 1.0] if takes_maximum"),
         ("flag.share(totals[OVERFLOWS])", "flag.shared = True"),
