@@ -211,13 +211,19 @@ def test_gradients_that_a_graph_wrote_anew_are_scaled(fused: bool, replay_before
     assert it.value() == before - 1.0
 
 
-@pytest.mark.parametrize(("value", "wanted"), [(8.0, -2.0), (math.inf, -1.0)])
-def test_a_plain_step_reads_the_flag_of_a_replayed_unscaling(value: float, wanted: float) -> None:
-    """Not the copy that a capture only recorded."""
+@pytest.mark.parametrize("how", ["unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize(("values", "wanted"), [((8.0,), -2.0), ((math.inf,), -1.0), ((math.inf, 8.0), -2.0)])
+def test_a_plain_step_reads_the_flag_of_a_replayed_unscaling(how: str, values: Any, wanted: float) -> None:
+    """Of the last one, and not the copy that a capture only recorded."""
     it = Static(fused=False)
-    it.capture(lambda: it.scaler.unscale_(it.optimizer))(value)
+    limit = () if how == "unscale_" else (100.0,)
+    take_step(it.scaler, it.optimizer, "clip")
+    before = it.value()
+    replay = it.capture(lambda: getattr(it.scaler, how)(it.optimizer, *limit))
+    for value in values:
+        replay(value)
     it.scaler.step(it.optimizer)
-    assert it.value() == wanted
+    assert it.value() - before == wanted + 1.0
 
 
 @MAY_BE_EMPTY
@@ -266,6 +272,16 @@ def test_an_update_outside_the_graph_of_its_step_and_one_in_a_graph_alone_clear_
     update(8.0)
     it.eager(8.0)
     assert (it.scaler.get_scale(), it.scaler.was_skipped(it.optimizer)) == (8.0, False)
+
+
+def test_an_update_that_was_only_captured_clears_no_flag() -> None:
+    it = Static()
+    before = it.value()
+    it.weight.grad.fill_(math.inf)
+    it.scaler.step(it.optimizer)
+    it.capture(it.scaler.update)
+    it.eager(8.0)
+    assert (it.value(), it.scaler.was_skipped(it.optimizer)) == (before - 1.0, False)
 
 
 def test_the_flag_that_a_replay_writes_never_becomes_another_optimizers() -> None:

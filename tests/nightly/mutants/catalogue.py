@@ -22,6 +22,7 @@ class Mutant(NamedTuple):
         return f"tests/{folder}/test_{name}.py"
 
 
+_CAPTURE = "gpu/capture"
 _LISTS = "unit/ops_lists"
 _GUARD = "unit/step_guard"
 _BY_MEASURING = "unit/kernels/measure"
@@ -51,14 +52,14 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)", "batches = plan.collect(allow_fp16=True)"),
         ("        if not only_here:\n            flag.add(flags.values())\n", ""),
         ("        if together is not None:\n            flag.write_scale(scale)\n", ""),
-        ("if copy and not flag.is_on_host and not step.captured:", "if copy and not flag.is_on_host:", "gpu/capture"),
+        ("if copy and not flag.is_on_host and not step.captured:", "if copy and not flag.is_on_host:", _CAPTURE),
         ("or step[\"found_inf_per_device\"]:\n        flag =", "or False:\n        flag ="),
         ("flag.rows.captured.add(flag)", "pass", "gpu/capture"),
         ("if told is not None or (plan is not None and plan.written):", "if told is not None:"),
         ("        if told is not None:\n            _report", "        if False:\n            _report"),
         ("if not has_flag(scaler, checked, together):", "if False:"),
         ("(scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))", "scaler._ours.sharded", _GUARD),
-        ("    elif step.captured:\n        step.reset()\n", "", "gpu/capture"),
+        ("    elif step.captured:\n        step.reset()\n", "", _CAPTURE),
         ("weights = [1.0 / replicas[position] for", "weights = [1.0 for", "unit/clip"),
         ("self.allow_fp16 = guard, True, True", "self.allow_fp16 = guard, False, True"),
         ("self.membership = Membership(True, alone=True)", "self.membership = Membership(True)", _GUARD),
@@ -187,6 +188,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
          "gpu/gpu"),
     ],
     "scaler_triton/clip.py": [
+        ("part.flag.is_on_host or part.step.captured or is_fused", "part.flag.is_on_host or is_fused", _CAPTURE),
         ("len(parts) > 1 and has_flag(scaler, part.flags, ranks):", "len(parts) > 1:"),
         ("else [math.nan, 1.0]", "else [0.0, 1.0]"),
         ("numbers = [0.0, 1.0, 1.0] if takes_maximum", "numbers = [0.0, 0.0, 1.0] if takes_maximum"),
@@ -288,6 +290,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("any(table.is_in_a_graph for table in layout.tables.values())", "False", _LISTS),
     ],
     "scaler_triton/grad_scaler.py": [
+        ("(self, scale, tracker, checked, captured)", "(self, scale, tracker, checked, False)", _CAPTURE),
         ("                    step.began = True  # ours", "                    pass  # ours", "unit/step"),
         ("        if ours.steps.unfinished:\n            ours.steps.loss_scaled()\n", "", "unit/step"),
         ("if type(step) is not OptimizerStep:  # of a caller's", "if False:  # of a caller's"),
