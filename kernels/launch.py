@@ -14,7 +14,8 @@ from triton.runtime.driver import driver
 
 from scaler_triton.kernels.config import WARP_LANES
 
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+if _VERSION < (3, 6):
     raise ImportError(f"the kernels need triton 3.6 or newer, got {triton.__version__}: pip install 'triton>=3.6'")
 
 # `@triton.jit` reads TRITON_INTERPRET when a kernel is defined: changing it later changes nothing.
@@ -139,7 +140,7 @@ class Launch:
             with _on(self._device):
                 self(n_programs, *args)
             return
-        run, function, metadata, current_stream, inner, _ = compiled
+        start, before, as_one, current_stream, _ = compiled
         stream = current_stream(self._index)
         if stream not in self._streams and self._tell_allocator(args):
             self._streams.add(stream)
@@ -147,14 +148,10 @@ class Launch:
         pointers = map(_data_ptr, args[:count])  # type: ignore[arg-type]
         params = (*self._pointers, *pointers, *args[count:], *self._placeholders)
         try:
-            if inner is None:
-                run(n_programs, 1, 1, stream, function, metadata, None, None, None, *params)
+            if as_one:
+                start(n_programs, 1, 1, stream, *before, params)
             else:
-                launch, cooperative, dependent, annotations, signature = inner
-                launch(
-                    n_programs, 1, 1, stream, function, cooperative, dependent, metadata, None, None, None, None, None,
-                    annotations, signature, params,
-                )  # fmt: skip
+                start(n_programs, 1, 1, stream, *before, *params)
         except TypeError:  # this Triton has another signature; nothing was launched
             self._compiled = None
             self._dispatch(n_programs, args)
@@ -189,24 +186,31 @@ class Launch:
 
 
 def _handles(compiled: Any) -> tuple[Any, ...] | None:
-    """Return launch function, kernel, metadata, the query of the stream, `_inner`, and the owner of the first three.
+    """Return what starts a kernel, or None if this Triton lacks a part of it.
 
-    Returns: None if this Triton lacks one of them.
+    Returns: a function, what it takes before the kernel's arguments, and whether it takes these as one tuple; the query
+        of the stream; the owner of all this.
     """
-    handles = tuple(getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
-    if None in handles:  # as under the interpreter, where there may be no driver to ask
+    run, function, metadata = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+    if None in (run, function, metadata):  # as under the interpreter, where there may be no driver to ask
         return None
     current_stream = getattr(driver.active, "get_current_stream", None)
-    return None if current_stream is None else (*handles, current_stream, _inner(handles[0]), compiled)
-
-
-def _inner(run: Any) -> tuple[Any, ...] | None:
-    """Return the function in C that `run` of Triton 3.7 calls, and what it adds to its arguments; None of another."""
-    names = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
-    needs_scratch = any(getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
-    if needs_scratch or not all(hasattr(run, name) for name in names) or not inspect.isbuiltin(run.launch):
+    if current_stream is None:
         return None
-    return tuple(getattr(run, name) for name in names)
+    usual = run, (function, metadata, None, None, None), False
+    return *(_in_c(run, function, metadata) or usual), current_stream, compiled
+
+
+def _in_c(run: Any, function: Any, metadata: Any) -> tuple[Any, ...] | None:
+    """Return the same three for the function in C that `run` of Triton 3.6 or 3.7 calls; None of another Triton."""
+    cooperative, dependent = (getattr(run, f"launch_{name}", None) for name in ("cooperative_grid", "pdl"))
+    needs_scratch = any(getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
+    if needs_scratch or None in (cooperative, dependent) or not inspect.isbuiltin(getattr(run, "launch", None)):
+        return None
+    options, nothing = (function, cooperative, dependent), (None, None, None)
+    if hasattr(run, "arg_annotations") and hasattr(run, "kernel_signature"):
+        return run.launch, (*options, metadata, *nothing, None, None, run.arg_annotations, run.kernel_signature), True
+    return (run.launch, (*options, None, None, metadata, *nothing), False) if _VERSION == (3, 6) else None
 
 
 def _current_device_query(device: torch.device) -> Callable[[], int | None]:

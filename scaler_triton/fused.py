@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Check the gradients unless they are unscaled, and call the optimizer's step, without a host wait."""
-    function = getattr(optimizer.step, "__func__", optimizer.step)
+    function = optimizer.step
+    function = getattr(function, "__func__", function)
     if step.function is not function:
         step.function = function
         step.takes_scaler = "grad_scaler" in inspect.signature(function).parameters

@@ -23,6 +23,7 @@ class Mutant(NamedTuple):
 
 
 _CAPTURE = "gpu/capture"
+_LAUNCHES = "nightly/simulator/launches"
 _LISTS = "unit/ops_lists"
 _GUARD = "unit/step_guard"
 _BY_MEASURING = "unit/kernels/measure"
@@ -303,6 +304,12 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if ours.limits != NO_LIMITS or ours.headroom is not None:", "if ours.limits != NO_LIMITS:", "unit/update"),
         ("        ours.counters.set(counters)\n", ""),
         ("return step.phase in (UNSCALED, FAILED)", "return False"),
+    ],
+    "kernels/launch.py": [
+        ("if compiled is None or hooked:", "if compiled is None:", _LAUNCHES),
+        ("            self._compiled = None\n            self._dispatch", "            self._dispatch", _LAUNCHES),
+        ("options, metadata, *nothing, None, None", "options, None, None, metadata, *nothing", _LAUNCHES),
+        ("(*self._pointers, *pointers,", "(*pointers, *self._pointers,", _LAUNCHES),
     ],
     "kernels/unscale.py": [
         ("acc += x * 0.0  # Inf * 0 is NaN, and NaN stays", "acc += x * 1.0"),

@@ -175,7 +175,7 @@ def test_a_later_launch_leaves_out_tritons_dispatch_unless_this_triton_cannot_do
     assert refusing.call_count == 1  # is remembered
     with mock.patch.object(launch, "driver", SimpleNamespace(active=SimpleNamespace())):  # tells of streams otherwise
         assert dispatched() == 4
-    with mock.patch.object(launch, "_inner", return_value=None):
+    with mock.patch.object(launch, "_in_c", return_value=None):
         assert dispatched() == 1
 
 

@@ -26,7 +26,7 @@ def simulated_kernels():
         key = launch._kernel.fn.__name__, tuple(launch._options.items())
         if key not in kernels:
             kernels[key] = _compiled(launch)
-        tensors = dict(zip(launch._kernel.arg_names, args, strict=False))
+        tensors = dict(zip(launch._kernel.arg_names, (*launch._fixed, *args), strict=False))
         params = [_bits(arg) if isinstance(arg, int | float) else arg.data_ptr() for arg in tensors.values()]
         kernels[key].run(n_programs, params, list(_spans(launch, tensors)))
 
