@@ -8,6 +8,7 @@ import copy
 import gc
 import math
 import pickle
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -315,6 +316,7 @@ def test_23_a_scale_that_an_interrupt_left_on_a_fused_optimizer_is_not_the_users
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_ends_as_it_says_with_each_class(name: str, place: Place) -> None:
     row, ours, torchs = ROWS[name]
-    torchs = ours if name.startswith("16-") and place.device == "cuda" else torchs  # torch sums in fp32 there, too
+    if name.startswith("16-") and place.device == "cuda" and "PRETENDED_GPU" not in os.environ:
+        torchs = ours  # a real GPU sums in fp32
     assert_ends(row, Run(torch.amp.GradScaler, place), torchs)
     assert_ends(row, Run(GradScaler, place), ours)
