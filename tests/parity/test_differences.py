@@ -7,8 +7,8 @@ Elsewhere are 10 and 17, in tests/ranks/test_patching.py and test_dtensor.py, an
 import copy
 import gc
 import math
-import pickle
 import os
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
