@@ -117,12 +117,4 @@ def launch_clip(
     if table.n_chunks == 0:
         return
     launch = table.launches.get("clip") or table.add_launch("clip", _clip_kernel)
-    launch(
-        table.n_chunks,
-        scale,
-        totals,
-        norm,
-        norm if status is None else status,
-        float(max_norm),
-        ranks,
-    )
+    launch(table.n_chunks, scale, totals, norm, norm if status is None else status, float(max_norm), ranks)

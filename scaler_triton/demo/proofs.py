@@ -263,12 +263,7 @@ def fused_then_plain(rank: int, library: Any) -> Watch:
 
 
 @case(
-    "`step` raises NotImplementedError",
-    ours="every rank steps",
-    stepped=True,
-    scale=START,
-    issue=127176,
-    on_gpu=True,
+    "`step` raises NotImplementedError", ours="every rank steps", stepped=True, scale=START, issue=127176, on_gpu=True
 )
 def bf16_grads(rank: int, library: Any) -> Watch:
     """GradScaler, adapters in bf16 under fp16 autocast, as TRL makes them of a 4-bit model's; needs a GPU."""

@@ -38,38 +38,19 @@ GETTERS = ["is_enabled", "get_scale", "_get_growth_tracker"]
 GETTERS += ["get_growth_factor", "get_backoff_factor", "get_growth_interval"]
 
 
-# Subclasses as frameworks have them, which call what they override.
+def overriding(base: type, *names: str) -> type:
+    """Return a subclass as frameworks have them, which overrides these methods and calls what it overrides."""
+
+    def calling(name: str) -> Any:
+        return lambda self, *args, **kwargs: getattr(super(made, self), name)(*args, **kwargs)
+
+    made = type("_".join([base.__name__, *names]), (base,), {name: calling(name) for name in names})
+    globals()[made.__name__] = made  # where pickle finds it
+    return made
 
 
-class Unscales(GradScaler):
-    def unscale_(self, optimizer: Any) -> None:
-        super().unscale_(optimizer)
-
-
-class Checks(GradScaler):
-    def _check_inf_per_device(self, optimizer: Any) -> Any:
-        return super()._check_inf_per_device(optimizer)
-
-
-class Both(Unscales, Checks):
-    pass
-
-
-class UnscalesShards(ShardedGradScaler):
-    def unscale_(self, optimizer: Any) -> None:
-        super().unscale_(optimizer)
-
-
-class ChecksShards(ShardedGradScaler):
-    def _check_inf_per_device(self, optimizer: Any) -> Any:
-        return super()._check_inf_per_device(optimizer)
-
-
-class BothShards(UnscalesShards, ChecksShards):
-    pass
-
-
-SUBCLASSES = {GradScaler: [Unscales, Checks, Both], ShardedGradScaler: [UnscalesShards, ChecksShards, BothShards]}
+OVERRIDDEN = [("unscale_",), ("_check_inf_per_device",), ("unscale_", "_check_inf_per_device")]
+SUBCLASSES = {base: [overriding(base, *each) for each in OVERRIDDEN] for base in (GradScaler, ShardedGradScaler)}
 
 
 class Programs(TwoWorlds):

@@ -13,12 +13,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 from scaler_triton import GradScaler, ShardedGradScaler
 from scaler_triton.policy import KEY
 
-EXTRAS: dict[str, Any] = {
-    "min_scale": 0.25,
-    "max_scale": 512.0,
-    "hysteresis": 3,
-    "max_consecutive_skips": 50,
-}
+EXTRAS: dict[str, Any] = {"min_scale": 0.25, "max_scale": 512.0, "hysteresis": 3, "max_consecutive_skips": 50}
 # DCP says once a process that it works alone.
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 THEIRS = {GradScaler: torch.amp.GradScaler, ShardedGradScaler: TorchSharded}
