@@ -145,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
             init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"))
             growth_factor = policy.check_growth_factor(growth_factor)
             backoff_factor = policy.check_backoff_factor(backoff_factor)
-            growth_interval = policy.check_growth_interval(growth_interval)
+            growth_interval = policy.check_number("growth_interval", growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
         self._ours.allow_fp16 |= allow_fp16_grads
         self._ours.steps.measures = measure or numbers_of_headroom is not None
@@ -423,7 +423,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises: ValueError or TypeError naming an illegal `max_attempts`.
         """
-        most = policy.check_attempts(max_attempts)
+        most = policy.check_number("max_attempts", max_attempts)
 
         def repeat() -> Iterator[int]:
             for attempt in range(1, most + 1):
@@ -508,7 +508,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set after how many updates without overflow the scale grows: >= 1, else ValueError or TypeError."""
-        self._growth_interval = policy.check_growth_interval(new_interval, "new_interval")
+        self._growth_interval = policy.check_number("growth_interval", new_interval, "new_interval")
         update.numbers_changed(self)
 
     def state_dict(self) -> dict[str, Any]:

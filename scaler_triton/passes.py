@@ -78,12 +78,7 @@ def check(
 def norm(
     plan: GradPlan, batches: Sequence[Batch], scale: Tensor, flag: Flag, weights: Sequence[list[float] | None]
 ) -> tuple[Flags, list[Tensor]]:
-    """Check every gradient, and sum the squares of what it is divided by the scale: one pass, which only reads.
-
-    Args:
-        batches: what `plan.collect` returned, their backends for norms chosen.
-        scale: one element, any device.
-        weights: for each batch, as `norm_batch` takes them.
+    """Check every gradient and sum its squares, one pass that only reads; arguments as of `check` and `norm_batch`.
 
     Returns: the flag of each device, as `check` does; each batch's totals, on the device of `flag`.
     """

@@ -9,7 +9,8 @@ import math
 import operator
 import struct
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +50,12 @@ class Limits(NamedTuple):
         if unknown:
             raise TypeError(f"set_limits takes {', '.join(self._fields)}, got {', '.join(unknown)}")
         given = self._replace(**changes)
-        skips, any_number = given.max_consecutive_skips, "None or an int >= 0 (updates)"
+        skips = given.max_consecutive_skips
         checked = Limits(
             MIN_SCALE if given.min_scale is None else as_fp32(check_scale(given.min_scale, "min_scale")),
             MAX_SCALE if given.max_scale is None else as_fp32(check_scale(given.max_scale, "max_scale")),
-            check_hysteresis(given.hysteresis),
-            None if skips is None else _int_in(skips, "max_consecutive_skips", 0, any_number, math.inf),
+            check_number("hysteresis", given.hysteresis),
+            None if skips is None else check_number("max_consecutive_skips", skips),
         )
         if checked.min_scale > checked.max_scale:
             raise ValueError(f"min_scale must be <= max_scale, got {checked.min_scale} and {checked.max_scale}")
@@ -115,9 +116,28 @@ def check_int(value: Any, name: str) -> int:
         raise TypeError(f"{name} must be an int, got {one_line(repr(value))}") from error
 
 
-def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
-    """Return `value` as an int if it is a number of steps, at least 1."""
-    return _int_in(value, name, 1, "an int >= 1 (steps)")
+_MOST = 2**63 - 1
+# The least and the largest of what is counted, and how an error calls it.
+_RANGES: dict[str, tuple[int, float, str]] = {
+    "count": (0, _MOST, "an int in [0, 2**63)"),
+    "exponents": (-1023, 1023, "ints in [-1023, 1023]"),
+    "growth_interval": (1, _MOST, "an int >= 1 (steps)"),
+    "headroom_bits": (0, 30, "an int in [0, 30] (powers of 2)"),
+    "headroom_window": (1, MAX_HEADROOM_WINDOW, f"an int in [1, {MAX_HEADROOM_WINDOW}] (updates)"),
+    "hysteresis": (1, _MOST, "an int >= 1 (overflows)"),
+    "max_attempts": (1, _MOST, "an int >= 1 (attempts)"),
+    "max_consecutive_skips": (0, math.inf, "None or an int >= 0 (updates)"),
+    "window": (2, MAX_WINDOW, f"an int in [2, {MAX_WINDOW}] (norms)"),
+}
+
+
+def check_number(of: str, value: Any, name: str = "") -> int:
+    """Return `value` as an int if it is in the range of what is counted; errors call it `name`, if that is another."""
+    least, most, what = _RANGES[of]
+    number = check_int(value, name or of)
+    if not least <= number <= most:
+        raise ValueError(f"{name or of} must be {what}, got {value!r}")
+    return number
 
 
 def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
@@ -127,11 +147,6 @@ def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
     if not 0 <= number <= MAX_TRACKER:
         raise ValueError(f"{name} must be an int in [0, {MAX_TRACKER}], got {value!r}")
     return number
-
-
-def check_hysteresis(value: Any, name: str = "hysteresis") -> int:
-    """Return `value` as an int if it is a number of overflows, at least 1 (1: each one backs off)."""
-    return _int_in(value, name, 1, "an int >= 1 (overflows)")
 
 
 def check_norm_type(value: Any, *, positive: bool) -> float:
@@ -167,11 +182,6 @@ def check_sigma(value: Any, name: str = "spike_sigma") -> float | None:
     return number
 
 
-def check_window(value: Any, name: str = "window") -> int:
-    """Return `value` as an int if it is a number of norms that a window can hold."""
-    return _int_in(value, name, 2, f"an int in [2, {MAX_WINDOW}] (norms)", MAX_WINDOW)
-
-
 def check_windows(value: Any, name: str = WINDOWS) -> list[list[float]]:
     """Return a checkpoint's norms, a list for each optimizer, if all of them are finite and >= 0."""
     try:
@@ -188,11 +198,8 @@ def check_headroom(scale_policy: Any, bits: Any, window: Any) -> tuple[int, int]
     """Return the numbers of the headroom policy, None for torch's; raise if one is illegal."""
     if scale_policy not in ("probe", "headroom"):
         raise ValueError(f"scale_policy must be 'probe' or 'headroom', got {one_line(repr(scale_policy))}")
-    bits = _int_in(bits, "headroom_bits", 0, "an int in [0, 30] (powers of 2)", 30)
-    window = _int_in(
-        window, "headroom_window", 1, f"an int in [1, {MAX_HEADROOM_WINDOW}] (updates)", MAX_HEADROOM_WINDOW
-    )
-    return (bits, window) if scale_policy == "headroom" else None
+    numbers = check_number("headroom_bits", bits), check_number("headroom_window", window)
+    return numbers if scale_policy == "headroom" else None
 
 
 def check_remembered(fields: Any) -> tuple[list[int], float]:
@@ -201,13 +208,8 @@ def check_remembered(fields: Any) -> tuple[list[int], float]:
     exponents = fields.get("exponents", [])
     if not isinstance(exponents, Sequence) or isinstance(exponents, str):
         raise TypeError(f"exponents must be a list of ints, got {one_line(repr(exponents))}")
-    known = [_int_in(each, "exponents", -1023, "ints in [-1023, 1023]", 1023) for each in exponents]
+    known = [check_number("exponents", each) for each in exponents]
     return known, check_scale(fields.get("cap", MAX_SCALE), "cap")
-
-
-def check_attempts(value: Any, name: str = "max_attempts") -> int:
-    """Return `value` as an int if it is a number of attempts."""
-    return _int_in(value, name, 1, "an int >= 1 (attempts)")
 
 
 def check_bool(value: Any, name: str) -> bool:
@@ -215,11 +217,6 @@ def check_bool(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {one_line(repr(value))}")
     return value
-
-
-def check_count(value: Any, name: str) -> int:
-    """Return `value` as an int if it is a count that fits into int64."""
-    return _int_in(value, name, 0, "an int in [0, 2**63)")
 
 
 def check_dict(value: Any, name: str) -> Mapping[str, Any]:
@@ -237,11 +234,11 @@ def device_type(device: str | torch.device) -> str:
         raise ValueError(f"device must name a torch device, got {one_line(repr(device))}") from error
 
 
-_STATE_CHECKS = {
+_STATE_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "scale": check_scale,
     "growth_factor": check_growth_factor,
     "backoff_factor": check_backoff_factor,
-    "growth_interval": check_growth_interval,
+    "growth_interval": partial(check_number, "growth_interval"),
     "_growth_tracker": check_growth_tracker,
 }
 
@@ -266,7 +263,7 @@ def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
         text += "overflows count towards hysteresis until the scale is due to grow"
         warnings.warn(text, UserWarning, stacklevel=stacklevel())
     counters = {"spikes": 0, **counters}  # which earlier versions did not count
-    return limits, [check_count(counters[name], name) for name in COUNTER_NAMES]
+    return limits, [check_number("count", counters[name], name) for name in COUNTER_NAMES]
 
 
 def no_counters() -> list[int]:
@@ -283,10 +280,3 @@ def _as_float(value: Any, name: str) -> float:
         raise TypeError(f"{name} must be a number, got {one_line(repr(value))}") from error
     except OverflowError as error:
         raise ValueError(f"{name} must be a positive finite fp32 number, got {value!r}") from error
-
-
-def _int_in(value: Any, name: str, low: int, what: str, high: float = 2**63 - 1) -> int:
-    number = check_int(value, name)
-    if not low <= number <= high:
-        raise ValueError(f"{name} must be {what}, got {value!r}")
-    return number

@@ -57,7 +57,7 @@ class StepGuard(GradScaler):
         backend: str | None = None,
         enabled: bool = True,
     ) -> None:
-        guard = Guard(policy.check_sigma(spike_sigma), policy.check_window(window))
+        guard = Guard(policy.check_sigma(spike_sigma), policy.check_number("window", window))
         super().__init__(
             device,
             1.0,

@@ -53,7 +53,7 @@ def from_megatron(
         "scale": policy.check_scale(scale, "scale"),
         "growth_factor": policy.check_growth_factor(growth_factor),
         "backoff_factor": policy.check_backoff_factor(backoff_factor),
-        "growth_interval": policy.check_growth_interval(growth_interval),
+        "growth_interval": policy.check_number("growth_interval", growth_interval),
         "_growth_tracker": policy.check_growth_tracker(tracker, "growth_tracker"),
         **_extras(limits, strikes=limits.hysteresis - left),
     }
@@ -87,16 +87,17 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
         return {"scale": scale, **fixed, **_extras(NO_LIMITS, strikes=0)}
     factor, window, min_scale = _numbers(state, "scale_factor", "scale_window", "min_scale")
     factor = policy.check_growth_factor(factor, "scale_factor")
-    window = policy.check_growth_interval(window, "scale_window")
+    window = policy.check_number("growth_interval", window, "scale_window")
     shift, left = _numbers(state, "delayed_shift", "cur_hysteresis")
-    shift, left = policy.check_hysteresis(shift, "delayed_shift"), policy.check_hysteresis(left, "cur_hysteresis")
+    shift = policy.check_number("hysteresis", shift, "delayed_shift")
+    left = policy.check_number("hysteresis", left, "cur_hysteresis")
     if left > shift:
         raise ValueError(f"cur_hysteresis must be at most delayed_shift={shift}, got {left}")
     if policy.check_bool(state["consecutive_hysteresis"], "consecutive_hysteresis") and shift > 1:
         text = "consecutive_hysteresis=True has no counterpart: overflows count until the scale is due to grow"
         warnings.warn(text, UserWarning, stacklevel=stacklevel())
     done, last = _numbers(state, "cur_iter", "last_overflow_iter")
-    done, last = policy.check_count(done, "cur_iter"), policy.check_int(last, "last_overflow_iter")
+    done, last = policy.check_number("count", done, "cur_iter"), policy.check_int(last, "last_overflow_iter")
     good = done - last - 1
     if last < -1 or good < 0:
         raise ValueError(f"last_overflow_iter must be in [-1, cur_iter), got {last} and cur_iter={done}")

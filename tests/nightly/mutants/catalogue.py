@@ -246,7 +246,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if fields.get(\"consecutive_hysteresis\"):", "if False:", "parity/checkpoints"),
         ("order == 0 or (positive and order < 0)", "order == 0", "unit/clip"),
         ("if not 0.0 < number < math.inf:", "if not 0.0 <= number < math.inf:", _GUARD),
-        ("(norms)\", MAX_WINDOW)", "(norms)\", 1 << 30)", _GUARD),
+        ("\"window\": (2, MAX_WINDOW,", "\"window\": (2, 1 << 30,", _GUARD),
         ("    counters = {\"spikes\": 0, **counters}", "    counters = {**counters}"),
     ],
     "scaler_triton/ops.py": [
