@@ -43,7 +43,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         _unscale_op(_shards(grads), inv_scale, found_inf, backend)
         return
     grads = list(grads)
-    key, known = _recall("unscale", grads, backend, inv_scale, found_inf)
+    key, known = _look_up("unscale", grads, backend, inv_scale, found_inf)
     if known is not None and known.on_cpu:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
     else:
@@ -65,7 +65,7 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
         _check_op(_shards(grads), found_inf, backend)
         return
     grads = list(grads)
-    key, known = _recall("check", grads, backend, found_inf)
+    key, known = _look_up("check", grads, backend, found_inf)
     if known is not None and known.on_cpu:
         torch_ops.check(grads, found_inf)
     else:
@@ -110,7 +110,7 @@ def grad_norm(
     home = _first_device(grads)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
-    key, known = _recall("norm" if order == 2 else "other norm", grads, backend, factor, flag)
+    key, known = _look_up("norm" if order == 2 else "other norm", grads, backend, factor, flag)
     if known is not None and known.on_cpu and order == 2:
         factor = factor.double().reshape(())
         return (torch_ops.sum_of_squares(grads, flag, None) * factor * factor).sqrt()
@@ -200,7 +200,7 @@ _NO_STREAM = -1
 _known: OrderedDict[_Key, _Known] = OrderedDict()
 
 
-def _recall(op: str, grads: list[Tensor], backend: str | None, *scalars: Tensor) -> tuple[_Key, _Known | None]:
+def _look_up(op: str, grads: list[Tensor], backend: str | None, *scalars: Tensor) -> tuple[_Key, _Known | None]:
     """Return the key of a call of `op`, and what is known of its list; None if it has to be looked at."""
     first = grads[0].numel() if grads and type(grads[0]) is Tensor else None
     key = op, check_backend(backend), len(grads), first

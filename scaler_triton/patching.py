@@ -92,14 +92,14 @@ def patch_torch(*, strict: bool = False) -> AbstractContextManager[None]:
 
     Raises: TypeError if `strict` is not a bool.
 
-    Warns: UserWarning naming the modules outside torch that have taken torch's classes already; they keep them.
+    Warns: UserWarning naming the modules outside torch that have imported torch's classes already; they keep them.
     """
     if not isinstance(strict, bool):
         raise TypeError(f"strict must be True or False, got {strict!r}")
-    if not _patches and (takers := sorted(_takers())):
+    if not _patches and (importers := sorted(_importers())):
         warnings.warn(
-            f"torch's gradient scalers were taken before patch_torch() by {', '.join(takers)}, and stay there. "
-            "Call patch_torch() before importing what takes them.",
+            f"torch's gradient scalers were imported before patch_torch() by {', '.join(importers)}, and stay there. "
+            "Call patch_torch() before importing what imports them.",
             UserWarning,
             stacklevel=2,
         )
@@ -142,9 +142,9 @@ def _rebind(successors: Mapping[type, type]) -> None:
             names.update({name: known[id(value)] for name, value in list(names.items()) if id(value) in known})
 
 
-def _takers() -> set[str]:
+def _importers() -> set[str]:
     """Return the modules outside torch that have a name for torch's classes, or that define subclasses of them."""
     known = set(map(id, _OURS))
-    takers = {module for module, names in _modules() if not known.isdisjoint(map(id, list(names.values())))}
-    takers.update(subclass.__module__ for theirs in _OURS for subclass in theirs.__subclasses__())
-    return {name for name in takers if name.split(".")[0] not in ("torch", "scaler_triton", "__mp_main__")}
+    importers = {module for module, names in _modules() if not known.isdisjoint(map(id, list(names.values())))}
+    importers.update(subclass.__module__ for theirs in _OURS for subclass in theirs.__subclasses__())
+    return {name for name in importers if name.split(".")[0] not in ("torch", "scaler_triton", "__mp_main__")}

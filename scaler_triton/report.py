@@ -152,7 +152,7 @@ class OverflowReport:
         update: the number of that update, counted from 1; None if none was skipped, or its update is still to come.
         bad: the gradients, by rank, each rank's in the order of its parameters.
         gathered: whether the report covers all ranks, not only this one of several.
-        untold: descriptions of what has no record.
+        not_covered: descriptions of gradients that leave no marks, and of ranks whose report failed.
         pending: whether the update of the skip is still to come.
         spikes: what a `StepGuard` skipped finite gradients for.
     """
@@ -160,7 +160,7 @@ class OverflowReport:
     update: int | None
     bad: tuple[BadGradient, ...]
     gathered: bool
-    untold: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = ()
     pending: bool = False
     spikes: tuple[Spike, ...] = ()
 
@@ -178,7 +178,7 @@ class OverflowReport:
             rows = [(str(each.rank), one_line(each.name), each.kinds, str(each.numel)) for each in self.bad]
             lines = [f"{when}: {count_of(len(self.bad), 'bad gradient')} on {where}."]
             lines += table([("rank", "parameter", "holds", "numel"), *rows], "><<>")
-        return "\n".join([*lines, *(f"Not told: {text}." for text in self.untold)])
+        return "\n".join([*lines, *(f"Not covered: {text}." for text in self.not_covered)])
 
 
 def overflow_report(ours: Ours, model: Model, process_group: Any, home: torch.device, gather: bool) -> OverflowReport:
@@ -207,7 +207,7 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
     generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
     names = names_by_id(model)
     bad: list[BadGradient] = []
-    untold: set[str] = set()
+    uncovered: set[str] = set()
     for number, plan in enumerate(step.plan for step in steps if step.plan is not None):
         kinds = plan.marks.of(generation)
         if not kinds and any(flag.item() for flag in plan.marks.resumed.values()):
@@ -217,18 +217,18 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
             name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
             bad.append(BadGradient(name, _WORDS[kinds[index]], local_tensor(parameter).numel(), rank))
         if pending or update:
-            untold.update(plan.marks.not_covered())
+            uncovered.update(plan.marks.not_covered())
     spikes = [step.window.spike(generation) for step in steps if step.window is not None]
     found = tuple(Spike(*each) for each in spikes if each is not None)
-    return OverflowReport(update, tuple(bad), False, tuple(sorted(untold)), pending, found)
+    return OverflowReport(update, tuple(bad), False, tuple(sorted(uncovered)), pending, found)
 
 
 def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
     """Return the report with the findings of every rank of `group`, all of which must call this."""
-    mine = json.dumps([[asdict(each) for each in own.bad], list(own.untold)]).encode()
+    mine = json.dumps([[asdict(each) for each in own.bad], list(own.not_covered)]).encode()
     found = [json.loads(data) for data in ranks.gather_bytes(mine, group, home)]
     bad = tuple(BadGradient(**each) for rank_bad, _ in found for each in rank_bad)
-    return replace(own, bad=bad, untold=tuple(sorted({text for _, untold in found for text in untold})))
+    return replace(own, bad=bad, not_covered=tuple(sorted({text for _, texts in found for text in texts})))
 
 
 def names_by_id(model: Model) -> dict[int, str]:

@@ -200,7 +200,7 @@ def _backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
 
 
 def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
-    """`Accelerator.unscale_gradients`, after which optimizers can still tell whether their last step was skipped."""
+    """`Accelerator.unscale_gradients`, after which optimizers still know whether their last step was skipped."""
     given = accelerator._optimizers if optimizer is None else optimizer
     for one in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(one, _AcceleratedOptimizer):

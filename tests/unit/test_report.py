@@ -132,7 +132,7 @@ def test_sparse_gradients_are_marked_or_said_not_to_be(place: Place) -> None:
     if place.backend == "torch":
         assert [(each.name, each.kinds) for each in last.bad] == [("table", "Inf")]
     else:
-        assert last.untold == (f"sparse and Partial gradients on {table.device}",)
+        assert last.not_covered == (f"sparse and Partial gradients on {table.device}",)
 
 
 def test_the_host_keeps_a_few_generations() -> None:
@@ -252,7 +252,7 @@ rank  parameter      holds  numel
 LONGER = f"{TABLE}\n   0  b              Inf       12"
 READS = [
     (OverflowReport(None, (), True), "No step was skipped."),
-    (OverflowReport(None, (), True, ("rank 0 raised",)), "No step was skipped.\nNot told: rank 0 raised."),
+    (OverflowReport(None, (), True, ("rank 0 raised",)), "No step was skipped.\nNot covered: rank 0 raised."),
     (OverflowReport(2, (), True), "The last skip, at update 2: nothing known on any rank."),
     (OverflowReport(None, (), False, pending=True), "The last skip: nothing known on this rank; ask with gather=True."),
     (OverflowReport(3, (), True, spikes=SPIKES), "The last skip, at update 3: spike: norm 41.2, limit 7.9."),
@@ -297,7 +297,7 @@ def test_a_gathered_report_is_of_all_ranks(peer: list[Any]) -> None:
     assert "on rank 0, the only one asked." in str(run.scaler.overflow_report())
     last = run.scaler.overflow_report(run.model, gather=True)
     assert [(each.name, each.rank) for each in last.bad] == [("0.bias", 0), ("b", 1)]
-    assert (last.gathered, last.untold) == (True, ("a thing",))
+    assert (last.gathered, last.not_covered) == (True, ("a thing",))
     assert [each[1:] for each in peer] == [(dist.group.WORLD, CPU)]
 
 
