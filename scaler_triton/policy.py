@@ -132,7 +132,7 @@ _RANGES: dict[str, tuple[int, float, str]] = {
 
 
 def check_number(of: str, value: Any, name: str = "") -> int:
-    """Return `value` as an int if it is in the range of what is counted; errors call it `name`, if that is another."""
+    """Return `value`, the number `of` something in `_RANGES`, as an int; an error calls it `name`, if that is given."""
     least, most, what = _RANGES[of]
     number = check_int(value, name or of)
     if not least <= number <= most:
