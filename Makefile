@@ -97,7 +97,7 @@ has-gpu: # without one the parts would pass by skipping, or measure something el
 # is written. Where pytest-xdist is there, several processes share the GPU;
 # pytest-benchmark would warn of that, and end them all.
 NATIVELY = NEEDS_GPU=1 TEST_SECONDS=430 timeout --signal=INT --kill-after=15 470 python3 -m pytest -p no:cacheprovider -p no:benchmark \
-	$$(python3 -c 'import xdist' 2> /dev/null && echo --numprocesses 4 --dist loadfile --no-loadscope-reorder) \
+	$$(python3 -c 'import xdist' 2> /dev/null && echo --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder) \
 	-W ignore::DeprecationWarning -W ignore::FutureWarning --durations=20 --continue-on-collection-errors
 gpu-tests: has-gpu
 	$(NATIVELY) --junitxml=$(OUT)/junit.xml tests --ignore tests/nightly --ignore tests/ranks --ignore tests/fuzz
