@@ -94,8 +94,8 @@ has-gpu: # without one the parts would pass by skipping, or measure something el
 	mkdir -p $(OUT)
 	timeout 60 python3 -c "import torch; print(torch.__version__, torch.ones(1, device='cuda').device)" > $(OUT)/versions.txt
 # Tests begin with what needs a GPU and end when TEST_SECONDS are over; one that hangs is interrupted, so that the report
-# is written. Where pytest-xdist is there, several processes share the GPU;
-# pytest-benchmark would warn of that, and end them all.
+# is written. Where pytest-xdist is there, several processes share the GPU; pytest-benchmark would warn of them, which is
+# an error.
 NATIVELY = NEEDS_GPU=1 TEST_SECONDS=430 timeout --signal=INT --kill-after=15 470 python3 -m pytest -p no:cacheprovider -p no:benchmark \
 	$$(python3 -c 'import xdist' 2> /dev/null && echo --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder) \
 	-W ignore::DeprecationWarning -W ignore::FutureWarning --durations=20 --continue-on-collection-errors
