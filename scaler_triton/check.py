@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, usual_backend
-from scaler_triton.flag import Flag, FlagRows, Flags, failed_sums, report_failure, sum_totals_, write_scales
+from scaler_triton.flag import Flag, FlagRows, Flags, as_flag, failed_sums, report_failure, sum_totals_, write_scales
 from scaler_triton.headroom import Reader
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
@@ -119,8 +119,12 @@ def check(
     try:
         if together is not None:
             flag.agree(together)
-        usual = only_here and plan.devices == [flag.device]
-        agreed = flags if usual else flags_on(scaler, flag, flags, plan, together)
+        if only_here and plan.devices == [flag.device]:
+            agreed = flags
+        elif together is None and len(flags) == 1 and plan.devices == [*flags]:  # its flag is there already
+            agreed = {device: as_flag(found_inf, device) for device, found_inf in flags.items()}
+        else:
+            agreed = flags_on(scaler, flag, flags, plan, together)
         if divide:
             step.unscaled(flag, agreed, by_step=by_step)
         else:

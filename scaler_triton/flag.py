@@ -108,7 +108,8 @@ class Flag:
     def add(self, flags: Iterable[Tensor]) -> None:
         """Set the flag if any of `flags` is set, which are on other devices or were returned by an override."""
         for flag in flags:
-            if flag is not self.found_inf:
+            on_cpu = flag.is_cpu and type(flag) is Tensor  # where a look at it costs neither a wait nor a launch
+            if flag is not self.found_inf and not (on_cpu and flag.item() == 0.0):
                 self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
 
     def is_set(self) -> bool:
@@ -171,15 +172,16 @@ class Flag:
 
         Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
         """
+        values: Sequence[float] | None = None
         if self._memory is not None:
-            values: Sequence[float] = self._memory
+            values = self._memory
         elif fresh and self._copied and self._copy:
             values = self._copy.read()
-        else:
-            values = self.status.tolist() if self._with_scales else [self.found_inf.item()]
+        elif self._with_scales:
+            values = self.status.tolist()
         if self._with_scales:
             self._raise_if_apart(values)
-        if fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf):
+        if values is not None and (fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf)):
             return values[abi.FLAG] != 0.0  # NaN is set, too
         return any(flag.item() != 0.0 for flag in flags.values())
 
@@ -193,7 +195,7 @@ class Flag:
         """Return the tensor that holds the flag of the last step until the next one."""
         return self.rows.last_flags[self.row] if self.rows is not None and self.saved else self.found_inf
 
-    def _raise_if_apart(self, values: Sequence[float]) -> None:
+    def _raise_if_apart(self, values: Any) -> None:
         """Raise if the agreed status shows a failed rank or different scales."""
         if values[abi.FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import WAYS, assert_all_same, flags, parameters, started, take_step, waits_raise
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler, ScalerStats, dispatch, ops
 from scaler_triton.update import LaggingCounters
@@ -110,6 +111,31 @@ def test_offloaded_gradients_wait_for_the_scale_that_an_update_has_yet_to_set(cl
         torch.cuda._sleep(LONG)
         scaler.update()
     assert parameter[0].item() == -6.0
+
+
+class ReadsFromGpu(TorchDispatchMode):
+    """Counts the ops that wait for the GPU, as they bring a number to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if op in (torch.ops.aten._to_copy.default, torch.ops.aten._local_scalar_dense.default):
+            self.count += args[0].is_cuda and not (isinstance(result, torch.Tensor) and result.is_cuda)
+        return result
+
+
+def test_a_good_step_of_offloaded_gradients_waits_only_for_the_scale() -> None:
+    weights = parameters([torch.full((5,), 8.0)] * 2, "cpu")
+    optimizer, scaler = torch.optim.SGD(weights, lr=1.0), started(GradScaler, "cuda", init_scale=4.0)
+    for step, bad in enumerate([False, False, True, False]):
+        weights[1].grad = torch.full((5,), math.inf if bad else 8.0)
+        with ReadsFromGpu() as reads:
+            scaler.step(optimizer)
+        assert reads.count == 1 + bad or step == 0  # a report reads how many updates have skipped
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if step < 2 else 2.0)
+        assert scaler.was_skipped(optimizer) is bad
 
 
 @pytest.mark.parametrize("bad", [False, True])
