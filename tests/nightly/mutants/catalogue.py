@@ -121,7 +121,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            plan.written = True\n", ""),
         ("if to_be_marked and (flag.is_set() if at_home else found_inf.item()):", "if False:", "unit/report"),
         ("if inverse else plan.inverse.enlarges):", "if inverse else False):", "unit/report"),
-        ("(abs(number.item()) > 1.0 if inverse", "(False if inverse", "unit/check"),
+        ("(abs(here.item()) > 1.0 if inverse", "(False if inverse", "unit/check"),
         ("squares, failures = squares * inv_scale * inv_scale,", "squares, failures = squares * inv_scale,"),
         ("            original.copy_(copy)\n", "            pass\n"),
         ("[tensor.contiguous() for tensor in present]", "list(present)"),
