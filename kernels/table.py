@@ -154,7 +154,7 @@ class _Staging:
     replay: it gets one of its own, allocated beforehand and never freed.
     """
 
-    SPARE = 2  # for a captured step: gradients with gaps are copied twice when they are clipped, each time elsewhere
+    SPARE = 2  # for a captured step, which may check and divide
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size, self._device = size, device

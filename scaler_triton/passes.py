@@ -104,9 +104,8 @@ def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: b
     if batch.layout.backend == "torch":
         torch_ops.unscale_(batch.present, scale if inverse else torch_ops.inverse(scale), found_inf)
         return
-    table, dense = _filled(batch, "measure" if measures else "unscale")
+    table = _filled(batch, "measure" if measures else "unscale")
     kernels().unscale.launch_unscale(table, scale, found_inf, inverse=inverse, measures=measures)
-    _copy_back(dense, batch)
 
 
 def check_batch(batch: Batch, found_inf: Tensor, *, measures: bool = False) -> None:
@@ -114,7 +113,7 @@ def check_batch(batch: Batch, found_inf: Tensor, *, measures: bool = False) -> N
     if batch.layout.backend == "torch":
         torch_ops.check(batch.present, found_inf)
         return
-    table, _copies = _filled(batch, "measure" if measures else "check")
+    table = _filled(batch, "measure" if measures else "check")
     kernels().unscale.launch_check(table, found_inf, measures=measures)
 
 
@@ -148,7 +147,7 @@ def norm_batch(
         inv_scale = factor if inverse else reciprocal.float().double()
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
         return torch.stack([squares, found_inf.double().reshape(()), failures, factor, reciprocal])
-    table, _copies = _filled(batch, "measure" if measures else "norm")
+    table = _filled(batch, "measure" if measures else "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
     kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=inverse, measures=measures)
@@ -180,35 +179,30 @@ def clip_batch_(
         coef = torch_ops.coefficient(totals[OVERFLOWS], norm, max_norm)
         torch_ops.clip_(batch.present, torch_ops.inverse(scale), coef)
         return norm, False
-    table, dense = _filled(batch, "clip")
+    table = _filled(batch, "clip")
     if not table.n_chunks:
         return torch_ops.norm_of(totals), False
     norm = torch.empty((), dtype=torch.float32, device=layout.key.device)
     writes = status is not None and ranks > 0
     kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *((status, ranks) if writes else ()))
-    _copy_back(dense, batch)
     torch.autograd.graph.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
     return norm, writes
 
 
-def _filled(batch: Batch, mode: str) -> tuple[GradTable, Sequence[Tensor]]:
-    """Return the kernels' table for a pass over a batch, and the dense tensors whose addresses are in it.
-
-    These are the batch's or copies: to be kept until the launch, as addresses keep nothing alive.
-    """
+def _filled(batch: Batch, mode: str) -> GradTable:
+    """Return the kernels' table for a pass over a batch, with the addresses of its gradients."""
     layout, present = batch.layout, batch.present
     table = layout.tables.get(mode)
     if table is None:
         table = layout.tables[mode] = _new_table(layout, mode)
-    dense = present if layout.key.dense else [tensor.contiguous() for tensor in present]
-    if mode == "clip" and dense is present and table is layout.tables.get("norm"):
-        return table, dense  # the norm's pass has filled it
-    addresses = list(map(Tensor.data_ptr, dense))
+    if mode == "clip" and table is layout.tables.get("norm"):
+        return table  # the norm's pass has filled it
+    addresses = list(map(Tensor.data_ptr, present))
     if present is not batch.tensors:
         each = iter(addresses)
         addresses = [0 if tensor is None else next(each) for tensor in batch.tensors]
     table.set_addresses(addresses)
-    return table, dense
+    return table
 
 
 def _new_table(layout: Layout, mode: str) -> GradTable:
@@ -223,10 +217,3 @@ def _new_table(layout: Layout, mode: str) -> GradTable:
     if layout.generation is not None:
         made.generation = layout.generation
     return made
-
-
-def _copy_back(dense: Sequence[Tensor], batch: Batch) -> None:
-    """Copy what kernels wrote into dense copies back into the batch."""
-    if dense is not batch.present:
-        for original, copy in zip(batch.present, dense, strict=True):
-            original.copy_(copy)

@@ -35,7 +35,7 @@ class LayoutKey(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    dense: bool  # the elements fill one span of memory without gaps or overlap, in any order
+    dense: bool  # plain, and the elements fill one span of memory without gaps or overlap, in any order
     plain: bool  # not a tensor subclass
 
 
@@ -306,11 +306,12 @@ def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = F
     """Choose the backends of all layouts, with `clips` those of clipping, too: a kernel must fail before a write."""
     for batch in batches:
         layout, key = batch.layout, batch.layout.key
-        if layout.backend is None:  # tensor subclasses implement torch's ops themselves
+        if layout.backend is None:  # tensor subclasses implement torch's ops themselves, kernels take one span each
             task: Task = "measuring" if measures else "unscaling"
-            layout.backend = choose(key.device, key.dtype, requested, task=task) if key.plain else "torch"
+            layout.backend = choose(key.device, key.dtype, requested, task=task) if key.dense else "torch"
         if clips and layout.clips is None:
-            layout.clips = choose(key.device, key.dtype, requested, task="clipping") if key.plain else "torch"
+            on_torch = layout.backend == "torch"
+            layout.clips = "torch" if on_torch else choose(key.device, key.dtype, requested, task="clipping")
 
 
 def _row(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
