@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         asked for and does not work there. Nothing is written then.
     """
     if torch.compiler.is_compiling():
-        _unscale_op(_shards(grads), inv_scale, found_inf, backend)
+        _unscale_op(_shards(grads), inv_scale, found_inf, backend=backend)
         return
     grads = list(grads)
     key, known = _look_up("unscale", grads, backend, inv_scale, found_inf)
@@ -62,7 +62,7 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
     Args and raises: as `unscale_`.
     """
     if torch.compiler.is_compiling():
-        _check_op(_shards(grads), found_inf, backend)
+        _check_op(_shards(grads), found_inf, backend=backend)
         return
     grads = list(grads)
     key, known = _look_up("check", grads, backend, found_inf)
@@ -162,7 +162,7 @@ def update_scale_(
     Raises: TypeError or ValueError naming a wrong argument; RuntimeError as `unscale_` for "triton".
     """
     if torch.compiler.is_compiling():
-        _update_op(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, backend)
+        _update_op(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, backend=backend)
         return
     _check_scalar(scale, "scale")
     _check_scalar(growth_tracker, "growth_tracker", torch.int32)
@@ -312,34 +312,13 @@ def _first_device(tensors: Sequence[Tensor]) -> torch.device:
 
 # Dynamo puts custom ops into its graph without tracing into them, and eager callers do not pay their host costs. A call
 # may write a table of addresses, so inductor must not capture it in its own CUDA graphs.
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+_op, _TAGS = torch.library.custom_op, (torch.Tag.cudagraph_unsafe,)
+_unscale_op = _op("scaler_triton::unscale_", unscale_, mutates_args=("grads", "found_inf"), tags=_TAGS)
+_check_op = _op("scaler_triton::check_nonfinite", check_nonfinite, mutates_args=("found_inf",), tags=_TAGS)
+_update_op = _op("scaler_triton::update_scale_", update_scale_, mutates_args=("scale", "growth_tracker"), tags=_TAGS)
 
 
-@torch.library.custom_op("scaler_triton::unscale_", mutates_args=("grads", "found_inf"), tags=_TAGS)
-def _unscale_op(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, backend: str | None) -> None:
-    unscale_(grads, inv_scale, found_inf, backend=backend)
-
-
-@torch.library.custom_op("scaler_triton::check_nonfinite", mutates_args=("found_inf",), tags=_TAGS)
-def _check_op(grads: Sequence[Tensor], found_inf: Tensor, backend: str | None) -> None:
-    check_nonfinite(grads, found_inf, backend=backend)
-
-
-@torch.library.custom_op("scaler_triton::update_scale_", mutates_args=("scale", "growth_tracker"), tags=_TAGS)
-def _update_op(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    backend: str | None,
-) -> None:
-    numbers = growth_factor, backoff_factor, growth_interval
-    update_scale_(scale, growth_tracker, found_inf, *numbers, backend=backend)
-
-
-@torch.library.custom_op("scaler_triton::grad_norm", mutates_args=("found_inf",), tags=_TAGS)
+@_op("scaler_triton::grad_norm", mutates_args=("found_inf",), tags=_TAGS)
 def _norm_op(
     grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
 ) -> Tensor:
@@ -347,7 +326,5 @@ def _norm_op(
 
 
 @_norm_op.register_fake
-def _(
-    grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
-) -> Tensor:
+def _(grads: Sequence[Tensor], *_others: Any) -> Tensor:
     return torch.empty((), dtype=torch.float64, device=_first_device(grads))
