@@ -5,8 +5,6 @@ one fp64 number per chunk, and one program adds those in order. So the result is
 the same alignment to 16 bytes.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -120,7 +118,6 @@ def _finish_kernel(
     found_inf_ptr,
     totals_ptr,
     n_partials: tl.int64,
-    INVERSE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     acc = tl.zeros([BLOCK_SIZE], tl.float64)
@@ -129,10 +126,7 @@ def _finish_kernel(
         partial_ptr += BLOCK_SIZE
         n_partials -= BLOCK_SIZE
     scale = tl.load(scale_ptr)
-    inv = scale
-    if not INVERSE:
-        inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
-    inv = inv.to(tl.float64)
+    inv = tl.div_rn(1.0, scale).to(tl.float64)  # plain `/` is approximate in fp32
     tl.store(totals_ptr + _SQUARES, tl.sum(acc) * inv * inv)
     tl.store(totals_ptr + _OVERFLOWS, tl.load(found_inf_ptr).to(tl.float64))
     tl.store(totals_ptr + _FAILURES, 0.0)
@@ -141,13 +135,12 @@ def _finish_kernel(
 
 
 def launch_sum_of_squares(
-    table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool, measures: bool = False
+    table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, measures: bool = False
 ) -> None:
     """Sum the squares of the gradients as if they were unscaled, and flag what is not finite in them.
 
-        inv = scale if inverse else 1 / scale
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
-        squares = sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * inv.double() ** 2
+        squares = sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * (1 / scale).double() ** 2
         totals = [squares, found_inf, 0, scale, 1 / scale.double()]      # in the order of `abi`
 
     The relative error of the sum is at most 1e-6 while the result is a normal fp64 number, however large or small the
@@ -155,10 +148,9 @@ def launch_sum_of_squares(
 
     Args:
         table: the gradients, read only; its `bits` are marked.
-        scale: the scale or its inverse, fp32, one element, on the table's device, read only.
+        scale: fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         totals: fp64, [5], on the table's device, overwritten; the sum of squares is 0 if there are no elements.
-        inverse: `scale` holds the inverse scale.
         measures: write the table's `measured`.
     """
     if table.n_chunks:
@@ -173,10 +165,8 @@ def launch_sum_of_squares(
             table.generation,
             table.measured if measures else table.generation,
         )
-    finish = table.launches.get(("finish", inverse))
+    finish = table.launches.get("finish")
     if finish is None:
-        constants: dict[str, Any] = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
-        finish = table.launches["finish", inverse] = Launch(
-            _finish_kernel, table.device, num_warps=_FINISH_WARPS, **constants
-        )
+        finish = Launch(_finish_kernel, table.device, num_warps=_FINISH_WARPS, BLOCK_SIZE=PARTIALS_BLOCK)
+        table.launches["finish"] = finish
     finish(1, table.partials, scale, found_inf, totals, table.partials.numel())

@@ -35,7 +35,7 @@ def clipping(device: torch.device, dtype: torch.dtype) -> None:
     grads = torch.full((16,), 4.0, dtype=dtype, device=device)
     table, (scale, found_inf, norm) = _table_of(grads), _numbers(device, 2.0, 0.0, 0.0)
     totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device)
-    launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
+    launch_sum_of_squares(table, scale, found_inf, totals)
     launch_clip(table, scale, totals, 16.0, norm)
     _require([*grads.tolist(), norm.item()], [2.0] * 16 + [8.0], device)
 
@@ -46,7 +46,7 @@ def measuring(device: torch.device, dtype: torch.dtype) -> None:
     grads[3], grads[7] = 0.0, 8.0
     table, (scale, found_inf) = _table_of(grads), _numbers(device, 2.0, 0.0)
     totals, measured = torch.zeros(2, abi.MEASURED_ROW, dtype=torch.float64, device=device).unbind()
-    launch_sum_of_squares(table, scale, found_inf, totals, inverse=False, measures=True)
+    launch_sum_of_squares(table, scale, found_inf, totals, measures=True)
     launch_add_measured(table, measured)
     table.measured.zero_()
     launch_check(table, found_inf, measures=True)

@@ -111,26 +111,26 @@ def grad_norm(
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     key, known = _look_up("norm" if order == 2 else "other norm", grads, backend, factor, flag)
-    if known is not None and known.on_cpu and order == 2:
-        factor = factor.double().reshape(())
-        return (torch_ops.sum_of_squares(grads, flag, None) * factor * factor).sqrt()
     parts: list[Tensor] = []
 
     def add(batch: Batch, bad: Tensor) -> None:
-        local = factor.to(bad.device)
         if order == 2:
-            parts.append(passes.norm_batch(batch, local, bad, None, inverse=True)[SQUARES].to(home))
+            parts.append(passes.norm_batch(batch, torch_ops.one_on(bad.device), bad, None)[SQUARES].to(home))
             return
         if found_inf is not None:
             passes.check_batch(batch, bad)
         if any(tensor.numel() for tensor in batch.present):
-            parts.append((torch_ops.norm(batch.present, order) * local.double().reshape(())).to(home))
+            parts.append(torch_ops.norm(batch.present, order).to(home))
 
-    _run(key, known, add, grads, inv_scale=factor, found_inf=flag)
-    if not parts:
-        return torch.zeros((), dtype=torch.float64, device=home)
-    stacked = torch.stack(parts)
-    return stacked.sum().sqrt() if order == 2 else torch.linalg.vector_norm(stacked, order)
+    if known is not None and known.on_cpu and order == 2:
+        whole = torch_ops.sum_of_squares(grads, flag, None).sqrt()
+    else:
+        _run(key, known, add, grads, inv_scale=factor, found_inf=flag)
+        if not parts:
+            return torch.zeros((), dtype=torch.float64, device=home)
+        every = torch.stack(parts)
+        whole = every.sum().sqrt() if order == 2 else torch.linalg.vector_norm(every, order)
+    return whole * factor.detach().to(home).abs().reshape(())
 
 
 def update_scale_(

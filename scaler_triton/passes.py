@@ -123,7 +123,6 @@ def norm_batch(
     found_inf: Tensor,
     weights: list[float] | None,
     *,
-    inverse: bool = False,
     measures: bool = False,
 ) -> Tensor:
     """Check a batch, and return the weighted sum of its squares as if it were unscaled; the batch is read only.
@@ -132,7 +131,7 @@ def norm_batch(
         totals = [squares, found_inf, 0, scale, 1 / scale]    # in the order of `kernels.abi`; may be summed
 
     Args:
-        scale, found_inf, inverse, measures: as `unscale_batch_` takes them.
+        scale, found_inf, measures: as `unscale_batch_` takes them.
         weights: for each slot of the layout 1 / the number of ranks that hold the gradient; None: 1 for all.
 
     Returns: totals, fp64 [TOTALS], on the batch's device.
@@ -144,13 +143,13 @@ def norm_batch(
         squares = torch_ops.sum_of_squares(batch.present, found_inf, weights)
         factor = scale.double().reshape(())
         reciprocal = factor.reciprocal()
-        inv_scale = factor if inverse else reciprocal.float().double()
+        inv_scale = reciprocal.float().double()
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
         return torch.stack([squares, found_inf.double().reshape(()), failures, factor, reciprocal])
     table = _filled(batch, "measure" if measures else "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
-    kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=inverse, measures=measures)
+    kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, measures=measures)
     return totals
 
 

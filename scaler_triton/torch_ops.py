@@ -48,7 +48,7 @@ def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
     if first.dtype is torch.float64 and not first.is_cpu and is_plain(first):
         _flag_if(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), found_inf)
     else:
-        one = _kept_one(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
+        one = one_on(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
         unscale_(tensors, one, found_inf)
 
 
@@ -195,7 +195,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _kept_one(device: torch.device) -> Tensor:
+def one_on(device: torch.device) -> Tensor:
+    """Return 1.0, fp32 `()`, which is kept and must not be written."""
     with torch.inference_mode(False):
         return torch.ones((), dtype=torch.float32, device=device)
 

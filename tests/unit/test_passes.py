@@ -77,7 +77,7 @@ def test_what_lies_between_the_elements_is_not_written(place: Place, dtype: torc
 def measured(batch: Batch, place: Place, weights: list[float] | None = None, scale: float = 1.0) -> tuple[float, float]:
     """Return sum of squares and flag, the rest of the totals checked."""
     flag, factor = number(0.0, place), number(scale, place)
-    totals = passes.norm_batch(batch, factor, flag, weights, inverse=False)
+    totals = passes.norm_batch(batch, factor, flag, weights)
     assert (totals.dtype, totals.shape, totals.device) == (torch.float64, (TOTALS,), batch.layout.key.device)
     assert totals[OVERFLOWS:].tolist() == [flag.item(), 0.0, scale, 1 / scale]
     return totals[SQUARES].item(), flag.item()

@@ -248,7 +248,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("    counters = {\"spikes\": 0, **counters}", "    counters = {**counters}"),
     ],
     "scaler_triton/ops.py": [
-        ("return stacked.sum().sqrt() if order == 2", "return stacked.sum() if order == 2"),
+        ("whole = every.sum().sqrt() if", "whole = every.sum() if"),
         ("        if other.device != scale.device:", "        if False:"),
         ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
         ("            check_overlap(local)  # of fp16", "            pass  # of fp16"),
