@@ -21,12 +21,8 @@ if _VERSION < (3, 6):
 # `@triton.jit` reads TRITON_INTERPRET when a kernel is defined: changing it later changes nothing.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-TRITON_DTYPES: dict[torch.dtype, Any] = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+TRITON_DTYPES: dict[torch.dtype, Any] = {getattr(torch, name): getattr(tl, name) for name in _DTYPES}
 
 _data_ptr = Tensor.data_ptr
 _runtime = triton.knobs.runtime

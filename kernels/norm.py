@@ -9,16 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaler_triton.kernels import abi
+from scaler_triton.kernels import abi, measure
 from scaler_triton.kernels.launch import Launch
-from scaler_triton.kernels.measure import (
-    measure,
-    measure_edges,
-    measured_in,
-    nothing_measured,
-    store_measured,
-    store_nothing,
-)
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
 from scaler_triton.kernels.unscale import find_body, find_edges, load_body, mark, read_table, widen
 
@@ -68,7 +60,7 @@ def _sum_squares_kernel(
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)
     elif MEASURE:
-        store_nothing(measured_ptr)
+        measure.store_nothing(measured_ptr)
     tl.store(partial_ptr + tl.program_id(0), total)
 
 
@@ -89,23 +81,23 @@ def _sum_squares(
     grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
     acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
     if MEASURE:
-        largest, counts = nothing_measured(BLOCK_SIZE, DTYPE)
+        largest, counts = measure.start(BLOCK_SIZE, DTYPE)
     for step in tl.static_range(UNROLL):
         x = widen(grads[step]) * lift
         acc += x * x
         if MEASURE:
-            largest, counts = measure(x, largest, counts)
+            largest, counts = measure.add(x, largest, counts)
     total = tl.sum(acc.to(tl.float64))
     if MEASURE:
-        top, zeros, subnormal, seen = measured_in(largest, counts, limit, BLOCK_SIZE * UNROLL)
+        top, zeros, subnormal, seen = measure.sum_up(largest, counts, limit, BLOCK_SIZE * UNROLL)
     if has_edges:
         edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
         edge = widen(tl.load(edge_ptrs, mask=edge_mask, other=0.0)) * lift
         total += tl.sum((edge * edge).to(tl.float64))
         if MEASURE:
-            top, zeros, subnormal, seen = measure_edges(edge, edge_mask, top, zeros, subnormal, seen)
+            top, zeros, subnormal, seen = measure.add_edges(edge, edge_mask, top, zeros, subnormal, seen)
     if MEASURE:
-        store_measured(measured_ptr, top, zeros, subnormal, seen)
+        measure.store(measured_ptr, top, zeros, subnormal, seen)
     return total
 
 
@@ -156,15 +148,8 @@ def launch_sum_of_squares(
     if table.n_chunks:
         key = "norm", measures
         launch = table.launches.get(key) or table.add_launch(key, _sum_squares_kernel, MEASURE=measures)
-        launch(
-            table.n_chunks,
-            table.bits,
-            found_inf,
-            table.weights,
-            table.partials,
-            table.generation,
-            table.measured if measures else table.generation,
-        )
+        measured = table.measured if measures else table.generation
+        launch(table.n_chunks, table.bits, found_inf, table.weights, table.partials, table.generation, measured)
     finish = table.launches.get("finish")
     if finish is None:
         finish = Launch(_finish_kernel, table.device, num_warps=_FINISH_WARPS, BLOCK_SIZE=PARTIALS_BLOCK)

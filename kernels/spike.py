@@ -94,14 +94,10 @@ def launch_judge(
     """Decide whether a norm is a spike among the last finite ones, and skip the step if it is, or is not finite.
 
         if first and isfinite(window[LAST]): append(h, window[LAST])              # h: the ring, of `length` norms
-        norm = sqrt(totals[SQUARES])
-        limit = mean(h) + sigma * max(std(h), 1e-3 * mean(h))                     # std with n - 1
-        spike = isfinite(norm) and len(h) >= max(2, length // 2) and norm > limit
-        window[LAST] = norm
+        norm = window[LAST] = sqrt(totals[SQUARES])
+        spike, limit = the rule that `scaler_triton/spikes.py` begins with, of norm and h
         if spike or not isfinite(norm): totals[OVERFLOWS] = max(totals[OVERFLOWS], 1); status[FLAG] = 1
         if ranks: status = the same as `launch_clip` writes
-
-    All in fp64.
 
     Args:
         totals: fp64 [TOTALS], the ranks' sums; mutated.

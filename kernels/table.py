@@ -70,14 +70,12 @@ class GradTable:
         Args:
             addresses: `data_ptr()` of each gradient, or 0 for a missing one, which is skipped.
 
-        Raises: ValueError for another number of addresses; RuntimeError in a capture that has no buffer left.
+        Raises: RuntimeError in a capture that has no buffer left.
         """
         staging = self._staging
         # What a graph writes, or will write, at each replay is not known here.
         if addresses == self._last and (staging is None or not (staging.captured or staging.is_capturing())):
             return
-        if len(addresses) != self.n_tensors:
-            raise ValueError(f"addresses: expected {self.n_tensors} of them, got {len(addresses)}")
         self._last = []  # an interrupted copy may have arrived or not
         if staging is None:
             self._on_host[:] = addresses
@@ -108,14 +106,9 @@ class GradTable:
         return self._filled(1.0, self.n_tensors)
 
     def set_weights(self, weights: list[float] | None) -> None:
-        """Set the weights, one per tensor or None for 1; nothing is copied if they are the same.
-
-        Raises: ValueError for a wrong number of them.
-        """
+        """Set the weights, one per tensor or None for 1; nothing is copied if they are the same."""
         if weights == self._last_weights:
             return
-        if weights is not None and len(weights) != self.n_tensors:
-            raise ValueError(f"weights: expected {self.n_tensors} of them, got {len(weights)}")
         launch.refuse_first_in_capture(self.device)
         wanted = [1.0] * self.n_tensors if weights is None else weights
         self._last_weights = []  # an interrupted copy may have arrived or not

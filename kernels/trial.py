@@ -10,7 +10,6 @@ from torch import Tensor
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.clip import launch_clip
-from scaler_triton.kernels.launch import check_device
 from scaler_triton.kernels.measure import launch_add_measured
 from scaler_triton.kernels.norm import launch_sum_of_squares
 from scaler_triton.kernels.spike import launch_judge
@@ -20,7 +19,6 @@ from scaler_triton.kernels.unscale import launch_check, launch_unscale
 
 def unscaling(device: torch.device, dtype: torch.dtype) -> None:
     """Try the kernels of every step."""
-    check_device(device)
     grads = torch.full((8,), 4.0, dtype=dtype, device=device)
     grads[5] = float("inf")
     table, (scale, checked, unscaled) = _table_of(grads), _numbers(device, 2.0, 0.0, 0.0)

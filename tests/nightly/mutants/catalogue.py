@@ -293,7 +293,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("tl.where(before, lane < head, offs < n_elements)", "tl.where(before, lane < head, offs < n_elements - 1)"),
         ("(generation & (GENERATIONS - 1))", "0"),
         ("if MEASURE:\n                top, zeros,", "if False:\n                top, zeros,", _BY_MEASURING),
-        ("        store_nothing(measured_ptr)", "        pass", _BY_MEASURING),
+        ("        measure.store_nothing(measured_ptr)", "        pass", _BY_MEASURING),
         ("key = \"unscale\", writes, inverse, measures", "key = \"unscale\", writes, inverse", _BY_MEASURING),
     ],
     "kernels/norm.py": [
