@@ -36,13 +36,6 @@ def check_device(device: torch.device) -> None:
         raise RuntimeError(f"without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got {device}")
 
 
-def indexed(device: torch.device) -> torch.device:
-    """Return a GPU device with its index; without one it is the current GPU."""
-    if device.index is not None or device.type == "cpu":
-        return device
-    return torch.device(device.type, torch.cuda.current_device())
-
-
 def capture_query(device: torch.device) -> Callable[[], bool]:
     """Return a function that returns whether the current stream of `device` is being captured into a graph."""
     if device.type == "cpu":

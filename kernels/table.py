@@ -31,6 +31,8 @@ class GradTable:
         bits: the marks, int32 `[N, GENERATIONS]`, on the device, see `abi`. The first mark of a later generation
             replaces an earlier one in its place.
         generation: the current one (int32, one element, on the device); 0 unless replaced by another tensor.
+        partials: a norm's partial sums: fp64, on the device, one per chunk, padded with zeros to whole blocks.
+        weights: what each tensor's sum of squares is multiplied by: fp64 `[N]`, on the device, 1 at first.
         n_tensors, n_chunks: N, and the programs in a launch over this table; 0 where no tensor has elements.
         launches: what was launched over this table, by the launch function's own key.
     """
@@ -44,11 +46,10 @@ class GradTable:
         Args:
             numels: elements of each tensor.
             dtype: fp16, bf16, fp32 or fp64.
-            device: where the tensors lie; a GPU without an index is the current one.
+            device: where the tensors lie, with its index.
             config: the shape of one program.
         """
         launch.refuse_first_in_capture(device)
-        device = launch.indexed(device)
         self.dtype, self.device, self.config = dtype, device, config
         tensors, indices = _chunk_map(numels, config.chunk_elements(dtype.itemsize))
         self.n_tensors, self.n_chunks = len(numels), len(tensors)
@@ -57,6 +58,9 @@ class GradTable:
         self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
         self.bits = torch.zeros((len(numels), abi.GENERATIONS), dtype=torch.int32, device=device)
         self.generation = torch.zeros(1, dtype=torch.int32, device=device)
+        whole_blocks = -(-self.n_chunks // PARTIALS_BLOCK) * PARTIALS_BLOCK
+        self.partials = torch.zeros(whole_blocks, dtype=torch.float64, device=device)
+        self.weights = torch.ones(len(numels), dtype=torch.float64, device=device)
         self.launches: dict[Hashable, launch.Launch] = {}
         self._last = [0] * len(numels)  # the addresses on the device
         self._last_weights: list[float] | None = None
@@ -91,19 +95,11 @@ class GradTable:
         return self._staging is not None and bool(self._staging.captured)
 
     @cached_property
-    def partials(self) -> Tensor:
-        """A norm's partial sums: fp64, on the device, one per chunk, padded with zeros to whole blocks."""
-        return self._filled(0.0, -(-self.n_chunks // PARTIALS_BLOCK) * PARTIALS_BLOCK)
-
-    @cached_property
+    @torch.inference_mode(False)
     def measured(self) -> Tensor:
         """What a pass measures, four numbers a chunk (see `abi`): fp64, on the device."""
-        return self._filled(0.0, self.n_chunks * abi.MEASURED)
-
-    @cached_property
-    def weights(self) -> Tensor:
-        """What the sum of squares of each tensor is multiplied by: fp64 `[N]`, on the device, 1 at first."""
-        return self._filled(1.0, self.n_tensors)
+        launch.refuse_first_in_capture(self.device)
+        return torch.zeros(self.n_chunks * abi.MEASURED, dtype=torch.float64, device=self.device)
 
     def set_weights(self, weights: list[float] | None) -> None:
         """Set the weights, one per tensor or None for 1; nothing is copied if they are the same."""
@@ -132,11 +128,6 @@ class GradTable:
             **constants,
         )
         return made
-
-    @torch.inference_mode(False)  # later steps write it outside that mode
-    def _filled(self, value: float, size: int) -> Tensor:
-        launch.refuse_first_in_capture(self.device)
-        return torch.full((size,), value, dtype=torch.float64, device=self.device)
 
 
 class _Staging:
