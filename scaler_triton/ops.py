@@ -40,7 +40,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         asked for and does not work there. Nothing is written then.
     """
     if torch.compiler.is_compiling():
-        _unscale_op(_shards(grads), inv_scale, found_inf, backend=backend)
+        _unscale_op([*map(local_tensor, grads)], inv_scale, found_inf, backend=backend)
         return
     grads = list(grads)
     key, known = _look_up("unscale", grads, backend, inv_scale, found_inf)
@@ -62,7 +62,7 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
     Args and raises: as `unscale_`.
     """
     if torch.compiler.is_compiling():
-        _check_op(_shards(grads), found_inf, backend=backend)
+        _check_op([*map(local_tensor, grads)], found_inf, backend=backend)
         return
     grads = list(grads)
     key, known = _look_up("check", grads, backend, found_inf)
@@ -101,7 +101,7 @@ def grad_norm(
     """
     grads = list(grads)  # read twice
     if torch.compiler.is_compiling():
-        shards = _shards(grads)
+        shards = [*map(local_tensor, grads)]
         if found_inf is None:  # inductor refuses None for an argument that an op with a result mutates
             found_inf = torch.zeros((), dtype=torch.float32, device=_first_device(shards))
         norm: Tensor = _norm_op(shards, found_inf, inv_scale, norm_type, backend)
@@ -119,8 +119,8 @@ def grad_norm(
             return
         if found_inf is not None:
             passes.check_batch(batch, bad)
-        if any(tensor.numel() for tensor in batch.present):
-            parts.append(torch_ops.norm(batch.present, order).to(home))
+        filled = [tensor for tensor in batch.present if tensor.numel()]
+        parts.extend(torch.linalg.vector_norm(each, order, dtype=torch.float64).to(home) for each in filled)
 
     if known is not None and known.on_cpu and order == 2:
         whole = torch_ops.sum_of_squares(grads, flag, None).sqrt()
@@ -299,10 +299,6 @@ def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32)
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.numel() != 1 or tensor.dtype is not dtype:
         raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")
-
-
-def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
-    return [local_tensor(grad) for grad in grads]
 
 
 def _first_device(tensors: Sequence[Tensor]) -> torch.device:

@@ -156,13 +156,7 @@ def norm_batch(
 def clip_batch_(
     batch: Batch, scale: Tensor, totals: Tensor, max_norm: float, status: Tensor | None, ranks: int
 ) -> tuple[Tensor, bool]:
-    """Unscale a batch, then multiply it by the clip coefficient: two products, each rounded.
-
-        norm = totals[0].sqrt().float()
-        coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-    Equivalent PyTorch: `torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inv_scale)`, then
-    `torch._foreach_mul_(grads, coef)` as on the CPU.
+    """Unscale a batch, then multiply it by the clip coefficient, to the bit as `kernels.clip.launch_clip` says.
 
     Args:
         batch: written; the last one of its layout that `norm_batch` read.

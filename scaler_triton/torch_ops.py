@@ -138,13 +138,6 @@ def _is_one(factor: Tensor) -> bool:
     return factor.is_cpu and type(factor) is Tensor and factor.item() == 1.0
 
 
-def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of the norms of tensors that are not all empty, fp64 `()`; order inf is the largest abs value."""
-    norms = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64) for t in tensors if t.numel()]
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return whole
-
-
 def norm_of(totals: Tensor) -> Tensor:
     """Return the 2-norm, fp32 `()`, from totals (fp64 [TOTALS])."""
     return totals[SQUARES].sqrt().float()
