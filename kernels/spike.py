@@ -16,9 +16,8 @@ from scaler_triton.kernels.clip import write_status
 from scaler_triton.kernels.launch import Launch
 
 _SQUARES, _OVERFLOWS = tl.constexpr(abi.SQUARES), tl.constexpr(abi.OVERFLOWS)
-_COUNT, _LAST, _IS_SPIKE = map(tl.constexpr, (abi.COUNT, abi.LAST, abi.IS_SPIKE))
-_SPIKE_NORM, _SPIKE_LIMIT = tl.constexpr(abi.SPIKE_NORM), tl.constexpr(abi.SPIKE_LIMIT)
-_SPIKE_GENERATION, _SIGMA, _HEADER = map(tl.constexpr, (abi.SPIKE_GENERATION, abi.SIGMA, abi.HEADER))
+_COUNT, _LAST, _IS_SPIKE, _SPIKE_NORM, _SPIKE_LIMIT, _SPIKE_GENERATION, _SIGMA = map(tl.constexpr, range(abi.SIGMA + 1))
+_HEADER = tl.constexpr(abi.HEADER)
 _FLAG, _SKIPPED, _SPIKES = map(tl.constexpr, (abi.FLAG, abi.SKIPPED, abi.SPIKES))
 
 

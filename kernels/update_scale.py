@@ -19,19 +19,7 @@ _FP16_EXPONENT = tl.constexpr(abi.FP16_EXPONENT)
 _MAX_SCALE, _MAX_TRACKER = tl.constexpr(abi.MAX_SCALE), tl.constexpr(abi.MAX_TRACKER)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "bits", "window"],
-    do_not_specialize_on_alignment=[
-        "scale_ptr",
-        "growth_tracker_ptr",
-        "flags_ptr",
-        "last_flags_ptr",
-        "policy_ptr",
-        "counters_ptr",
-        "measured_ptr",
-        "headroom_ptr",
-    ],
-)
+@triton.jit(do_not_specialize=["rows", "bits", "window"], do_not_specialize_on_alignment=range(8))  # all pointers
 def _update_scale_kernel(
     scale_ptr,
     growth_tracker_ptr,

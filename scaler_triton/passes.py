@@ -162,7 +162,7 @@ def clip_batch_(
         batch: written; the last one of its layout that `norm_batch` read.
         scale: fp32, one element, the batch's device.
         totals: fp64 [TOTALS], the batch's device: the sum of what `norm_batch` returned, on `ranks` ranks.
-        status: fp32 [STATUS], the batch's device; a kernel computes it from the totals unless it is None or `ranks` 0.
+        status: fp32 [STATUS], the batch's device; a kernel computes it from the totals unless it is None.
 
     Returns: the norm, fp32, `()`, on the batch's device; whether the status was written.
     """
@@ -176,10 +176,9 @@ def clip_batch_(
     if not table.n_chunks:
         return torch_ops.norm_of(totals), False
     norm = torch.empty((), dtype=torch.float32, device=layout.key.device)
-    writes = status is not None and ranks > 0
-    kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *((status, ranks) if writes else ()))
+    kernels().clip.launch_clip(table, scale, totals, max_norm, norm, status, ranks)
     torch.autograd.graph.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
-    return norm, writes
+    return norm, status is not None
 
 
 def _filled(batch: Batch, mode: str) -> GradTable:
