@@ -93,10 +93,7 @@ def _add_measured_kernel(measured_ptr, total_ptr, n_chunks: tl.int64, BLOCK_SIZE
 
 
 def launch_add_measured(table: GradTable, total: Tensor) -> None:
-    """Add what the last measuring pass over `table` has found to `total`.
-
-        largest = max(largest, abs(g) for all g that are finite)
-        zeros, subnormal, seen += (g == 0).sum(), (0 < abs(g) < 2**-14).sum(), g.numel()
+    """Add what the last measuring pass over `table` has found to `total`, as `torch_ops.measure` does.
 
     Args:
         table: the gradients; its `measured` is read.

@@ -150,7 +150,14 @@ class _Staging:
     def send(self, values: list[int], out: Tensor) -> None:
         """Copy `values` to `out` (int64 `[size]`, on the device, overwritten) in the current stream's order."""
         if self.is_capturing():
-            self._send_captured(values, out)
+            if not self._spare:
+                raise RuntimeError(
+                    f"the addresses of these gradients were captured {self.SPARE} times in a row: capture one step, "
+                    "then take one outside a capture before the next"
+                )
+            self.captured.append(buffer := self._spare.pop())
+            buffer.numpy()[:] = values
+            out.copy_(buffer, non_blocking=True)
             return
         while len(self._spare) < self.SPARE:
             self._spare.append(_pinned(self._size))
@@ -165,17 +172,6 @@ class _Staging:
             out.copy_(buffer, non_blocking=True)
         finally:  # an interrupt may come when the copy has begun
             passed.record(torch.cuda.current_stream(self._device))
-
-    def _send_captured(self, values: list[int], out: Tensor) -> None:
-        if not self._spare:
-            raise RuntimeError(
-                f"the addresses of these gradients were captured {self.SPARE} times in a row: capture one step, then "
-                "take one outside a capture before the next"
-            )
-        buffer = self._spare.pop()
-        buffer.numpy()[:] = values
-        out.copy_(buffer, non_blocking=True)
-        self.captured.append(buffer)
 
 
 def _pinned(size: int) -> Tensor:
