@@ -100,15 +100,12 @@ def grad_norm(
     Raises: as `unscale_`; TypeError or ValueError for a `norm_type` that is no number, or 0.
     """
     grads = list(grads)  # read twice
-    if torch.compiler.is_compiling():
-        shards = [*map(local_tensor, grads)]
-        if found_inf is None:  # inductor refuses None for an argument that an op with a result mutates
-            found_inf = torch.zeros((), dtype=torch.float32, device=_first_device(shards))
-        norm: Tensor = _norm_op(shards, found_inf, inv_scale, norm_type, backend)
-        return norm
-    order = policy.check_norm_type(norm_type, positive=False)
     home = _first_device(grads)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
+    if torch.compiler.is_compiling():  # inductor refuses None for an argument that an op with a result mutates
+        norm: Tensor = _norm_op([*map(local_tensor, grads)], flag, inv_scale, norm_type, backend)
+        return norm
+    order = policy.check_norm_type(norm_type, positive=False)
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     key, known = _look_up("norm" if order == 2 else "other norm", grads, backend, factor, flag)
     parts: list[Tensor] = []

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scaler_triton import gradients
 from scaler_triton.dispatch import Backend, Task, choose
-from scaler_triton.gradients import check_gradient, coalesce_fp16, is_unreduced, local_tensor, reduced, sparse_values
+from scaler_triton.gradients import check_gradient, coalesce_fp16, local_tensor, reduced, sparse_values
 from scaler_triton.torch_ops import InverseScale, is_plain
 
 if TYPE_CHECKING:
@@ -154,9 +154,9 @@ class GradPlan:
     def _reduce(self, grads: list[Tensor | None]) -> None:
         """Replace every gradient that has to be summed by its sum."""
         with torch.no_grad():
-            for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
-                if grad is not None and is_unreduced(grad):
-                    grads[index] = parameter.grad = reduced(grad)
+            for index, grad in enumerate(grads):
+                if grad is not None and (whole := reduced(grad)) is not grad:
+                    grads[index] = self.parameters[index].grad = whole
 
     def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
         """Look at each gradient, and give those of a new form slots; return the batches of sparse and Partial ones.

@@ -31,21 +31,19 @@ def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> No
     first = tensors[0]
     if first.is_cpu or first.dtype in (torch.float16, torch.float32) or not is_plain(first):
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)  # type: ignore[arg-type]
-    elif first.dtype is torch.float64:
-        check(tensors, found_inf)
-        torch._foreach_mul_(list(tensors), inv_scale.double().reshape(()))
     else:
+        check(tensors, found_inf)
         # inv_scale as a bf16 operand would be rounded: multiply in fp32, round once.
+        wide = torch.promote_types(first.dtype, torch.float32)
+        factor = inv_scale.to(wide).reshape(())  # shape (1,) does not broadcast into a scalar in place
         for tensor in tensors:
-            wide = tensor.float()
-            _flag_if(~wide.isfinite().all(), found_inf)
-            tensor.copy_(wide.mul_(inv_scale.reshape(())))  # shape (1,) does not broadcast into a scalar in place
+            tensor.copy_(tensor.to(wide) * factor)
 
 
 def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
     """Set `found_inf` to 1 if a gradient holds NaN or Inf; gradients keep their bits."""
     first = tensors[0]
-    if first.dtype is torch.float64 and not first.is_cpu and is_plain(first):
+    if first.dtype in (torch.bfloat16, torch.float64) and not first.is_cpu and is_plain(first):
         _flag_if(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), found_inf)
     else:
         one = one_on(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
