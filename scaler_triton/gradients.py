@@ -68,7 +68,7 @@ def coalesce_fp16(gradient: Tensor) -> Tensor:
 
 
 def reduced(gradient: Tensor) -> Tensor:
-    """Return the sum of a Partial DTensor, for which all its mesh's ranks must call this, or of sparse duplicates."""
+    """Return a gradient, summed if it is a Partial DTensor (all ranks of its mesh must call this) or has duplicates."""
     if not is_dtensor(gradient):
         if gradient.layout is not torch.sparse_coo or gradient.is_coalesced():
             return gradient

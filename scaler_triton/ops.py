@@ -188,12 +188,11 @@ class _Known(NamedTuple):
 
     guard: Callable[..., bool]  # of the form of the scalars and the gradients
     layouts: list[Layout]
-    streams: list[int]  # for each layout that of its kernels
+    streams: list[int | None]  # for each layout that of its kernels
     on_cpu: bool  # whether the list is one batch for an op of torch's on the CPU
 
 
 _MOST = 64
-_NO_STREAM = -1
 _known: OrderedDict[_Key, _Known] = OrderedDict()
 
 
@@ -261,17 +260,17 @@ def _is_free(known: _Known) -> bool:
     A capture writes those of the call before it, and of earlier captures.
     """
     for layout, stream in zip(known.layouts, known.streams, strict=True):
-        if stream == _NO_STREAM or kernels().launch.capture_query(layout.key.device)():
+        if stream is None or kernels().launch.capture_query(layout.key.device)():
             continue
         if stream != _stream(layout) or any(table.is_in_a_graph for table in layout.tables.values()):
             return False
     return True
 
 
-def _stream(layout: Layout) -> int:
-    """Return the current stream of a layout's kernels; `_NO_STREAM` if torch's ops or the interpreter serve it."""
+def _stream(layout: Layout) -> int | None:
+    """Return the current stream of a layout's kernels; None if torch's ops or the interpreter serve it."""
     if layout.backend != "triton" or layout.key.device.type == "cpu":
-        return _NO_STREAM
+        return None
     stream: int = kernels().launch.current_stream(layout.key.device)
     return stream
 

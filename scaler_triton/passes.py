@@ -118,12 +118,7 @@ def check_batch(batch: Batch, found_inf: Tensor, *, measures: bool = False) -> N
 
 
 def norm_batch(
-    batch: Batch,
-    scale: Tensor,
-    found_inf: Tensor,
-    weights: list[float] | None,
-    *,
-    measures: bool = False,
+    batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None, *, measures: bool = False
 ) -> Tensor:
     """Check a batch, and return the weighted sum of its squares as if it were unscaled; the batch is read only.
 
@@ -142,10 +137,9 @@ def norm_batch(
             weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
         squares = torch_ops.sum_of_squares(batch.present, found_inf, weights)
         factor = scale.double().reshape(())
-        reciprocal = factor.reciprocal()
-        inv_scale = reciprocal.float().double()
+        inv_scale = torch_ops.inverse(factor).double()
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
-        return torch.stack([squares, found_inf.double().reshape(()), failures, factor, reciprocal])
+        return torch.stack([squares, found_inf.double().reshape(()), failures, factor, factor.reciprocal()])
     table = _filled(batch, "measure" if measures else "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
@@ -189,11 +183,10 @@ def _filled(batch: Batch, mode: str) -> GradTable:
         table = layout.tables[mode] = _new_table(layout, mode)
     if mode == "clip" and table is layout.tables.get("norm"):
         return table  # the norm's pass has filled it
-    addresses = list(map(Tensor.data_ptr, present))
-    if present is not batch.tensors:
-        each = iter(addresses)
-        addresses = [0 if tensor is None else next(each) for tensor in batch.tensors]
-    table.set_addresses(addresses)
+    if present is batch.tensors:
+        table.set_addresses(list(map(Tensor.data_ptr, present)))
+    else:
+        table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in batch.tensors])
     return table
 
 
