@@ -82,11 +82,6 @@ class Launch:
         constants: its constexprs, by name, in its own order.
     """
 
-    __slots__ = (
-        "_compiled", "_current_device", "_device", "_fixed", "_index", "_is_first", "_kernel", "_n_tensors",
-        "_options", "_placeholders", "_pointers", "_streams",
-    )  # fmt: skip
-
     def __init__(
         self,
         kernel: Any,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import count
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -116,8 +115,9 @@ def grad_norm(
             return
         if found_inf is not None:
             passes.check_batch(batch, bad)
-        filled = [tensor for tensor in batch.present if tensor.numel()]
-        parts.extend(torch.linalg.vector_norm(each, order, dtype=torch.float64).to(home) for each in filled)
+        norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64) for t in batch.present if t.numel()]
+        if norms:
+            parts.append(torch.linalg.vector_norm(torch.stack(norms), order).to(home))
 
     if known is not None and known.on_cpu and order == 2:
         whole = torch_ops.sum_of_squares(grads, flag, None).sqrt()
@@ -229,7 +229,7 @@ def _run_unknown(key: _Key, op: _Op, grads: list[Tensor], scalars: dict[str, Ten
         raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
     with torch.no_grad():
         locals_ = _checked(grads)
-        batches = group(locals_, count())
+        batches = group(dict(enumerate(locals_)))
         choose_backends(batches, key[1], clips=key[0] == "norm")
         for batch in batches:
             _run_one(op, batch, found_inf)

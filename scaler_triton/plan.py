@@ -6,7 +6,7 @@ guard finds that every gradient has the form (type, dtype, device, shape, stride
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
@@ -41,8 +41,6 @@ class LayoutKey(NamedTuple):
 
 class Layout:
     """The part of a batch that is kept between steps: a slot for each tensor, and what its passes use."""
-
-    __slots__ = ("backend", "clips", "generation", "key", "numels", "positions", "tables", "weights")
 
     def __init__(self, key: LayoutKey) -> None:
         self.key = key
@@ -193,8 +191,8 @@ class GradPlan:
             sparse[index] = sparse_values(grad)
         if len(changed) > len(sparse):
             self._build_layouts(forms)
-        others = group(sparse.values(), sparse)
-        others += [batch._replace(is_partial=True) for batch in group(partials.values(), partials)]
+        others = group(sparse)
+        others += [batch._replace(is_partial=True) for batch in group(partials)]
         return others
 
     def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
@@ -284,20 +282,18 @@ def _layouts_of(slots: Iterable[tuple[int, LayoutKey, int]]) -> list[Layout]:
     """Return a layout for each key, with slots for these positions, keys and numbers of elements."""
     layouts: dict[LayoutKey, Layout] = {}
     for position, key, numel in slots:
-        layout = layouts.get(key)
-        if layout is None:
-            layout = layouts[key] = Layout(key)
-        layout.positions.append(position)
-        layout.numels.append(numel)
+        if key not in layouts:
+            layouts[key] = Layout(key)
+        layouts[key].positions.append(position)
+        layouts[key].numels.append(numel)
     return list(layouts.values())
 
 
-def group(tensors: Iterable[Tensor], positions: Iterable[int]) -> list[Batch]:
-    """Return local, checked `tensors` as batches, one for each layout key, in order of appearance."""
-    found = dict(zip(positions, tensors, strict=False))
+def group(tensors: Mapping[int, Tensor]) -> list[Batch]:
+    """Return local, checked tensors, by position, as batches, one for each layout key, in order of appearance."""
     batches = []
-    for layout in _layouts_of((index, layout_key(tensor), tensor.numel()) for index, tensor in found.items()):
-        members = [found[index] for index in layout.positions]
+    for layout in _layouts_of((index, layout_key(tensor), tensor.numel()) for index, tensor in tensors.items()):
+        members = [tensors[index] for index in layout.positions]
         batches.append(Batch(layout, members, members))
     return batches
 
