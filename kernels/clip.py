@@ -38,7 +38,9 @@ def _clip_kernel(
 ):
     inv = tl.div_rn(1.0, tl.load(scale_ptr))  # plain `/` is approximate in fp32
     overflows = tl.load(totals_ptr + _OVERFLOWS)
-    norm, coef = _norm_and_coefficient(totals_ptr, overflows, max_norm)
+    norm = tl.sqrt(tl.load(totals_ptr + _SQUARES)).to(tl.float32)
+    coef = tl.div_rn(1.0, norm + 1e-6) * max_norm  # as torch takes it: by a reciprocal
+    coef = tl.where((overflows != 0) | (coef > 1.0), 1.0, coef)  # NaN > 1 is false: NaN stays
 
     if tl.program_id(0) == 0:
         tl.store(norm_ptr, norm)
@@ -55,14 +57,6 @@ def _clip_kernel(
             edge = tl.load(edge_ptrs, mask=edge_mask, other=0.0)
             tl.debug_barrier()  # every warp loads these few elements and one stores them, after all have loaded
             tl.store(edge_ptrs, _clipped(edge, inv, coef), mask=edge_mask)
-
-
-@triton.jit
-def _norm_and_coefficient(totals_ptr, overflows, max_norm):
-    """The norm in fp32, and torch's clip coefficient: max_norm / (norm + 1e-6), by a reciprocal; at most 1."""
-    norm = tl.sqrt(tl.load(totals_ptr + _SQUARES)).to(tl.float32)
-    coef = tl.div_rn(1.0, norm + 1e-6) * max_norm
-    return norm, tl.where((overflows != 0) | (coef > 1.0), 1.0, coef)  # NaN > 1 is false: NaN stays
 
 
 @triton.jit
@@ -111,10 +105,11 @@ def launch_clip(
         totals: fp64, [5], on the table's device, read only: the ranks' sums of what `launch_sum_of_squares` wrote.
         max_norm: >= 0.
         norm: fp32, one element, on the table's device; overwritten, if the table has elements.
-        status: fp32, [4], likewise; None if `ranks` is 0.
-        ranks: the number of ranks in the sums; 0: no status is written, and only the first two totals are read.
+        status: fp32, [4], likewise; None: none is written, and only the first two totals are read.
+        ranks: the number of ranks in the sums.
     """
     if table.n_chunks == 0:
         return
     launch = table.launches.get("clip") or table.add_launch("clip", _clip_kernel)
-    launch(table.n_chunks, scale, totals, norm, norm if status is None else status, float(max_norm), ranks)
+    status, ranks = (norm, 0) if status is None else (status, ranks)
+    launch(table.n_chunks, scale, totals, norm, status, float(max_norm), ranks)

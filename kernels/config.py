@@ -137,20 +137,14 @@ def read(path: Path, gpu: str) -> Mapping[Key, LaunchConfig]:
 
 
 def user_file(gpu: str) -> Path | None:
-    """Return the path of the user's file for a GPU; None for a user without a home."""
-    folder = cache_folder()
-    return folder and folder / file_name(gpu)
-
-
-def cache_folder() -> Path | None:
-    """Return the folder of the user's tuned files, which may not exist; None for a user without a home."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if named.is_absolute():  # the XDG standard: a relative one is not to be used
-        return named / "scaler_triton" / "tuned"
+    """Return the path of the user's file for a GPU, which may not exist; None for a user without a home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return Path.home() / ".cache" / "scaler_triton" / "tuned"
+        if not cache.is_absolute():  # the XDG standard: a relative one is not to be used
+            cache = Path.home() / ".cache"
     except RuntimeError:
         return None
+    return cache / "scaler_triton" / "tuned" / file_name(gpu)
 
 
 def file_name(gpu: str) -> str:

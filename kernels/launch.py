@@ -21,12 +21,8 @@ if _VERSION < (3, 6):
 # `@triton.jit` reads TRITON_INTERPRET when a kernel is defined: changing it later changes nothing.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-TRITON_DTYPES: dict[torch.dtype, Any] = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+TRITON_DTYPES: dict[torch.dtype, Any] = {getattr(torch, name): getattr(tl, name) for name in _DTYPES}
 
 _data_ptr = Tensor.data_ptr
 _runtime = triton.knobs.runtime
@@ -38,13 +34,6 @@ def check_device(device: torch.device) -> None:
         raise RuntimeError(f"under TRITON_INTERPRET=1 the kernels take tensors on cpu, got {device}")
     if not INTERPRETED and device.type == "cpu":
         raise RuntimeError(f"without TRITON_INTERPRET=1 the kernels take tensors on a GPU, got {device}")
-
-
-def indexed(device: torch.device) -> torch.device:
-    """Return a GPU device with its index; without one it is the current GPU."""
-    if device.index is not None or device.type == "cpu":
-        return device
-    return torch.device(device.type, torch.cuda.current_device())
 
 
 def capture_query(device: torch.device) -> Callable[[], bool]:
@@ -92,11 +81,6 @@ class Launch:
         enable_fp_fusion: whether a product and a sum may be rounded once.
         constants: its constexprs, by name, in its own order.
     """
-
-    __slots__ = (
-        "_compiled", "_current_device", "_device", "_fixed", "_index", "_is_first", "_kernel", "_n_tensors",
-        "_options", "_placeholders", "_pointers", "_streams",
-    )  # fmt: skip
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ _BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
-def nothing_measured(BLOCK_SIZE: tl.constexpr, DTYPE: tl.constexpr):
+def start(BLOCK_SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """What the lanes of a block have found before its first element: the largest, and zeros + 2^16 * subnormals.
 
     One number for each 16-byte vector, which a lane holds whole: one for each element would take too many registers.
@@ -29,7 +29,7 @@ def nothing_measured(BLOCK_SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def measure(x, largest, counts):
+def add(x, largest, counts):
     """`largest` and `counts` with a block of elements more."""
     size = tl.abs(tl.reshape(x, [largest.numel, x.numel // largest.numel]))
     # The counts come first, and by one choice an element: so ptxas needs the fewest registers.
@@ -39,14 +39,14 @@ def measure(x, largest, counts):
 
 
 @triton.jit
-def measured_in(largest, counts, limit, CHUNK_SIZE: tl.constexpr):
+def sum_up(largest, counts, limit, CHUNK_SIZE: tl.constexpr):
     """The largest, zeros, subnormals and elements of a chunk's body; lanes beyond the limit have held zeros."""
     seen = tl.maximum(limit, 0)
     return tl.max(largest), tl.sum(counts & 0xFFFF) - (CHUNK_SIZE - seen), tl.sum(counts >> 16), seen
 
 
 @triton.jit
-def measure_edges(edge, mask, top, zeros, subnormal, seen):
+def add_edges(edge, mask, top, zeros, subnormal, seen):
     """What a chunk has measured in its body, with its edges."""
     size = tl.abs(edge)
     top = tl.maximum(top, tl.max(tl.where(size < float("inf"), size, 0.0)))
@@ -56,7 +56,7 @@ def measure_edges(edge, mask, top, zeros, subnormal, seen):
 
 
 @triton.jit
-def store_measured(measured_ptr, top, zeros, subnormal, seen):
+def store(measured_ptr, top, zeros, subnormal, seen):
     """Store what a chunk has measured."""
     place = measured_ptr + tl.program_id(0) * _MEASURED
     tl.store(place + _LARGEST, top.to(tl.float64))
@@ -93,10 +93,7 @@ def _add_measured_kernel(measured_ptr, total_ptr, n_chunks: tl.int64, BLOCK_SIZE
 
 
 def launch_add_measured(table: GradTable, total: Tensor) -> None:
-    """Add what the last measuring pass over `table` has found to `total`.
-
-        largest = max(largest, abs(g) for all g that are finite)
-        zeros, subnormal, seen += (g == 0).sum(), (0 < abs(g) < 2**-14).sum(), g.numel()
+    """Add what the last measuring pass over `table` has found to `total`, as `torch_ops.measure` does.
 
     Args:
         table: the gradients; its `measured` is read.
@@ -104,8 +101,8 @@ def launch_add_measured(table: GradTable, total: Tensor) -> None:
     """
     if table.n_chunks == 0:
         return
-    add = table.launches.get("measured")
-    if add is None:
-        add = Launch(_add_measured_kernel, table.device, num_warps=_WARPS, BLOCK_SIZE=_BLOCK)
-        table.launches["measured"] = add
-    add(1, table.measured, total, table.n_chunks)
+    launch = table.launches.get("measured")
+    if launch is None:
+        launch = Launch(_add_measured_kernel, table.device, num_warps=_WARPS, BLOCK_SIZE=_BLOCK)
+        table.launches["measured"] = launch
+    launch(1, table.measured, total, table.n_chunks)

@@ -5,22 +5,12 @@ one fp64 number per chunk, and one program adds those in order. So the result is
 the same alignment to 16 bytes.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaler_triton.kernels import abi
+from scaler_triton.kernels import abi, measure
 from scaler_triton.kernels.launch import Launch
-from scaler_triton.kernels.measure import (
-    measure,
-    measure_edges,
-    measured_in,
-    nothing_measured,
-    store_measured,
-    store_nothing,
-)
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
 from scaler_triton.kernels.unscale import find_body, find_edges, load_body, mark, read_table, widen
 
@@ -70,7 +60,7 @@ def _sum_squares_kernel(
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)
     elif MEASURE:
-        store_nothing(measured_ptr)
+        measure.store_nothing(measured_ptr)
     tl.store(partial_ptr + tl.program_id(0), total)
 
 
@@ -91,23 +81,23 @@ def _sum_squares(
     grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
     acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
     if MEASURE:
-        largest, counts = nothing_measured(BLOCK_SIZE, DTYPE)
+        largest, counts = measure.start(BLOCK_SIZE, DTYPE)
     for step in tl.static_range(UNROLL):
         x = widen(grads[step]) * lift
         acc += x * x
         if MEASURE:
-            largest, counts = measure(x, largest, counts)
+            largest, counts = measure.add(x, largest, counts)
     total = tl.sum(acc.to(tl.float64))
     if MEASURE:
-        top, zeros, subnormal, seen = measured_in(largest, counts, limit, BLOCK_SIZE * UNROLL)
+        top, zeros, subnormal, seen = measure.sum_up(largest, counts, limit, BLOCK_SIZE * UNROLL)
     if has_edges:
         edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
         edge = widen(tl.load(edge_ptrs, mask=edge_mask, other=0.0)) * lift
         total += tl.sum((edge * edge).to(tl.float64))
         if MEASURE:
-            top, zeros, subnormal, seen = measure_edges(edge, edge_mask, top, zeros, subnormal, seen)
+            top, zeros, subnormal, seen = measure.add_edges(edge, edge_mask, top, zeros, subnormal, seen)
     if MEASURE:
-        store_measured(measured_ptr, top, zeros, subnormal, seen)
+        measure.store(measured_ptr, top, zeros, subnormal, seen)
     return total
 
 
@@ -120,7 +110,6 @@ def _finish_kernel(
     found_inf_ptr,
     totals_ptr,
     n_partials: tl.int64,
-    INVERSE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     acc = tl.zeros([BLOCK_SIZE], tl.float64)
@@ -129,10 +118,7 @@ def _finish_kernel(
         partial_ptr += BLOCK_SIZE
         n_partials -= BLOCK_SIZE
     scale = tl.load(scale_ptr)
-    inv = scale
-    if not INVERSE:
-        inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
-    inv = inv.to(tl.float64)
+    inv = tl.div_rn(1.0, scale).to(tl.float64)  # plain `/` is approximate in fp32
     tl.store(totals_ptr + _SQUARES, tl.sum(acc) * inv * inv)
     tl.store(totals_ptr + _OVERFLOWS, tl.load(found_inf_ptr).to(tl.float64))
     tl.store(totals_ptr + _FAILURES, 0.0)
@@ -141,13 +127,12 @@ def _finish_kernel(
 
 
 def launch_sum_of_squares(
-    table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, inverse: bool, measures: bool = False
+    table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, measures: bool = False
 ) -> None:
     """Sum the squares of the gradients as if they were unscaled, and flag what is not finite in them.
 
-        inv = scale if inverse else 1 / scale
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
-        squares = sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * inv.double() ** 2
+        squares = sum(weight * (grad.double() ** 2).sum() for grad, weight in table) * (1 / scale).double() ** 2
         totals = [squares, found_inf, 0, scale, 1 / scale.double()]      # in the order of `abi`
 
     The relative error of the sum is at most 1e-6 while the result is a normal fp64 number, however large or small the
@@ -155,28 +140,18 @@ def launch_sum_of_squares(
 
     Args:
         table: the gradients, read only; its `bits` are marked.
-        scale: the scale or its inverse, fp32, one element, on the table's device, read only.
+        scale: fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         totals: fp64, [5], on the table's device, overwritten; the sum of squares is 0 if there are no elements.
-        inverse: `scale` holds the inverse scale.
         measures: write the table's `measured`.
     """
     if table.n_chunks:
         key = "norm", measures
         launch = table.launches.get(key) or table.add_launch(key, _sum_squares_kernel, MEASURE=measures)
-        launch(
-            table.n_chunks,
-            table.bits,
-            found_inf,
-            table.weights,
-            table.partials,
-            table.generation,
-            table.measured if measures else table.generation,
-        )
-    finish = table.launches.get(("finish", inverse))
+        measured = table.measured if measures else table.generation
+        launch(table.n_chunks, table.bits, found_inf, table.weights, table.partials, table.generation, measured)
+    finish = table.launches.get("finish")
     if finish is None:
-        constants: dict[str, Any] = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
-        finish = table.launches["finish", inverse] = Launch(
-            _finish_kernel, table.device, num_warps=_FINISH_WARPS, **constants
-        )
+        finish = Launch(_finish_kernel, table.device, num_warps=_FINISH_WARPS, BLOCK_SIZE=PARTIALS_BLOCK)
+        table.launches["finish"] = finish
     finish(1, table.partials, scale, found_inf, totals, table.partials.numel())

@@ -16,9 +16,8 @@ from scaler_triton.kernels.clip import write_status
 from scaler_triton.kernels.launch import Launch
 
 _SQUARES, _OVERFLOWS = tl.constexpr(abi.SQUARES), tl.constexpr(abi.OVERFLOWS)
-_COUNT, _LAST, _IS_SPIKE = map(tl.constexpr, (abi.COUNT, abi.LAST, abi.IS_SPIKE))
-_SPIKE_NORM, _SPIKE_LIMIT = tl.constexpr(abi.SPIKE_NORM), tl.constexpr(abi.SPIKE_LIMIT)
-_SPIKE_GENERATION, _SIGMA, _HEADER = map(tl.constexpr, (abi.SPIKE_GENERATION, abi.SIGMA, abi.HEADER))
+_COUNT, _LAST, _IS_SPIKE, _SPIKE_NORM, _SPIKE_LIMIT, _SPIKE_GENERATION, _SIGMA = map(tl.constexpr, range(abi.SIGMA + 1))
+_HEADER = tl.constexpr(abi.HEADER)
 _FLAG, _SKIPPED, _SPIKES = map(tl.constexpr, (abi.FLAG, abi.SKIPPED, abi.SPIKES))
 
 
@@ -94,14 +93,10 @@ def launch_judge(
     """Decide whether a norm is a spike among the last finite ones, and skip the step if it is, or is not finite.
 
         if first and isfinite(window[LAST]): append(h, window[LAST])              # h: the ring, of `length` norms
-        norm = sqrt(totals[SQUARES])
-        limit = mean(h) + sigma * max(std(h), 1e-3 * mean(h))                     # std with n - 1
-        spike = isfinite(norm) and len(h) >= max(2, length // 2) and norm > limit
-        window[LAST] = norm
+        norm = window[LAST] = sqrt(totals[SQUARES])
+        spike, limit = the rule that `scaler_triton/spikes.py` begins with, of norm and h
         if spike or not isfinite(norm): totals[OVERFLOWS] = max(totals[OVERFLOWS], 1); status[FLAG] = 1
         if ranks: status = the same as `launch_clip` writes
-
-    All in fp64.
 
     Args:
         totals: fp64 [TOTALS], the ranks' sums; mutated.

@@ -31,6 +31,8 @@ class GradTable:
         bits: the marks, int32 `[N, GENERATIONS]`, on the device, see `abi`. The first mark of a later generation
             replaces an earlier one in its place.
         generation: the current one (int32, one element, on the device); 0 unless replaced by another tensor.
+        partials: a norm's partial sums: fp64, on the device, one per chunk, padded with zeros to whole blocks.
+        weights: what each tensor's sum of squares is multiplied by: fp64 `[N]`, on the device, 1 at first.
         n_tensors, n_chunks: N, and the programs in a launch over this table; 0 where no tensor has elements.
         launches: what was launched over this table, by the launch function's own key.
     """
@@ -44,11 +46,10 @@ class GradTable:
         Args:
             numels: elements of each tensor.
             dtype: fp16, bf16, fp32 or fp64.
-            device: where the tensors lie; a GPU without an index is the current one.
+            device: where the tensors lie, with its index.
             config: the shape of one program.
         """
         launch.refuse_first_in_capture(device)
-        device = launch.indexed(device)
         self.dtype, self.device, self.config = dtype, device, config
         tensors, indices = _chunk_map(numels, config.chunk_elements(dtype.itemsize))
         self.n_tensors, self.n_chunks = len(numels), len(tensors)
@@ -57,6 +58,9 @@ class GradTable:
         self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
         self.bits = torch.zeros((len(numels), abi.GENERATIONS), dtype=torch.int32, device=device)
         self.generation = torch.zeros(1, dtype=torch.int32, device=device)
+        whole_blocks = -(-self.n_chunks // PARTIALS_BLOCK) * PARTIALS_BLOCK
+        self.partials = torch.zeros(whole_blocks, dtype=torch.float64, device=device)
+        self.weights = torch.ones(len(numels), dtype=torch.float64, device=device)
         self.launches: dict[Hashable, launch.Launch] = {}
         self._last = [0] * len(numels)  # the addresses on the device
         self._last_weights: list[float] | None = None
@@ -70,14 +74,12 @@ class GradTable:
         Args:
             addresses: `data_ptr()` of each gradient, or 0 for a missing one, which is skipped.
 
-        Raises: ValueError for another number of addresses; RuntimeError in a capture that has no buffer left.
+        Raises: RuntimeError in a capture that has no buffer left.
         """
         staging = self._staging
         # What a graph writes, or will write, at each replay is not known here.
         if addresses == self._last and (staging is None or not (staging.captured or staging.is_capturing())):
             return
-        if len(addresses) != self.n_tensors:
-            raise ValueError(f"addresses: expected {self.n_tensors} of them, got {len(addresses)}")
         self._last = []  # an interrupted copy may have arrived or not
         if staging is None:
             self._on_host[:] = addresses
@@ -93,29 +95,16 @@ class GradTable:
         return self._staging is not None and bool(self._staging.captured)
 
     @cached_property
-    def partials(self) -> Tensor:
-        """A norm's partial sums: fp64, on the device, one per chunk, padded with zeros to whole blocks."""
-        return self._filled(0.0, -(-self.n_chunks // PARTIALS_BLOCK) * PARTIALS_BLOCK)
-
-    @cached_property
+    @torch.inference_mode(False)
     def measured(self) -> Tensor:
         """What a pass measures, four numbers a chunk (see `abi`): fp64, on the device."""
-        return self._filled(0.0, self.n_chunks * abi.MEASURED)
-
-    @cached_property
-    def weights(self) -> Tensor:
-        """What the sum of squares of each tensor is multiplied by: fp64 `[N]`, on the device, 1 at first."""
-        return self._filled(1.0, self.n_tensors)
+        launch.refuse_first_in_capture(self.device)
+        return torch.zeros(self.n_chunks * abi.MEASURED, dtype=torch.float64, device=self.device)
 
     def set_weights(self, weights: list[float] | None) -> None:
-        """Set the weights, one per tensor or None for 1; nothing is copied if they are the same.
-
-        Raises: ValueError for a wrong number of them.
-        """
+        """Set the weights, one per tensor or None for 1; nothing is copied if they are the same."""
         if weights == self._last_weights:
             return
-        if weights is not None and len(weights) != self.n_tensors:
-            raise ValueError(f"weights: expected {self.n_tensors} of them, got {len(weights)}")
         launch.refuse_first_in_capture(self.device)
         wanted = [1.0] * self.n_tensors if weights is None else weights
         self._last_weights = []  # an interrupted copy may have arrived or not
@@ -140,11 +129,6 @@ class GradTable:
         )
         return made
 
-    @torch.inference_mode(False)  # later steps write it outside that mode
-    def _filled(self, value: float, size: int) -> Tensor:
-        launch.refuse_first_in_capture(self.device)
-        return torch.full((size,), value, dtype=torch.float64, device=self.device)
-
 
 class _Staging:
     """Pinned buffers for copying addresses to the device without a wait.
@@ -154,7 +138,7 @@ class _Staging:
     replay: it gets one of its own, allocated beforehand and never freed.
     """
 
-    SPARE = 2  # for a captured step: gradients with gaps are copied twice when they are clipped, each time elsewhere
+    SPARE = 2  # for a captured step, which may check and divide
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size, self._device = size, device
@@ -166,7 +150,14 @@ class _Staging:
     def send(self, values: list[int], out: Tensor) -> None:
         """Copy `values` to `out` (int64 `[size]`, on the device, overwritten) in the current stream's order."""
         if self.is_capturing():
-            self._send_captured(values, out)
+            if not self._spare:
+                raise RuntimeError(
+                    f"the addresses of these gradients were captured {self.SPARE} times in a row: capture one step, "
+                    "then take one outside a capture before the next"
+                )
+            self.captured.append(buffer := self._spare.pop())
+            buffer.numpy()[:] = values
+            out.copy_(buffer, non_blocking=True)
             return
         while len(self._spare) < self.SPARE:
             self._spare.append(_pinned(self._size))
@@ -181,17 +172,6 @@ class _Staging:
             out.copy_(buffer, non_blocking=True)
         finally:  # an interrupt may come when the copy has begun
             passed.record(torch.cuda.current_stream(self._device))
-
-    def _send_captured(self, values: list[int], out: Tensor) -> None:
-        if not self._spare:
-            raise RuntimeError(
-                f"the addresses of these gradients were captured {self.SPARE} times in a row: capture one step, then "
-                "take one outside a capture before the next"
-            )
-        buffer = self._spare.pop()
-        buffer.numpy()[:] = values
-        out.copy_(buffer, non_blocking=True)
-        self.captured.append(buffer)
 
 
 def _pinned(size: int) -> Tensor:

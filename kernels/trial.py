@@ -10,7 +10,6 @@ from torch import Tensor
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.clip import launch_clip
-from scaler_triton.kernels.launch import check_device
 from scaler_triton.kernels.measure import launch_add_measured
 from scaler_triton.kernels.norm import launch_sum_of_squares
 from scaler_triton.kernels.spike import launch_judge
@@ -20,7 +19,6 @@ from scaler_triton.kernels.unscale import launch_check, launch_unscale
 
 def unscaling(device: torch.device, dtype: torch.dtype) -> None:
     """Try the kernels of every step."""
-    check_device(device)
     grads = torch.full((8,), 4.0, dtype=dtype, device=device)
     grads[5] = float("inf")
     table, (scale, checked, unscaled) = _table_of(grads), _numbers(device, 2.0, 0.0, 0.0)
@@ -35,7 +33,7 @@ def clipping(device: torch.device, dtype: torch.dtype) -> None:
     grads = torch.full((16,), 4.0, dtype=dtype, device=device)
     table, (scale, found_inf, norm) = _table_of(grads), _numbers(device, 2.0, 0.0, 0.0)
     totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device)
-    launch_sum_of_squares(table, scale, found_inf, totals, inverse=False)
+    launch_sum_of_squares(table, scale, found_inf, totals)
     launch_clip(table, scale, totals, 16.0, norm)
     _require([*grads.tolist(), norm.item()], [2.0] * 16 + [8.0], device)
 
@@ -46,7 +44,7 @@ def measuring(device: torch.device, dtype: torch.dtype) -> None:
     grads[3], grads[7] = 0.0, 8.0
     table, (scale, found_inf) = _table_of(grads), _numbers(device, 2.0, 0.0)
     totals, measured = torch.zeros(2, abi.MEASURED_ROW, dtype=torch.float64, device=device).unbind()
-    launch_sum_of_squares(table, scale, found_inf, totals, inverse=False, measures=True)
+    launch_sum_of_squares(table, scale, found_inf, totals, measures=True)
     launch_add_measured(table, measured)
     table.measured.zero_()
     launch_check(table, found_inf, measures=True)

@@ -15,16 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaler_triton.kernels import abi
+from scaler_triton.kernels import abi, measure
 from scaler_triton.kernels.launch import INTERPRETED
-from scaler_triton.kernels.measure import (
-    measure,
-    measure_edges,
-    measured_in,
-    nothing_measured,
-    store_measured,
-    store_nothing,
-)
 from scaler_triton.kernels.table import GradTable
 
 NAN, INF = tl.constexpr(abi.NAN), tl.constexpr(abi.INF)
@@ -71,19 +63,19 @@ def _unscale_kernel(
         grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
         acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
         if MEASURE:
-            largest, counts = nothing_measured(BLOCK_SIZE, DTYPE)
+            largest, counts = measure.start(BLOCK_SIZE, DTYPE)
         for step in tl.static_range(UNROLL):
             x = widen(grads[step])
             acc += x * 0.0  # Inf * 0 is NaN, and NaN stays
             if MEASURE:
-                largest, counts = measure(x, largest, counts)
+                largest, counts = measure.add(x, largest, counts)
             if WRITE:
                 offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
                 # A product with 1 need not be stored: then all lanes are masked.
                 tl.store(body_ptr + offs, narrow(x * inv, DTYPE), mask=offs < tl.where(inv == 1.0, 0, limit))
         bad = tl.sum(acc)
         if MEASURE:
-            top, zeros, subnormal, seen = measured_in(largest, counts, limit, BLOCK_SIZE * UNROLL)
+            top, zeros, subnormal, seen = measure.sum_up(largest, counts, limit, BLOCK_SIZE * UNROLL)
 
         if has_edges:
             edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
@@ -94,16 +86,16 @@ def _unscale_kernel(
                     tl.store(edge_ptrs, narrow(edge * inv, DTYPE), mask=edge_mask)
             bad += tl.sum(edge * 0.0)
             if MEASURE:
-                top, zeros, subnormal, seen = measure_edges(edge, edge_mask, top, zeros, subnormal, seen)
+                top, zeros, subnormal, seen = measure.add_edges(edge, edge_mask, top, zeros, subnormal, seen)
 
         if MEASURE:
-            store_measured(measured_ptr, top, zeros, subnormal, seen)
+            measure.store(measured_ptr, top, zeros, subnormal, seen)
         if bad != bad:
             tl.store(found_inf_ptr, 1.0)  # all who store here store the same: no atomic
             if keeps_kinds:
                 mark(bits_ptr, tensor, generation_ptr, address, n_elements, index, DTYPE, BLOCK_SIZE, UNROLL)
     elif MEASURE:
-        store_nothing(measured_ptr)
+        measure.store_nothing(measured_ptr)
 
 
 def launch_unscale(
@@ -126,15 +118,7 @@ def launch_unscale(
 
 
 def launch_check(table: GradTable, found_inf: Tensor, *, measures: bool = False) -> None:
-    """Flag what is not finite in the gradients of `table`.
-
-        found_inf = 1 if any gradient has a NaN or an Inf else found_inf
-
-    Args:
-        table: the gradients, read only; its `bits` are marked.
-        found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
-        measures: write the table's `measured`.
-    """
+    """Flag what is not finite in the gradients of `table`, which are read only; arguments as of `launch_unscale`."""
     _launch(table, found_inf, None, False, measures)
 
 
@@ -146,14 +130,9 @@ def _launch(table: GradTable, found_inf: Tensor, scale: Tensor | None, inverse: 
     launch = table.launches.get(key)
     if launch is None:
         launch = table.add_launch(key, _unscale_kernel, WRITE=writes, INVERSE=inverse, MEASURE=measures)
-    launch(
-        table.n_chunks,
-        table.bits,
-        found_inf,
-        found_inf if scale is None else scale,  # a check reads none
-        table.generation,
-        table.measured if measures else table.generation,
-    )
+    scale = found_inf if scale is None else scale  # a check reads none
+    measured = table.measured if measures else table.generation
+    launch(table.n_chunks, table.bits, found_inf, scale, table.generation, measured)
 
 
 @triton.jit

@@ -19,19 +19,7 @@ _FP16_EXPONENT = tl.constexpr(abi.FP16_EXPONENT)
 _MAX_SCALE, _MAX_TRACKER = tl.constexpr(abi.MAX_SCALE), tl.constexpr(abi.MAX_TRACKER)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "bits", "window"],
-    do_not_specialize_on_alignment=[
-        "scale_ptr",
-        "growth_tracker_ptr",
-        "flags_ptr",
-        "last_flags_ptr",
-        "policy_ptr",
-        "counters_ptr",
-        "measured_ptr",
-        "headroom_ptr",
-    ],
-)
+@triton.jit(do_not_specialize=["rows", "bits", "window"], do_not_specialize_on_alignment=range(8))  # all pointers
 def _update_scale_kernel(
     scale_ptr,
     growth_tracker_ptr,
@@ -150,29 +138,13 @@ def launch_update(
     """Back the scale off after bad steps; grow it after `growth_interval` good ones in a row.
 
         bad = any(flags[row, FLAG] != 0 for row in rows)
-        if bad:
-            strikes, growth_tracker = strikes + 1, 0
-            scale = scale * backoff_factor if strikes >= hysteresis else scale
-        elif growth_tracker + 1 >= growth_interval:
-            scale, growth_tracker = scale * growth_factor if that is finite else scale, 0
-            strikes = 0
-        else:
-            growth_tracker += 1
-        scale = clamp(scale, min_scale, max_scale)       # NaN becomes min_scale
+        unscaled = max(measured[row, LARGEST] / measured[row, MEASURED_AT] for row in rows)   # with `headroom`
+        scale, growth_tracker, strikes, headroom = the rule that `scaler_triton/update.py` begins with
         updates += 1
         if bad: skipped += 1; last_skip = updates
         streak = streak + 1 if bad else 0
         growths, backoffs = growths + (scale is larger), backoffs + (scale is smaller)
         if clear: last_flags[rows], flags[rows, FLAG], flags[rows, FAILED] = flags[rows, FLAG], 0, 0
-
-    Products are taken in fp64 and rounded once to fp32, as torch does. With `headroom` that rule moves the cap instead:
-
-        cap = rule(scale if bad else headroom[CAP])
-        unscaled = max(measured[row, LARGEST] / measured[row, MEASURED_AT] for row in rows)
-        if not bad and unscaled > 0: append(exponents, floor(log2(unscaled)))         # the ring: the last of them
-        if bad: scale = cap
-        elif exponents: scale = min(2 ** (15 - bits - max(exponents)), cap)
-        scale = clamp(scale, min_scale, max_scale)
 
     Args:
         scale: fp32, one element, any shape, mutated.
@@ -190,20 +162,8 @@ def launch_update(
     """
     window = 0 if headroom is None else len(headroom) - abi.HEADROOM_HEADER
     launch = _launch_on(scale.device, clear, triton.next_power_of_2(window) if window else 0)
-    launch(
-        1,
-        scale,
-        growth_tracker,
-        flags,
-        last_flags,
-        policy,
-        counters,
-        policy if measured is None else measured,
-        policy if headroom is None else headroom,
-        rows,
-        bits,
-        window,
-    )
+    measured, headroom = policy if measured is None else measured, policy if headroom is None else headroom
+    launch(1, scale, growth_tracker, flags, last_flags, policy, counters, measured, headroom, rows, bits, window)
 
 
 @functools.cache

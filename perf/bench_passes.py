@@ -78,7 +78,7 @@ def kernels(gradients: Gradients, flag: Tensor) -> Passes:
     return {
         "unscale": lambda: unscale.launch_unscale(tables["unscale"], inverse, flag, inverse=True),
         "check": lambda: unscale.launch_check(tables["check"], flag),
-        "norm": lambda: norm.launch_sum_of_squares(tables["norm"], inverse, flag, totals, inverse=True),
+        "norm": lambda: norm.launch_sum_of_squares(tables["norm"], scale, flag, totals),
         "clip": lambda: clip.launch_clip(tables["clip"], scale, totals, 1.0, length),
     }
 
@@ -103,7 +103,7 @@ def measuring_kernels(gradients: Gradients, flag: Tensor) -> Passes:
     return {
         "unscale": then_add(lambda: unscale.launch_unscale(held, inverse, flag, inverse=True, measures=True)),
         "check": then_add(lambda: unscale.launch_check(held, flag, measures=True)),
-        "norm": then_add(lambda: norm.launch_sum_of_squares(held, inverse, flag, totals, inverse=True, measures=True)),
+        "norm": then_add(lambda: norm.launch_sum_of_squares(held, inverse, flag, totals, measures=True)),
     }
 
 

@@ -107,7 +107,7 @@ def check(
         else:
             flag = new_flag(scaler, step)
             batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)
-            flags = passes.check(plan, batches, scale, flag, divide=divide and ours.guard is None)
+            flags, _ = passes.check(plan, batches, scale, flag, divide=divide and ours.guard is None)
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
@@ -201,7 +201,7 @@ def _measure_one(scaler: GradScaler, part: Part) -> list[Tensor]:
     choose_backends(part.batches, plan.requested, clips=True)
     replicas = _replicas_of_gradients(plan, part.replicas)
     weights = [_weights(batch, replicas) for batch in part.batches]
-    part.flags, totals = passes.norm(plan, part.batches, scaler._scale, flag, weights)
+    part.flags, totals = passes.check(plan, part.batches, scaler._scale, flag, weights=weights)
     flag.add(part.flags.values())
     return totals
 

@@ -297,9 +297,9 @@ def _local_gradients(
     for parameter, count in zip(parameters, replicas, strict=True):
         if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
             continue
-        if gradients.is_unreduced(parameter.grad):
-            parameter.grad = gradients.reduced(parameter.grad)
-        local = gradients.local_tensor(parameter.grad)
+        if (whole := gradients.reduced(parameter.grad)) is not parameter.grad:
+            parameter.grad = whole
+        local = gradients.local_tensor(whole)
         grads.append(gradients.sparse_values(local) if local.layout is torch.sparse_coo else local)
         if gradients.is_dtensor(parameter) and gradients.is_dtensor(parameter.grad):
             count = count * gradients.num_shards(parameter) // gradients.num_shards(parameter.grad)

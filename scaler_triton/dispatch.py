@@ -38,18 +38,10 @@ _KEY = os.environ.encodekey(ENV_VARIABLE)
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
+if hasattr(os, "register_at_fork"):  # else a child may wait for ever for what another thread of its parent held
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _chosen: dict[tuple[torch.device, torch.dtype, str, Task], tuple[Backend, str]] = {}  # with the reason
 _warned: set[torch.device] = set()
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked child, where one held by another thread of the parent is never released."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def check_backend(backend: str | None) -> str:

@@ -596,7 +596,8 @@ class GradScaler(torch.amp.GradScaler):
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf)
         plan.written = False
-        return passes.check(plan, plan.collect(allow_fp16=allow_fp16), inv_scale, flag, divide=True, inverse=True)
+        batches = plan.collect(allow_fp16=allow_fp16)
+        return passes.check(plan, batches, inv_scale, flag, divide=True, inverse=True)[0]
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients without writing them, and return the agreed flag on every device.

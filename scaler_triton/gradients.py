@@ -67,17 +67,14 @@ def coalesce_fp16(gradient: Tensor) -> Tensor:
     return gradient if is_ready else gradient.float().coalesce().half()
 
 
-def is_unreduced(gradient: Tensor) -> bool:
-    """Return whether a gradient still has to be summed: a Partial DTensor, or an uncoalesced sparse tensor."""
-    if is_dtensor(gradient):
-        return partial_terms(gradient) > 1
-    return gradient.layout is torch.sparse_coo and not gradient.is_coalesced()
-
-
 def reduced(gradient: Tensor) -> Tensor:
-    """Return the sum of an unreduced gradient; for a Partial DTensor all ranks of its mesh must call this."""
+    """Return a gradient, summed if it is a Partial DTensor (all ranks of its mesh must call this) or has duplicates."""
     if not is_dtensor(gradient):
+        if gradient.layout is not torch.sparse_coo or gradient.is_coalesced():
+            return gradient
         return coalesce_fp16(gradient) if gradient.dtype is torch.float16 else gradient.coalesce()
+    if partial_terms(gradient) == 1:
+        return gradient
     from torch.distributed.tensor import Replicate
 
     placements = gradient.placements  # type: ignore[attr-defined]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import count
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         asked for and does not work there. Nothing is written then.
     """
     if torch.compiler.is_compiling():
-        _unscale_op(_shards(grads), inv_scale, found_inf, backend)
+        _unscale_op([*map(local_tensor, grads)], inv_scale, found_inf, backend=backend)
         return
     grads = list(grads)
     key, known = _look_up("unscale", grads, backend, inv_scale, found_inf)
@@ -62,7 +61,7 @@ def check_nonfinite(grads: Sequence[Tensor], found_inf: Tensor, *, backend: str 
     Args and raises: as `unscale_`.
     """
     if torch.compiler.is_compiling():
-        _check_op(_shards(grads), found_inf, backend)
+        _check_op([*map(local_tensor, grads)], found_inf, backend=backend)
         return
     grads = list(grads)
     key, known = _look_up("check", grads, backend, found_inf)
@@ -100,37 +99,35 @@ def grad_norm(
     Raises: as `unscale_`; TypeError or ValueError for a `norm_type` that is no number, or 0.
     """
     grads = list(grads)  # read twice
-    if torch.compiler.is_compiling():
-        shards = _shards(grads)
-        if found_inf is None:  # inductor refuses None for an argument that an op with a result mutates
-            found_inf = torch.zeros((), dtype=torch.float32, device=_first_device(shards))
-        norm: Tensor = _norm_op(shards, found_inf, inv_scale, norm_type, backend)
-        return norm
-    order = policy.check_norm_type(norm_type, positive=False)
     home = _first_device(grads)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
+    if torch.compiler.is_compiling():  # inductor refuses None for an argument that an op with a result mutates
+        norm: Tensor = _norm_op([*map(local_tensor, grads)], flag, inv_scale, norm_type, backend)
+        return norm
+    order = policy.check_norm_type(norm_type, positive=False)
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     key, known = _look_up("norm" if order == 2 else "other norm", grads, backend, factor, flag)
-    if known is not None and known.on_cpu and order == 2:
-        factor = factor.double().reshape(())
-        return (torch_ops.sum_of_squares(grads, flag, None) * factor * factor).sqrt()
     parts: list[Tensor] = []
 
     def add(batch: Batch, bad: Tensor) -> None:
-        local = factor.to(bad.device)
         if order == 2:
-            parts.append(passes.norm_batch(batch, local, bad, None, inverse=True)[SQUARES].to(home))
+            parts.append(passes.norm_batch(batch, torch_ops.one_on(bad.device), bad, None)[SQUARES].to(home))
             return
         if found_inf is not None:
             passes.check_batch(batch, bad)
-        if any(tensor.numel() for tensor in batch.present):
-            parts.append((torch_ops.norm(batch.present, order) * local.double().reshape(())).to(home))
+        norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64) for t in batch.present if t.numel()]
+        if norms:
+            parts.append(torch.linalg.vector_norm(torch.stack(norms), order).to(home))
 
-    _run(key, known, add, grads, inv_scale=factor, found_inf=flag)
-    if not parts:
-        return torch.zeros((), dtype=torch.float64, device=home)
-    stacked = torch.stack(parts)
-    return stacked.sum().sqrt() if order == 2 else torch.linalg.vector_norm(stacked, order)
+    if known is not None and known.on_cpu and order == 2:
+        whole = torch_ops.sum_of_squares(grads, flag, None).sqrt()
+    else:
+        _run(key, known, add, grads, inv_scale=factor, found_inf=flag)
+        if not parts:
+            return torch.zeros((), dtype=torch.float64, device=home)
+        every = torch.stack(parts)
+        whole = every.sum().sqrt() if order == 2 else torch.linalg.vector_norm(every, order)
+    return whole * factor.detach().to(home).abs().reshape(())
 
 
 def update_scale_(
@@ -162,7 +159,7 @@ def update_scale_(
     Raises: TypeError or ValueError naming a wrong argument; RuntimeError as `unscale_` for "triton".
     """
     if torch.compiler.is_compiling():
-        _update_op(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, backend)
+        _update_op(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, backend=backend)
         return
     _check_scalar(scale, "scale")
     _check_scalar(growth_tracker, "growth_tracker", torch.int32)
@@ -191,12 +188,11 @@ class _Known(NamedTuple):
 
     guard: Callable[..., bool]  # of the form of the scalars and the gradients
     layouts: list[Layout]
-    streams: list[int]  # for each layout that of its kernels
+    streams: list[int | None]  # for each layout that of its kernels
     on_cpu: bool  # whether the list is one batch for an op of torch's on the CPU
 
 
 _MOST = 64
-_NO_STREAM = -1
 _known: OrderedDict[_Key, _Known] = OrderedDict()
 
 
@@ -233,7 +229,7 @@ def _run_unknown(key: _Key, op: _Op, grads: list[Tensor], scalars: dict[str, Ten
         raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
     with torch.no_grad():
         locals_ = _checked(grads)
-        batches = group(locals_, count())
+        batches = group(dict(enumerate(locals_)))
         choose_backends(batches, key[1], clips=key[0] == "norm")
         for batch in batches:
             _run_one(op, batch, found_inf)
@@ -264,17 +260,17 @@ def _is_free(known: _Known) -> bool:
     A capture writes those of the call before it, and of earlier captures.
     """
     for layout, stream in zip(known.layouts, known.streams, strict=True):
-        if stream == _NO_STREAM or kernels().launch.capture_query(layout.key.device)():
+        if stream is None or kernels().launch.capture_query(layout.key.device)():
             continue
         if stream != _stream(layout) or any(table.is_in_a_graph for table in layout.tables.values()):
             return False
     return True
 
 
-def _stream(layout: Layout) -> int:
-    """Return the current stream of a layout's kernels; `_NO_STREAM` if torch's ops or the interpreter serve it."""
+def _stream(layout: Layout) -> int | None:
+    """Return the current stream of a layout's kernels; None if torch's ops or the interpreter serve it."""
     if layout.backend != "triton" or layout.key.device.type == "cpu":
-        return _NO_STREAM
+        return None
     stream: int = kernels().launch.current_stream(layout.key.device)
     return stream
 
@@ -301,10 +297,6 @@ def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32)
         raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")
 
 
-def _shards(grads: Sequence[Tensor]) -> list[Tensor]:
-    return [local_tensor(grad) for grad in grads]
-
-
 def _first_device(tensors: Sequence[Tensor]) -> torch.device:
     """Return the first tensor's device, the CPU if there is no tensor."""
     return tensors[0].device if len(tensors) and isinstance(tensors[0], Tensor) else torch.device("cpu")
@@ -312,34 +304,13 @@ def _first_device(tensors: Sequence[Tensor]) -> torch.device:
 
 # Dynamo puts custom ops into its graph without tracing into them, and eager callers do not pay their host costs. A call
 # may write a table of addresses, so inductor must not capture it in its own CUDA graphs.
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+_op, _TAGS = torch.library.custom_op, (torch.Tag.cudagraph_unsafe,)
+_unscale_op = _op("scaler_triton::unscale_", unscale_, mutates_args=("grads", "found_inf"), tags=_TAGS)
+_check_op = _op("scaler_triton::check_nonfinite", check_nonfinite, mutates_args=("found_inf",), tags=_TAGS)
+_update_op = _op("scaler_triton::update_scale_", update_scale_, mutates_args=("scale", "growth_tracker"), tags=_TAGS)
 
 
-@torch.library.custom_op("scaler_triton::unscale_", mutates_args=("grads", "found_inf"), tags=_TAGS)
-def _unscale_op(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, backend: str | None) -> None:
-    unscale_(grads, inv_scale, found_inf, backend=backend)
-
-
-@torch.library.custom_op("scaler_triton::check_nonfinite", mutates_args=("found_inf",), tags=_TAGS)
-def _check_op(grads: Sequence[Tensor], found_inf: Tensor, backend: str | None) -> None:
-    check_nonfinite(grads, found_inf, backend=backend)
-
-
-@torch.library.custom_op("scaler_triton::update_scale_", mutates_args=("scale", "growth_tracker"), tags=_TAGS)
-def _update_op(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    backend: str | None,
-) -> None:
-    numbers = growth_factor, backoff_factor, growth_interval
-    update_scale_(scale, growth_tracker, found_inf, *numbers, backend=backend)
-
-
-@torch.library.custom_op("scaler_triton::grad_norm", mutates_args=("found_inf",), tags=_TAGS)
+@_op("scaler_triton::grad_norm", mutates_args=("found_inf",), tags=_TAGS)
 def _norm_op(
     grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
 ) -> Tensor:
@@ -347,7 +318,5 @@ def _norm_op(
 
 
 @_norm_op.register_fake
-def _(
-    grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
-) -> Tensor:
+def _(grads: Sequence[Tensor], *_others: Any) -> Tensor:
     return torch.empty((), dtype=torch.float64, device=_first_device(grads))

@@ -27,22 +27,32 @@ if TYPE_CHECKING:
 
 
 def check(
-    plan: GradPlan, batches: Sequence[Batch], scale: Tensor, flag: Flag, *, divide: bool, inverse: bool = False
-) -> Flags:
-    """Check every gradient, and divide all but Partial ones by the scale if asked to: one pass.
+    plan: GradPlan,
+    batches: Sequence[Batch],
+    scale: Tensor,
+    flag: Flag,
+    *,
+    divide: bool = False,
+    inverse: bool = False,
+    weights: Sequence[list[float] | None] | None = None,
+) -> tuple[Flags, list[Tensor]]:
+    """Check every gradient in one pass, which may also divide all but Partial ones by the scale, or give the norm.
 
     Afterwards `plan.written` says whether an error came after a write, `plan.marks` which gradients were not finite.
 
     Args:
         batches: what `plan.collect` returned.
         scale: one element, any device; with `inverse` it is 1 / scale.
+        weights: of the norm, for each batch as of `norm_batch`; None: no norm.
 
-    Returns: the flag of each device that holds gradients: on the device of `flag` its `found_inf`.
+    Returns: the flag of each device that holds gradients: on the device of `flag` its `found_inf`; and with `weights`
+        each batch's totals, on the device of `flag`.
     """
     flags: Flags = {}
-    for batch in batches:
+    totals: list[Tensor] = []
+    for number, batch in enumerate(batches):
         layout = batch.layout
-        device, on_torch = layout.key.device, layout.backend == "torch"
+        device, on_torch = layout.key.device, (layout.backend if weights is None else layout.clips) == "torch"
         at_home = device == flag.device
         found_inf = flags.get(device)
         if found_inf is None:
@@ -50,105 +60,65 @@ def check(
         measured = None if flag.measured is None or batch.is_partial else flag.measured
         if measured is not None and not at_home:
             measured = torch.zeros_like(measured, device=device)
+        measures = measured is not None
+        if measured is not None and on_torch:
+            torch_ops.measure(batch.present, measured)
         to_be_marked = on_torch and found_inf.is_cpu and layout.key.plain  # subclasses may lack the ops to find marks
         if not on_torch:
             plan.marks.follow(layout, flag.device)
-        if not divide or batch.is_partial:
-            check_batch(batch, found_inf, measured)
+        if weights is not None:
+            here = fp32_on(device, scale)
+            totals.append(norm_batch(batch, here, found_inf, weights[number], measures=measures).to(flag.device))
+        elif not divide or batch.is_partial:
+            check_batch(batch, found_inf, measures=measures)
         else:
-            here = scale.device == device and scale.dtype is torch.float32
-            number = scale if here else fp32_on(device, scale)
+            here = scale if scale.device == device and scale.dtype is torch.float32 else fp32_on(device, scale)
             if on_torch and not inverse:
-                number = plan.inverse.of(number)
-            if to_be_marked and (abs(number.item()) > 1.0 if inverse else plan.inverse.enlarges):
+                here = plan.inverse.of(here)
+            if to_be_marked and (abs(here.item()) > 1.0 if inverse else plan.inverse.enlarges):
                 # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
                 check_batch(batch, found_inf)
                 if found_inf.item():
                     plan.marks.mark_on_host(batch)
                 to_be_marked = False
             plan.written = True
-            unscale_batch_(batch, number, found_inf, measured, inverse=inverse or on_torch)
-        if measured is not None and not at_home:
-            torch_ops.combine_(flag.measured, measured.to(flag.device))
+            unscale_batch_(batch, here, found_inf, inverse=inverse or on_torch, measures=measures)
+        if measured is not None:
+            if not on_torch:
+                kernels().measure.launch_add_measured(layout.tables["measure"], measured)
+            if not at_home:
+                torch_ops.combine_(flag.measured, measured.to(flag.device))
         if to_be_marked and (flag.is_set() if at_home else found_inf.item()):
             plan.marks.mark_on_host(batch)
-    return flags
-
-
-def norm(
-    plan: GradPlan, batches: Sequence[Batch], scale: Tensor, flag: Flag, weights: Sequence[list[float] | None]
-) -> tuple[Flags, list[Tensor]]:
-    """Check every gradient and sum its squares, one pass that only reads; arguments as of `check` and `norm_batch`.
-
-    Returns: the flag of each device, as `check` does; each batch's totals, on the device of `flag`.
-    """
-    flags: Flags = {}
-    totals: list[Tensor] = []
-    for batch, each in zip(batches, weights, strict=True):
-        layout, device = batch.layout, batch.layout.key.device
-        at_home = device == flag.device
-        found_inf = flags.get(device)
-        if found_inf is None:
-            found_inf = flags[device] = flag.found_inf if at_home else torch.zeros_like(flag.found_inf, device=device)
-        measured = flag.measured
-        if measured is not None and not at_home:
-            measured = torch.zeros_like(measured, device=device)
-        if layout.clips != "torch":
-            plan.marks.follow(layout, flag.device)
-        total = norm_batch(batch, fp32_on(device, scale), found_inf, each, measured, inverse=False)
-        if measured is not None and not at_home:
-            torch_ops.combine_(flag.measured, measured.to(flag.device))
-        if layout.clips == "torch" and found_inf.is_cpu and layout.key.plain and found_inf.item():
-            plan.marks.mark_on_host(batch)
-        totals.append(total.to(flag.device))
     return flags, totals
 
 
-def unscale_batch_(
-    batch: Batch, scale: Tensor, found_inf: Tensor, measured: Tensor | None = None, *, inverse: bool
-) -> None:
+def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool, measures: bool = False) -> None:
     """Multiply a batch by 1 / scale, and set `found_inf` to 1 if a gradient was not finite before.
 
     Args:
         batch: written; its backend is chosen.
         scale, found_inf: fp32, one element, the batch's device; with `inverse` the scale is 1 / scale.
-        measured: fp64 [MEASURED_ROW], the batch's device: what the batch holds is added, before the product.
+        measures: a kernel measures the batch, before the product, into its table.
     """
     if batch.layout.backend == "torch":
-        if measured is not None:
-            torch_ops.measure(batch.present, measured)
         torch_ops.unscale_(batch.present, scale if inverse else torch_ops.inverse(scale), found_inf)
         return
-    measures = measured is not None
-    table, dense = _filled(batch, "measure" if measures else "unscale")
+    table = _filled(batch, "measure" if measures else "unscale")
     kernels().unscale.launch_unscale(table, scale, found_inf, inverse=inverse, measures=measures)
-    if measures:
-        kernels().measure.launch_add_measured(table, measured)
-    _copy_back(dense, batch)
 
 
-def check_batch(batch: Batch, found_inf: Tensor, measured: Tensor | None = None) -> None:
+def check_batch(batch: Batch, found_inf: Tensor, *, measures: bool = False) -> None:
     """Set `found_inf` to 1 if a gradient is not finite; the batch is read only. Arguments as of `unscale_batch_`."""
     if batch.layout.backend == "torch":
-        if measured is not None:
-            torch_ops.measure(batch.present, measured)
         torch_ops.check(batch.present, found_inf)
         return
-    measures = measured is not None
-    table, _copies = _filled(batch, "measure" if measures else "check")
+    table = _filled(batch, "measure" if measures else "check")
     kernels().unscale.launch_check(table, found_inf, measures=measures)
-    if measures:
-        kernels().measure.launch_add_measured(table, measured)
 
 
 def norm_batch(
-    batch: Batch,
-    scale: Tensor,
-    found_inf: Tensor,
-    weights: list[float] | None,
-    measured: Tensor | None = None,
-    *,
-    inverse: bool,
+    batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None, *, measures: bool = False
 ) -> Tensor:
     """Check a batch, and return the weighted sum of its squares as if it were unscaled; the batch is read only.
 
@@ -156,7 +126,7 @@ def norm_batch(
         totals = [squares, found_inf, 0, scale, 1 / scale]    # in the order of `kernels.abi`; may be summed
 
     Args:
-        scale, found_inf, measured, inverse: as `unscale_batch_` takes them.
+        scale, found_inf, measures: as `unscale_batch_` takes them.
         weights: for each slot of the layout 1 / the number of ranks that hold the gradient; None: 1 for all.
 
     Returns: totals, fp64 [TOTALS], on the batch's device.
@@ -165,40 +135,28 @@ def norm_batch(
     if layout.clips == "torch":
         if weights is not None:
             weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
-        if measured is not None:
-            torch_ops.measure(batch.present, measured)
         squares = torch_ops.sum_of_squares(batch.present, found_inf, weights)
         factor = scale.double().reshape(())
-        reciprocal = factor.reciprocal()
-        inv_scale = factor if inverse else reciprocal.float().double()
+        inv_scale = torch_ops.inverse(factor).double()
         squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
-        return torch.stack([squares, found_inf.double().reshape(()), failures, factor, reciprocal])
-    measures = measured is not None
-    table, _copies = _filled(batch, "measure" if measures else "norm")
+        return torch.stack([squares, found_inf.double().reshape(()), failures, factor, factor.reciprocal()])
+    table = _filled(batch, "measure" if measures else "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
-    kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, inverse=inverse, measures=measures)
-    if measures:
-        kernels().measure.launch_add_measured(table, measured)
+    kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, measures=measures)
     return totals
 
 
 def clip_batch_(
     batch: Batch, scale: Tensor, totals: Tensor, max_norm: float, status: Tensor | None, ranks: int
 ) -> tuple[Tensor, bool]:
-    """Unscale a batch, then multiply it by the clip coefficient: two products, each rounded.
-
-        norm = totals[0].sqrt().float()
-        coef = 1.0 if totals[1] else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-    Equivalent PyTorch: `torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inv_scale)`, then
-    `torch._foreach_mul_(grads, coef)` as on the CPU.
+    """Unscale a batch, then multiply it by the clip coefficient, to the bit as `kernels.clip.launch_clip` says.
 
     Args:
         batch: written; the last one of its layout that `norm_batch` read.
         scale: fp32, one element, the batch's device.
         totals: fp64 [TOTALS], the batch's device: the sum of what `norm_batch` returned, on `ranks` ranks.
-        status: fp32 [STATUS], the batch's device; a kernel computes it from the totals unless it is None or `ranks` 0.
+        status: fp32 [STATUS], the batch's device; a kernel computes it from the totals unless it is None.
 
     Returns: the norm, fp32, `()`, on the batch's device; whether the status was written.
     """
@@ -208,35 +166,28 @@ def clip_batch_(
         coef = torch_ops.coefficient(totals[OVERFLOWS], norm, max_norm)
         torch_ops.clip_(batch.present, torch_ops.inverse(scale), coef)
         return norm, False
-    table, dense = _filled(batch, "clip")
+    table = _filled(batch, "clip")
     if not table.n_chunks:
         return torch_ops.norm_of(totals), False
     norm = torch.empty((), dtype=torch.float32, device=layout.key.device)
-    writes = status is not None and ranks > 0
-    kernels().clip.launch_clip(table, scale, totals, max_norm, norm, *((status, ranks) if writes else ()))
-    _copy_back(dense, batch)
+    kernels().clip.launch_clip(table, scale, totals, max_norm, norm, status, ranks)
     torch.autograd.graph.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
-    return norm, writes
+    return norm, status is not None
 
 
-def _filled(batch: Batch, mode: str) -> tuple[GradTable, Sequence[Tensor]]:
-    """Return the kernels' table for a pass over a batch, and the dense tensors whose addresses are in it.
-
-    These are the batch's or copies: to be kept until the launch, as addresses keep nothing alive.
-    """
+def _filled(batch: Batch, mode: str) -> GradTable:
+    """Return the kernels' table for a pass over a batch, with the addresses of its gradients."""
     layout, present = batch.layout, batch.present
     table = layout.tables.get(mode)
     if table is None:
         table = layout.tables[mode] = _new_table(layout, mode)
-    dense = present if layout.key.dense else [tensor.contiguous() for tensor in present]
-    if mode == "clip" and dense is present and table is layout.tables.get("norm"):
-        return table, dense  # the norm's pass has filled it
-    addresses = list(map(Tensor.data_ptr, dense))
-    if present is not batch.tensors:
-        each = iter(addresses)
-        addresses = [0 if tensor is None else next(each) for tensor in batch.tensors]
-    table.set_addresses(addresses)
-    return table, dense
+    if mode == "clip" and table is layout.tables.get("norm"):
+        return table  # the norm's pass has filled it
+    if present is batch.tensors:
+        table.set_addresses(list(map(Tensor.data_ptr, present)))
+    else:
+        table.set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in batch.tensors])
+    return table
 
 
 def _new_table(layout: Layout, mode: str) -> GradTable:
@@ -251,10 +202,3 @@ def _new_table(layout: Layout, mode: str) -> GradTable:
     if layout.generation is not None:
         made.generation = layout.generation
     return made
-
-
-def _copy_back(dense: Sequence[Tensor], batch: Batch) -> None:
-    """Copy what kernels wrote into dense copies back into the batch."""
-    if dense is not batch.present:
-        for original, copy in zip(batch.present, dense, strict=True):
-            original.copy_(copy)

@@ -6,7 +6,7 @@ guard finds that every gradient has the form (type, dtype, device, shape, stride
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scaler_triton import gradients
 from scaler_triton.dispatch import Backend, Task, choose
-from scaler_triton.gradients import check_gradient, coalesce_fp16, is_unreduced, local_tensor, reduced, sparse_values
+from scaler_triton.gradients import check_gradient, coalesce_fp16, local_tensor, reduced, sparse_values
 from scaler_triton.torch_ops import InverseScale, is_plain
 
 if TYPE_CHECKING:
@@ -35,14 +35,12 @@ class LayoutKey(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    dense: bool  # the elements fill one span of memory without gaps or overlap, in any order
+    dense: bool  # plain, and the elements fill one span of memory without gaps or overlap, in any order
     plain: bool  # not a tensor subclass
 
 
 class Layout:
     """The part of a batch that is kept between steps: a slot for each tensor, and what its passes use."""
-
-    __slots__ = ("backend", "clips", "generation", "key", "numels", "positions", "tables", "weights")
 
     def __init__(self, key: LayoutKey) -> None:
         self.key = key
@@ -154,9 +152,9 @@ class GradPlan:
     def _reduce(self, grads: list[Tensor | None]) -> None:
         """Replace every gradient that has to be summed by its sum."""
         with torch.no_grad():
-            for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
-                if grad is not None and is_unreduced(grad):
-                    grads[index] = parameter.grad = reduced(grad)
+            for index, grad in enumerate(grads):
+                if grad is not None and (whole := reduced(grad)) is not grad:
+                    grads[index] = self.parameters[index].grad = whole
 
     def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
         """Look at each gradient, and give those of a new form slots; return the batches of sparse and Partial ones.
@@ -193,8 +191,8 @@ class GradPlan:
             sparse[index] = sparse_values(grad)
         if len(changed) > len(sparse):
             self._build_layouts(forms)
-        others = group(sparse.values(), sparse)
-        others += [batch._replace(is_partial=True) for batch in group(partials.values(), partials)]
+        others = group(sparse)
+        others += [batch._replace(is_partial=True) for batch in group(partials)]
         return others
 
     def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
@@ -284,20 +282,18 @@ def _layouts_of(slots: Iterable[tuple[int, LayoutKey, int]]) -> list[Layout]:
     """Return a layout for each key, with slots for these positions, keys and numbers of elements."""
     layouts: dict[LayoutKey, Layout] = {}
     for position, key, numel in slots:
-        layout = layouts.get(key)
-        if layout is None:
-            layout = layouts[key] = Layout(key)
-        layout.positions.append(position)
-        layout.numels.append(numel)
+        if key not in layouts:
+            layouts[key] = Layout(key)
+        layouts[key].positions.append(position)
+        layouts[key].numels.append(numel)
     return list(layouts.values())
 
 
-def group(tensors: Iterable[Tensor], positions: Iterable[int]) -> list[Batch]:
-    """Return local, checked `tensors` as batches, one for each layout key, in order of appearance."""
-    found = dict(zip(positions, tensors, strict=False))
+def group(tensors: Mapping[int, Tensor]) -> list[Batch]:
+    """Return local, checked tensors, by position, as batches, one for each layout key, in order of appearance."""
     batches = []
-    for layout in _layouts_of((index, layout_key(tensor), tensor.numel()) for index, tensor in found.items()):
-        members = [found[index] for index in layout.positions]
+    for layout in _layouts_of((index, layout_key(tensor), tensor.numel()) for index, tensor in tensors.items()):
+        members = [tensors[index] for index in layout.positions]
         batches.append(Batch(layout, members, members))
     return batches
 
@@ -306,11 +302,12 @@ def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = F
     """Choose the backends of all layouts, with `clips` those of clipping, too: a kernel must fail before a write."""
     for batch in batches:
         layout, key = batch.layout, batch.layout.key
-        if layout.backend is None:  # tensor subclasses implement torch's ops themselves
+        if layout.backend is None:  # tensor subclasses implement torch's ops themselves, kernels take one span each
             task: Task = "measuring" if measures else "unscaling"
-            layout.backend = choose(key.device, key.dtype, requested, task=task) if key.plain else "torch"
+            layout.backend = choose(key.device, key.dtype, requested, task=task) if key.dense else "torch"
         if clips and layout.clips is None:
-            layout.clips = choose(key.device, key.dtype, requested, task="clipping") if key.plain else "torch"
+            on_torch = layout.backend == "torch"
+            layout.clips = "torch" if on_torch else choose(key.device, key.dtype, requested, task="clipping")
 
 
 def _row(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -31,24 +31,22 @@ def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> No
     first = tensors[0]
     if first.is_cpu or first.dtype in (torch.float16, torch.float32) or not is_plain(first):
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)  # type: ignore[arg-type]
-    elif first.dtype is torch.float64:
-        check(tensors, found_inf)
-        torch._foreach_mul_(list(tensors), inv_scale.double().reshape(()))
     else:
+        check(tensors, found_inf)
         # inv_scale as a bf16 operand would be rounded: multiply in fp32, round once.
+        wide = torch.promote_types(first.dtype, torch.float32)
+        factor = inv_scale.to(wide).reshape(())  # shape (1,) does not broadcast into a scalar in place
         for tensor in tensors:
-            wide = tensor.float()
-            _flag_if(~wide.isfinite().all(), found_inf)
-            tensor.copy_(wide.mul_(inv_scale.reshape(())))  # shape (1,) does not broadcast into a scalar in place
+            tensor.copy_(tensor.to(wide) * factor)
 
 
 def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
     """Set `found_inf` to 1 if a gradient holds NaN or Inf; gradients keep their bits."""
     first = tensors[0]
-    if first.dtype is torch.float64 and not first.is_cpu and is_plain(first):
+    if first.dtype in (torch.bfloat16, torch.float64) and not first.is_cpu and is_plain(first):
         _flag_if(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), found_inf)
     else:
-        one = _kept_one(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
+        one = one_on(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
         unscale_(tensors, one, found_inf)
 
 
@@ -138,13 +136,6 @@ def _is_one(factor: Tensor) -> bool:
     return factor.is_cpu and type(factor) is Tensor and factor.item() == 1.0
 
 
-def norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of the norms of tensors that are not all empty, fp64 `()`; order inf is the largest abs value."""
-    norms = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64) for t in tensors if t.numel()]
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return whole
-
-
 def norm_of(totals: Tensor) -> Tensor:
     """Return the 2-norm, fp32 `()`, from totals (fp64 [TOTALS])."""
     return totals[SQUARES].sqrt().float()
@@ -167,8 +158,6 @@ def host_memory(tensor: Tensor) -> memoryview[Any]:
 
 class InverseScale:
     """Computes the inverse of a scale; on the CPU in Python, into one tensor that is reused from step to step."""
-
-    __slots__ = ("_kept", "enlarges")
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, memoryview[float]] | None = None
@@ -195,7 +184,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _kept_one(device: torch.device) -> Tensor:
+def one_on(device: torch.device) -> Tensor:
+    """Return 1.0, fp32 `()`, which is kept and must not be written."""
     with torch.inference_mode(False):
         return torch.ones((), dtype=torch.float32, device=device)
 

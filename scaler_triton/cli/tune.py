@@ -326,7 +326,7 @@ class Scratch:
         return {
             "unscale": lambda: launch_unscale(grads, self.scale, self.flag, inverse=False),
             "check": lambda: launch_check(grads, self.flag),
-            "norm": lambda: launch_sum_of_squares(grads, self.scale, self.flag, self.totals, inverse=False),
+            "norm": lambda: launch_sum_of_squares(grads, self.scale, self.flag, self.totals),
             "clip": lambda: launch_clip(grads, self.scale, self.totals, 2.0, self.norm),
         }[mode]
 

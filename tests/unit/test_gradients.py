@@ -221,14 +221,13 @@ def test_shards_and_terms_are_counted_by_placements(placements: list[Any], shard
     mesh = init_device_mesh("cpu", (2, 1))
     tensor = DTensor.from_local(torch.ones(3), mesh, placements, run_check=False)
     assert (gradients.num_shards(tensor), gradients.partial_terms(tensor)) == (shards, terms)
-    assert gradients.is_unreduced(tensor) is (terms > 1)
     assert gradients.is_dtensor(tensor)
     assert gradients.is_distributed(tensor)
     assert gradients.dtensor_spec(tensor) is tensor
     assert gradients.local_tensor(tensor).tolist() == [1.0] * 3
-    if terms > 1:
-        whole: Any = gradients.reduced(tensor)
-        assert whole.placements == (Replicate(), Replicate())
+    whole: Any = gradients.reduced(tensor)
+    assert (whole is tensor) is (terms == 1)
+    assert terms == 1 or whole.placements == (Replicate(), Replicate())
 
 
 @pytest.mark.usefixtures("two_ranks")
@@ -245,7 +244,8 @@ def test_marks_of_fsdp1_and_of_ddp_over_tensor_parallel(mark: str) -> None:
     if mark:
         setattr(parameter, mark, SimpleNamespace())
     assert gradients.local_tensor(parameter) is parameter
-    assert (gradients.is_distributed(parameter), gradients.is_unreduced(parameter)) == (bool(mark), False)
+    assert gradients.is_distributed(parameter) is bool(mark)
+    assert gradients.reduced(parameter) is parameter
     assert gradients.has_fsdp1([torch.ones(1), parameter]) is (mark == "_fsdp_flattened")
     assert gradients.dtensor_spec(parameter) is (parameter._st_info if mark == "_st_info" else None)
 

@@ -228,10 +228,10 @@ def test_compiled_callers_get_what_others_get_in_one_graph(compiler: Callable[[A
 
 OPS = torch.ops.scaler_triton
 SCHEMAS = [
-    ("unscale_", lambda: ([torch.ones(2), torch.full((3,), math.inf).half()], number(0.5), number(0.0), None)),
-    ("check_nonfinite", lambda: ([torch.full((3,), math.inf)], number(0.0), None)),
-    ("grad_norm", lambda: ([torch.full((3,), math.inf)], number(0.0), None, 2.0, None)),
-    ("update_scale_", lambda: (number(8.0), torch.ones((), dtype=torch.int32), number(0.0), 2.0, 0.5, 2, None)),
+    ("unscale_", lambda: ([torch.ones(2), torch.full((3,), math.inf).half()], number(0.5), number(0.0))),
+    ("check_nonfinite", lambda: ([torch.full((3,), math.inf)], number(0.0))),
+    ("grad_norm", lambda: ([torch.full((3,), math.inf)], number(0.0), None, 2.0)),
+    ("update_scale_", lambda: (number(8.0), torch.ones((), dtype=torch.int32), number(0.0), 2.0, 0.5, 2)),
 ]
 
 
@@ -239,7 +239,7 @@ SCHEMAS = [
 def test_a_custom_op_declares_what_it_writes_and_takes_its_backend(name: str, arguments: Any) -> None:
     """By torch's own checker, which runs it under fake tensors, too."""
     op = getattr(OPS, name).default
-    torch.library.opcheck(op, arguments(), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(op, arguments(), {"backend": None}, test_utils=("test_schema", "test_faketensor"))
     assert torch.Tag.cudagraph_unsafe in op.tags  # inductor may not capture it in graphs of its own
     with pytest.raises(ValueError, match="backend must be one of"):
-        op(*arguments()[:-1], "neither")
+        op(*arguments(), backend="neither")

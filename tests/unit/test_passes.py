@@ -38,7 +38,7 @@ def number(value: float, place: Place) -> Tensor:
 
 
 def batches_of(tensors: Sequence[Tensor], place: Place) -> list[Batch]:
-    batches = group([on_device(tensor, place.device) for tensor in tensors], range(len(tensors)))
+    batches = group({index: on_device(tensor, place.device) for index, tensor in enumerate(tensors)})
     choose_backends(batches, place.backend, clips=True)
     return batches
 
@@ -62,7 +62,7 @@ def with_gaps(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_lies_between_the_elements_is_not_written(place: Place, dtype: torch.dtype) -> None:
     around = on_device(randn(80, dtype, 9), place.device)
-    (batch,) = group([around.view(8, 10)[:, ::3], around.view(8, 10)[:, 1::3]], [0, 1])
+    (batch,) = group({0: around.view(8, 10)[:, ::3], 1: around.view(8, 10)[:, 1::3]})
     choose_backends([batch], place.backend)
     batch = Batch(batch.layout, [batch.tensors[0], None], batch.present[:1])
     passes.unscale_batch_(batch, number(4.0, place), number(0.0, place), inverse=False)
@@ -77,7 +77,7 @@ def test_what_lies_between_the_elements_is_not_written(place: Place, dtype: torc
 def measured(batch: Batch, place: Place, weights: list[float] | None = None, scale: float = 1.0) -> tuple[float, float]:
     """Return sum of squares and flag, the rest of the totals checked."""
     flag, factor = number(0.0, place), number(scale, place)
-    totals = passes.norm_batch(batch, factor, flag, weights, inverse=False)
+    totals = passes.norm_batch(batch, factor, flag, weights)
     assert (totals.dtype, totals.shape, totals.device) == (torch.float64, (TOTALS,), batch.layout.key.device)
     assert totals[OVERFLOWS:].tolist() == [flag.item(), 0.0, scale, 1 / scale]
     return totals[SQUARES].item(), flag.item()
@@ -155,7 +155,7 @@ def check(grads: Sequence[Tensor | None], place: Place, divide: bool = True, sca
     plan.marks = Marks(plan, Counters(None))
     home = torch.zeros(STATUS, device=place.device)
     given = number(scale, place) if isinstance(scale, float) else scale.to(place.device)
-    return plan, params, passes.check(plan, plan.collect(), given, Flag(home), divide=divide)
+    return plan, params, passes.check(plan, plan.collect(), given, Flag(home), divide=divide)[0]
 
 
 @PLACES
@@ -231,7 +231,7 @@ def test_a_subclass_is_asked_what_torch_asks(place: Place, kind: type, method: s
 @pytest.mark.parametrize(("right", "bad"), [(16.0, 0.0), (math.inf, 1.0)])
 def test_a_subclass_is_measured_and_clipped_by_its_own_ops(place: Place, right: float, bad: float) -> None:
     _, _, gradient = paired(Pair, place, right)
-    (batch,) = group([gradient], [0])
+    (batch,) = group({0: gradient})
     choose_backends([batch], place.backend, clips=True)
     assert measured(batch, place, [0.5])[1] == bad
     clip(batch, place, 4.0, 2.0)

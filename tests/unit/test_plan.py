@@ -297,7 +297,7 @@ def test_a_dtensor_that_is_swapped_for_one_placed_elsewhere_makes_a_new_plan() -
 def test_tensors_are_grouped_by_what_they_share_in_order() -> None:
     tensors = [torch.ones(3), torch.ones(2).double(), torch.ones(9)[::3], torch.ones(4, 2).t(), torch.ones(0)]
     tensors.append(torch.ones(3).as_subclass(Own))
-    batches = group(tensors, [10, 11, 12, 13, 14, 15])
+    batches = group(dict(enumerate(tensors, 10)))
     assert [batch.layout.positions for batch in batches] == [[10, 13, 14], [11], [12], [15]]
     assert [batch.layout.numels for batch in batches] == [[3, 8, 0], [2], [3], [3]]
     assert [(b.layout.key.dense, b.layout.key.plain) for b in batches] == [(1, 1), (1, 1), (0, 1), (0, 0)]
@@ -305,18 +305,24 @@ def test_tensors_are_grouped_by_what_they_share_in_order() -> None:
     assert layout_key(tensors[0]) == batches[0].layout.key
 
 
-def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses(monkeypatch: Any) -> None:
-    asked = []
+def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses_and_gaps(monkeypatch: Any) -> None:
+    asked, broken = [], []
 
     def choose(device: Any, dtype: Any, requested: str, task: str = "unscaling") -> str:
         asked.append((dtype, requested, task))
-        return "triton"
+        return "torch" if task in broken else "triton"
 
     monkeypatch.setattr(plan, "choose", choose)
-    batches = group([torch.ones(3), torch.ones(3).as_subclass(Own)], [0, 1])
+    tensors = [torch.ones(3), torch.ones(3).as_subclass(Own), torch.ones(9)[::3]]
+    batches = group(dict(enumerate(tensors)))
     for _ in range(2):
         choose_backends(batches, "triton")
-    assert [(batch.layout.backend, batch.layout.clips) for batch in batches] == [("triton", None), ("torch", None)]
+    assert [batch.layout.backend for batch in batches] == ["triton", "torch", "torch"]
+    assert [batch.layout.clips for batch in batches] == [None] * 3
     choose_backends(batches, "triton", clips=True)
-    assert [batch.layout.clips for batch in batches] == ["triton", "torch"]
+    assert [batch.layout.clips for batch in batches] == ["triton", "torch", "torch"]
     assert asked == [(torch.float32, "triton", "unscaling"), (torch.float32, "triton", "clipping")]
+    broken.append("measuring")  # then torch's ops clip, too: a norm may have to measure
+    (batch, *_) = batches = group(dict(enumerate(tensors)))
+    choose_backends(batches, "triton", clips=True, measures=True)
+    assert (batch.layout.backend, batch.layout.clips) == ("torch", "torch")

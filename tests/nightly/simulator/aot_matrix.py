@@ -73,9 +73,7 @@ def variants():
         for ring in (16, abi.MAX_HEADROOM_WINDOW):
             constants = {"CLEAR": clear, "HEADROOM": ring}
             yield f"update{'_and_clear' * clear}_headroom-{ring}", _update_scale_kernel, constants, 1
-    for inverse in (False, True):
-        constants = {"INVERSE": inverse, "BLOCK_SIZE": PARTIALS_BLOCK}
-        yield f"finish{'_inverse' * inverse}", _finish_kernel, constants, _FINISH_WARPS
+    yield "finish", _finish_kernel, {"BLOCK_SIZE": PARTIALS_BLOCK}, _FINISH_WARPS
     for size in (2, 128, abi.MAX_WINDOW):
         yield f"judge-{size}", _judge_kernel, {"BLOCK_SIZE": size}, warps_of(size), False
 

@@ -19,7 +19,6 @@ UPDATES = ["update", "update_and_clear"]
 BY_HEADROOM = [f"{update}_headroom-{ring}" for update in UPDATES for ring in (16, 1024)]
 CLIPS = ["norm", "clip"]
 MEASURES = [f"{op}_measuring" for op in [*OPS, "norm"]]
-FINISHES = ["finish", "finish_inverse"]
 JUDGE_WARPS = {"judge-2": 1, "judge-128": 1, "judge-4096": 16}
 # Kernels of one program, which may have all of a multiprocessor's registers, and its warps.
 ONE_PROGRAM = {**JUDGE_WARPS, **dict.fromkeys(BY_HEADROOM, 1), "add_measured": 4}
@@ -44,7 +43,7 @@ def kernels(matrix):
 
 def test_every_kernel_is_compiled_for_every_target(kernels):
     names = [f"{op}-{dtype}" for op in [*OPS, *CLIPS, *MEASURES] for dtype in DTYPES]
-    names += [*UPDATES, *FINISHES, *ONE_PROGRAM]
+    names += [*UPDATES, "finish", *ONE_PROGRAM]
     found = [name for name in kernels if not name.startswith(("before-", "config-"))]
     assert sorted(found) == sorted(f"{target}-{name}" for target in [*NVIDIA, "gfx942"] for name in names)
 
@@ -95,8 +94,7 @@ def test_bodies_move_by_128_bits_only(kernels, target, dtype, op):
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_what_one_program_reads_and_writes(kernels, target):
-    for name in FINISHES:
-        assert kernels[f"{target}-{name}"]["accesses"]["st.global.b64"] == 5
+    assert kernels[f"{target}-finish"]["accesses"]["st.global.b64"] == 5
     for name in UPDATES:
         # The scale, the tracker and the flags, of which a lane reads one; the policy's five and the counters' seven.
         accesses = kernels[f"{target}-{name}"]["accesses"]
@@ -149,7 +147,7 @@ def test_without_measuring_kernels_are_instruction_for_instruction_what_they_wer
 
 # Divisions and roots in fp64: of the ranks' scales, which are compared, and of the norm; a judgement's mean and
 # deviation; the largest gradient, unscaled.
-FP64 = {"finish": (1, 0), "finish_inverse": (1, 0), "clip": (1, 1), "judge": (1 + 2, 1 + 1)}
+FP64 = {"finish": (1, 0), "clip": (1, 1), "judge": (1 + 2, 1 + 1)}
 FP64 |= {"update_headroom": (1, 0), "update_and_clear_headroom": (1, 0)}
 
 

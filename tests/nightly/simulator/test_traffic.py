@@ -74,7 +74,7 @@ def clip(dtype, offset=0):
     """Clip two tensors; return the bytes of both."""
     table, size = table_of(dtype, offset=offset)
     scale, totals = torch.tensor(1024.0), torch.zeros(abi.TOTALS, dtype=torch.float64)
-    launch_sum_of_squares(table, scale, torch.zeros(()), totals, inverse=False)
+    launch_sum_of_squares(table, scale, torch.zeros(()), totals)
     launch_clip(table, scale, totals, 1e-3, torch.zeros(()))
     return size
 

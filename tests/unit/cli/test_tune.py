@@ -17,7 +17,7 @@ from scaler_triton.kernels.config import DEFAULT, ITEMSIZES, MODES, LaunchConfig
 
 pytestmark = pytest.mark.native
 
-DEVICE = torch.device("cpu" if launch.INTERPRETED else "cuda")
+DEVICE = torch.device("cpu" if launch.INTERPRETED else "cuda:0")
 FIRST, SECOND = LaunchConfig(4, 1, 2), LaunchConfig(8, 2, 1)
 KEYS = [(mode, size, workload) for size in ITEMSIZES for workload in ("span", "mixed") for mode in MODES]
 
@@ -81,7 +81,7 @@ def test_what_is_missing_is_named_before_anything_is_measured(
     assert f"cannot write to {tmp_path / 'file'}" in refusal(capsys, "--out", str(tmp_path / "file"))
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert f"cannot write to {tmp_path}: permission denied" in refusal(capsys, "--out", str(tmp_path))
-    monkeypatch.setattr(config, "cache_folder", lambda: None)
+    monkeypatch.setattr(config, "user_file", lambda gpu: None)
     assert "name a folder with --out" in refusal(capsys)
 
 

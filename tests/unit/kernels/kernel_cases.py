@@ -23,7 +23,7 @@ from scaler_triton.kernels.table import GradTable
 # A target of `aot_matrix`: the kernels run as compiled for it, on the simulator.
 SIMULATED = os.environ.get("SCALER_TRITON_SIMULATE")
 NATIVE = not INTERPRETED and SIMULATED is None
-DEVICE = torch.device("cuda" if NATIVE else "cpu")
+DEVICE = torch.device("cuda:0" if NATIVE else "cpu")
 # What only a GPU can get wrong, and not each time, is tried with many tensors, and often; not under a tool, where each
 # is a slow allocation.
 MANY = 500 if NATIVE else 8

@@ -106,10 +106,10 @@ def test_a_gpu_is_looked_up_by_its_name_and_workload(monkeypatch):
 
 @pytest.mark.parametrize("named", ["", "relative/folder"])
 def test_the_cache_is_in_the_home_unless_an_absolute_folder_is_named(monkeypatch, tmp_path, named):
-    assert config.cache_folder() == tmp_path / "cache/scaler_triton/tuned"
+    assert users_file().parent == tmp_path / "cache/scaler_triton/tuned"
     monkeypatch.setenv("XDG_CACHE_HOME", named)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert config.cache_folder() == tmp_path / ".cache/scaler_triton/tuned"
+    assert users_file().parent == tmp_path / ".cache/scaler_triton/tuned"
 
 
 def test_shipped_files_are_read_whole():

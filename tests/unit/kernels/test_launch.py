@@ -19,13 +19,6 @@ def test_the_other_backends_device_is_refused():
         launch.check_device(other)
 
 
-def test_a_gpu_without_an_index_is_the_current_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert launch.indexed(torch.device("cuda")) == torch.device("cuda", 3)
-    assert launch.indexed(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert launch.indexed(torch.device("cpu")) == torch.device("cpu")
-
-
 @pytest.mark.parametrize(("lanes", "want"), [(64, 4), (32, 8)])
 def test_wide_warps_are_fewer(monkeypatch, lanes, want):
     monkeypatch.setattr(launch, "INTERPRETED", False)

@@ -38,11 +38,11 @@ def measured(grads, how, config=SMALL, add_to=None):
             launch_unscale(table, SCALE.to(DEVICE), found_inf, inverse=False, measures=True)
         else:
             totals = torch.empty(abi.TOTALS, dtype=torch.float64, device=DEVICE)
-            launch_sum_of_squares(table, SCALE.to(DEVICE), found_inf, totals, inverse=False, measures=True)
+            launch_sum_of_squares(table, SCALE.to(DEVICE), found_inf, totals, measures=True)
             plain = torch.empty_like(totals)
         launch_add_measured(table, total)
     if how == "norm":
-        launch_sum_of_squares(table, SCALE.to(DEVICE), torch.zeros((), device=DEVICE), plain, inverse=False)
+        launch_sum_of_squares(table, SCALE.to(DEVICE), torch.zeros((), device=DEVICE), plain)
         assert totals.tolist() == pytest.approx(plain.tolist(), rel=0, abs=0, nan_ok=True)
     want, flag = cases.expected_unscale([grad.values for grad in grads], cases.inverse_of(SCALE))
     assert found_inf.item() == flag.item()

@@ -14,7 +14,7 @@ from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
 TOLERANCE = 5 * 2.0**-24
 
 
-def run(table, scale=1.0, *, inverse=True):
+def run(table, scale=1.0):
     """The sum and the flag, on the CPU, which stand in the totals; what lies beside those is not written."""
     out = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
     factor = torch.tensor(scale)
@@ -22,7 +22,7 @@ def run(table, scale=1.0, *, inverse=True):
         cases.launched(*["_sum_squares_kernel"][: table.n_chunks], "_finish_kernel"),
         cases.guarded_flag() as found_inf,
     ):
-        launch_sum_of_squares(table, factor.to(DEVICE), found_inf, out[1:6], inverse=inverse)
+        launch_sum_of_squares(table, factor.to(DEVICE), found_inf, out[1:6])
     assert out[::6].isnan().all()
     assert out[2:6].tolist() == [found_inf.item(), 0.0, factor.item(), 1.0 / factor.item()]
     return out[1].cpu(), found_inf.cpu()
@@ -34,12 +34,11 @@ def moderate_values(numel, dtype, seed):
     return values.clamp(-1e150, 1e150) if dtype == torch.float64 else values
 
 
-def check_sum(grads, dtype, scale=1.0, *, inverse=True, config=SMALL):
+def check_sum(grads, dtype, scale=1.0, config=SMALL):
     """The sum is right, nothing is flagged, and every byte is as it was."""
     table = cases.make_table(grads, dtype, config)
-    total, found_inf = run(table, scale, inverse=inverse)
-    scale = torch.tensor(scale)
-    inv_scale = (scale if inverse else cases.inverse_of(scale)).item()
+    total, found_inf = run(table, scale)
+    inv_scale = cases.inverse_of(torch.tensor(scale)).item()
     want = sum_of_squares([grad.values for grad in grads]) * inv_scale * inv_scale
     assert total.item() == pytest.approx(want, rel=TOLERANCE, abs=0)
     assert found_inf == 0
@@ -48,10 +47,10 @@ def check_sum(grads, dtype, scale=1.0, *, inverse=True, config=SMALL):
         assert_untouched(grad.buffer, grad.start)
 
 
-@pytest.mark.parametrize(("scale", "inverse"), [(65536.0, False), (3.0, False), (1.0, False), (1 / 3, True)])
+@pytest.mark.parametrize("scale", [65536.0, 3.0, 1.0, 1 / 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_are_right_whatever_the_shape(dtype, scale, inverse):
-    check_sum(cases.every_shape(dtype, moderate_values), dtype, scale, inverse=inverse)
+def test_sums_are_right_whatever_the_shape(dtype, scale):
+    check_sum(cases.every_shape(dtype, moderate_values), dtype, scale)
 
 
 @pytest.mark.parametrize("magnitude", [1e38, 3e19, 1e19, 1e-10, 1e-15, 1e-19, 1e-23, 1e-30, 1e-38, 1e-40])
@@ -59,7 +58,7 @@ def test_sums_are_right_whatever_the_shape(dtype, scale, inverse):
 def test_no_square_overflows_or_is_lost(dtype, magnitude):
     random = torch.randn(1200, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
     for offset in cases.OFFSETS:
-        check_sum([Guarded((random * magnitude).to(dtype), offset)], dtype, 2.0**16, inverse=False)
+        check_sum([Guarded((random * magnitude).to(dtype), offset)], dtype, 2.0**16)
 
 
 @pytest.mark.parametrize("value", [1.1, 0.7123, 3.3e-5])
@@ -73,7 +72,7 @@ def test_equal_values_whose_roundings_all_go_one_way(dtype, value):
 def test_other_configurations_give_the_same(config):
     for dtype in DTYPES:
         chunk = config.chunk_elements(dtype.itemsize)
-        check_sum([Guarded(moderate_values(chunk + 13, dtype, 0), 1)], dtype, 3.0, inverse=False, config=config)
+        check_sum([Guarded(moderate_values(chunk + 13, dtype, 0), 1)], dtype, 3.0, config)
 
 
 @pytest.mark.parametrize("specials", [[NAN], [INF], [-INF], [NAN, INF]])
@@ -124,11 +123,11 @@ def test_runs_are_bitwise_equal_wherever_the_tensors_lie(dtype):
         grads = [Guarded(moderate_values(900, dtype, seed), seed) for seed in range(4)]
         table = cases.make_table(grads, dtype)
         for _ in range(2):
-            totals.append(run(table, 3.0, inverse=False)[0])
+            totals.append(run(table, 3.0)[0])
         # Equally far from a 16-byte boundary, but elsewhere.
         moved = [Guarded(grad.values, seed) for seed, grad in enumerate(grads)]
         table.set_addresses([grad.tensor.data_ptr() for grad in moved])
-        totals.append(run(table, 3.0, inverse=False)[0])
+        totals.append(run(table, 3.0)[0])
     for total in totals[1:]:
         assert_untouched(total, totals[0])
 
@@ -147,7 +146,7 @@ def test_a_raised_flag_is_left_raised():
     flags = torch.tensor([5.0, 1.0, 7.0], device=DEVICE)
     totals = torch.full((7,), NAN, dtype=torch.float64, device=DEVICE)
     for each, sum_of_it in ((table, 40), (GradTable([], torch.float32, DEVICE), 0)):
-        launch_sum_of_squares(each, torch.ones((), device=DEVICE), flags[1], totals[1:6], inverse=True)
+        launch_sum_of_squares(each, torch.ones((), device=DEVICE), flags[1], totals[1:6])
         assert flags.tolist() == [5.0, 1.0, 7.0]
         assert totals[1:6].tolist() == [sum_of_it, 1, 0, 1, 1]
         assert totals[::6].isnan().all()
