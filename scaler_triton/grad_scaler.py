@@ -135,16 +135,16 @@ class GradScaler(torch.amp.GradScaler):
         try:
             super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
         except TypeError:  # torch compares the factors with 1 before it checks that they are numbers
-            policy.check_growth_factor(growth_factor)
-            policy.check_backoff_factor(backoff_factor)
+            policy.check_number("growth_factor", growth_factor)
+            policy.check_number("backoff_factor", backoff_factor)
             raise
         limits = NO_LIMITS
         if self._enabled:
             extremes = {"min_scale": min_scale, "max_scale": max_scale}
             limits = limits.changed(**extremes, hysteresis=hysteresis, max_consecutive_skips=max_consecutive_skips)
-            init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"))
-            growth_factor = policy.check_growth_factor(growth_factor)
-            backoff_factor = policy.check_backoff_factor(backoff_factor)
+            init_scale = limits.clamp(policy.check_number("scale", init_scale, "init_scale"))
+            growth_factor = policy.check_number("growth_factor", growth_factor)
+            backoff_factor = policy.check_number("backoff_factor", backoff_factor)
             growth_interval = policy.check_number("growth_interval", growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
         self._ours.allow_fp16 |= allow_fp16_grads
@@ -498,12 +498,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows: finite, >= 1, else ValueError or TypeError; 1 keeps the scale."""
-        self._growth_factor = policy.check_growth_factor(new_factor, "new_factor")
+        self._growth_factor = policy.check_number("growth_factor", new_factor, "new_factor")
         update.numbers_changed(self)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor that backs the scale off: in (0, 1], else ValueError or TypeError; 1 keeps the scale."""
-        self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
+        self._backoff_factor = policy.check_number("backoff_factor", new_factor, "new_factor")
         update.numbers_changed(self)
 
     def set_growth_interval(self, new_interval: int) -> None:

@@ -247,7 +247,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if isinstance(value, str | bytes | bytearray):", "if False:"),
         ("if fields.get(\"consecutive_hysteresis\"):", "if False:", "parity/checkpoints"),
         ("order == 0 or (positive and order < 0)", "order == 0", "unit/clip"),
-        ("if not 0.0 < number < math.inf:", "if not 0.0 <= number < math.inf:", _GUARD),
+        ("\"spike_sigma\": (_SMALLEST,", "\"spike_sigma\": (0.0,", _GUARD),
         ("\"window\": (2, MAX_WINDOW,", "\"window\": (2, 1 << 30,", _GUARD),
         ("    counters = {\"spikes\": 0, **counters}", "    counters = {**counters}"),
     ],
