@@ -28,7 +28,7 @@ from torch.cuda.amp import common
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale
 from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
-from scaler_triton.flag import Flag, Flags, HostCopy
+from scaler_triton.flag import Flag, Flags
 from scaler_triton.headroom import Headroom
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
@@ -386,12 +386,10 @@ class GradScaler(torch.amp.GradScaler):
             return {}
         ours, scale, newest = self._ours, self._get_scale_async(), None
         if scale is not None:
-            if ours.scale_copy is None or ours.scale_copy.source.data_ptr() != scale.data_ptr():  # users may replace it
-                ours.scale_copy = HostCopy(scale.view(-1))
-            newest = ours.scale_copy.newest()
+            newest = ours.scale_copy.newest(scale)
         stats = ScalerStats.of(ours.counters.newest())
         numbers = {
-            "scale": self._init_scale if newest is None else newest[0],
+            "scale": self._init_scale if newest is None else newest[0] if isinstance(newest, list) else newest,
             "updates": stats.updates,
             "skipped": stats.skipped,
             "skip_share": stats.skipped / max(1, stats.updates),

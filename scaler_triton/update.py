@@ -117,12 +117,12 @@ class Counters(OnDevice):
     def __init__(self, values: Sequence[int] | None = None) -> None:
         super().__init__(no_counters() if values is None else values)
         self._known = list(self.values)
-        self._copy: HostCopy | None = None
+        self._copy = HostCopy()
 
     def set(self, values: Sequence[int]) -> None:
         """Write other values."""
         super().set(values)
-        self._known, self._copy = list(values), None  # which has the old ones
+        self._known, self._copy = list(values), HostCopy()  # the other has the old ones
 
     def read(self) -> list[int]:
         """Return a copy of the values, waiting for the device."""
@@ -133,9 +133,7 @@ class Counters(OnDevice):
         """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
         if isinstance(self.values, list):
             return self.values
-        if self._copy is None or self._copy.source is not self.values:
-            self._copy = HostCopy(self.values)
-        values = self._copy.newest()
+        values = self._copy.newest(self.values)
         if values is not None and values[abi.UPDATES] >= self._known[abi.UPDATES]:
             self._known = values  # else `read` has returned newer ones
         return list(self._known)
@@ -151,11 +149,11 @@ class LaggingCounters:
 
     def push(self, values: Tensor) -> list[int] | None:
         """Store the counters after an update, and return those of `LAG` updates before; None if there are none yet."""
-        oldest = self._taken.pop(0) if len(self._taken) == self.LAG else None
-        seen: list[int] | None = None if oldest is None else oldest.read()
-        copy = HostCopy(values) if oldest is None or oldest.source is not values else oldest
-        copy.start()
-        self._taken.append(copy)
+        is_full = len(self._taken) == self.LAG
+        oldest = self._taken.pop(0) if is_full else HostCopy()
+        seen = oldest.read() if is_full else None
+        oldest.start(values)
+        self._taken.append(oldest)
         return seen
 
 

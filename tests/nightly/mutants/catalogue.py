@@ -52,8 +52,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/check.py": [
         ("batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)", "batches = plan.collect(allow_fp16=True)"),
         ("        if not only_here:\n            flag.add(flags.values())\n", ""),
-        ("        if together is not None:\n            flag.write_scale(scale)\n", ""),
-        ("if copy and not flag.is_on_host and not step.captured:", "if copy and not flag.is_on_host:", _CAPTURE),
+        ("if copy and not step.captured:\n            flag.", "if copy:\n            flag.", _CAPTURE),
         ("or step[\"found_inf_per_device\"]:\n        flag =", "or False:\n        flag ="),
         ("flag.rows.captured.add(flag)", "pass", "gpu/capture"),
         ("if told is not None or (plan is not None and plan.written):", "if told is not None:"),
@@ -78,7 +77,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("again = bool(first.step[\"found_inf_per_device\"])", "again = False", _GUARD),
     ],
     "scaler_triton/flag.py": [
-        ("            values = self.status.tolist() if self._with_scales else", "            values ="),
+        ("[self.found_inf.item()] if self._summed_over is None else", "[self.found_inf.item()] if True else"),
         ("(row[abi.LARGEST] / row[abi.MEASURED_AT]) + _exponent_of(row[abi.MEASURED_AT])", "(row[abi.LARGEST])"),
         ("& (row[abi.LARGEST] > 0)", ""),
         (".amax() - _exponent_of(row[abi.MEASURED_AT])", ".amax()"),
@@ -92,7 +91,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("torch.maximum(self.found_inf, as_flag(flag, self.device))", "as_flag(flag, self.device)"),
         ("torch.ne(overflows, 0, out=self.found_inf)", "torch.gt(overflows, 1, out=self.found_inf)"),
         ("self.shared, self._copied = True, False", "self.shared = True", "gpu/gpu"),
-        ("self._with_scales, self._summed_over = True, 0", "self._with_scales, self._summed_over = False, 0"),
+        ("torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0)", "torch.mul(scale, torch.ones(2)"),
+        ("            self._summed_over = 0\n", "            self._summed_over = None\n"),
         ("return values[abi.FLAG] != 0.0  # NaN is set, too", "return values[abi.FLAG] > 0.0"),
         ("if self.rows is not None and self.saved else self.found_inf", "if False else self.found_inf", "gpu/capture"),
         ("apart = \"\" if scale == -other", "apart = \"\" if True"),
@@ -183,7 +183,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
          "gpu/gpu"),
     ],
     "scaler_triton/clip.py": [
-        ("part.flag.is_on_host or part.step.captured or is_fused", "part.flag.is_on_host or is_fused", _CAPTURE),
+        ("not (part.step.captured or is_fused)", "not is_fused", _CAPTURE),
         ("len(parts) > 1 and has_flag(scaler, part.flags, ranks):", "len(parts) > 1:"),
         ("else [math.nan, 1.0]", "else [0.0, 1.0]"),
         ("numbers = [0.0, 1.0, 1.0] if takes_maximum", "numbers = [0.0, 0.0, 1.0] if takes_maximum"),
