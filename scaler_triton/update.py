@@ -176,9 +176,13 @@ class HeadroomRule(OnDevice):
         kept = [float(each) for each in exponents][-self.window :]
         self.set([float(len(kept)), cap, *kept, *[0.0] * (self.window - len(kept))])
 
-    def scale_below(self, cap: Tensor, scale: Tensor, unscaled: Tensor, bad: Tensor) -> Tensor:
+    def options(self, measured: Any) -> dict[str, Any]:
+        """Return the arguments of `launch_update` for rows of what checks have measured."""
+        return {"measured": measured, "headroom": self.on(measured.device), "bits": self.bits}
+
+    def scale_below(self, cap: Tensor, scale: Tensor, measured: Tensor, bad: Tensor) -> Tensor:
         """Return the scale after a good update, fp64, and remember the largest gradient unless the update was `bad`."""
-        values = self.on(cap.device)
+        values, unscaled = self.on(cap.device), measured[0, abi.LARGEST] / measured[0, abi.MEASURED_AT]
         count, ring = values[abi.EXPONENTS].long(), values[abi.HEADROOM_HEADER :]
         enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
         exponent = (torch.frexp(unscaled)[1] - 1).double().clamp(min=-1023.0)
@@ -191,14 +195,17 @@ class HeadroomRule(OnDevice):
         return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())
 
 
-def largest_unscaled(checked: Sequence[Any], device: torch.device) -> Tensor:
-    """Return the largest unscaled gradient that the checks of steps have measured, fp64 `()` on `device`; else 0."""
+def measured_by(checked: Sequence[Any], device: torch.device) -> Tensor:
+    """Return the largest gradient that the steps' checks have measured, as a row at scale 1, fp64 [1, MEASURED_ROW]."""
     flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
     rows = [flag.measured.to(device) for flag in flags if flag is not None and flag.measured is not None]
-    if not rows:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    found = torch.stack(rows)
-    return torch.where(found[:, abi.LARGEST] > 0, found[:, abi.LARGEST] / found[:, abi.MEASURED_AT], 0.0).amax()
+    row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=device)
+    row[0, abi.MEASURED_AT] = 1.0
+    if rows:
+        found = torch.stack(rows)
+        unscaled = found[:, abi.LARGEST] / found[:, abi.MEASURED_AT]
+        row[0, abi.LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
+    return row
 
 
 class DevicePolicy:
@@ -273,37 +280,21 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
     if home.on_host:
         update_on_host_(scale, home.tracker, found_inf, numbers, limits, home.counted)
         return
-    counters, headroom = home.counters, ours.headroom
+    headroom, flags, measured = ours.headroom, home.rows.status, home.rows.measured
     is_own = home.by_kernel and len(own) == len(checked)
     if not is_own:
-        found_inf_ = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
+        flags, mask = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device), 1
+        measured = None if headroom is None else measured_by(checked, home.device)
     if not home.by_kernel:
-        unscaled = None if headroom is None else largest_unscaled(checked, home.device)
-        update_by_ops_(scale, tracker, found_inf_, numbers, limits, counters, headroom, unscaled)
+        update_by_ops_(scale, tracker, flags, numbers, limits, home.counters, headroom, measured)
         return
     policy, launch = home.policy.hold(numbers, limits), kernels().update_scale.launch_update
-    if not is_own:
-        options = {} if headroom is None else headroom_options(headroom, home.device, row_of(checked, home.device))
-        launch(scale, tracker, found_inf_, home.rows.last_flags, policy, counters, 1, clear=False, **options)
-        return
-    if not captured:
+    if is_own and not captured:
         _wait_for_readers(home.device, checked)
-    options = {} if headroom is None else headroom_options(headroom, home.device, home.rows.measured)
-    launch(scale, tracker, home.rows.status, home.rows.last_flags, policy, counters, mask, clear=True, **options)
-    for flag in own:
+    options = {} if headroom is None else headroom.options(measured)
+    launch(scale, tracker, flags, home.rows.last_flags, policy, home.counters, mask, clear=is_own, **options)
+    for flag in own if is_own else ():
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
-
-
-def headroom_options(headroom: HeadroomRule, device: torch.device, measured: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of `launch_update` for the headroom policy."""
-    return {"measured": measured, "headroom": headroom.on(device), "bits": headroom.bits}
-
-
-def row_of(checked: Sequence[Any], device: torch.device) -> Tensor:
-    """Return a row of what the checks of steps have measured, for a kernel that reads one."""
-    row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=device)
-    row[0, abi.LARGEST], row[0, abi.MEASURED_AT] = largest_unscaled(checked, device), 1.0
-    return row
 
 
 def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> None:
@@ -424,11 +415,11 @@ def update_by_ops_(
     limits: Limits,
     counters: Tensor,
     headroom: HeadroomRule | None = None,
-    unscaled: Tensor | None = None,
+    measured: Tensor | None = None,
 ) -> None:
     """Update on any device without a host wait; if memory runs out, nothing has changed.
 
-    With `headroom` the rule moves its cap, and `unscaled`, the largest gradient, fp64, `()`, the scale below that.
+    With `headroom` the rule moves its cap, and what was `measured` (fp64 [1, MEASURED_ROW]) the scale below that.
     """
     bad, ruled = found_inf.reshape(()) != 0, scale
     if headroom is not None:
@@ -443,9 +434,9 @@ def update_by_ops_(
         spared = bad & (counters[abi.STRIKES] + 1 < limits.hysteresis)
         after = torch.where(spared, ruled, after)
     after = _clamped(after, limits)
-    if headroom is not None and unscaled is not None:
+    if headroom is not None and measured is not None:
         headroom.on(scale.device)[abi.CAP] = after.reshape(())
-        fits = headroom.scale_below(after.reshape(()), scale.reshape(()), unscaled, bad)
+        fits = headroom.scale_below(after.reshape(()), scale.reshape(()), measured, bad)
         after = torch.where(bad, after, _clamped(fits.to(after.dtype), limits))
     counted = _counted(counters, bad, scale, after, keeps_strikes=tracker.reshape(()) != 0)
     for held, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):
@@ -476,9 +467,8 @@ def _clamped(scale: Tensor, limits: Limits) -> Tensor:
 def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, requested: str) -> None:
     """Update once by the backend of the scale's device, without limits or counters, as `torch._amp_update_scale_`."""
     if choose_for_scale(scale, requested) == "triton":
-        policy, ignored = _kept_policy(scale.device, numbers), _scratch(scale.device)
         launch = kernels().update_scale.launch_update
-        launch(scale, growth_tracker, found_inf, found_inf, policy, ignored, 1, clear=False)
+        launch(scale, growth_tracker, found_inf, found_inf, *_kept_policy(scale.device, numbers), 1, clear=False)
     elif scale.is_cpu and type(scale) is Tensor:
         memory = host_memory(growth_tracker.view(-1))
         update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())
@@ -487,14 +477,10 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numb
         update_by_ops_(scale, growth_tracker, found_inf, numbers, NO_LIMITS, counters)
 
 
-# The next two are never freed: a graph may read or write them at each replay.
-@functools.cache
-def _kept_policy(device: torch.device, numbers: Numbers) -> Tensor:
+@functools.cache  # never freed: a graph may read and write them at each replay
+def _kept_policy(device: torch.device, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    """Return the numbers on the device, and counters that nobody reads."""
     policy = DevicePolicy(device).hold(numbers, NO_LIMITS)
+    ignored = torch.zeros(abi.COUNTERS, dtype=torch.int64, device=device)
     torch.get_device_module(device).synchronize(device)  # the next call may be on another stream
-    return policy
-
-
-@functools.cache
-def _scratch(device: torch.device) -> Tensor:
-    return torch.zeros(abi.COUNTERS, dtype=torch.int64, device=device)
+    return policy, ignored

@@ -70,17 +70,20 @@ def by_host(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Coun
     rule.update_on_host_(scale, memory, found_inf, *rules, host_memory(held.on(CPU)))
 
 
+def a_row(largest: Tensor) -> Tensor:
+    row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=largest.device)
+    row[0, abi.LARGEST], row[0, abi.MEASURED_AT] = largest * 4.0, 4.0
+    return row
+
+
 def by_ops(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
-    rule.update_by_ops_(scale, tracker, flag, *rules, held.on(scale.device), *measured)
+    policy = (measured[0], a_row(measured[1])) if measured else ()
+    rule.update_by_ops_(scale, tracker, flag, *rules, held.on(scale.device), *policy)
 
 
 def by_kernel(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
-    policy, options = DevicePolicy(scale.device).hold(*rules), {}
-    if measured:
-        headroom, largest = measured
-        row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=scale.device)
-        row[0, abi.LARGEST], row[0, abi.MEASURED_AT] = largest * 3.0, 3.0
-        options = rule.headroom_options(headroom, scale.device, row)
+    policy = DevicePolicy(scale.device).hold(*rules)
+    options = measured[0].options(a_row(measured[1])) if measured else {}
     launch = kernels().update_scale.launch_update
     launch(scale, tracker, flag, flag, policy, held.on(scale.device), 1, clear=False, **options)
 

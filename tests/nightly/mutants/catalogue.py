@@ -156,7 +156,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        or home.counters is not ours.counters.values\n", ""),
         ("        mask |= 1 << flag.row\n", "        mask = 1 << flag.row\n", "gpu/gpu"),
         ("not (captured or flag in home.rows.captured)", "True", "gpu/capture"),
-        ("    if not captured:\n        _wait_for_readers(home.device, checked)\n", "", "gpu/gpu"),
+        ("    if is_own and not captured:\n        _wait_for_readers(home.device, checked)\n", "", "gpu/gpu"),
         ("        if asked != self._held:", "        if not self._held:", "gpu/capture"),
         ("values is not None and values[abi.UPDATES] >= self._known[abi.UPDATES]:", "values is not None:"),
         ("and seen[abi.STREAK] > limit:", "and seen[abi.STREAK] >= limit:"),

@@ -54,9 +54,9 @@ class Run:
             launch_update(*state, mask, clear=clear, **options)
         bad, rule = bool(rows) and flag != 0, (self.numbers, self.limits)
         if self.headroom:
-            size = torch.tensor(largest, dtype=torch.float64)
+            row = torch.tensor([[largest, 0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
             found_inf = torch.tensor(float(bad))
-            update_by_ops_(self.scale, self.tracker, found_inf, *rule, self.counted, self.headroom, size)
+            update_by_ops_(self.scale, self.tracker, found_inf, *rule, self.counted, self.headroom, row)
         else:
             update_on_host_(self.scale, host_memory(self.tracker.view(-1)), bad, *rule, host_memory(self.counted))
         assert_same(self.scales, torch.tensor([NAN, self.scale.item(), NAN]))
