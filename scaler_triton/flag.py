@@ -50,6 +50,7 @@ class FlagRows:
             self.last_flags = torch.zeros(abi.ROWS, dtype=torch.float32, device="cpu").to(device)  # cleared by updates
             empty = torch.zeros(abi.ROWS, abi.MEASURED_ROW, dtype=torch.float64, device="cpu")
             self.measured = empty.to(device) if measures else None  # what the checks have measured
+        self.measured_copy = HostCopy()
         self.captured: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
         self._free = list(reversed(range(abi.ROWS)))
 
@@ -323,8 +324,8 @@ def _kept_constants(device: torch.device, dtype: torch.dtype, *numbers: float) -
 class HostCopy:
     """A small tensor's values on the host: from CUDA in pinned memory, with an event; elsewhere in a clone."""
 
-    def __init__(self) -> None:
-        self.latest: Any = None  # what `newest` returned last
+    def __init__(self, latest: Any = None) -> None:
+        self.latest = latest  # what `newest` returned last
         self._source: Tensor | None = None  # the tensor of the last start
         self._copy: Any = None
         self._event: torch.cuda.Event | None = None
@@ -345,7 +346,7 @@ class HostCopy:
 
     @torch.inference_mode(False)
     def _prepare(self, source: Tensor) -> None:
-        self.latest, self._event = None, None
+        self._event = None
         if source.is_cuda and type(source) is Tensor:  # not one of torch's fake tensors
             self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
             self._memory = host_memory(self._copy)
@@ -365,9 +366,9 @@ class HostCopy:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def newest(self, source: Tensor) -> Any:
-        """Return the newest values that have arrived, None before the first; start the next copy; never wait on CUDA.
+        """Return the newest values that have arrived, and start the next copy; never wait on CUDA.
 
-        While a graph is captured nothing is started.
+        Before any has arrived it is the first `latest`. While a graph is captured nothing is started.
         """
         for _ in range(0 if is_captured(source) else 2):  # the second time, what has arrived at once
             if source is self._source:

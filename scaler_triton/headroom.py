@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scaler_triton.flag import Flag, HostCopy
+from scaler_triton.flag import Flag
 from scaler_triton.kernels.abi import LARGEST, MEASURED_AT, SEEN, SUBNORMAL, ZEROS
 from scaler_triton.text import count_of
 
@@ -58,7 +58,6 @@ class Reader:
     """Reads the rows of a scaler's flags, with one wait or with none."""
 
     def __init__(self) -> None:
-        self._copy = HostCopy()
         self._known = Headroom(0.0, math.inf, 0.0, 0.0, 0)
 
     def read(self, flags: Sequence[Flag]) -> Headroom:
@@ -71,7 +70,7 @@ class Reader:
     def newest(self, flags: Sequence[Flag]) -> Headroom:
         """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
         rows = next((flag.rows for flag in flags if flag.rows is not None), None)
-        table = None if rows is None or rows.measured is None else self._copy.newest(rows.measured)
+        table = None if rows is None or rows.measured is None else rows.measured_copy.newest(rows.measured)
         if table is not None:
             self._known = _summary([table[flag.row] for flag in flags if flag.rows is rows])
         return self._known

@@ -116,27 +116,23 @@ class Counters(OnDevice):
 
     def __init__(self, values: Sequence[int] | None = None) -> None:
         super().__init__(no_counters() if values is None else values)
-        self._known = list(self.values)
-        self._copy = HostCopy()
+        self._copy = HostCopy(self.values)
 
     def set(self, values: Sequence[int]) -> None:
         """Write other values."""
         super().set(values)
-        self._known, self._copy = list(values), HostCopy()  # the other has the old ones
+        self._copy = HostCopy(list(values))  # what was copied before is older
 
     def read(self) -> list[int]:
         """Return a copy of the values, waiting for the device."""
-        self._known = super().read()
-        return list(self._known)
+        values = super().read()
+        self._copy = HostCopy(values)
+        return values
 
     def newest(self) -> list[int]:
         """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
-        if isinstance(self.values, list):
-            return self.values
-        values = self._copy.newest(self.values)
-        if values is not None and values[abi.UPDATES] >= self._known[abi.UPDATES]:
-            self._known = values  # else `read` has returned newer ones
-        return list(self._known)
+        newest: list[int] = self.values if isinstance(self.values, list) else self._copy.newest(self.values)
+        return newest
 
 
 class LaggingCounters:
