@@ -69,11 +69,6 @@ class FlagRows:
 class Flag:
     """Whether one optimizer's step is to be skipped; `status` is fp32 [STATUS], perhaps one of the `rows`."""
 
-    __slots__ = (
-        "__weakref__", "_copied", "_copy", "_memory", "_summed_over",
-        "cleared", "device", "found_inf", "measured", "row", "rows", "saved", "shared", "status",
-    )  # fmt: skip
-
     def __init__(
         self, status: Tensor, rows: FlagRows | None = None, row: int = 0, measured: Tensor | None = None
     ) -> None:
@@ -90,9 +85,6 @@ class Flag:
         self._copied = False  # whether that has the last check's
         # On the CPU Python reads and writes the memory itself: an op costs twenty times as much.
         self._memory = host_memory(status) if status.is_cpu and type(status) is Tensor else None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Flag:
-        return self  # its memory is the scaler's
 
     def clear(self, captured: bool = False) -> None:
         """Clear the status for a new check; always in a capture, as each replay follows another step."""
@@ -163,13 +155,9 @@ class Flag:
             self._copied = True
 
     def on_host(self, flags: Flags, fresh: bool) -> bool:
-        """Return whether the step is to be skipped, waiting for the device.
+        """Return whether a step with these flags is to be skipped, waiting for the device; raise if ranks are apart.
 
-        Args:
-            flags: the step's current flags, which other code may have written.
-            fresh: whether the check was just made: then they are its own, and the copy that it started is valid.
-
-        Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
+        Other code may have written the flags, unless the check is `fresh`: then the copy that it started is valid, too.
         """
         if self._memory is not None:
             values: Sequence[float] = self._memory
@@ -210,11 +198,7 @@ class Flag:
 
 
 def report_failure(ranks: Ranks, device: torch.device, *, by_sums: Sequence[float] | None = None) -> None:
-    """Join the reduction of a check with the failure set: the other ranks skip, and raise when they read the flag.
-
-    Args:
-        by_sums: what a rank that failed adds where they sum totals instead of reducing a status.
-    """
+    """Join the reduction of a check with the failure set; `by_sums` is added where totals are summed, not a status."""
     if by_sums is not None:
         ranks.sum_(torch.tensor(by_sums, dtype=torch.float64, device=device))
         return
@@ -295,10 +279,8 @@ def as_flag(flag: Tensor, device: torch.device) -> Tensor:
 
 def any_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return 1.0, fp32 `()`, on `device`, if any of `flags` is set, else 0.0."""
-    result: Tensor | None = None
-    for flag in flags:
-        result = as_flag(flag, device) if result is None else torch.maximum(result, as_flag(flag, device))
-    return torch.zeros((), dtype=torch.float32, device=device) if result is None else result
+    found = [as_flag(flag, device) for flag in flags]
+    return functools.reduce(torch.maximum, found) if found else torch.zeros((), dtype=torch.float32, device=device)
 
 
 def fp32_on(device: torch.device, number: Tensor) -> Tensor:

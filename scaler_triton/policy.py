@@ -107,6 +107,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "hysteresis": (1, _MOST, "an int >= 1 (overflows)"),
     "max_attempts": (1, _MOST, "an int >= 1 (attempts)"),
     "max_consecutive_skips": (0, math.inf, "None or an int >= 0 (updates)"),
+    "norm": (0.0, _LARGEST, "lists of finite norms >= 0"),
     "scale": (MIN_SCALE, MAX_SCALE, f"a positive finite fp32 number in [2**-126, {MAX_SCALE}]"),
     "spike_sigma": (_SMALLEST, _LARGEST, "a positive number (standard deviations) or None"),
     "window": (2, MAX_WINDOW, f"an int in [2, {MAX_WINDOW}] (norms)"),
@@ -153,16 +154,10 @@ def check_max_norm(value: Any) -> float:
     return bound
 
 
-def check_windows(value: Any, name: str = WINDOWS) -> list[list[float]]:
-    """Return a checkpoint's norms, a list for each optimizer, if all of them are finite and >= 0."""
-    try:
-        windows = [[float(norm) for norm in norms] for norms in value]
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be lists of numbers, got {one_line(repr(value))}") from error
-    for norm in (norm for norms in windows for norm in norms):
-        if not 0.0 <= norm < math.inf:
-            raise ValueError(f"{name} must hold finite norms >= 0, got {norm}")
-    return windows
+def check_windows(value: Any) -> list[list[float]]:
+    """Return a checkpoint's norms, a list for each optimizer."""
+    windows = [_check_list(norms, WINDOWS) for norms in _check_list(value, WINDOWS)]
+    return [[check_number("norm", norm, WINDOWS) for norm in norms] for norms in windows]
 
 
 def check_headroom(scale_policy: Any, bits: Any, window: Any) -> tuple[int, int] | None:
@@ -176,11 +171,8 @@ def check_headroom(scale_policy: Any, bits: Any, window: Any) -> tuple[int, int]
 def check_remembered(fields: Any) -> tuple[list[int], float]:
     """Return exponents and cap from what a checkpoint holds of the headroom policy; the start's where it holds none."""
     fields = check_dict(fields, HEADROOM)
-    exponents = fields.get("exponents", [])
-    if not isinstance(exponents, Sequence) or isinstance(exponents, str):
-        raise TypeError(f"exponents must be a list of ints, got {one_line(repr(exponents))}")
-    known = [check_number("exponents", each) for each in exponents]
-    return known, check_number("scale", fields.get("cap", MAX_SCALE), "cap")
+    exponents = [check_number("exponents", each) for each in _check_list(fields.get("exponents", []), "exponents")]
+    return exponents, check_number("scale", fields.get("cap", MAX_SCALE), "cap")
 
 
 def check_bool(value: Any, name: str) -> bool:
@@ -194,6 +186,12 @@ def check_dict(value: Any, name: str) -> Mapping[str, Any]:
     """Return `value` if it is a dict, or another mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dict, got {value!r}")
+    return value
+
+
+def _check_list(value: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} must be a list, got {one_line(repr(value))}")
     return value
 
 

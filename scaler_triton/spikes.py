@@ -34,8 +34,6 @@ class Guard:
         length: the number of norms in a window.
     """
 
-    __slots__ = ("length", "loaded", "sigma")
-
     def __init__(self, sigma: float | None, length: int, norms: Iterable[Sequence[float]] = ()) -> None:
         self.sigma, self.length = sigma, length
         self.loaded = [*norms]  # for windows that are still to be made, in their order

@@ -227,7 +227,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("                values.copy_(carrier)\n", "                pass\n"),
         ("if self.sharded or process_group is not None:", "if self.sharded:"),
         ("            if strict:\n                raise", "            if False:\n                raise"),
-        ("if theirs is not None and theirs.ranks != mine.ranks:", "if False:"),
+        ("if mine is not None and theirs is not None and theirs.ranks != mine.ranks:", "if False:"),
         ("missing = sorted(set(_ranks_of(mesh)) - set(members))", "missing = []"),
         ("if len(members) > 1 else None\n", "if members else None\n"),
         ("    if max(ends) > _AT_ONCE:", "    if False:"),
