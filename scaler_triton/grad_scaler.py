@@ -342,8 +342,8 @@ class GradScaler(torch.amp.GradScaler):
         else:
             update.update_by_flags(self, scale, tracker, checked, captured)
         ours.steps.close(captured)
-        if ours.limits.max_consecutive_skips is not None and not captured:
-            update.check_streak(self, is_set=new_scale is not None)
+        if new_scale is None and ours.limits.max_consecutive_skips is not None and not captured:
+            update.check_streak(self)
 
     def stats(self, *, wait: bool = True) -> ScalerStats:
         """Return what the updates have done so far, including replayed ones; all 0 on a disabled scaler.

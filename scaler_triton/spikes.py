@@ -109,7 +109,7 @@ class Window:
         norm = totals[abi.SQUARES].sqrt()
         is_finite = norm < math.inf
         is_spike = is_finite & (n >= max(2, length // 2)) & (norm > limit)
-        counters[abi.SPIKES] += is_spike.long() - (0 if first else was_spike.long())
+        counters[abi.SPIKES].add_(is_spike.long() if first else is_spike.long() - was_spike.long())
         spike = norm, limit, counters[abi.SKIPPED]
         kept = [torch.where(is_spike, new, old) for new, old in zip(spike, last_spike, strict=True)]
         self.memory[: abi.SIGMA] = torch.stack([count, norm, is_spike, *kept])

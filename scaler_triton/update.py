@@ -311,14 +311,12 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
         found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
         counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))
     scale.fill_(number)
+    ours.lagging = LaggingCounters()  # skips before it no longer count
 
 
-def check_streak(scaler: GradScaler, *, is_set: bool) -> None:
-    """Raise SkipStreakError if too many updates in a row were skipped; start again if the user has set the scale."""
+def check_streak(scaler: GradScaler) -> None:
+    """Raise SkipStreakError if too many updates in a row were skipped."""
     ours, limit = scaler._ours, scaler._ours.limits.max_consecutive_skips
-    if is_set:
-        ours.lagging = LaggingCounters()
-        return
     seen = ours.lagging.push(ours.counters.on(scaler._scale.device))
     if seen is not None and limit is not None and seen[abi.STREAK] > limit:
         raise SkipStreakError(

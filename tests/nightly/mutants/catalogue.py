@@ -213,7 +213,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("ring.take((place + (count - n)) % length)", "ring.take(place % length)", _BITS),
         ("(n >= max(2, length // 2))", "(n >= 2)"),
         ("is_spike = is_finite & (n", "is_spike = (n"),
-        ("is_spike.long() - (0 if first else was_spike.long())", "is_spike.long()"),
+        ("if first else is_spike.long() - was_spike.long())", "if True else 0)"),
         ("torch.where(is_spike, new, old) for new", "new for new"),
         ("        totals[abi.OVERFLOWS].clamp_(min=bad)\n", ""),
         ("bad = is_spike | ~is_finite", "bad = is_spike"),
