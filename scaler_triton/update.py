@@ -204,16 +204,15 @@ def measured_by(checked: Sequence[Any], device: torch.device) -> Tensor:
     return row
 
 
-class DevicePolicy:
+class DevicePolicy(OnDevice):
     """The numbers of the rule in device memory, where graphs read the current ones at each replay.
 
     They are fp64: scalar arguments of a kernel would be fp32, in which 1.1 is another number.
     """
 
     def __init__(self, device: torch.device) -> None:
-        refuse_capture(device, "a scaler's first update")
-        with torch.inference_mode(False):  # later updates write it outside that mode
-            self.values = torch.zeros(6, dtype=torch.float64, device=device)
+        super().__init__([0.0] * abi.POLICY)
+        self.memory = self.on(device)
         self._held: tuple[Any, ...] = ()
 
     def hold(self, numbers: Numbers, limits: Limits) -> Tensor:
@@ -221,13 +220,12 @@ class DevicePolicy:
         asked = (*numbers, limits)
         if asked != self._held:
             self._held = ()  # unknown if the copy is interrupted
-            values = [*numbers, limits.min_scale, limits.max_scale, limits.hysteresis]
-            with sync_allowed(self.values.device):
-                if self.values.is_cuda:  # updates and replays that are queued, on any stream, use the old values
-                    torch.cuda.synchronize(self.values.device)
-                self.values.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
+            with sync_allowed(self.memory.device):
+                if self.memory.is_cuda:  # updates and replays that are queued, on any stream, use the old values
+                    torch.cuda.synchronize(self.memory.device)
+                self.set([*numbers, limits.min_scale, limits.max_scale, limits.hysteresis])
             self._held = asked
-        return self.values
+        return self.memory
 
 
 class Home:
